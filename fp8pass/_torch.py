@@ -1,0 +1,42 @@
+"""Every private torch name that fp8pass relies on, so that an upgrade of torch is a diff of this file.
+
+Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.source import ConstantSource
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
+from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._logging import trace_structured
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "ConstantSource",
+    "CustomGraphPass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "aot_autograd",
+    "compile_fx",
+    "detect_fake_mode",
+    "dynamo_config",
+    "functorch_config",
+    "get_hash_for_files",
+    "inductor_config",
+    "list_mode_options",
+    "make_boxed_func",
+    "min_cut_partition",
+    "select_decomp_table",
+    "stable_topological_sort",
+    "trace_structured",
+]

@@ -1,0 +1,107 @@
+"""`Config`: every choice a user has, and the only reader of the FP8PASS_* environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fp8pass.hardware import TARGETS
+from fp8pass.recipes import Recipe, choose, resolve
+
+Filter = Callable[[str, int, int, int], bool] | Sequence[str] | None
+LOWERINGS = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of `torch.compile(model, backend="fp8pass", options={...})`.
+
+    Raises ValueError for an unknown field or value, naming the valid ones and the nearest.
+    """
+
+    recipe: str | Recipe | None = "delayed"
+    """A name, a recipe object, or None: insert nothing, only find the quantize-dequantize that the user wrote."""
+    filter: Filter = None
+    """`callable(fqn, M, K, N) -> bool`, true for the matmuls to take; or name patterns (`lm_head`, `*.attn.*`) to leave out."""
+    min_speedup: float = 1.0
+    """A matmul predicted to gain less is declined. 0 turns the rule off. On CPU it applies only with `target`."""
+    strict: bool = False
+    """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
+    target: str | None = None
+    """The GPU to decide for ("sm_90", "h200", ...) where it isn't the one that the tensors are on."""
+    mode: str | None = None
+    """One of Inductor's modes, as in `torch.compile(mode=...)`."""
+    lowering: str = "inductor"
+    """"eager" runs the rewritten graphs op by op, to tell a fault of fp8pass from one of Inductor."""
+    dump_dir: str | None = None
+    """Folder for a dump of every graph before and after every pass."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", resolve(self.recipe))
+        choose("lowering", self.lowering, LOWERINGS)
+        if self.target is not None:
+            choose("target", self.target, tuple(TARGETS))
+        if not self.min_speedup >= 0:
+            raise ValueError(f"min_speedup={self.min_speedup}: a ratio of times, 0 (no rule) or more")
+
+    def leaves_out(self, fqn: str, m: int, k: int, n: int) -> str:
+        """Why `filter` leaves this matmul out; "" if it does not."""
+        if self.filter is None:
+            return ""
+        if callable(self.filter):
+            return "" if self.filter(fqn, m, k, n) else f"filter({fqn!r}, {m}, {k}, {n}) is false"
+        hit = next((p for p in self.filter if fnmatchcase(fqn, p) or fnmatchcase(fqn, f"{p}.*")), None)
+        return f"{fqn!r} matches the filter's pattern {hit!r}" if hit else ""
+
+    def cache_key(self) -> str:
+        """Identifies what this configuration makes of a graph. Where dumps go is no part of it."""
+        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "dump_dir"])
+
+
+_FIELDS = tuple(f.name for f in fields(Config))
+
+
+def make_config(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
+    """The Config for `torch.compile`'s `options` and `mode`: explicit options over FP8PASS_* over the defaults."""
+    options = dict(options or {})
+    if mode is not None:
+        options.setdefault("mode", mode)
+    config = options.pop("config", None)
+    for name in options:
+        choose("fp8pass option", name, (*_FIELDS, "config"))
+    if config is None:
+        return Config(**{**_from_environment(), **options})
+    if not isinstance(config, Config):
+        raise ValueError(f"option 'config' must be a fp8pass.Config, not {type(config).__name__}")
+    return Config(**{**{name: getattr(config, name) for name in _FIELDS}, **options})
+
+
+def _from_environment() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, parse in _PARSERS.items():
+        text = os.environ.get(f"FP8PASS_{name.upper()}")
+        if text is not None:
+            values[name] = parse(text)
+    if (folder := os.environ.get("FP8PASS_DUMP")) is not None:
+        values["dump_dir"] = folder
+    return values
+
+
+def _flag(text: str) -> bool:
+    choose("FP8PASS_STRICT", text, ("0", "1"))
+    return text == "1"
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "recipe": lambda text: None if text.lower() == "none" else text,
+    "filter": lambda text: tuple(text.split(",")),
+    "min_speedup": float,
+    "strict": _flag,
+    "target": str,
+    "mode": str,
+    "lowering": str,
+    "dump_dir": str,
+}

@@ -1,0 +1,97 @@
+"""Building FX nodes. The only file that writes `node.meta["val"]`.
+
+Inductor allocates memory by `meta["val"]`; a node whose dtype or strides are wrong there corrupts memory instead of
+failing. So every node that a pass makes is made here, by running the op on its inputs' fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument, Target
+
+from fp8pass._torch import FakeTensorMode, detect_fake_mode, select_decomp_table
+
+MADE_BY = "fp8pass"
+
+
+def val(node: object) -> torch.Tensor:
+    """The fake tensor of a node: its shape, strides, dtype and device."""
+    assert isinstance(node, fx.Node), node
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), (node, value)
+    return value
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode that the graph's values live in."""
+    mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    assert mode is not None, "the graph holds no fake tensors"
+    return mode
+
+
+def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What `node` computes, on fake tensors."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    assert callable(node.target)
+    with mode:
+        return node.target(*args, **kwargs)
+
+
+class Builder:
+    """Adds nodes to a graph, stamped with the pass that made them."""
+
+    def __init__(self, graph: fx.Graph, made_by: str) -> None:
+        self.graph = graph
+        self.made_by = made_by
+        self.mode = fake_mode_of(graph)
+
+    def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:
+        """A new node in front of `before`, whose source line it inherits."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        return self._stamp(node, before)
+
+    def inline(self, before: fx.Node, function: Callable[..., Any], *inputs: fx.Node) -> list[fx.Node]:
+        """The ATen ops of `function(*inputs)`, in front of `before`; returns the nodes of its results.
+
+        What a pass computes can so be written, and tested, as a plain torch function.
+        """
+        with self.mode:
+            traced = make_fx(function, decomposition_table=select_decomp_table())(*(n.meta["val"] for n in inputs))
+        twin: dict[fx.Node, fx.Node] = dict(
+            zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True)
+        )
+        with self.graph.inserting_before(before):
+            for node in traced.graph.nodes:
+                if node.op == "call_function":
+                    twin[node] = self._stamp(self.graph.node_copy(node, twin.__getitem__), before)
+        results = traced.graph.output_node().args[0]
+        return [twin[n] for n in (results if isinstance(results, (list, tuple)) else [results])]  # type: ignore[index]
+
+    def _stamp(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        for key in ("stack_trace", "nn_module_stack", "seq_nr"):
+            if key in like.meta:
+                node.meta.setdefault(key, like.meta[key])
+        node.meta[MADE_BY] = self.made_by
+        node.meta["val"] = compute_val(node, self.mode)
+        return node
+
+
+def source_of(node: fx.Node) -> str:
+    """The user's line that a node comes from, as "file.py:12"; "" where torch does not know."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
+    if not frames:
+        return ""
+    path, line = frames[-1].split('"')[1], frames[-1].split("line ")[1].split(",")[0]
+    return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+
+
+def readable(module: fx.GraphModule) -> str:
+    """The graph as Python text with shapes and dtypes."""
+    return module.print_readable(print_output=False)

@@ -1,0 +1,85 @@
+"""What a GPU can do, and about how fast: decides legality and layout, and whether FP8 pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of device. Peaks are dense, without sparsity, in operations per second; bandwidth in bytes per second."""
+
+    name: str
+    capability: tuple[int, int]
+    bf16_peak: float
+    fp8_peak: float
+    bandwidth: float
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether `_scaled_mm` has tensor cores to run on: sm_89 (Ada) and later."""
+        return self.capability >= (8, 9)
+
+    @property
+    def needs_k_major(self) -> bool:
+        """Whether both FP8 operands must be contiguous along K: cuBLASLt has only TN kernels before sm_100."""
+        return self.capability < (10, 0)
+
+
+# Peaks and bandwidths: NVIDIA's data sheets of the L40S, H100 SXM, H200 SXM and HGX B200 (sparse figures halved).
+_L40S = Target("sm_89", (8, 9), 362e12, 733e12, 0.864e12)
+_H100 = Target("h100", (9, 0), 989e12, 1979e12, 3.35e12)
+_H200 = Target("h200", (9, 0), 989e12, 1979e12, 4.8e12)
+_B200 = Target("b200", (10, 0), 2250e12, 4500e12, 8.0e12)
+TARGETS = {"sm_89": _L40S, "h100": _H100, "sm_90": _H100, "h200": _H200, "b200": _B200, "sm_100": _B200}
+
+
+def target_of(device: torch.device, name: str | None = None) -> Target | None:
+    """The target to decide for; None on a CPU without `name`: anything goes there, and nothing is about speed."""
+    if name is not None:
+        return TARGETS[name]
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    label = torch.cuda.get_device_name(device)
+    for target in (_H200, _B200, _H100):
+        if target.name.upper() in label.upper():
+            return target
+    near = _B200 if capability >= (10, 0) else _H100 if capability >= (9, 0) else _L40S
+    return Target(label, capability, near.bf16_peak, near.fp8_peak, near.bandwidth)
+
+
+def why_no_fp8(device: torch.device, target: Target | None) -> str:
+    """Why this device can't run `_scaled_mm`; "" if it can. Names the device."""
+    if device.type not in ("cpu", "cuda"):
+        return f"no FP8 matmul on {device.type} devices; fp8pass supports CPU and NVIDIA GPUs from sm_89 on"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "no support for ROCm; fp8pass supports CPU and NVIDIA GPUs from sm_89 on"
+    if target is not None and not target.has_fp8:
+        major, minor = target.capability
+        return f"{target.name} is sm_{major}{minor}; FP8 matmuls need sm_89 (Ada) or later"
+    return ""
+
+
+# Shares of the peaks that large kernels reach, and the cost of a launch: torchao's roofline model of 2025.
+_GEMM_SHARE, _MEMORY_SHARE, _LAUNCH = 0.78, 0.92, 2e-6
+
+
+def predicted_speedup(m: int, k: int, n: int, element_size: int, training: bool, target: Target) -> float:
+    """Time of a matmul in high precision over its time in FP8 with all that quantizing costs. M, K, N in elements.
+
+    A roofline: each kernel takes the longest of its arithmetic, its bytes and a launch. In training the three GEMMs are
+    counted together, and each operand is read once in high precision and written twice in FP8 (once transposed).
+    """
+    rounds = 3 if training else 1
+    copies = 2 if training else 1
+    elements = (m * k, k * n, *((m * n,) if training else ()))
+
+    def gemm(peak: float, size: int) -> float:
+        traffic = size * (m * k + k * n) + element_size * m * n
+        return max(2 * m * k * n / (peak * _GEMM_SHARE), traffic / (target.bandwidth * _MEMORY_SHARE), _LAUNCH)
+
+    quantize = sum(max(e * (element_size + copies) / (target.bandwidth * _MEMORY_SHARE), _LAUNCH) for e in elements)
+    return rounds * gemm(target.bf16_peak, element_size) / (rounds * gemm(target.fp8_peak, 1) + quantize)

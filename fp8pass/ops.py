@@ -1,0 +1,184 @@
+"""Quantize-dequantize as differentiable torch functions: what users write, and what the recipe inserts.
+
+The annotate pass puts these functions into a graph as they are. Run eagerly they are the numerical reference; traced by
+AOTAutograd they become the plain ATen quantize and dequantize that the `scaled_mm` pass looks for. So nothing here may
+depend on whether it is being compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8pass import scaling
+from fp8pass.recipes import DelayedScaling, DynamicScaling
+
+
+class SlotTensors(NamedTuple):
+    """Delayed-scaling state of the T slots of one graph, as graph inputs. All are mutated in place.
+
+    The first F slots belong to tensors quantized in forward, the other T - F to gradients. What forward and backward
+    write is kept in separate tensors, because each graph may then mutate its own without an ordering between them.
+
+        scale            f32[T]     0 until the slot has seen data
+        amax_history     f32[H, T]  newest at row 0
+        step             i64[]      the step that the last training forward began
+        amax_forward     f32[F]     running amax of the step in `stamp_forward`
+        stamp_forward    i64[F]
+        amax_backward    f32[T-F]
+        stamp_backward   i64[T-F]
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+    step: Tensor
+    amax_forward: Tensor
+    stamp_forward: Tensor
+    amax_backward: Tensor
+    stamp_backward: Tensor
+
+
+@torch.library.custom_op("fp8pass::record", mutates_args=())
+def record(
+    amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, index: int, on_nonfinite: str
+) -> tuple[Tensor, Tensor]:
+    """`amax` and `stamp` with entry `index` merged with the amax `new`: see `scaling.merge_amax`.
+
+    amax: f32[T], stamp: i64[T], step: i64[], new: f32[]. An op of its own, so that the `delayed_scaling` pass finds all
+    the records of a graph and makes one vector update of them.
+    """
+    amax, stamp = amax.clone(), stamp.clone()
+    amax[index], stamp[index] = scaling.merge_amax(amax[index], stamp[index], step, new, on_nonfinite)
+    return amax, stamp
+
+
+@record.register_fake
+def _(amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, index: int, on_nonfinite: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(amax), torch.empty_like(stamp)
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """How one tensor of a graph is quantized with a scale from its slot.
+
+    slot: column in `scale`; index: entry in the `amax` and `stamp` it is called with. bootstrap: a slot without history
+    is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it by 1.
+    record: whether this use counts (training) or only reads the scale (evaluation).
+    """
+
+    recipe: DelayedScaling
+    dtype: torch.dtype
+    slot: int
+    index: int
+    bootstrap: bool
+    record: bool
+
+    def __call__(self, x: Tensor, scales: Tensor, step: Tensor, amax: Tensor, stamp: Tensor) -> Tensor:
+        new = scaling.amax(x)
+        scale = scales[self.slot]
+        fallback: Tensor | float = 1.0
+        if self.bootstrap:
+            fallback = scaling.scale_from_amax(new, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+        scale = torch.where(scale == 0, fallback, scale)
+        x_q = scaling.quantize(x, scale, self.dtype)
+        if self.record:
+            merged = record(amax, stamp, step, new, self.index, self.recipe.on_nonfinite)
+            amax.copy_(merged[0])
+            stamp.copy_(merged[1])
+        return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), x.dtype)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """How one tensor is quantized with the scale from its own amax; 1 for a tensor of zeros."""
+
+    recipe: DynamicScaling
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        amax = scaling.amax(x)
+        scale = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0)
+        if self.recipe.power_of_2:
+            scale = scaling.floor_to_power_of_2(scale)
+        x_q = scaling.quantize(x, scale, self.dtype)
+        return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, amax), x.dtype)
+
+
+Quantizer = Delayed | Dynamic
+
+
+class _QDQ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
+        ctx.n_state = len(state)
+        return quantizer(x, *state)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, *[None] * ctx.n_state
+
+
+class _GradQDQ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
+        ctx.quantizer, ctx.state = quantizer, state
+        return y.clone()  # not a view, which users could not modify in place; compiled, the copy goes away
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.quantizer(grads[0], *ctx.state), None, *[None] * len(ctx.state)
+
+
+def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
+    """`x` quantized and dequantized; the gradient passes straight through."""
+    return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return]
+
+
+def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
+    """`y` itself; its gradient is quantized and dequantized."""
+    return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return]
+
+
+def begin_step(recipe: DelayedScaling, fp8_max: tuple[float, ...], *state: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin a training forward: roll what the last step recorded, in place; return this step's (scale f32[T], step i64[]).
+
+    The graph uses the returned tensors, never the buffers: by the time of the backward the buffers may belong to a
+    later step.
+    """
+    s = SlotTensors(*state)
+    scale, history = scaling.roll_history(
+        s.scale,
+        s.amax_history,
+        amax=torch.cat([s.amax_forward, s.amax_backward]),
+        used=torch.cat([s.stamp_forward, s.stamp_backward]) == s.step,
+        fp8_max=torch.tensor(fp8_max, device=s.scale.device),
+        algo=recipe.amax_compute_algo,
+        margin=recipe.margin,
+    )
+    step = s.step + 1
+    s.amax_history.copy_(history)
+    s.scale.copy_(scale)
+    s.step.copy_(step)
+    return scale, step
+
+
+def qdq(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """`dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)` with a straight-through gradient.
+
+    x: floating, any shape; scale: f32[] tensor or number; dtype: an FP8 type. Saturates at the format's largest value;
+    NaN stays NaN.
+    """
+    return _StaticQDQ.apply(x, scale, dtype)  # type: ignore[no-any-return]
+
+
+class _StaticQDQ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+        return scaling.dequantize(scaling.quantize(x, scale, dtype), 1 / scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None

@@ -1,0 +1,131 @@
+"""What became of every matmul, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["output", "grad_input", "grad_weight"]
+Status = Literal["rewritten", "declined"]
+
+
+@dataclass
+class Gemm:
+    """One matmul of a compiled graph: `kind` of a [M, K] by a [K, N] product, repeated `batches` times.
+
+    name: the module or parameter it belongs to, "" if none. M, K, N are ints, or text where they are symbolic.
+    dtypes: (first operand, second operand, output), as the kernel sees them. scaling: the recipe's name, "user" for
+    quantize-dequantize that the user wrote, "" if declined. reason: "" if rewritten.
+    """
+
+    kind: Kind
+    name: str
+    M: int | str
+    K: int | str
+    N: int | str
+    dtypes: tuple[str, str, str]
+    source: str
+    batches: int | str = 1
+    scaling: str = ""
+    status: Status = "declined"
+    reason: str = ""
+
+    @property
+    def flops(self) -> int:
+        """2*M*K*N over all batches; 0 where a size is symbolic."""
+        sizes = (self.batches, self.M, self.K, self.N)
+        product = 2
+        for size in sizes:
+            product *= size if isinstance(size, int) else 0
+        return product
+
+
+@dataclass
+class Report:
+    """The matmuls of one or more compiled graphs, in graph order."""
+
+    gemms: list[Gemm] = field(default_factory=list)
+    graphs: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def rewritten(self) -> list[Gemm]:
+        """The matmuls that run in FP8."""
+        return [g for g in self.gemms if g.status == "rewritten"]
+
+    @property
+    def declined(self) -> list[Gemm]:
+        """The matmuls that stay in high precision, each with its `reason`."""
+        return [g for g in self.gemms if g.status == "declined"]
+
+    def reasons(self) -> Counter[str]:
+        """How often each reason declined a matmul."""
+        return Counter(g.reason for g in self.declined)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain lists, dicts, numbers and strings."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line: how many matmuls, and how much of the arithmetic, run in FP8."""
+        total = sum(g.flops for g in self.gemms)
+        share = f", {sum(g.flops for g in self.rewritten) / total:.0%} of matmul FLOPs" if total else ""
+        graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
+        return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs})"
+
+    def __str__(self) -> str:
+        reasons = {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
+        lines = _align([_HEADER, *(_row(g, reasons) for g in self.gemms)])
+        lines.insert(1, "-" * max(map(len, lines)))
+        if reasons:
+            lines += ["", *(f"[{i}] {reason}" for reason, i in reasons.items())]
+        return "\n".join([*lines, "", *self.notes, self.summary()])
+
+
+_HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "status", "source")
+
+
+def _row(g: Gemm, reasons: dict[str, int]) -> tuple[str, ...]:
+    batches = "" if g.batches == 1 else f"{g.batches} x "
+    a, b, out = g.dtypes
+    status = f"{g.status} [{reasons[g.reason]}]" if g.reason else g.status
+    return g.name or "-", g.kind, f"{batches}{g.M} x {g.K} x {g.N}", f"{a} @ {b} -> {out}", g.scaling, status, g.source
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+_collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=None)
+
+
+@contextmanager
+def collect() -> Iterator[Report]:
+    """Within it, the verdicts of everything that is compiled go into one Report."""
+    report = Report()
+    token = _collector.set(report)
+    try:
+        yield report
+    finally:
+        _collector.reset(token)
+
+
+def publish(report: Report) -> None:
+    """Log the verdicts of one graph, and hand them to whoever collects."""
+    for g in report.gemms:
+        where = f" ({g.source})" if g.source else ""
+        log.debug("%s %s [%s,%s,%s]%s: %s %s", g.name, g.kind, g.M, g.K, g.N, where, g.status, g.reason)
+    log.info("%s", report.summary())
+    into = _collector.get()
+    if into is not None:
+        into.gemms += report.gemms
+        into.graphs += report.graphs
+        into.notes += [note for note in report.notes if note not in into.notes]

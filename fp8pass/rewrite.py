@@ -1,0 +1,39 @@
+"""The frame that the passes on the joint graph stand in: what a pass is, how it refuses, what it may know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import fx
+
+from fp8pass.config import Config
+from fp8pass.report import Gemm
+
+MAX_BATCHES = 16
+"""`_scaled_mm` has no batch dimension; a batched matmul becomes at most this many calls."""
+
+
+class Reject(Exception):
+    """A pass refuses: the message is one sentence with names and numbers. May be raised from anywhere in a check."""
+
+
+@dataclass
+class Context:
+    """What the passes over one joint graph share."""
+
+    config: Config
+    gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
+    """The verdict of every matmul node that the graph held at the start."""
+    state_inputs: frozenset[str] = frozenset()
+    """Names of the placeholders that hold delayed-scaling state."""
+
+
+class Pass(Protocol):
+    """One pass. `name` is its file's stem, the infix of its dumps and the suffix of its test file."""
+
+    name: str
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite the graph in place; return how often something was applied."""
+        ...

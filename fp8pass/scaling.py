@@ -1,0 +1,132 @@
+"""The numbers: what a scale is, how a tensor is quantized, how the amax history becomes the next scale.
+
+Vocabulary, used in every file of this project:
+
+    amax          f32[]      max(abs(x)), taken before scaling
+    amax_history  f32[H]     one amax per step, the newest at index 0
+    scale         f32[]      multiplies high precision into FP8: x_q = saturate(x * scale)
+    scale_inv     f32[]      multiplies FP8 into high precision: x ~ x_q * scale_inv; what `torch._scaled_mm` takes
+    fp8_max                  largest finite value of the format: 448 for e4m3, 57344 for e5m2
+
+Everything here is plain torch, so that the same few lines are run eagerly (the reference), traced into the compiled
+graph, and called by users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+FP8_DTYPES = (E4M3, E5M2)
+FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+_F32 = torch.finfo(torch.float32)
+
+
+def fp8_max(dtype: torch.dtype) -> float:
+    """The largest finite value of an FP8 format: 448.0 for `float8_e4m3fn`, 57344.0 for `float8_e5m2`."""
+    return torch.finfo(dtype).max
+
+
+def amax(x: Tensor) -> Tensor:
+    """`max(abs(x))` as f32[], NaN if `x` holds one. `x`: floating, any shape of rank 1 or more, not empty.
+
+    Rows first, then the rest: Inductor fuses the first stage with the quantizing kernel, which it can't do with a full
+    reduction.
+    """
+    return x.abs().amax(-1).amax().float()
+
+
+def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float, margin: int = 0) -> Tensor:
+    """`fp8_max / amax / 2**margin` in float32, elementwise over f32[] or f32[T].
+
+    `keep` is returned where amax is 0, NaN or infinite. The result is never infinite (the largest finite float32
+    instead) and never 0 or subnormal, which GPUs flush to 0 (the smallest normal float32 instead). The formula is
+    TransformerEngine's and Flax's `compute_scale`.
+    """
+    usable = (amax > 0) & torch.isfinite(amax)
+    safe = torch.where(usable, amax, 1.0)
+    scale = (fp8_max / safe / 2.0**margin).clamp(_F32.tiny, _F32.max)
+    return torch.where(usable, scale, keep)
+
+
+def floor_to_power_of_2(scale: Tensor) -> Tensor:
+    """The largest power of two not above `scale`. f32, positive and normal; clears the mantissa bits."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """`x * scale` in float32, clamped to the finite range, rounded to nearest even. NaN stays NaN.
+
+    x: floating, any shape; scale: f32[] or anything that broadcasts; dtype: an FP8 type. Returns `dtype`, shape of x.
+    The clamp is explicit because the cast alone saturates on some torch versions and overflows on others.
+    """
+    limit = fp8_max(dtype)
+    return (x.float() * scale).clamp(-limit, limit).to(dtype)
+
+
+def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """`x_q * scale_inv` in float32, rounded once to `dtype`. x_q: FP8, any shape; scale_inv: f32[] or broadcastable."""
+    return (x_q.float() * scale_inv).to(dtype)
+
+
+def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
+    """`1 / scale`, or NaN where the tensor that `amax` belongs to held a NaN or inf.
+
+    Saturation would turn an infinite gradient into a large finite one; training code relies on seeing it, so the whole
+    dequantized tensor becomes NaN.
+    """
+    return torch.where(torch.isfinite(amax), scale.reciprocal(), float("nan"))
+
+
+def merge_amax(
+    amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, on_nonfinite: str
+) -> tuple[Tensor, Tensor]:
+    """Merge `new` into the amax that the current step has seen so far, elementwise.
+
+    amax: f32[...], stamp: i64[...] (the step that `amax` is of), step: i64[] (the current one), new: f32[...].
+    The first use in a step replaces the entry, later ones merge by max. `on_nonfinite`: "evict" records 0 in place of
+    NaN or inf, "skip" records nothing, "freeze" records it as it is.
+    """
+    finite = torch.isfinite(new)
+    if on_nonfinite == "evict":
+        new = torch.where(finite, new, 0.0)
+    merged = torch.where(stamp == step, torch.maximum(amax, new), new)
+    if on_nonfinite == "skip":
+        return torch.where(finite, merged, amax), torch.where(finite, step, stamp)
+    return merged, step.expand_as(stamp)
+
+
+def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> Tensor:
+    """One amax per slot, f32[T], from `history` f32[H, T]: "max", "most_recent", or a callable on f32[H]."""
+    if algo == "max":
+        return history.amax(0)
+    if algo == "most_recent":
+        return history[0]
+    assert callable(algo)
+    return torch.vmap(algo, in_dims=1)(history)
+
+
+def roll_history(
+    scale: Tensor,
+    history: Tensor,
+    amax: Tensor,
+    used: Tensor,
+    fp8_max: Tensor,
+    *,
+    algo: str | Callable[[Tensor], Tensor] = "max",
+    margin: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """End a step: push its amax onto the history of each slot that was used, and compute that slot's next scale.
+
+    scale, amax, fp8_max: f32[T]; history: f32[H, T]; used: bool[T]. Returns the new (scale, history). A slot that was
+    not used keeps both untouched; a slot whose history holds nothing positive, or a NaN or inf, keeps its scale.
+    """
+    rolled = torch.cat([amax.unsqueeze(0), history[:-1]])
+    history = torch.where(used, rolled, history)
+    new_scale = scale_from_amax(amax_of_history(history, algo), fp8_max, scale, margin)
+    return torch.where(used, new_scale, scale), history

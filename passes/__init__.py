@@ -1,0 +1,1 @@
+"""One file per pass. `fp8pass/pipeline.py` orders them."""

@@ -1,0 +1,136 @@
+"""List every matmul of the joint graph, so that none goes without a verdict.
+
+Rewrites nothing. Each `mm`, `addmm`, `bmm`, `baddbmm` gets a `Gemm`: which of the three products of a layer it is, the
+module it belongs to, its sizes and the user's line. It is declined until a later pass rewrites it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph import source_of, val
+from fp8pass.passes.annotate import Choice
+from fp8pass.passes.patterns import CASTS, MATMULS, MOVEMENT, aten
+from fp8pass.report import Gemm, Kind
+from fp8pass.rewrite import Context
+
+
+class Matmuls:
+    """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`."""
+
+    name = "matmuls"
+
+    def __init__(self, choices: list[Choice]) -> None:
+        self.choices = choices
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Fill `context.gemms`."""
+        backward = backward_nodes(graph)
+        forward_operands: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        for node in graph.nodes:
+            if node.target not in MATMULS:
+                continue
+            a, b = operands(node)
+            index = _choice_of(node)
+            roots = root(a), root(b)
+            kind: Kind = "output"
+            if node in backward and index is not None:
+                kind = _backward_kind(roots, forward_operands.get(index, []))
+            elif index is not None:
+                forward_operands.setdefault(index, []).append(roots)
+            context.gemms[node] = self._gemm(node, kind, index, a, b)
+        return 0
+
+    def _gemm(self, node: fx.Node, kind: Kind, index: int | None, a: fx.Node, b: fx.Node) -> Gemm:
+        choice = self.choices[index] if index is not None else Choice("", source_of(node))
+        *batch, m, k = val(a).shape
+        n = val(b).shape[-1]
+        reason = choice.reason
+        if index is None:
+            origin = node.meta.get("original_aten")
+            reason = f"aten.{node.target} comes from {origin or 'an op'} that the recipe does not quantize"
+        return Gemm(
+            kind=kind,
+            name=choice.name,
+            M=_number(m),
+            K=_number(k),
+            N=_number(n),
+            dtypes=(_dtype(a), _dtype(b), _dtype(node)),
+            source=choice.source or source_of(node),
+            batches=_number(batch[0]) if batch else 1,
+            reason=reason,
+        )
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The two factors of an `mm`, `addmm`, `bmm` or `baddbmm` node."""
+    first = 1 if node.target in (aten.addmm.default, aten.baddbmm.default) else 0
+    a, b = node.args[first], node.args[first + 1]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    return a, b
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a gradient coming in."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if tangent or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The tensor that an operand shows: views, casts and scales taken off."""
+    while node.target in MOVEMENT or node.target in CASTS or node.target in (aten.mul.Tensor, aten.div.Tensor):
+        source = node.args[0]
+        scaled = node.target in (aten.mul.Tensor, aten.div.Tensor)
+        if not isinstance(source, fx.Node) or (scaled and not _is_scale(node.args[1])):
+            break
+        node = source
+    return node
+
+
+def _is_scale(x: Any) -> bool:
+    return not isinstance(x, fx.Node) or val(x).numel() == 1
+
+
+def _backward_kind(roots: tuple[fx.Node, fx.Node], forward: list[tuple[fx.Node, fx.Node]]) -> Kind:
+    """grad_weight multiplies with the forward's first operand, grad_input with its second."""
+    for a, b in forward:
+        if b in roots and a is not b:
+            return "grad_input"
+        if a in roots:
+            return "grad_weight"
+    return "output"
+
+
+def _choice_of(node: fx.Node) -> int | None:
+    custom = node.meta.get("custom")
+    return custom.get("fp8pass") if isinstance(custom, dict) else None
+
+
+def _number(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _dtype(node: fx.Node) -> str:
+    return short(val(node).dtype)
+
+
+_SHORT = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+}
+
+
+def short(dtype: torch.dtype) -> str:
+    """"bf16" for torch.bfloat16, and so on."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

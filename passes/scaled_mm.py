@@ -1,0 +1,266 @@
+"""Two dequantizes and a matmul become one scaled matmul.
+
+before   a: bf16[M, K] = a_q: f8e4m3fn[M, K] * a_scale_inv: f32[]       (views may stand anywhere in between)
+         b: bf16[K, N] = permute(b_q: f8e4m3fn[N, K] * b_scale_inv: f32[])
+         y: bf16[M, N] = mm(a, b)
+after    y: bf16[M, N] = _scaled_mm(a_q, permute(b_q), a_scale_inv, b_scale_inv, out_dtype=bf16)
+changes  y by the rounding of a and b to bf16, which no longer happens; a and b stay if anything else reads them
+
+1. Views move onto the FP8 tensor, once for all matmuls that read the same view.
+2. `_scaled_mm` on sm_89 and sm_90 wants both operands contiguous along K: where a view is not, a transposed FP8 copy is
+   made. K and N are padded with FP8 zeros to a multiple of 16, and the result is sliced back.
+3. `addmm`: a bias vector of the output's type goes into the kernel, anything else is added behind it.
+4. `bmm` and `baddbmm`: flattened where one operand is the same for the whole batch, else one call per batch entry.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass.config import Config
+from fp8pass.graph import Builder, val
+from fp8pass.hardware import target_of
+from fp8pass.passes.matmuls import operands, short
+from fp8pass.passes.patterns import Dequantize, aten, dequantize, prims
+from fp8pass.report import Gemm
+from fp8pass.rewrite import MAX_BATCHES, Context, Reject
+from fp8pass.scaling import E5M2
+
+ALIGNMENT = 16
+"""Elements that K and N must be a multiple of: cuBLASLt wants 16-byte rows."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A matmul whose operands are both dequantized from FP8. bias: what addmm and baddbmm add; beta, alpha: factors."""
+
+    node: fx.Node
+    a: fx.Node
+    b: fx.Node
+    dq_a: Dequantize
+    dq_b: Dequantize
+    bias: fx.Node | None
+    beta: Any
+    alpha: Any
+
+
+def match(node: fx.Node) -> Match:
+    """Capture both operands. Raises Reject with the first that is not dequantized from FP8."""
+    a, b = operands(node)
+    dq_a, dq_b = dequantize(a), dequantize(b)
+    bias = node.args[0] if len(node.args) == 3 else None
+    assert bias is None or isinstance(bias, fx.Node)
+    return Match(node, a, b, dq_a, dq_b, bias, node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1))
+
+
+def check(m: Match) -> None:
+    """Only refuses."""
+    a_q, b_q = val(m.dq_a.x_q), val(m.dq_b.x_q)
+    if a_q.dtype is b_q.dtype is E5M2:
+        raise Reject("both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn")
+    *batch, rows, k = val(m.a).shape
+    n = val(m.b).shape[-1]
+    if any(statically_known_true(size == 0) for size in (*batch, rows, k, n)):
+        raise Reject(f"the matmul of {list(val(m.a).shape)} by {list(val(m.b).shape)} is empty")
+    if batch and not _is_one_matrix(m.b) and not (isinstance(batch[0], int) and batch[0] <= MAX_BATCHES):
+        raise Reject(
+            f"{batch[0]} products of [{rows}, {k}] by [{k}, {n}]: `_scaled_mm` has no batch dimension, and more than "
+            f"{MAX_BATCHES} launches would cost more than FP8 gains"
+        )
+
+
+class ScaledMM:
+    """Detects and rewrites; `context.gemms` gets the verdicts."""
+
+    name = "scaled_mm"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every matmul that `check` does not refuse."""
+        rewriter = _Rewriter(graph, context)
+        applied = 0
+        for node, gemm in context.gemms.items():
+            try:
+                found = match(node)
+                check(found)
+            except Reject as reject:
+                gemm.reason = gemm.reason or str(reject)
+                continue
+            rewriter.rewrite(found, gemm)
+            applied += 1
+        if applied:
+            graph.eliminate_dead_code()
+        return applied
+
+
+class _Rewriter:
+    """Builds in front of the matmul at hand. What is made for one matmul is there for all later ones too."""
+
+    def __init__(self, graph: fx.Graph, context: Context) -> None:
+        self.graph = graph
+        self.build = Builder(graph, ScaledMM.name)
+        self.config = context.config
+        self.at = next(iter(graph.nodes))
+        self.twins: dict[fx.Node, fx.Node] = {}
+        self.rows: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.scales: dict[tuple[Any, bool, torch.device], fx.Node] = {}
+
+    def rewrite(self, m: Match, gemm: Gemm) -> None:
+        self.at = m.node
+        a_q, b_q = self._twin(m.dq_a), self._twin(m.dq_b)
+        product = _Product(
+            scales=(self._scale_inv(m.dq_a), self._scale_inv(m.dq_b)),
+            dtype=val(m.node).dtype,
+            fast_accum=gemm.kind == "output",  # gradients need the full accumulator: XLA's and TransformerEngine's default
+            bias=m.bias if _fits_kernel(m) else None,
+        )
+        y = self._matmul(a_q, b_q, product) if val(a_q).dim() == 2 else self._batched(m, a_q, b_q, product)
+        if m.bias is not None and product.bias is None:
+            y = self._add_bias(y, m)
+        gemm.status, gemm.reason, gemm.scaling = "rewritten", "", _scaling_of(self.config)
+        gemm.dtypes = short(val(a_q).dtype), short(val(b_q).dtype), short(product.dtype)
+        self._replace(m.node, y)
+
+    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.build.emit(self.at, target, *args, **kwargs)
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        for key, value in old.meta.items():
+            new.meta.setdefault(key, value)
+        users = list(old.users)
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        if len(users) == 1 and users[0].target is aten.clone.default and not users[0].kwargs:
+            users[0].replace_all_uses_with(new)  # qdq_gradient's copy, which only eager needs
+            self.graph.erase_node(users[0])
+
+    def _twin(self, dq: Dequantize) -> fx.Node:
+        """The views of the dequantized tensor, on the FP8 tensor."""
+        twin = dq.x_q
+        for view in dq.views:
+            if view not in self.twins:
+                self.twins[view] = self._emit(view.target, twin, *view.args[1:], **view.kwargs)
+            twin = self.twins[view]
+        return twin
+
+    def _scale_inv(self, dq: Dequantize) -> fx.Node:
+        """The factor as f32[]: what `_scaled_mm` takes."""
+        key = (dq.factor, dq.divided, val(dq.x_q).device)
+        if key not in self.scales:
+            self.scales[key] = self._make_scale_inv(*key)
+        return self.scales[key]
+
+    def _make_scale_inv(self, factor: Any, divided: bool, device: torch.device) -> fx.Node:
+        if not isinstance(factor, fx.Node):
+            number = 1.0 if factor is None else float(factor)
+            return self._emit(aten.full.default, [], 1 / number if divided else number, dtype=torch.float32, device=device)
+        if val(factor).dtype != torch.float32:
+            factor = self._emit(prims.convert_element_type.default, factor, torch.float32)
+        if val(factor).dim():
+            factor = self._emit(aten.reshape.default, factor, [])
+        return self._emit(aten.reciprocal.default, factor) if divided else factor
+
+    def _matmul(self, a: fx.Node, b: fx.Node, p: _Product) -> fx.Node:
+        """`_scaled_mm` of a: f8[M, K] and b: f8[K, N]."""
+        a_rows, b_rows = self._k_major(a, k_dim=1), self._k_major(b, k_dim=0)
+        bias = None if p.bias is None else self._pad(p.bias, (0,))
+        b_columns = self._emit(aten.permute.default, b_rows, [1, 0])
+        y = self._emit(aten._scaled_mm.default, a_rows, b_columns, *p.scales, bias, None, p.dtype, p.fast_accum)
+        if statically_known_true(val(y).shape[1] == val(b).shape[1]):
+            return y
+        return self._emit(aten.slice.Tensor, y, 1, 0, self._size(b, 1))
+
+    def _k_major(self, x: fx.Node, k_dim: int) -> fx.Node:
+        """`x` as FP8 rows [M or N, K], padded and laid out as the kernel needs; once per tensor and orientation."""
+        key = (x, k_dim)
+        if key not in self.rows:
+            rows = x if k_dim == 1 else self._emit(aten.permute.default, x, [1, 0])
+            rows = self._pad(rows, (1,) if k_dim == 1 else (0, 1))
+            target = target_of(val(x).device, self.config.target)
+            if not val(rows).is_contiguous() and (target is None or target.needs_k_major):
+                rows = self._emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
+            self.rows[key] = rows
+        return self.rows[key]
+
+    def _pad(self, x: fx.Node, dims: tuple[int, ...]) -> fx.Node:
+        """`x` with zeros behind the end of `dims`, up to a multiple of 16. FP8 is padded as bytes: zero is byte 0."""
+        sizes = val(x).shape
+        uneven = [d for d in dims if not statically_known_true(sizes[d] % ALIGNMENT == 0)]
+        if not uneven:
+            return x
+        padding: list[Any] = []
+        for d in reversed(range(len(sizes))):
+            padding += [0, self._missing(x, d) if d in uneven else 0]
+        dtype = val(x).dtype
+        if dtype.itemsize > 1:
+            return self._emit(aten.constant_pad_nd.default, x, padding, 0)
+        as_bytes = self._emit(aten.view.dtype, x, torch.uint8)
+        return self._emit(aten.view.dtype, self._emit(aten.constant_pad_nd.default, as_bytes, padding, 0), dtype)
+
+    def _missing(self, x: fx.Node, dim: int) -> Any:
+        """How many elements dimension `dim` lacks to a multiple of 16: an int, or a node."""
+        size = self._size(x, dim)
+        if isinstance(size, fx.Node):
+            return self._emit(operator.mod, self._emit(operator.neg, size), ALIGNMENT)
+        return -size % ALIGNMENT
+
+    def _size(self, x: fx.Node, dim: int) -> Any:
+        size = val(x).shape[dim]
+        return size if isinstance(size, int) else self._emit(aten.sym_size.int, x, dim)
+
+    def _batched(self, m: Match, a: fx.Node, b: fx.Node, p: _Product) -> fx.Node:
+        """[B, M, K] by [B, K, N]: one product where b is one matrix, else one per entry of the batch."""
+        if _is_one_matrix(m.b):
+            flat = self._emit(aten.reshape.default, a, [-1, self._size(a, 2)])
+            y = self._matmul(flat, self._emit(aten.select.int, b, 0, 0), p)
+            return self._emit(aten.reshape.default, y, [self._size(m.node, d) for d in range(3)])
+        entries = [
+            self._matmul(self._emit(aten.select.int, a, 0, i), self._emit(aten.select.int, b, 0, i), p)
+            for i in range(int(val(m.node).shape[0]))
+        ]
+        if len(entries) == 1:
+            return self._emit(aten.unsqueeze.default, entries[0], 0)
+        return self._emit(aten.stack.default, entries)
+
+    def _add_bias(self, y: fx.Node, m: Match) -> fx.Node:
+        """`beta * bias + alpha * y`; a beta of 0 ignores the bias, whatever it holds."""
+        if m.alpha != 1:
+            y = self._emit(aten.mul.Tensor, y, m.alpha)
+        if m.beta == 0:
+            return y
+        bias = m.bias if m.beta == 1 else self._emit(aten.mul.Tensor, m.bias, m.beta)
+        return self._emit(aten.add.Tensor, y, bias)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """What all 2-D products that one matmul becomes have in common: the arguments of `_scaled_mm`."""
+
+    scales: tuple[fx.Node, fx.Node]
+    dtype: torch.dtype
+    fast_accum: bool
+    bias: fx.Node | None
+
+
+def _fits_kernel(m: Match) -> bool:
+    """Whether the bias can go into `_scaled_mm`: a vector over N, of the output's 16-bit type, added as it is."""
+    if m.bias is None or m.node.target is not aten.addmm.default or (m.beta, m.alpha) != (1, 1):
+        return False
+    bias, n, dtype = val(m.bias), val(m.b).shape[1], val(m.node).dtype
+    fits = bias.dim() == 1 and statically_known_true(bias.shape[0] == n)
+    return fits and bias.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_one_matrix(operand: fx.Node) -> bool:
+    """Whether a batched operand is the same matrix for every entry of the batch."""
+    value = val(operand)
+    return value.shape[0] != 1 and value.stride(0) == 0
+
+
+def _scaling_of(config: Config) -> str:
+    return "user" if config.recipe is None else type(config.recipe).__name__.removesuffix("Scaling").lower()
