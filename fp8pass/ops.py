@@ -142,19 +142,20 @@ def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return]
 
 
-def begin_step(recipe: DelayedScaling, fp8_max: tuple[float, ...], *state: Tensor) -> tuple[Tensor, Tensor]:
+def begin_step(recipe: DelayedScaling, *state: Tensor) -> tuple[Tensor, Tensor]:
     """Begin a training forward: roll what the last step recorded, in place; return this step's (scale f32[T], step i64[]).
 
     The graph uses the returned tensors, never the buffers: by the time of the backward the buffers may belong to a
     later step.
     """
     s = SlotTensors(*state)
+    forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
     scale, history = scaling.roll_history(
         s.scale,
         s.amax_history,
         amax=torch.cat([s.amax_forward, s.amax_backward]),
         used=torch.cat([s.stamp_forward, s.stamp_backward]) == s.step,
-        fp8_max=torch.tensor(fp8_max, device=s.scale.device),
+        fp8_max=torch.cat([torch.full_like(s.amax_forward, forward), torch.full_like(s.amax_backward, backward)]),
         algo=recipe.amax_compute_algo,
         margin=recipe.margin,
     )

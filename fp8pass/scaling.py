@@ -83,22 +83,18 @@ def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(torch.isfinite(amax), scale.reciprocal(), float("nan"))
 
 
-def merge_amax(
-    amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, on_nonfinite: str
-) -> tuple[Tensor, Tensor]:
-    """Merge `new` into the amax that the current step has seen so far, elementwise.
+def merge_amax(amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, on_nonfinite: str) -> tuple[Tensor, Tensor]:
+    """Merge `new` into the amax that the current step has seen so far, elementwise; returns (amax, stamp).
 
-    amax: f32[...], stamp: i64[...] (the step that `amax` is of), step: i64[] (the current one), new: f32[...].
-    The first use in a step replaces the entry, later ones merge by max. `on_nonfinite`: "evict" records 0 in place of
-    NaN or inf, "skip" records nothing, "freeze" records it as it is.
+    amax: f32[...], stamp: i64[...] (the step that `amax` is of), step: i64[] (the current one), new: f32[...], where a
+    negative entry records nothing. The first use in a step replaces the entry, later ones merge by max. `on_nonfinite`:
+    "evict" records 0 in place of NaN or inf, "skip" records nothing, "freeze" records it as it is.
     """
-    finite = torch.isfinite(new)
-    if on_nonfinite == "evict":
-        new = torch.where(finite, new, 0.0)
+    if on_nonfinite != "freeze":
+        new = torch.where(torch.isfinite(new), new, 0.0 if on_nonfinite == "evict" else -1.0)
+    nothing = new < 0
     merged = torch.where(stamp == step, torch.maximum(amax, new), new)
-    if on_nonfinite == "skip":
-        return torch.where(finite, merged, amax), torch.where(finite, step, stamp)
-    return merged, step.expand_as(stamp)
+    return torch.where(nothing, amax, merged), torch.where(nothing, stamp, step)
 
 
 def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> Tensor:

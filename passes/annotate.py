@@ -361,7 +361,7 @@ class _Annotator:
         inputs = SlotTensors(*map(self._state_input, SlotTensors._fields))
         scales, step = inputs.scale, inputs.step
         if any(q.record for _, _, q, _ in self.slots):
-            scales, step = self._begin_step(recipe, limits, inputs)
+            scales, step = self._begin_step(recipe, inputs)
         for name, role, quantizer, node in self.slots:
             slot, backward = names.index(name), role == "grad_output"
             amax, stamp = (
@@ -382,9 +382,9 @@ class _Annotator:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
         return node
 
-    def _begin_step(self, recipe: DelayedScaling, limits: tuple[float, ...], inputs: SlotTensors) -> list[fx.Node]:
+    def _begin_step(self, recipe: DelayedScaling, inputs: SlotTensors) -> list[fx.Node]:
         with self.graph.inserting_after(inputs[-1]):
-            begun = self.graph.call_function(ops.begin_step, (recipe, limits, *inputs))
+            begun = self.graph.call_function(ops.begin_step, (recipe, *inputs))
         with self.graph.inserting_after(begun):
             step = self.graph.call_function(operator.getitem, (begun, 1))
             scales = self.graph.call_function(operator.getitem, (begun, 0))

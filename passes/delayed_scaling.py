@@ -70,25 +70,21 @@ def _state_tensor(node: Any) -> fx.Node:
 
 
 def _batch(build: Builder, chain: list[fx.Node]) -> None:
-    first, last = chain[0], chain[-1]
-    amax, stamp, step, _, _, on_nonfinite = first.args
+    last = chain[-1]
+    amax, stamp, step, _, _, on_nonfinite = chain[0].args
+    assert isinstance(amax, fx.Node) and isinstance(stamp, fx.Node) and isinstance(step, fx.Node)
     new: dict[int, fx.Node] = {}
     for record in chain:
-        _, _, _, value, index, _ = record.args
+        value, index = record.args[3:5]
         assert isinstance(value, fx.Node) and isinstance(index, int)
-        new[index] = build.emit(last, torch.ops.aten.maximum.default, new[index], value) if index in new else value
-    indices = sorted(new)
-    whole = indices == list(range(val(amax).shape[0]))
+        new[index] = build.emit(last, aten.maximum.default, new[index], value) if index in new else value
+    for index in set(range(val(amax).shape[0])) - set(new):  # not recorded by this graph: under no_grad, say
+        new[index] = build.emit(last, aten.full.default, [], -1.0, dtype=torch.float32, device=val(amax).device)
 
     def update(amax: Any, stamp: Any, step: Any, *values: Any) -> Any:
-        if whole:
-            return merge_amax(amax, stamp, step, torch.stack(values), str(on_nonfinite))
-        some = torch.tensor(indices, device=amax.device)
-        merged = merge_amax(amax[some], stamp[some], step, torch.stack(values), str(on_nonfinite))
-        return amax.index_put((some,), merged[0]), stamp.index_put((some,), merged[1])
+        return merge_amax(amax, stamp, step, torch.stack(values), str(on_nonfinite))
 
-    assert isinstance(amax, fx.Node) and isinstance(stamp, fx.Node) and isinstance(step, fx.Node)
-    results = build.inline(last, update, amax, stamp, step, *(new[i] for i in indices))
+    results = build.inline(last, update, amax, stamp, step, *(new[i] for i in sorted(new)))
     for user in list(last.users):
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
 
@@ -97,4 +93,12 @@ def _pin(graph: fx.Graph, state_inputs: frozenset[str]) -> None:
     backward = backward_nodes(graph)
     for node in graph.nodes:
         if node.target is aten.copy_.default and node.args[0].name in state_inputs and node not in backward:
-            node.args[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            _must_save(node.args[1])
+
+
+def _must_save(node: fx.Node) -> None:
+    """`copy(buffer, x)` is x: pin both, or the backward would take the one from the buffer again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if node.target is aten.copy.default:
+        assert isinstance(node.args[1], fx.Node)
+        _must_save(node.args[1])

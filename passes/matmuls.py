@@ -50,8 +50,7 @@ class Matmuls:
         n = val(b).shape[-1]
         reason = choice.reason
         if index is None:
-            origin = node.meta.get("original_aten")
-            reason = f"aten.{node.target} comes from {origin or 'an op'} that the recipe does not quantize"
+            reason = f"comes from {_origin(node)}, which the recipe does not quantize"
         return Gemm(
             kind=kind,
             name=choice.name,
@@ -111,6 +110,15 @@ def _backward_kind(roots: tuple[fx.Node, fx.Node], forward: list[tuple[fx.Node, 
 def _choice_of(node: fx.Node) -> int | None:
     custom = node.meta.get("custom")
     return custom.get("fp8pass") if isinstance(custom, dict) else None
+
+
+def _origin(node: fx.Node) -> str:
+    """The function that the user called."""
+    for key in ("source_fn_stack", "fwd_source_fn_stack"):
+        if stack := node.meta.get(key):
+            function = stack[-1][1]
+            return getattr(function, "__name__", str(function))
+    return str(node.target)
 
 
 def _number(size: Any) -> int | str:

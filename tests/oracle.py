@@ -1,0 +1,70 @@
+"""An independent reference in float64 and plain Python. Imports nothing of fp8pass, and no cast to a torch FP8 type.
+
+Formats: e4m3fn has 4 exponent bits (bias 7), 3 mantissa bits, largest value 448; e5m2 has 5 (bias 15), 2, 57344.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+MANTISSA = {"e4m3": 3, "e5m2": 2}
+MIN_EXPONENT = {"e4m3": -6, "e5m2": -14}
+FLOAT32_MAX, FLOAT32_TINY = 3.4028234663852886e38, 2.0**-126
+
+
+def round_to(x: Tensor, fmt: str) -> Tensor:
+    """Round f64 to the nearest value of the format, ties to even, saturating; NaN stays NaN."""
+    x = x.double()
+    magnitude = x.abs().clamp(max=MAX[fmt])
+    exponent = torch.floor(torch.log2(magnitude.clamp(min=2.0**-40))).clamp(min=MIN_EXPONENT[fmt])
+    quantum = torch.exp2(exponent - MANTISSA[fmt])
+    rounded = torch.round(magnitude / quantum) * quantum  # torch.round: half to even
+    return torch.where(x.isnan(), x, torch.copysign(rounded.clamp(max=MAX[fmt]), x))
+
+
+def scale_of(amax: float, fmt: str, keep: float = 1.0, margin: int = 0) -> float:
+    """fp8_max / amax / 2**margin; `keep` for an amax that is 0, NaN or infinite; never infinite, never subnormal."""
+    if not (0 < amax < math.inf):
+        return keep
+    return min(max(MAX[fmt] / amax / 2.0**margin, FLOAT32_TINY), FLOAT32_MAX)
+
+
+def qdq(x: Tensor, scale: float, fmt: str) -> Tensor:
+    """Quantize and dequantize in float64. A tensor that holds NaN or inf dequantizes to NaN throughout."""
+    if not bool(torch.isfinite(x).all()):
+        return torch.full_like(x, math.nan, dtype=torch.float64)
+    return round_to(x.double() * scale, fmt) / scale
+
+
+class Slot:
+    """Delayed scaling of one tensor, one step at a time, as api.md words it."""
+
+    def __init__(self, fmt: str, length: int, algo: str = "max", margin: int = 0, on_nonfinite: str = "evict") -> None:
+        self.fmt, self.length, self.algo, self.margin, self.on_nonfinite = fmt, length, algo, margin, on_nonfinite
+        self.history = [0.0] * length
+        self.scale = 0.0  # none yet
+
+    def step(self, uses: Sequence[float]) -> list[float]:
+        """The scales that the step's uses are quantized with, given their amaxes; then the step ends."""
+        scales = [self.scale or scale_of(a, self.fmt, 1.0, self.margin) for a in uses]
+        recorded = [r for r in map(self._record, uses) if r is not None]
+        if recorded:
+            newest = math.nan if any(map(math.isnan, recorded)) else max(recorded)
+            self.history = [newest, *self.history[:-1]]
+            of = self.history[0] if self.algo == "most_recent" else _max(self.history)
+            self.scale = scale_of(of, self.fmt, self.scale, self.margin)
+        return scales
+
+    def _record(self, amax: float) -> float | None:
+        if math.isfinite(amax) or self.on_nonfinite == "freeze":
+            return amax
+        return 0.0 if self.on_nonfinite == "evict" else None
+
+
+def _max(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
