@@ -9,7 +9,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -18,7 +18,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [

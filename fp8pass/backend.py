@@ -1,4 +1,4 @@
-"""The torch.compile backend: annotate, hand over to AOTAutograd and Inductor, and bring the state along at each call."""
+"""The torch.compile backend: annotate, hand over to AOTAutograd and Inductor, bring the state along at each call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8pass._torch import (
 )
 from fp8pass.config import Config, make_config
 from fp8pass.errors import Fp8Error
-from fp8pass.passes.annotate import Annotation, Choice, annotate
+from fp8pass.passes.annotate import Annotation, annotate
 from fp8pass.pipeline import Pipeline
 from fp8pass.state import SlotGroup, SlotTable, registry
 
@@ -95,12 +95,14 @@ def _fake_state(table: SlotTable, example_inputs: Sequence[Any]) -> list[Tensor]
 def _lower(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     if pipeline.config.lowering == "eager":
         return _lower_eager(module, inputs, pipeline)
-    patches = {"joint_custom_pre_pass": pipeline}
+    patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline}
     if pipeline.config.mode is not None:
         patches.update(list_mode_options(pipeline.config.mode))
     if pipeline.config.dump_dir:
         patches["fx_graph_cache"] = False  # a cache hit skips the passes, and there would be nothing to dump
-    return compile_fx(module, inputs, config_patches=patches)  # type: ignore[no-any-return]
+    compiled = compile_fx(module, inputs, config_patches=patches)
+    assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
+    return compiled
 
 
 def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
@@ -145,6 +147,7 @@ class CompiledGraph:
         self._parameters = annotation.parameter_inputs
 
     def __call__(self, *args: Any) -> Any:
+        """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
         group = registry.of(self._table, self, [args[i] for i in self._parameters])
         if group.relatives:
             group.claim()

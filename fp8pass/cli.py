@@ -19,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--steps", type=int, default=200, help="optimizer steps of each model (default: %(default)s)")
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
     command.add_argument("--device", default="cpu", help="torch device, cpu or cuda (default: %(default)s)")
-    command.add_argument("--out", type=Path, default=Path("fp8pass-demo"), help="folder for the plot (default: %(default)s)")
+    command.add_argument(
+        "--out", type=Path, default=Path("fp8pass-demo"), help="folder for the plot (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error("--steps must be at least 1")

@@ -25,7 +25,7 @@ class Config:
     recipe: str | Recipe | None = "delayed"
     """A name, a recipe object, or None: insert nothing, only find the quantize-dequantize that the user wrote."""
     filter: Filter = None
-    """`callable(fqn, M, K, N) -> bool`, true for the matmuls to take; or name patterns (`lm_head`, `*.attn.*`) to leave out."""
+    """`callable(fqn, M, K, N) -> bool`, true for what to take; or name patterns (`head`, `*.attn.*`) to leave out."""
     min_speedup: float = 1.0
     """A matmul predicted to gain less is declined. 0 turns the rule off. On CPU it applies only with `target`."""
     strict: bool = False

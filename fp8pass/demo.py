@@ -35,12 +35,14 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: f32[B, S, WIDTH]."""
         batch, length, _ = x.shape
         heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        hidden: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + hidden
 
 
 class GPT(nn.Module):
@@ -59,6 +61,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: i64[B, CONTEXT]."""
         x = self.bytes(tokens) + self.positions.weight
         for block in self.blocks:
             x = block(x)
@@ -174,7 +177,9 @@ def plot(runs: list[Run], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run, style in zip(runs, ("-", "--"), strict=True):
         axes.plot(run.losses, style, label=f"{run.name} (validation {run.validation:.4f})", linewidth=1.2)
-    axes.set(xlabel="step", ylabel="training loss, nats per byte", title="Byte-level GPT on the Python standard library")
+    axes.set(
+        xlabel="step", ylabel="training loss, nats per byte", title="Byte-level GPT on the Python standard library"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -195,7 +200,10 @@ def main(steps: int, recipe: str, device: str, out: Path) -> int:
     options = {"recipe": recipe, "min_speedup": 0}  # a model this small is for looking at losses, not at speed
     runs = [new_run("BF16", device), new_run("FP8", device, backend="fp8pass", options=options)]
     size = sum(p.numel() for p in runs[0].model.parameters())
-    print(f"{size / 1e6:.1f}M parameters, {len(text.train) / 1e6:.1f} MB of text, {steps} steps of {BATCH}x{CONTEXT} bytes")
+    print(
+        f"{size / 1e6:.1f}M parameters, {len(text.train) / 1e6:.1f} MB of text, "
+        f"{steps} steps of {BATCH} x {CONTEXT} bytes"
+    )
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns) as progress:
         task = progress.add_task("compiling", total=steps)

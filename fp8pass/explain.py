@@ -15,11 +15,15 @@ from fp8pass.report import Report, collect
 
 
 def explain(
-    function: Callable[..., Any] | nn.Module, *args: Any, backward: bool = True, config: Config | None = None, **kwargs: Any
+    function: Callable[..., Any] | nn.Module,
+    *args: Any,
+    backward: bool = True,
+    config: Config | None = None,
+    **kwargs: Any,
 ) -> Report:
     """The verdict on every matmul of `function(*args, **kwargs)`: see `fp8pass.report.Gemm`.
 
-    Traces forward and, with `backward`, backward for the given inputs, as `torch.compile(..., backend="fp8pass")` would,
+    Traces forward and, with `backward`, backward for the given inputs, as `torch.compile(..., backend="fp8pass")` does,
     and runs only the forward, in high precision: no gradients, no FP8 state. Random state and buffers are as before.
     Raises Fp8Error under `Config(strict=True)`.
     """
@@ -33,5 +37,7 @@ def explain(
         for name, saved in buffers.items():
             function.get_buffer(name).copy_(saved)  # type: ignore[union-attr]
     if not report.graphs:
-        report.notes.append("Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled.")
+        report.notes.append(
+            "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."
+        )
     return report

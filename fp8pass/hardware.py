@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of device. Peaks are dense, without sparsity, in operations per second; bandwidth in bytes per second."""
+    """One kind of device. Peaks are without sparsity, in operations per second; bandwidth in bytes per second."""
 
     name: str
     capability: tuple[int, int]
@@ -81,5 +81,8 @@ def predicted_speedup(m: int, k: int, n: int, element_size: int, training: bool,
         traffic = size * (m * k + k * n) + element_size * m * n
         return max(2 * m * k * n / (peak * _GEMM_SHARE), traffic / (target.bandwidth * _MEMORY_SHARE), _LAUNCH)
 
-    quantize = sum(max(e * (element_size + copies) / (target.bandwidth * _MEMORY_SHARE), _LAUNCH) for e in elements)
-    return rounds * gemm(target.bf16_peak, element_size) / (rounds * gemm(target.fp8_peak, 1) + quantize)
+    quantize: float = sum(
+        max(e * (element_size + copies) / (target.bandwidth * _MEMORY_SHARE), _LAUNCH) for e in elements
+    )
+    high_precision, fp8 = gemm(target.bf16_peak, element_size), gemm(target.fp8_peak, 1)
+    return rounds * high_precision / (rounds * fp8 + quantize)

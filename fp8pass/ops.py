@@ -77,6 +77,7 @@ class Delayed:
     record: bool
 
     def __call__(self, x: Tensor, scales: Tensor, step: Tensor, amax: Tensor, stamp: Tensor) -> Tensor:
+        """`x` quantized and dequantized; records its amax in `amax` and `stamp`, in place."""
         new = scaling.amax(x)
         scale = scales[self.slot]
         fallback: Tensor | float = 1.0
@@ -99,6 +100,7 @@ class Dynamic:
     dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
+        """`x` quantized and dequantized."""
         amax = scaling.amax(x)
         scale = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0)
         if self.recipe.power_of_2:
@@ -134,17 +136,18 @@ class _GradQDQ(torch.autograd.Function):
 
 def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     """`x` quantized and dequantized; the gradient passes straight through."""
-    return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return]
+    return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     """`y` itself; its gradient is quantized and dequantized."""
-    return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return]
+    return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def begin_step(recipe: DelayedScaling, *state: Tensor) -> tuple[Tensor, Tensor]:
-    """Begin a training forward: roll what the last step recorded, in place; return this step's (scale f32[T], step i64[]).
+    """Begin a training forward: roll what the last step recorded, in place.
 
+    Returns this step's (scale f32[T], step i64[]).
     The graph uses the returned tensors, never the buffers: by the time of the backward the buffers may belong to a
     later step.
     """
@@ -172,7 +175,7 @@ def qdq(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     x: floating, any shape; scale: f32[] tensor or number; dtype: an FP8 type. Saturates at the format's largest value;
     NaN stays NaN.
     """
-    return _StaticQDQ.apply(x, scale, dtype)  # type: ignore[no-any-return]
+    return _StaticQDQ.apply(x, scale, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StaticQDQ(torch.autograd.Function):

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import fx
 
-import fp8pass
 from fp8pass._torch import CustomGraphPass, get_hash_for_files, trace_structured
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
 from fp8pass.graph import readable
 from fp8pass.passes.annotate import Annotation
+from fp8pass.passes.annotate import __file__ as annotate_file
 from fp8pass.passes.delayed_scaling import DelayedScaling
 from fp8pass.passes.matmuls import Matmuls, operands
 from fp8pass.passes.patterns import dequantize
@@ -39,7 +39,7 @@ def passes(annotation: Annotation) -> list[Pass]:
     ]
 
 
-class Pipeline(CustomGraphPass):  # type: ignore[misc]
+class Pipeline(CustomGraphPass):
     """Inductor's `joint_custom_pre_pass`: forward and backward in one graph, before anything else has touched it.
 
     Keeps nothing that outlives the compilation but the report: where Inductor's caches hit, it does not run.
@@ -93,9 +93,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
 def _state_inputs(annotation: Annotation, joint_inputs: list[str]) -> frozenset[str]:
     """The joint graph's placeholders of the state: AOTAutograd keeps the order of the primals, not their names."""
     mine = [n.name for n in annotation.module.graph.nodes if n.op == "placeholder"]
-    return frozenset(
-        joint for joint, name in zip(joint_inputs, mine, strict=False) if name.startswith("fp8pass_")
-    )
+    return frozenset(joint for joint, name in zip(joint_inputs, mine, strict=False) if name.startswith("fp8pass_"))
 
 
 def _raise_if_declined(context: Context, annotation: Annotation) -> None:
@@ -110,8 +108,8 @@ def _raise_if_declined(context: Context, annotation: Annotation) -> None:
             continue
         where = f" at {gemm.source}" if gemm.source else ""
         raise Fp8Error(
-            f"strict: {gemm.kind} of {gemm.name or 'a matmul'}{where}, [{gemm.M}, {gemm.K}] by [{gemm.K}, {gemm.N}], is "
-            f"quantized but not rewritten: {gemm.reason}. Leave it out with filter=, or drop strict."
+            f"strict: {gemm.kind} of {gemm.name or 'a matmul'}{where}, [{gemm.M}, {gemm.K}] by [{gemm.K}, {gemm.N}], "
+            f"is quantized but not rewritten: {gemm.reason}. Leave it out with filter=, or drop strict."
         )
 
 
@@ -124,7 +122,6 @@ _hash: list[bytes] = []
 
 def _sources_hash() -> bytes:
     if not _hash:
-        folders = [Path(fp8pass.__file__).parent, Path(fp8pass.passes.__file__).parent]
-        files = sorted({str(f) for folder in folders for f in folder.rglob("*.py")})
+        files = sorted(str(f) for of in (__file__, annotate_file) for f in Path(of).parent.glob("*.py"))
         _hash.append(get_hash_for_files(tuple(files)))
     return _hash[0]

@@ -4,7 +4,7 @@ A compiled graph has T slots, one per quantized tensor, named by module path and
 reuses one compiled graph for every instance of a class, so a graph owns no state: it takes the state tensors as inputs,
 and `StateRegistry.of` picks them at each call by the identity of the parameters that the graph is called with.
 
-`state(model)` gathers whatever belongs to a module's parameters under the names that the parameters have in that module.
+`state(model)` gathers whatever belongs to a module's parameters, under the names that they have in that module.
 """
 
 from __future__ import annotations
@@ -167,9 +167,7 @@ class StateRegistry:
         with self._lock:
             return self._create(key, table, owner, parameters)
 
-    def _create(
-        self, key: tuple[Any, ...], table: SlotTable, owner: object, parameters: Sequence[Tensor]
-    ) -> SlotGroup:
+    def _create(self, key: tuple[Any, ...], table: SlotTable, owner: object, parameters: Sequence[Tensor]) -> SlotGroup:
         self._groups = {k: g for k, g in self._groups.items() if g.alive()}
         with torch.no_grad(), torch.inference_mode(False):
             refs = tuple(map(weakref.ref, parameters))

@@ -18,12 +18,13 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8pass.passes.inline import inline
 from torch import Tensor, fx
 
 from fp8pass import hardware, ops, scaling
@@ -83,35 +84,41 @@ def _with(quantizer: ops.Delayed, **changes: Any) -> ops.Delayed:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Positions and keyword names of the two operands, and the function that computes their bare product."""
+    """Positions and keyword names of the two operands; of a third that is added, and the product without it."""
 
     name: str
-    product: Callable[..., Any]
     a: tuple[int, str] = (0, "input")
     b: tuple[int, str] = (1, "other")
     bias: tuple[int, str] | None = None
+    product: Callable[..., Any] | None = None
 
 
-_LINEAR = Spelling("linear", F.linear, b=(1, "weight"), bias=(2, "bias"))
-_MATMUL = Spelling("matmul", torch.matmul)
-_MM = Spelling("mm", torch.mm, b=(1, "mat2"))
-_BMM = Spelling("bmm", torch.bmm, b=(1, "mat2"))
-_ADDMM = Spelling("addmm", torch.mm, a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"))
-_BADDBMM = Spelling("baddbmm", torch.bmm, a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"))
-_EINSUM = Spelling("einsum", torch.einsum, a=(1, ""), b=(2, ""))
+_LINEAR = Spelling("linear", b=(1, "weight"), bias=(2, "bias"), product=F.linear)
+_MATMUL = Spelling("matmul")
+_MM = Spelling("mm", b=(1, "mat2"))
+_BMM = Spelling("bmm", b=(1, "mat2"))
+_ADDMM = Spelling("addmm", a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"), product=torch.mm)
+_BADDBMM = Spelling("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=torch.bmm)
+_EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
+_TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
 
+_aten = torch.ops.aten
 _FUNCTIONS: dict[Any, Spelling] = {
     F.linear: _LINEAR,
     torch._C._nn.linear: _LINEAR,  # what F.linear is on some versions
+    _aten.linear.default: _LINEAR,  # from the inline pass
     torch.matmul: _MATMUL,
     torch.linalg.matmul: _MATMUL,
     operator.matmul: _MATMUL,
+    _aten.matmul.default: _MATMUL,
     torch.mm: _MM,
     torch.bmm: _BMM,
+    _aten.bmm.default: _BMM,
     torch.addmm: _ADDMM,
     torch.baddbmm: _BADDBMM,
-    torch.functional.einsum: _EINSUM,
+    _aten.baddbmm.default: _BADDBMM,
     torch.einsum: _EINSUM,
+    torch.tensordot: _TENSORDOT,
 }
 _METHODS = {"matmul": _MATMUL, "__matmul__": _MATMUL, "mm": _MM, "bmm": _BMM, "addmm": _ADDMM, "baddbmm": _BADDBMM}
 
@@ -144,6 +151,8 @@ def sizes_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Sizes:
     """The sizes of the 2-D products that the call comes down to."""
     if spelling is _EINSUM:
         return _einsum_sizes(str(node.args[0]), a, b)
+    if spelling is _TENSORDOT:
+        return _tensordot_sizes(_argument(node, (2, "dims")), a, b)
     if spelling is _LINEAR:
         return Sizes(1, math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])
     *batch_a, m, k = a.shape
@@ -152,7 +161,8 @@ def sizes_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Sizes:
         return Sizes(1, math.prod(batch_a) * m, k, n)
     if not batch_a:
         return Sizes(1, m, k, math.prod(batch_b) * n)
-    return Sizes(math.prod(torch.broadcast_shapes(batch_a, batch_b)), m, k, n)
+    batch = torch.broadcast_shapes(batch_a, batch_b)  # type: ignore[no-untyped-call]
+    return Sizes(math.prod(batch), m, k, n)
 
 
 def _einsum_sizes(equation: str, a: Tensor, b: Tensor) -> Sizes:
@@ -168,7 +178,16 @@ def _einsum_sizes(equation: str, a: Tensor, b: Tensor) -> Sizes:
     both, out = set(left) & set(right), set(output)
     if not both - out:
         raise Reject(f"einsum {equation!r} contracts nothing")
-    return Sizes(product(both & out), product((set(left) - both) & out), product(both - out), product(set(right) - both))
+    return Sizes(
+        product(both & out), product((set(left) - both) & out), product(both - out), product(set(right) - both)
+    )
+
+
+def _tensordot_sizes(dims: Any, a: Tensor, b: Tensor) -> Sizes:
+    dims = 2 if dims is None else dims
+    contracted = list(range(a.dim() - dims, a.dim())) if isinstance(dims, int) else list(dims[0])
+    k = math.prod(a.shape[d] for d in contracted)
+    return Sizes(1, a.numel() // k if k else 0, k, b.numel() // k if k else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +225,9 @@ def _check_operands(spelling: Spelling, nodes: tuple[fx.Node, ...], a: Tensor, b
         if operand.dtype not in HIGH_PRECISION:
             raise Reject(f"operands are {_short(a)} and {_short(b)}; FP8 replaces float32, bfloat16 and float16")
         if operand.dim() < 2:
-            raise Reject(f"an operand is a vector of {operand.shape[0]} elements" if operand.dim() else "a scalar operand")
+            raise Reject(
+                f"an operand is a vector of {operand.shape[0]} elements" if operand.dim() else "a scalar operand"
+            )
     for n in nodes:
         if _comes_from_fp8(n):
             raise Reject(f"operand {n.name} is dequantized from float8 already")
@@ -275,8 +296,12 @@ class _Annotator:
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
+        inline(self.module)
         for node in list(self.graph.nodes):
-            self._visit(node)
+            if node.op == "get_attr":
+                self._visit_region(getattr(self.module, str(node.target), None), node)
+            else:
+                self._visit(node)
         table = self._lift_state() if self.slots else None
         self.graph.lint()
         self.module.recompile()
@@ -293,9 +318,7 @@ class _Annotator:
         if spelling is None:
             return
         name = self.names.of(node, spelling)
-        choice = Choice(name, source_of(node))
-        node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
-        self.choices.append(choice)
+        choice = self._choice(node, name)
         try:
             check(node, spelling, name, self.config, self.grad_enabled)
             self._check_device(node, spelling)
@@ -303,6 +326,24 @@ class _Annotator:
             choice.reason = str(reject)
             return
         self._rewrite(node, spelling, name)
+
+    def _visit_region(self, region: Any, holder: fx.Node) -> None:
+        """Matmuls in a graph of its own, of activation checkpointing or control flow: listed, not annotated."""
+        if not isinstance(region, fx.GraphModule):
+            return
+        operators = sorted({str(user.target) for user in holder.users})
+        for node in region.graph.nodes:
+            if node.op == "get_attr":
+                self._visit_region(getattr(region, str(node.target), None), holder)
+            elif spelling := spelling_of(node):
+                choice = self._choice(node, self.names.of(node, spelling))
+                choice.reason = f"inside a region of {', '.join(operators)}, which the recipe does not enter"
+
+    def _choice(self, node: fx.Node, name: str) -> Choice:
+        """A new entry of `choices`; AOTAutograd carries its index along to every node that comes of this one."""
+        node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
+        self.choices.append(Choice(name, source_of(node)))
+        return self.choices[-1]
 
     def _check_device(self, node: fx.Node, spelling: Spelling) -> None:
         device = _argument(node, spelling.a).meta["example_value"].device
@@ -313,15 +354,17 @@ class _Annotator:
     def _rewrite(self, node: fx.Node, spelling: Spelling, name: str) -> None:
         a, b, bias = (_argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
         with self.graph.inserting_before(node):
-            a_, b_ = self._operand(a, name, "input"), self._operand(b, name, "weight")
-            head = (node.args[0],) if spelling is _EINSUM else ()
-            y = self._call(spelling.product, (*head, a_, b_), node)
+            quantized = {a: self._operand(a, name, "input"), b: self._operand(b, name, "weight")}
+            if bias is None:
+                y = self.graph.node_copy(node, lambda n: quantized.get(n, n))
+            else:
+                assert spelling.product is not None
+                y = self._call(spelling.product, (quantized[a], quantized[b]), node)
             if self.grad_enabled and node.meta["example_value"].requires_grad:
                 y = self._quantize(ops.qdq_gradient, y, name, "grad_output")
             if bias is not None:
-                out_dtype = node.meta["example_value"].dtype
-                scale = {k: node.kwargs[k] for k in ("beta", "alpha") if k in node.kwargs}
-                y = self._call(_add_bias, (y, bias, out_dtype), node, scale)
+                scale: dict[str, Any] = {k: node.kwargs[k] for k in ("beta", "alpha") if k in node.kwargs}
+                y = self._call(_add_bias, (y, bias, node.meta["example_value"].dtype), node, scale)
         node.replace_all_uses_with(y)
         self.graph.erase_node(node)
 
@@ -358,19 +401,15 @@ class _Annotator:
         roles = {name: role for name, role, *_ in self.slots}
         n_forward = sum(role != "grad_output" for role in roles.values())
         limits = tuple(scaling.fp8_max(recipe.dtype(roles[name])) for name in names)
-        inputs = SlotTensors(*map(self._state_input, SlotTensors._fields))
-        scales, step = inputs.scale, inputs.step
+        inputs = {field: self._state_input(field) for field in SlotTensors._fields}
+        scales, step = inputs["scale"], inputs["step"]
         if any(q.record for _, _, q, _ in self.slots):
-            scales, step = self._begin_step(recipe, inputs)
+            scales, step = self._begin_step(recipe, list(inputs.values()))
         for name, role, quantizer, node in self.slots:
             slot, backward = names.index(name), role == "grad_output"
-            amax, stamp = (
-                (inputs.amax_backward, inputs.stamp_backward)
-                if backward
-                else (inputs.amax_forward, inputs.stamp_forward)
-            )
+            side = "backward" if backward else "forward"
             placed = _with(quantizer, slot=slot, index=slot - n_forward if backward else slot)
-            node.args = (node.args[0], placed, scales, step, amax, stamp)
+            node.args = (node.args[0], placed, scales, step, inputs[f"amax_{side}"], inputs[f"stamp_{side}"])  # type: ignore[assignment]
         parameters = tuple(p for n in self.placeholders if (p := self.names.parameter(n)))
         return SlotTable(names, n_forward, limits, recipe, self.device, parameters)
 
@@ -378,13 +417,13 @@ class _Annotator:
         last = [n for n in self.graph.nodes if n.op == "placeholder"]
         with self.graph.inserting_after(last[-1]) if last else self.graph.inserting_before():
             node = self.graph.placeholder(f"fp8pass_{name}")
-        node._dynamo_source = ConstantSource(node.name)  # type: ignore[attr-defined]
+        node._dynamo_source = ConstantSource(node.name)
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
         return node
 
-    def _begin_step(self, recipe: DelayedScaling, inputs: SlotTensors) -> list[fx.Node]:
+    def _begin_step(self, recipe: DelayedScaling, inputs: list[fx.Node]) -> list[fx.Node]:
         with self.graph.inserting_after(inputs[-1]):
-            begun = self.graph.call_function(ops.begin_step, (recipe, *inputs))
+            begun = self.graph.call_function(ops.begin_step, (recipe, *inputs))  # type: ignore[arg-type]
         with self.graph.inserting_after(begun):
             step = self.graph.call_function(operator.getitem, (begun, 1))
             scales = self.graph.call_function(operator.getitem, (begun, 0))
@@ -416,7 +455,11 @@ def _mutates(node: fx.Node) -> bool:
     )
 
 
-_IN_PLACE_OPERATORS = {n for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n}__")} - {"index", "inv", "invert"}
+_IN_PLACE_OPERATORS = {n for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n}__")} - {
+    "index",
+    "inv",
+    "invert",
+}
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -426,11 +469,11 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, twin))
     for old, new in twin.items():
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     copy = fx.GraphModule(module, graph)
     copy.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
-        copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[arg-type]
+        copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[assignment]
     return copy
 
 
@@ -487,11 +530,3 @@ def _source_name(placeholder: fx.Node) -> str:
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
-
-
-def subgraph_matmuls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Matmul calls inside higher-order ops (activation checkpointing, control flow), which are not annotated."""
-    for name, child in module.named_children():
-        if isinstance(child, fx.GraphModule) and name:
-            yield from (n for n in child.graph.nodes if spelling_of(n) is not None)
-            yield from subgraph_matmuls(child)

@@ -19,12 +19,12 @@ import operator
 from typing import Any
 
 import torch
+from fp8pass.passes.matmuls import backward_nodes
+from fp8pass.passes.patterns import aten
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.graph import Builder, val
-from fp8pass.passes.matmuls import backward_nodes
-from fp8pass.passes.patterns import aten
 from fp8pass.rewrite import Context
 from fp8pass.scaling import merge_amax
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fp8pass.passes.annotate import Choice
+from fp8pass.passes.patterns import CASTS, MATMULS, MOVEMENT, aten
 from torch import fx
 
 from fp8pass.graph import source_of, val
-from fp8pass.passes.annotate import Choice
-from fp8pass.passes.patterns import CASTS, MATMULS, MOVEMENT, aten
 from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
 
@@ -140,5 +140,5 @@ _SHORT = {
 
 
 def short(dtype: torch.dtype) -> str:
-    """"bf16" for torch.bfloat16, and so on."""
+    """ "bf16" for torch.bfloat16, and so on."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

@@ -90,13 +90,15 @@ def _source(node: fx.Node) -> fx.Node:
 def _split_scale(node: fx.Node) -> tuple[fx.Node, Any]:
     """The tensor and the one-element factor of a multiplication or division."""
     x, factor = node.args
-    if node.target is aten.mul.Tensor and isinstance(x, fx.Node) and isinstance(factor, fx.Node):
-        if val(x).numel() == 1 and val(factor).numel() != 1:
-            x, factor = factor, x
+    both = node.target is aten.mul.Tensor and isinstance(x, fx.Node) and isinstance(factor, fx.Node)
+    if both and val(x).numel() == 1 and val(factor).numel() != 1:
+        x, factor = factor, x
     if not isinstance(x, fx.Node):
         raise Reject(f"{node.name} divides a number by a tensor")
     if isinstance(factor, fx.Node) and (val(factor).numel() != 1 or val(factor).dim() > val(x).dim()):
-        raise Reject(f"{node.name} scales by a tensor of shape {list(val(factor).shape)}; only one scale per tensor is known")
+        raise Reject(
+            f"{node.name} scales by a tensor of shape {list(val(factor).shape)}; only one scale per tensor is known"
+        )
     return x, factor
 
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fp8pass.passes.matmuls import operands, short
+from fp8pass.passes.patterns import Dequantize, aten, dequantize, prims
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.config import Config
 from fp8pass.graph import Builder, val
 from fp8pass.hardware import target_of
-from fp8pass.passes.matmuls import operands, short
-from fp8pass.passes.patterns import Dequantize, aten, dequantize, prims
 from fp8pass.report import Gemm
 from fp8pass.rewrite import MAX_BATCHES, Context, Reject
 from fp8pass.scaling import E5M2
@@ -116,7 +116,8 @@ class _Rewriter:
         product = _Product(
             scales=(self._scale_inv(m.dq_a), self._scale_inv(m.dq_b)),
             dtype=val(m.node).dtype,
-            fast_accum=gemm.kind == "output",  # gradients need the full accumulator: XLA's and TransformerEngine's default
+            fast_accum=gemm.kind
+            == "output",  # gradients need the full accumulator: XLA's and TransformerEngine's default
             bias=m.bias if _fits_kernel(m) else None,
         )
         y = self._matmul(a_q, b_q, product) if val(a_q).dim() == 2 else self._batched(m, a_q, b_q, product)
@@ -158,7 +159,9 @@ class _Rewriter:
     def _make_scale_inv(self, factor: Any, divided: bool, device: torch.device) -> fx.Node:
         if not isinstance(factor, fx.Node):
             number = 1.0 if factor is None else float(factor)
-            return self._emit(aten.full.default, [], 1 / number if divided else number, dtype=torch.float32, device=device)
+            return self._emit(
+                aten.full.default, [], 1 / number if divided else number, dtype=torch.float32, device=device
+            )
         if val(factor).dtype != torch.float32:
             factor = self._emit(prims.convert_element_type.default, factor, torch.float32)
         if val(factor).dim():

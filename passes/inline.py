@@ -1,0 +1,64 @@
+"""Composite torch functions become the functions that they are made of.
+
+before   out, weights = multi_head_attention_forward(q, k, v, ...)
+after    packed = aten.linear(q, in_proj_weight, in_proj_bias); ...; out = aten.linear(attended, out_proj.weight, ...)
+changes  nothing: the same ops, one level down
+
+Dynamo leaves a few functions of torch.nn.functional as one call, with matmuls inside that the annotate pass would not
+see. They are traced as torch.export does, ahead of autograd, so that what comes out can still be differentiated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+COMPOSITES = (F.multi_head_attention_forward,)
+
+
+def inline(module: fx.GraphModule) -> int:
+    """Inline every composite function of Dynamo's graph, in place; returns how many there were."""
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in COMPOSITES]
+    for node in calls:
+        _inline_call(module.graph, node)
+    return len(calls)
+
+
+def _with_grad(value: Any, inputs: list[fx.Node]) -> Any:
+    """Tracing ahead of autograd forgets what needs a gradient: take it that all floating results of such inputs do."""
+    needed = torch.is_grad_enabled() and any(n.meta["example_value"].requires_grad for n in inputs)
+    if needed and isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+def _inline_call(graph: fx.Graph, node: fx.Node) -> None:
+    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    others = set(node.all_input_nodes) - set(inputs)
+    if others:  # symbolic sizes as arguments: leave it, and its matmuls will be listed as declined
+        return
+
+    def call(*tensors: Any) -> Any:
+        known = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    traced = make_fx(call, pre_dispatch=True)(*(n.meta["example_value"] for n in inputs))
+    if any(n.op == "get_attr" for n in traced.graph.nodes):
+        return
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    twin = dict(zip(placeholders, inputs, strict=True))
+    with graph.inserting_before(node):
+        for inner in traced.graph.nodes:
+            if inner.op == "call_function":
+                twin[inner] = copy = graph.node_copy(inner, twin.__getitem__)
+                copy.meta = {**node.meta, "example_value": _with_grad(inner.meta.get("val"), inputs)}
+    results = fx.map_arg(traced.graph.output_node().args[0], twin.__getitem__)
+    for user in list(node.users):  # getitem
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index, arg-type]
+        graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,132 @@
+"""What tests are written with: capture a graph, run passes on it, train a model, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import expecttest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass._torch import select_decomp_table
+from fp8pass.backend import reference
+from fp8pass.config import Config
+from fp8pass.report import Gemm, Report, collect
+from fp8pass.rewrite import Context, Pass
+from fp8pass.verify import verify
+
+aten = torch.ops.aten
+
+
+def capture(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
+    """The graph of ATen ops of `function`, as Inductor's decompositions leave it, on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+        return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+
+
+def apply(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> list[Gemm]:
+    """Run passes over a captured graph, verify it, and return the verdicts."""
+    context = Context(config or Config(recipe=None))
+    for p in passes:
+        p.run(module.graph, context)
+    verify(module.graph)
+    module.recompile()
+    return list(context.gemms.values())
+
+
+def text(module: fx.GraphModule) -> str:
+    """The graph's code, one op per line, without the noise."""
+    lines = module.print_readable(print_output=False, expanded_def=True).splitlines()
+    kept = [line.split(";")[0].strip().replace("torch.ops.", "") for line in lines]
+    return "\n".join(
+        line for line in kept if line and not line.startswith(("class ", "#", "def ", "self,", "_ =", ")"))
+    )
+
+
+def expect_graph(module: fx.GraphModule, expected: str) -> None:
+    """Compare with an inline snapshot; EXPECTTEST_ACCEPT=1 rewrites it."""
+    expecttest.assert_expected_inline(text(module) + "\n", expected, skip=1)
+
+
+def count(module: fx.GraphModule, target: Any) -> int:
+    """How many nodes call `target`."""
+    return sum(n.target is target for n in module.graph.nodes)
+
+
+def sqnr(reference: Tensor, actual: Tensor) -> float:
+    """Signal to quantization noise, in dB; 300 for equal tensors."""
+    signal = reference.double().square().mean()
+    noise = (reference.double() - actual.double()).square().mean()
+    return float(10 * torch.log10(signal / noise)) if noise > 0 else 300.0
+
+
+def train(
+    model: nn.Module, run: Callable[..., Tensor], batches: Sequence[Tensor], rate: float = 0.01
+) -> Iterator[dict[str, Tensor]]:
+    """Plain SGD on mean squares; yields output, input gradient and all parameter gradients of every step."""
+    for batch in batches:
+        x = batch.clone().requires_grad_(batch.is_floating_point())
+        y = run(x)
+        y.float().square().mean().backward()  # type: ignore[no-untyped-call]
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        yield {"output": y.detach().clone(), **({"input": x.grad} if x.grad is not None else {}), **grads}
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= rate * p.grad
+                    p.grad = None
+
+
+def compiled(function: Any, report: Report | None = None, **options: Any) -> Callable[..., Any]:
+    """`function` under the fp8pass backend; op by op unless `lowering` says otherwise."""
+    dynamic = options.pop("dynamic", None)
+    return torch.compile(function, backend="fp8pass", dynamic=dynamic, options={"lowering": "eager", **options})
+
+
+def annotated(function: Any, **options: Any) -> Callable[..., Any]:
+    """`function` with its annotated graph run eagerly: the numerical reference."""
+    dynamic = options.pop("dynamic", None)
+    return torch.compile(function, backend=lambda g, x: reference(g, x, options=options), dynamic=dynamic)
+
+
+@contextmanager
+def verdicts() -> Iterator[Report]:
+    """The report of everything compiled within."""
+    with collect() as report:
+        yield report
+
+
+class RefusedByCuda(Exception):
+    """CUDA would refuse this `_scaled_mm`."""
+
+
+def check_legal_on_cuda(graph: fx.Graph) -> int:
+    """Call every `_scaled_mm` of the graph on fake CUDA tensors, which applies CUDA's rules without a GPU.
+
+    Returns how many there are. Raises RefusedByCuda with the node's name.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    nodes = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
+
+    def on_cuda(node: Any) -> Any:
+        v = node.meta["val"] if isinstance(node, fx.Node) else node
+        if not isinstance(v, Tensor):
+            return v
+        shape, stride = ([int(s) for s in sizes] for sizes in (v.shape, v.stride()))
+        return torch.empty_strided(shape, stride, dtype=v.dtype, device="cuda")
+
+    for node in nodes:
+        with mode:
+            try:
+                out = torch._scaled_mm(*(on_cuda(a) for a in node.args))
+            except (RuntimeError, ValueError) as error:
+                raise RefusedByCuda(f"{node.name}: {error}") from error
+        assert [int(s) for s in out.shape] == [int(s) for s in node.meta["val"].shape], node
+        if node.args[5] is not None:
+            raise RefusedByCuda(f"{node.name}: scale_result with a 16- or 32-bit output")
+    return len(nodes)
