@@ -1,7 +1,6 @@
 """fp8pass: `torch.compile(model, backend="fp8pass")` trains a PyTorch model in FP8."""
 
 from fp8pass import recipes as recipes
-from fp8pass.backend import fp8pass as backend
 from fp8pass.config import Config as Config
 from fp8pass.errors import Fp8Error as Fp8Error
 from fp8pass.explain import explain as explain
@@ -11,4 +10,4 @@ from fp8pass.scaling import quantize as quantize
 from fp8pass.state import state as state
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Fp8Error", "backend", "dequantize", "explain", "qdq", "quantize", "recipes", "state"]
+__all__ = ["Config", "Fp8Error", "dequantize", "explain", "qdq", "quantize", "recipes", "state"]

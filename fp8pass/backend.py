@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import warnings
@@ -74,16 +75,22 @@ def _annotate(module: fx.GraphModule, config: Config, no_fp8: str) -> Annotation
 
 
 def _why_no_fp8(example_inputs: Sequence[Any], config: Config) -> str:
-    """Why nothing of this graph can run in FP8; warns, or raises under strict."""
-    devices = {t.device for t in example_inputs if isinstance(t, Tensor)} - {torch.device("cpu")}
-    for device in sorted(devices, key=str):
+    """Why nothing of this graph can run in FP8, said once; raises Fp8Error under strict."""
+    devices = {t.device for t in example_inputs if isinstance(t, Tensor)}
+    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
+    for device in accelerators or devices:
         reason = hardware.why_no_fp8(device, hardware.target_of(device, config.target))
+        if reason and config.strict:
+            raise Fp8Error(f"strict: {reason}")
         if reason:
-            if config.strict:
-                raise Fp8Error(f"strict: {reason}")
-            warnings.warn(f"fp8pass: {reason}. Everything stays in high precision.", stacklevel=2)
+            _warn_once(f"fp8pass: {reason}. Everything stays in high precision.")
             return reason
     return ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def _fake_state(table: SlotTable, example_inputs: Sequence[Any]) -> list[Tensor]:
@@ -149,8 +156,7 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
         group = registry.of(self._table, self, [args[i] for i in self._parameters])
-        if group.relatives:
-            group.claim()
+        group.claim()
         if self._annotation.training and not group.warm and self._is_cold(group):
             return self._annotation.run(*args, *group.tensors, bootstrap=True)
         return self._compiled(*args, *group.tensors)

@@ -57,8 +57,8 @@ class Config:
         return f"{fqn!r} matches the filter's pattern {hit!r}" if hit else ""
 
     def cache_key(self) -> str:
-        """Identifies what this configuration makes of a graph. Where dumps go is no part of it."""
-        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "dump_dir"])
+        """What the passes on the joint graph depend on; the rest has left its traces in that graph already."""
+        return repr((self.recipe is None, self.strict, self.target))
 
 
 _FIELDS = tuple(f.name for f in fields(Config))

@@ -28,12 +28,22 @@ class Target:
         return self.capability < (10, 0)
 
 
-# Peaks and bandwidths: NVIDIA's data sheets of the L40S, H100 SXM, H200 SXM and HGX B200 (sparse figures halved).
+# From NVIDIA's data sheets of the A100 SXM, L40S, H100 SXM, H200 SXM and HGX B200 (sparse figures halved).
+_A100 = Target("a100", (8, 0), 312e12, 312e12, 2.039e12)
 _L40S = Target("sm_89", (8, 9), 362e12, 733e12, 0.864e12)
 _H100 = Target("h100", (9, 0), 989e12, 1979e12, 3.35e12)
 _H200 = Target("h200", (9, 0), 989e12, 1979e12, 4.8e12)
 _B200 = Target("b200", (10, 0), 2250e12, 4500e12, 8.0e12)
-TARGETS = {"sm_89": _L40S, "h100": _H100, "sm_90": _H100, "h200": _H200, "b200": _B200, "sm_100": _B200}
+TARGETS = {
+    "a100": _A100,
+    "sm_80": _A100,
+    "sm_89": _L40S,
+    "h100": _H100,
+    "sm_90": _H100,
+    "h200": _H200,
+    "b200": _B200,
+    "sm_100": _B200,
+}
 
 
 def target_of(device: torch.device, name: str | None = None) -> Target | None:

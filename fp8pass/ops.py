@@ -60,6 +60,9 @@ def _(amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, index: int, on_non
     return torch.empty_like(amax), torch.empty_like(stamp)
 
 
+RECORD = torch.ops.fp8pass.record.default
+
+
 @dataclass(frozen=True)
 class Delayed:
     """How one tensor of a graph is quantized with a scale from its slot.

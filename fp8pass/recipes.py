@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -24,11 +24,17 @@ def choose(what: str, value: object, valid: tuple[str, ...]) -> None:
     raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(map(repr, valid))}{hint}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """Common to all recipes. `fp8_format`: "hybrid" (e4m3 forward, e5m2 gradients) or "e4m3" throughout."""
 
     fp8_format: str = "hybrid"
+
+    def __repr__(self) -> str:
+        """Valid Python even where a field is a function: graphs are printed with it."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        shown = (f"{name}={getattr(v, '__qualname__', v)!r}" for name, v in values)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __post_init__(self) -> None:
         choose("fp8_format", self.fp8_format, ("hybrid", "e4m3"))
@@ -38,7 +44,7 @@ class Recipe:
         return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DynamicScaling(Recipe):
     """Tensorwise, the scale from this very tensor: `scale = fp8_max / amax`, 1 for a tensor of zeros.
 
@@ -48,7 +54,7 @@ class DynamicScaling(Recipe):
     power_of_2: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DelayedScaling(Recipe):
     """Tensorwise, the scale from the amaxes of earlier steps: `scale = fp8_max / amax / 2**margin`.
 

@@ -25,6 +25,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.graph import Builder, val
+from fp8pass.ops import RECORD
 from fp8pass.rewrite import Context
 from fp8pass.scaling import merge_amax
 
@@ -35,7 +36,8 @@ class DelayedScaling:
     name = "delayed_scaling"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Batch every chain of records; pin the forward's results."""
+        """Batch every chain of records; pin the forward's results. Returns how many chains there were."""
+        _drop_copies(graph)
         chains = _chains(graph)
         build = Builder(graph, self.name) if chains else None
         for chain in chains:
@@ -47,46 +49,65 @@ class DelayedScaling:
         return len(chains)
 
 
+def _drop_copies(graph: fx.Graph) -> None:
+    """`copy(buffer, x)` between records is x: what functionalization leaves of `buffer.copy_(x)`."""
+    for node in graph.nodes:
+        if node.target is aten.copy.default and _is_record(node.args[1]):
+            node.replace_all_uses_with(node.args[1])
+
+
+def _is_record(node: Any) -> bool:
+    return node.target is operator.getitem and node.args[0].target is RECORD
+
+
 def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
     """The record nodes, one list per amax tensor that they update, in order."""
     chains: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.fp8pass.record.default:
-            chains.setdefault(_state_tensor(node.args[0]), []).append(node)
+        if node.target is RECORD:
+            chains.setdefault(_first_input(node.args[0]), []).append(node)
     return list(chains.values())
 
 
-def _state_tensor(node: Any) -> fx.Node:
-    """The graph input at the start of a chain of records."""
-    while node.op != "placeholder":
-        if node.target is aten.copy.default:
-            node = node.args[1]
-        elif node.target is operator.getitem and node.args[0].target is torch.ops.fp8pass.record.default:
-            node = node.args[0].args[0]
-        else:
-            raise AssertionError(f"{node.name} = {node.target} is not expected between records of amax")
-    assert isinstance(node, fx.Node)
-    return node
+def _first_input(amax: Any) -> fx.Node:
+    """The tensor at the start of the chain that `amax` is a link of."""
+    while _is_record(amax):
+        amax = amax.args[0].args[0]
+    assert isinstance(amax, fx.Node)
+    return amax
 
 
 def _batch(build: Builder, chain: list[fx.Node]) -> None:
+    """Replace the chain by one vector update per use of the same slot: nearly always one."""
     last = chain[-1]
     amax, stamp, step, _, _, on_nonfinite = chain[0].args
     assert isinstance(amax, fx.Node) and isinstance(stamp, fx.Node) and isinstance(step, fx.Node)
-    new: dict[int, fx.Node] = {}
-    for record in chain:
-        value, index = record.args[3:5]
-        assert isinstance(value, fx.Node) and isinstance(index, int)
-        new[index] = build.emit(last, aten.maximum.default, new[index], value) if index in new else value
-    for index in set(range(val(amax).shape[0])) - set(new):  # not recorded by this graph: under no_grad, say
-        new[index] = build.emit(last, aten.full.default, [], -1.0, dtype=torch.float32, device=val(amax).device)
 
-    def update(amax: Any, stamp: Any, step: Any, *values: Any) -> Any:
-        return merge_amax(amax, stamp, step, torch.stack(values), str(on_nonfinite))
+    def update(amax: Any, stamp: Any, step: Any, *new: Any) -> Any:
+        return merge_amax(amax, stamp, step, torch.stack(new), str(on_nonfinite))
 
-    results = build.inline(last, update, amax, stamp, step, *(new[i] for i in sorted(new)))
+    for uses in _rounds(chain):
+        new = [uses.get(i) or _nothing(build, last, amax) for i in range(val(amax).shape[0])]
+        amax, stamp = build.inline(last, update, amax, stamp, step, *new)
     for user in list(last.users):
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with((amax, stamp)[user.args[1]])  # type: ignore[index]
+
+
+def _rounds(chain: list[fx.Node]) -> list[dict[int, fx.Node]]:
+    """The amaxes by index, a new dict whenever an index comes again: merging is not the same as taking the larger."""
+    rounds: list[dict[int, fx.Node]] = [{}]
+    for node in chain:
+        new, index = node.args[3:5]
+        assert isinstance(new, fx.Node) and isinstance(index, int)
+        if index in rounds[-1]:
+            rounds.append({})
+        rounds[-1][index] = new
+    return rounds
+
+
+def _nothing(build: Builder, before: fx.Node, amax: fx.Node) -> fx.Node:
+    """The amax that records nothing, for a slot that this graph only reads: under no_grad, say."""
+    return build.emit(before, aten.full.default, [], -1.0, dtype=torch.float32, device=val(amax).device)
 
 
 def _pin(graph: fx.Graph, state_inputs: frozenset[str]) -> None:

@@ -29,7 +29,7 @@ class Matmuls:
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Fill `context.gemms`."""
         backward = backward_nodes(graph)
-        forward_operands: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        forward: dict[int | None, list[tuple[fx.Node, fx.Node]]] = {}
         for node in graph.nodes:
             if node.target not in MATMULS:
                 continue
@@ -37,19 +37,22 @@ class Matmuls:
             index = _choice_of(node)
             roots = root(a), root(b)
             kind: Kind = "output"
-            if node in backward and index is not None:
-                kind = _backward_kind(roots, forward_operands.get(index, []))
-            elif index is not None:
-                forward_operands.setdefault(index, []).append(roots)
-            context.gemms[node] = self._gemm(node, kind, index, a, b)
+            if node in backward:
+                kind = _backward_kind(roots, forward.get(index, []))
+            else:
+                forward.setdefault(index, []).append(roots)
+            context.gemms[node] = self._gemm(node, kind, index, (a, b), context.config.recipe)
         return 0
 
-    def _gemm(self, node: fx.Node, kind: Kind, index: int | None, a: fx.Node, b: fx.Node) -> Gemm:
+    def _gemm(
+        self, node: fx.Node, kind: Kind, index: int | None, factors: tuple[fx.Node, fx.Node], recipe: object
+    ) -> Gemm:
+        a, b = factors
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
         n = val(b).shape[-1]
         reason = choice.reason
-        if index is None:
+        if index is None and recipe is not None:
             reason = f"comes from {_origin(node)}, which the recipe does not quantize"
         return Gemm(
             kind=kind,
@@ -82,12 +85,15 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+_SCALE = {aten.mul.Tensor, aten.div.Tensor}
+_CLAMP = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
+
+
 def root(node: fx.Node) -> fx.Node:
-    """The tensor that an operand shows: views, casts and scales taken off."""
-    while node.target in MOVEMENT or node.target in CASTS or node.target in (aten.mul.Tensor, aten.div.Tensor):
+    """The tensor that an operand shows: views, casts, scales and clamps taken off, so quantization as well."""
+    while node.target in MOVEMENT or node.target in CASTS or node.target in _SCALE or node.target in _CLAMP:
         source = node.args[0]
-        scaled = node.target in (aten.mul.Tensor, aten.div.Tensor)
-        if not isinstance(source, fx.Node) or (scaled and not _is_scale(node.args[1])):
+        if not isinstance(source, fx.Node) or (node.target in _SCALE and not _is_scale(node.args[1])):
             break
         node = source
     return node

@@ -25,6 +25,7 @@ from fp8pass.passes.patterns import Dequantize, aten, dequantize, prims
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass._torch import CPU_LOADS_FP8_UNDER_A_MASK
 from fp8pass.config import Config
 from fp8pass.graph import Builder, val
 from fp8pass.hardware import target_of
@@ -185,25 +186,28 @@ class _Rewriter:
             rows = x if k_dim == 1 else self._emit(aten.permute.default, x, [1, 0])
             rows = self._pad(rows, (1,) if k_dim == 1 else (0, 1))
             target = target_of(val(x).device, self.config.target)
-            if not val(rows).is_contiguous() and (target is None or target.needs_k_major):
+            if not _is_row_major(val(rows)) and (target is None or target.needs_k_major):
                 rows = self._emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
             self.rows[key] = rows
         return self.rows[key]
 
     def _pad(self, x: fx.Node, dims: tuple[int, ...]) -> fx.Node:
-        """`x` with zeros behind the end of `dims`, up to a multiple of 16. FP8 is padded as bytes: zero is byte 0."""
+        """`x` with zeros behind the end of `dims`, up to a multiple of 16."""
         sizes = val(x).shape
-        uneven = [d for d in dims if not statically_known_true(sizes[d] % ALIGNMENT == 0)]
-        if not uneven:
+        missing = {d: self._missing(x, d) for d in dims if not statically_known_true(sizes[d] % ALIGNMENT == 0)}
+        if not missing:
             return x
-        padding: list[Any] = []
-        for d in reversed(range(len(sizes))):
-            padding += [0, self._missing(x, d) if d in uneven else 0]
-        dtype = val(x).dtype
-        if dtype.itemsize > 1:
-            return self._emit(aten.constant_pad_nd.default, x, padding, 0)
-        as_bytes = self._emit(aten.view.dtype, x, torch.uint8)
-        return self._emit(aten.view.dtype, self._emit(aten.constant_pad_nd.default, as_bytes, padding, 0), dtype)
+        if val(x).device.type == "cpu" and not CPU_LOADS_FP8_UNDER_A_MASK:
+            return self._pad_by_cat(x, missing)
+        padding = [side for d in reversed(range(len(sizes))) for side in (0, missing.get(d, 0))]
+        return self._emit(aten.constant_pad_nd.default, x, padding, 0)
+
+    def _pad_by_cat(self, x: fx.Node, missing: dict[int, Any]) -> fx.Node:
+        for d, size in missing.items():
+            shape = [size if i == d else self._size(x, i) for i in range(val(x).dim())]
+            zeros = self._emit(aten.full.default, shape, 0, dtype=val(x).dtype, device=val(x).device)
+            x = self._emit(aten.cat.default, [x, zeros], d)
+        return x
 
     def _missing(self, x: fx.Node, dim: int) -> Any:
         """How many elements dimension `dim` lacks to a multiple of 16: an int, or a node."""
@@ -214,7 +218,8 @@ class _Rewriter:
 
     def _size(self, x: fx.Node, dim: int) -> Any:
         size = val(x).shape[dim]
-        return size if isinstance(size, int) else self._emit(aten.sym_size.int, x, dim)
+        known = size if isinstance(size, int) else size.node.maybe_as_int()
+        return self._emit(aten.sym_size.int, x, dim) if known is None else known
 
     def _batched(self, m: Match, a: fx.Node, b: fx.Node, p: _Product) -> fx.Node:
         """[B, M, K] by [B, K, N]: one product where b is one matrix, else one per entry of the batch."""
@@ -257,6 +262,11 @@ def _fits_kernel(m: Match) -> bool:
     bias, n, dtype = val(m.bias), val(m.b).shape[1], val(m.node).dtype
     fits = bias.dim() == 1 and statically_known_true(bias.shape[0] == n)
     return fits and bias.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_row_major(x: torch.Tensor) -> bool:
+    """As cuBLASLt means it. `is_contiguous` does not look at the stride of a dimension of size 1; CUDA's checks do."""
+    return statically_known_true(x.stride(1) == 1) and statically_known_true(x.stride(0) >= x.shape[1])
 
 
 def _is_one_matrix(operand: fx.Node) -> bool:

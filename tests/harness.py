@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,9 +61,9 @@ def count(module: fx.GraphModule, target: Any) -> int:
 
 def sqnr(reference: Tensor, actual: Tensor) -> float:
     """Signal to quantization noise, in dB; 300 for equal tensors."""
-    signal = reference.double().square().mean()
-    noise = (reference.double() - actual.double()).square().mean()
-    return float(10 * torch.log10(signal / noise)) if noise > 0 else 300.0
+    wanted, got = reference.detach().double(), actual.detach().double()
+    signal, noise = float(wanted.square().mean()), float((wanted - got).square().mean())
+    return 10 * math.log10(signal / noise) if noise and signal else 300.0 if not noise else -300.0
 
 
 def train(
@@ -72,13 +73,13 @@ def train(
     for batch in batches:
         x = batch.clone().requires_grad_(batch.is_floating_point())
         y = run(x)
-        y.float().square().mean().backward()  # type: ignore[no-untyped-call]
+        y.float().square().mean().backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         yield {"output": y.detach().clone(), **({"input": x.grad} if x.grad is not None else {}), **grads}
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
-                    p -= rate * p.grad
+                    p.sub_(rate * p.grad)
                     p.grad = None
 
 
@@ -105,6 +106,11 @@ class RefusedByCuda(Exception):
     """CUDA would refuse this `_scaled_mm`."""
 
 
+def _hints(size: Any) -> int:
+    """An example of a symbolic size, without a guard on it."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 def check_legal_on_cuda(graph: fx.Graph) -> int:
     """Call every `_scaled_mm` of the graph on fake CUDA tensors, which applies CUDA's rules without a GPU.
 
@@ -117,8 +123,8 @@ def check_legal_on_cuda(graph: fx.Graph) -> int:
         v = node.meta["val"] if isinstance(node, fx.Node) else node
         if not isinstance(v, Tensor):
             return v
-        shape, stride = ([int(s) for s in sizes] for sizes in (v.shape, v.stride()))
-        return torch.empty_strided(shape, stride, dtype=v.dtype, device="cuda")
+        shape, stride = map(_hints, v.shape), map(_hints, v.stride())
+        return torch.empty_strided(list(shape), list(stride), dtype=v.dtype, device="cuda")
 
     for node in nodes:
         with mode:
@@ -126,7 +132,7 @@ def check_legal_on_cuda(graph: fx.Graph) -> int:
                 out = torch._scaled_mm(*(on_cuda(a) for a in node.args))
             except (RuntimeError, ValueError) as error:
                 raise RefusedByCuda(f"{node.name}: {error}") from error
-        assert [int(s) for s in out.shape] == [int(s) for s in node.meta["val"].shape], node
+        assert list(out.shape) == list(map(_hints, node.meta["val"].shape)), node
         if node.args[5] is not None:
             raise RefusedByCuda(f"{node.name}: scale_result with a 16- or 32-bit output")
     return len(nodes)

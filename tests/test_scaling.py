@@ -96,7 +96,7 @@ def roll_all(amaxes: list[float], **options: object) -> tuple[Tensor, Tensor]:
     scale, history = torch.zeros(1), torch.zeros(4, 1)
     for a in amaxes:
         used = torch.tensor([True])
-        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), used, torch.tensor([448.0]), **options)  # type: ignore[arg-type]
+        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), used, torch.tensor([448.0]), **options)
     return scale, history
 
 

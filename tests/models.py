@@ -1,0 +1,65 @@
+"""Models that tests train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A pre-norm MLP with a bias, an odd width and a residual. Smooth, so that gradients are never all zero."""
+
+    def __init__(self, width: int = 32, hidden: int = 56) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + hidden
+
+
+class Attention(nn.Module):
+    """q, k and v from one input, and an output projection."""
+
+    def __init__(self, width: int = 32, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        out: Tensor = self.o(y)
+        return x + out
+
+
+class Transformer(nn.Module):
+    """Two layers of attention and MLP."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Attention(width), Block(width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def make(kind: Callable[[], nn.Module] = Block, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """A model with the weights that `seed` gives."""
+    torch.manual_seed(seed)
+    return kind().to(dtype)
+
+
+def batches(steps: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Data whose range changes from step to step, up and down, as delayed scaling must follow it."""
+    generator = torch.Generator().manual_seed(1)
+    ranges = [1 + 0.5 * (i % 5) for i in range(steps)]
+    return [(torch.randn(shape, generator=generator) * r).to(dtype) for r in ranges]

@@ -1,0 +1,255 @@
+"""The annotate pass: the graph it makes, what it refuses, and its numbers against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fp8pass.passes.annotate import Annotation, annotate
+from torch import Tensor, fx, nn
+
+from fp8pass import ops
+from fp8pass.config import Config
+from fp8pass.recipes import DelayedScaling, DynamicScaling
+from tests import oracle
+from tests.harness import annotated, expect_graph, sqnr
+from tests.models import Attention, Block, make
+
+
+def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True, **config: Any) -> Annotation:
+    """What the pass makes of the one graph that Dynamo captures of `function`."""
+    made: list[Annotation] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        made.append(annotate(module, Config(**config), training=torch.is_grad_enabled()))
+        return module.forward
+
+    with torch.set_grad_enabled(training):
+        torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (only,) = made
+    return only
+
+
+def names(a: Annotation) -> list[str]:
+    assert a.table is not None
+    return list(a.table.names)
+
+
+# 1. Graph
+
+
+def test_graph_of_delayed_scaling() -> None:
+    a = annotation(make(), torch.randn(16, 32), recipe=DelayedScaling(amax_history_len=16))
+    expect_graph(
+        a.module,
+        """\
+L_self_modules_norm_parameters_weight_: "f32[32]",
+L_x_: "f32[16, 32]",
+L_self_modules_up_parameters_weight_: "f32[56, 32]",
+L_self_modules_up_parameters_bias_: "f32[56]",
+L_self_modules_down_parameters_weight_: "f32[32, 56]",
+fp8pass_scale,
+fp8pass_amax_history,
+fp8pass_step,
+fp8pass_amax_forward,
+fp8pass_stamp_forward,
+fp8pass_amax_backward,
+fp8pass_stamp_backward,
+l_self_modules_norm_parameters_weight_ = L_self_modules_norm_parameters_weight_
+l_x_ = L_x_
+l_self_modules_up_parameters_weight_ = L_self_modules_up_parameters_weight_
+l_self_modules_up_parameters_bias_ = L_self_modules_up_parameters_bias_
+l_self_modules_down_parameters_weight_ = L_self_modules_down_parameters_weight_
+begin_step = fp8pass_ops_begin_step(DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), fp8pass_scale, fp8pass_amax_history, fp8pass_step, fp8pass_amax_forward, fp8pass_stamp_forward, fp8pass_amax_backward, fp8pass_stamp_backward)
+getitem_1 = begin_step[0]
+getitem = begin_step[1]
+rms_norm: "f32[16, 32]" = torch.rms_norm(l_x_, (32,), l_self_modules_norm_parameters_weight_, None)
+qdq_operand: "f32[16, 32]" = fp8pass_ops_qdq_operand(rms_norm, Delayed(recipe=DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), dtype=torch.float8_e4m3fn, slot=0, index=0, bootstrap=False, record=True), getitem_1, getitem, fp8pass_amax_forward, fp8pass_stamp_forward)
+qdq_operand_1: "f32[56, 32]" = fp8pass_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), getitem_1, getitem, fp8pass_amax_forward, fp8pass_stamp_forward)
+linear_1: "f32[16, 56]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
+qdq_gradient: "f32[16, 56]" = fp8pass_ops_qdq_gradient(linear_1, Delayed(recipe=DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), dtype=torch.float8_e5m2, slot=4, index=0, bootstrap=False, record=True), getitem_1, getitem, fp8pass_amax_backward, fp8pass_stamp_backward)
+_add_bias: "f32[16, 56]" = fp8pass_passes_annotate__add_bias(qdq_gradient, l_self_modules_up_parameters_bias_, torch.float32)
+gelu: "f32[16, 56]" = torch._C._nn.gelu(_add_bias)
+qdq_operand_2: "f32[16, 56]" = fp8pass_ops_qdq_operand(gelu, Delayed(recipe=DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), dtype=torch.float8_e4m3fn, slot=2, index=2, bootstrap=False, record=True), getitem_1, getitem, fp8pass_amax_forward, fp8pass_stamp_forward)
+qdq_operand_3: "f32[32, 56]" = fp8pass_ops_qdq_operand(l_self_modules_down_parameters_weight_, Delayed(recipe=DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), dtype=torch.float8_e4m3fn, slot=3, index=3, bootstrap=False, record=True), getitem_1, getitem, fp8pass_amax_forward, fp8pass_stamp_forward)
+hidden_1: "f32[16, 32]" = torch._C._nn.linear(qdq_operand_2, qdq_operand_3, None)
+qdq_gradient_1: "f32[16, 32]" = fp8pass_ops_qdq_gradient(hidden_1, Delayed(recipe=DelayedScaling(fp8_format='hybrid', amax_history_len=16, amax_compute_algo='max', margin=0, on_nonfinite='evict'), dtype=torch.float8_e5m2, slot=5, index=1, bootstrap=False, record=True), getitem_1, getitem, fp8pass_amax_backward, fp8pass_stamp_backward)
+add: "f32[16, 32]" = l_x_ + qdq_gradient_1
+return (add,)
+""",
+    )
+
+
+def test_graph_of_dynamic_scaling() -> None:
+    a = annotation(nn.Linear(32, 48), torch.randn(16, 32), recipe="dynamic")
+    assert a.table is None
+    expect_graph(
+        a.module,
+        """\
+L_fn_parameters_weight_: "f32[48, 32]",
+L_fn_parameters_bias_: "f32[48]",
+L_args_0_: "f32[16, 32]",
+l_fn_parameters_weight_ = L_fn_parameters_weight_
+l_fn_parameters_bias_ = L_fn_parameters_bias_
+l_args_0_ = L_args_0_
+qdq_operand: "f32[16, 32]" = fp8pass_ops_qdq_operand(l_args_0_, Dynamic(recipe=DynamicScaling(fp8_format='hybrid', power_of_2=False), dtype=torch.float8_e4m3fn))
+qdq_operand_1: "f32[48, 32]" = fp8pass_ops_qdq_operand(l_fn_parameters_weight_, Dynamic(recipe=DynamicScaling(fp8_format='hybrid', power_of_2=False), dtype=torch.float8_e4m3fn))
+linear_1: "f32[16, 48]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
+qdq_gradient: "f32[16, 48]" = fp8pass_ops_qdq_gradient(linear_1, Dynamic(recipe=DynamicScaling(fp8_format='hybrid', power_of_2=False), dtype=torch.float8_e5m2))
+_add_bias: "f32[16, 48]" = fp8pass_passes_annotate__add_bias(qdq_gradient, l_fn_parameters_bias_, torch.float32)
+return (_add_bias,)
+""",
+    )
+
+
+def test_slots_are_named_by_module_and_role() -> None:
+    a = annotation(make(), torch.randn(16, 32))
+    assert names(a) == [
+        "up.input", "up.weight", "down.input", "down.weight", "up.grad_output", "down.grad_output",
+    ]  # fmt: skip
+    assert a.table is not None
+    assert a.table.n_forward == 4
+    assert a.table.fp8_max == (448.0,) * 4 + (57344.0,) * 2
+    assert a.table.parameters == ("norm.weight", "up.weight", "up.bias", "down.weight")
+
+
+def test_names_without_modules() -> None:
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = Attend()
+            self.w = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attend(x) @ self.w
+
+    found = names(annotation(Outer(), torch.randn(2, 16, 32), training=False))
+    assert found == [
+        "attend.matmul.input", "attend.matmul.weight", "attend.matmul.input_1", "w.input", "w.weight",
+    ]  # fmt: skip
+    assert names(annotation(lambda a, b: a @ b, torch.randn(8, 8), torch.randn(8, 8))) == [
+        "matmul.input",
+        "matmul.weight",
+    ]
+
+
+def test_two_models_in_one_function_keep_their_names_apart() -> None:
+    def distill(teacher: nn.Module, student: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = teacher(x)
+        out: Tensor = (student(x) - y).square().sum()
+        return out
+
+    a = annotation(distill, nn.Linear(32, 32), nn.Linear(32, 32), torch.randn(8, 32))
+    assert names(a) == [
+        "teacher.input", "teacher.weight", "student.input", "student.weight", "student.grad_output",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_graph_records_nothing() -> None:
+    a = annotation(make(), torch.randn(16, 32), training=False)
+    assert [n for n in a.module.graph.nodes if n.target is ops.begin_step] == []
+    quantizers = [n.args[1] for n in a.module.graph.nodes if n.target is ops.qdq_operand]
+    assert [(q.record, q.bootstrap) for q in quantizers] == [(False, True)] * 4
+    assert not [n for n in a.module.graph.nodes if n.target is ops.qdq_gradient]
+
+
+def test_dynamos_own_graph_is_not_touched() -> None:
+    before: list[str] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        before.append(str(module.graph))
+        annotate(module, Config(), training=True)
+        assert str(module.graph) == before[0]
+        return module.forward
+
+    torch.compile(make(), backend=backend)(torch.randn(16, 32))
+    assert before
+
+
+# 2. Refusals: see test_backend.DECLINED for what users meet; here, that nothing is inserted
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "reason"),
+    [
+        (lambda a, b: torch.einsum("ij,jk,kl->il", a, b, a), ((8, 8), (8, 8)), "einsum of 3 operands"),
+        (lambda a, b: torch.einsum("i,j->ij", a, b), ((8,), (8,)), "an operand is a vector of 8 elements"),
+        (lambda a, b: torch.einsum("ij,kl->ijkl", a, b), ((8, 8), (8, 8)), "contracts nothing"),
+        (lambda a, b: torch.matmul(a, b), ((8, 8), (8,)), "an operand is a vector of 8 elements"),
+        (lambda a, b: torch.mm(a, b, out=torch.empty(8, 8)), ((8, 8), (8, 8)), "writes into out="),
+        (lambda a, b: torch.bmm(a, b), ((17, 8, 8), (17, 8, 8)), "17 products of"),
+    ],
+)
+def test_refusals(function: Callable[..., Any], inputs: tuple[tuple[int, ...], ...], reason: str) -> None:
+    a = annotation(function, *map(torch.randn, inputs), training=False)
+    (choice,) = a.choices
+    assert reason in choice.reason
+    assert choice.source.startswith("test_annotate.py:")
+    assert a.table is None
+    assert not [n for n in a.module.graph.nodes if n.target is ops.qdq_operand]
+
+
+# 3. Numbers
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "delayed"])
+@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
+def test_a_linear_layer_against_the_float64_oracle(recipe: str, fp8_format: str) -> None:
+    """First step: every scale is this tensor's own. Output and all gradients, in float64 from the oracle's QDQ."""
+    layer = nn.Linear(32, 48)
+    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48) * 1e-6
+    kind = {"dynamic": DynamicScaling, "delayed": DelayedScaling}[recipe]
+    y = annotated(layer, recipe=kind(fp8_format=fp8_format))(x)
+    y.backward(g)
+
+    def own(t: Tensor, fmt: str) -> Tensor:
+        t = t.detach()
+        return oracle.qdq(t, oracle.scale_of(float(t.abs().max()), fmt), fmt)
+
+    gradients = "e5m2" if fp8_format == "hybrid" else "e4m3"
+    xq, wq, gq = own(x, "e4m3"), own(layer.weight, "e4m3"), own(g, gradients)
+    assert x.grad is not None
+    for actual, expected in (
+        (y, xq @ wq.t() + layer.bias.double()),
+        (x.grad, gq @ wq),
+        (layer.weight.grad, gq.t() @ xq),
+        (layer.bias.grad, g.double().sum(0)),  # of the unquantized gradient
+    ):
+        assert sqnr(expected, actual) > 110
+
+
+def test_power_of_2_scales() -> None:
+    x = torch.randn(16, 32)
+    y = annotated(lambda a, b: a @ b, recipe=DynamicScaling(power_of_2=True))(x, torch.eye(32))
+    scale = 2.0 ** torch.floor(torch.log2(448 / x.abs().max())).item()
+    torch.testing.assert_close(y.double(), oracle.qdq(x, scale, "e4m3"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Block, Attention])
+def test_without_quantizers_nothing_changes(kind: type[nn.Module]) -> None:
+    """Everything but the rounding is as before: with all matmuls left out, bit for bit."""
+    model, x = make(kind), torch.randn(2, 8, 32)
+    assert torch.equal(annotated(model, filter=lambda *_: False)(x), model(x))
+
+
+def test_multi_head_attention_is_opened() -> None:
+    attention = nn.MultiheadAttention(32, 2, batch_first=True)
+    x = torch.randn(2, 8, 32)
+    a = annotation(lambda x: attention(x, x, x)[0], x)
+    assert [c.reason for c in a.choices] == [""] * 4
+    assert {"in_proj_weight", "out_proj"} <= {c.name for c in a.choices}
+    actual, expected = annotated(lambda x: attention(x, x, x)[0])(x), attention(x, x, x)[0]
+    assert sqnr(expected, actual) > 22
+
+
+def test_functional_linear_on_a_tensor_that_is_no_parameter() -> None:
+    w = torch.randn(48, 32)
+    assert names(annotation(lambda x: F.linear(x, w), torch.randn(8, 32))) == ["linear.input", "linear.weight"]

@@ -1,0 +1,150 @@
+"""The delayed_scaling pass: chains of records become one update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fp8pass.passes.delayed_scaling import DelayedScaling
+from torch import Tensor, fx, nn
+
+import fp8pass
+from fp8pass import scaling
+from fp8pass._torch import min_cut_partition
+from fp8pass.ops import record
+from fp8pass.pipeline import Pipeline
+from tests.harness import apply, capture, compiled, count, expect_graph, text
+
+RECORD = torch.ops.fp8pass.record.default
+STEP = torch.tensor(7)
+
+
+def chain(
+    amax: Tensor, stamp: Tensor, step: Tensor, indices: list[int], on_nonfinite: str, *new: Tensor
+) -> tuple[Tensor, Tensor]:
+    for i, value in zip(indices, new, strict=True):
+        amax, stamp = record(amax, stamp, step, value, i, on_nonfinite)
+    return amax, stamp
+
+
+def inputs(indices: list[int], values: list[float]) -> tuple[Any, ...]:
+    return torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7, 6, 7]), STEP, indices, "evict", *map(torch.tensor, values)
+
+
+def test_graph() -> None:
+    module = capture(chain, *inputs([0, 1, 2], [5.0, 6.0, 0.5]))
+    assert apply(module, DelayedScaling()) == []
+    expect_graph(
+        module,
+        """\
+arg0,
+arg1,
+arg2,
+arg3,
+arg4,
+arg5,
+arg6,
+arg7,
+arg0_1: "f32[3]"
+arg1_1: "i64[3]"
+arg2_1: "i64[]"
+arg5_1: "f32[]"
+arg6_1: "f32[]"
+arg7_1: "f32[]"
+arg0_1, arg1_1, arg2_1, arg3_1, arg3_2, arg3_3, arg4_1, arg5_1, arg6_1, arg7_1, = fx_pytree.tree_flatten_spec([arg0, arg1, arg2, arg3, arg4, arg5, arg6, arg7], self._in_spec)
+unsqueeze: "f32[1]" = aten.unsqueeze.default(arg5_1, 0)
+unsqueeze_1: "f32[1]" = aten.unsqueeze.default(arg6_1, 0)
+unsqueeze_2: "f32[1]" = aten.unsqueeze.default(arg7_1, 0)
+cat: "f32[3]" = aten.cat.default([unsqueeze, unsqueeze_1, unsqueeze_2])
+abs_1: "f32[3]" = aten.abs.default(cat)
+ne: "b8[3]" = aten.ne.Scalar(abs_1, inf)
+eq: "b8[3]" = aten.eq.Tensor(cat, cat)
+mul: "b8[3]" = aten.mul.Tensor(eq, ne)
+scalar_tensor: "f32[]" = aten.scalar_tensor.default(0.0, dtype = torch.float32, layout = torch.strided, device = device(type='cpu'))
+where: "f32[3]" = aten.where.self(mul, cat, scalar_tensor)
+lt: "b8[3]" = aten.lt.Scalar(where, 0)
+eq_1: "b8[3]" = aten.eq.Tensor(arg1_1, arg2_1)
+maximum: "f32[3]" = aten.maximum.default(arg0_1, where)
+where_1: "f32[3]" = aten.where.self(eq_1, maximum, where)
+where_2: "f32[3]" = aten.where.self(lt, arg0_1, where_1)
+where_3: "i64[3]" = aten.where.self(lt, arg1_1, arg2_1)
+return pytree.tree_unflatten([where_2, where_3], self._out_spec)
+""",
+    )
+
+
+@pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
+@pytest.mark.parametrize("indices", [[0, 1, 2], [2, 0, 1], [0, 2], [1], [1, 1, 1], [0, 1, 2, 0]], ids=str)
+def test_same_numbers_as_the_chain(indices: list[int], on_nonfinite: str) -> None:
+    values = [5.0, float("nan"), 0.5, 6.0][: len(indices)]
+    args = list(inputs(indices, values))
+    args[4] = on_nonfinite
+    module = capture(chain, *args)
+    assert count(module, RECORD) == len(indices)
+    apply(module, DelayedScaling())
+    assert count(module, RECORD) == 0
+    for actual, expected in zip(module(*args), chain(*args), strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def test_launches_do_not_grow_with_the_slots() -> None:
+    """Per slot there is one `unsqueeze` into the stack and nothing else."""
+    sizes = []
+    for n in (4, 8, 16):
+        args = torch.zeros(n), torch.zeros(n, dtype=torch.int64), STEP, list(range(n)), "evict", *torch.rand(n)
+        module = capture(chain, *args)
+        apply(module, DelayedScaling())
+        sizes.append(len([x for x in module.graph.nodes if x.op == "call_function"]) - n)
+    assert len(set(sizes)) == 1
+
+
+def test_nothing_to_do() -> None:
+    module = capture(lambda x: x + 1, torch.randn(3))
+    before = text(module)
+    apply(module, DelayedScaling())
+    assert text(module) == before
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputing the step or a scale in backward would start from buffers that have moved on."""
+    backwards: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        forward, backward = min_cut_partition(joint, joint_inputs, **kwargs)
+        backwards.append(backward)
+        written = {n.args[0].name for n in forward.graph.nodes if n.target is torch.ops.aten.copy_.default}
+        read = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
+        assert len(written) == 5  # scale, history, step, amax and stamp of the forward
+        assert not written & read
+        return forward, backward
+
+    monkeypatch.setattr("fp8pass.backend.min_cut_partition", partition)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    compiled(model)(torch.randn(8, 16)).sum().backward()
+    assert len(backwards) == 1
+
+
+def test_composition_in_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training forward and backward: each slot's amax is in place, and no record op is left."""
+    left: list[int] = []
+    run = Pipeline.__call__
+
+    def counted(self: Pipeline, graph: fx.Graph) -> None:
+        run(self, graph)
+        left.append(sum(n.target is RECORD for n in graph.nodes))
+
+    monkeypatch.setattr(Pipeline, "__call__", counted)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    f = compiled(model)
+    for _ in range(2):
+        x = torch.randn(8, 16)
+        f(x).sum().backward()
+    saved = fp8pass.state(model).state_dict()
+    assert left == [0]
+    assert saved["0.input.amax"] == scaling.amax(x)
+    assert saved["1.weight.amax"] == scaling.amax(model[1].weight)
+    assert saved["1.grad_output.amax"] == 1.0

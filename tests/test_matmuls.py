@@ -1,0 +1,49 @@
+"""The matmuls pass: no matmul without a name, a kind and sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8pass.report import Gemm
+from tests.harness import compiled, verdicts
+from tests.models import Attention, Block, make
+
+
+def listed(function: object, *inputs: Tensor, **options: object) -> list[Gemm]:
+    with verdicts() as report:
+        compiled(function, **options)(*inputs).sum().backward()
+    return report.gemms
+
+
+def test_three_products_per_layer() -> None:
+    gemms = listed(make(Block), torch.randn(2, 8, 32))
+    assert [(g.name, g.kind, g.M, g.K, g.N) for g in gemms] == [
+        ("up", "output", 16, 32, 56),
+        ("down", "output", 16, 56, 32),
+        ("down", "grad_weight", 32, 16, 56),
+        ("down", "grad_input", 16, 32, 56),
+        ("up", "grad_weight", 56, 16, 32),
+        ("up", "grad_input", 16, 56, 32),
+    ]  # fmt: skip
+    assert {g.dtypes for g in gemms if g.kind == "output"} == {("e4m3", "e4m3", "f32")}
+    assert {g.dtypes for g in gemms if g.kind != "output"} == {("e5m2", "e4m3", "f32")}
+    assert all(g.source.startswith("models.py:") for g in gemms)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "dynamic"])
+def test_kinds_do_not_depend_on_what_is_rewritten(recipe: str | None) -> None:
+    gemms = listed(make(Attention), torch.randn(2, 8, 32, requires_grad=True), recipe=recipe)
+    assert sorted(g.kind for g in gemms) == ["grad_input"] * 4 + ["grad_weight"] * 4 + ["output"] * 4
+
+
+def test_batches_and_flops() -> None:
+    (gemm, *_) = listed(lambda a, b: torch.bmm(a, b), torch.randn(3, 8, 16, requires_grad=True), torch.randn(3, 16, 32))
+    assert (gemm.batches, gemm.M, gemm.K, gemm.N, gemm.flops) == (3, 8, 16, 32, 2 * 3 * 8 * 16 * 32)
+
+
+def test_a_matmul_that_is_no_call_of_the_users() -> None:
+    gemms = listed(lambda x: torch.cdist(x, x), torch.randn(32, 8, requires_grad=True))
+    assert gemms
+    assert {g.reason for g in gemms if g.kind == "output"} == {"comes from cdist, which the recipe does not quantize"}

@@ -1,0 +1,340 @@
+"""Delayed-scaling state: api.md, "Delayed scaling, exactly", line by line; and whose it is."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass.recipes import DelayedScaling
+from tests import oracle
+from tests.harness import annotated, compiled
+from tests.models import Block, make
+
+
+class Product(nn.Module):
+    """`x @ weight`, [16, 16] by [16, 16], with the input's amax under the test's control."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def data(amax: float) -> Tensor:
+    x = torch.zeros(16, 16)
+    x[3, 5] = amax
+    return x
+
+
+def entry(module: nn.Module, slot: str) -> tuple[float, list[float], float]:
+    saved = fp8pass.state(module).state_dict()
+    return saved[f"{slot}.scale"].item(), saved[f"{slot}.amax_history"].tolist(), saved[f"{slot}.amax"].item()
+
+
+SEQUENCES: dict[str, list[float]] = {
+    "grows and shrinks": [1.0, 3.0, 0.5, 0.25, 7.0, 0.125, 0.125, 0.125, 0.125],
+    "zeros age the history": [2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0],
+    "zeros first": [0.0, 0.0, 5.0, 1.0],
+    "tiny": [1e-38, 2e-38, 1e-38],
+    "nan": [1.0, math.nan, 2.0, 2.0, 2.0, 2.0],
+    "inf": [1.0, math.inf, 2.0, 2.0, 2.0, 2.0],
+}
+ORDINARY = ("grows and shrinks", "zeros age the history", "tiny", "nan", "inf")
+
+
+@pytest.mark.parametrize("how", [compiled, annotated], ids=["compiled", "annotated"])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_against_the_oracle(sequence: str, on_nonfinite: str, algo: str, how: Callable[..., Any]) -> None:
+    recipe = DelayedScaling(amax_history_len=4, margin=1, amax_compute_algo=algo, on_nonfinite=on_nonfinite)
+    model, slot = Product(), oracle.Slot("e4m3", 4, algo, margin=1, on_nonfinite=on_nonfinite)
+    run = how(model, recipe=recipe)
+    previous: list[float] = []
+    for amax in SEQUENCES[sequence]:
+        if previous:
+            slot.step(previous)
+        run(data(amax)).sum().backward()
+        scale, history, pending = entry(model, "weight.input")
+        assert scale == pytest.approx(slot.scale, rel=1e-6, abs=0)
+        assert history == pytest.approx(slot.history, nan_ok=True)
+        recorded = slot._record(amax)
+        assert pending == pytest.approx(-1.0 if recorded is None else recorded, nan_ok=True)
+        previous = [amax]
+
+
+def test_the_numbers_that_a_step_uses() -> None:
+    """Step k is scaled by the amaxes before k: outputs against the oracle, in float64."""
+    model, slot = Product(), oracle.Slot("e4m3", 2)
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=2))
+    for step, amax in enumerate([1.0, 4.0, 0.01, 0.01, 0.01, 3.0]):
+        torch.manual_seed(step)
+        x = (torch.rand(16, 16) * 2 - 1) * amax
+        x[0, 0] = amax
+        (scale,) = slot.step([float(x.abs().max())])
+        torch.testing.assert_close(run(x).double(), oracle.qdq(x, scale, "e4m3"), rtol=1e-6, atol=1e-12)
+
+
+def test_margin_and_history_of_gradients() -> None:
+    model = Product()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=2, margin=1))
+    for factor in (1.0, 2.0, 4.0):
+        (run(data(1.0)) * factor).sum().backward()
+    scale, history, pending = entry(model, "weight.grad_output")
+    assert (scale, history, pending) == (57344 / 2 / 2, [2.0, 1.0], 4.0)
+
+
+def test_formats() -> None:
+    for fmt, largest in (("hybrid", 57344.0), ("e4m3", 448.0)):
+        model = Product()
+        run = compiled(model, recipe=DelayedScaling(fp8_format=fmt))
+        for _ in range(2):
+            run(data(1.0)).sum().backward()
+        assert entry(model, "weight.grad_output")[0] == largest
+        assert entry(model, "weight.input")[0] == 448.0
+
+
+def test_a_callable_algorithm() -> None:
+    model = Product()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=2, amax_compute_algo=lambda h: h.mean()))
+    for amax in (1.0, 3.0, 3.0):
+        run(data(amax)).sum().backward()
+    assert entry(model, "weight.input")[0] == 448 / 2
+
+
+def test_a_forward_without_backward_leaves_gradients_alone() -> None:
+    model = Product()
+    run = compiled(model)
+    for _ in range(2):
+        run(data(1.0)).sum().backward()
+    before = entry(model, "weight.grad_output")
+    for _ in range(3):
+        run(data(2.0))
+    scale, history, pending = entry(model, "weight.grad_output")
+    assert (scale, history[:2], pending) == (before[0], [1.0, 1.0], -1.0)
+    assert entry(model, "weight.input")[1][:5] == [2.0, 2.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_evaluation_uses_the_scales_and_changes_nothing(mode: Any, lowering: str) -> None:
+    model = Product()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=2), lowering=lowering)
+    with mode():  # before any training: dynamic
+        x = torch.rand(16, 16) * 1e-4
+        torch.testing.assert_close(run(x).double(), oracle.qdq(x, 448 / float(x.max()), "e4m3"), rtol=1e-5, atol=0)
+    for _ in range(2):
+        run(data(1.0)).sum().backward()
+    before = fp8pass.state(model).state_dict()
+    with mode():
+        x = torch.rand(16, 16) * 4
+        torch.testing.assert_close(run(x).double(), oracle.qdq(x, 448.0, "e4m3"), rtol=1e-6, atol=1e-6)
+    after = fp8pass.state(model).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_an_early_evaluation_makes_no_step() -> None:
+    model = Product()
+    run = compiled(model)
+    with torch.no_grad():
+        run(data(1.0))
+    assert entry(model, "weight.input")[2] == -1.0
+    run(data(8.0)).sum().backward()
+    assert entry(model, "weight.input")[1:] == ([0.0] * 1024, 8.0)
+
+
+# Whose state it is
+
+
+def train(run: Callable[[Tensor], Tensor], amaxes: Sequence[float]) -> None:
+    for amax in amaxes:
+        x = torch.randn(16, 32)
+        run(x * amax / x.abs().max()).square().sum().backward()
+
+
+def test_two_models_of_one_class() -> None:
+    first, second = make(seed=0), make(seed=1)
+    runs = compiled(first), compiled(second)
+    frames = torch._dynamo.utils.counters["frames"]
+    train(runs[0], [1.0, 1.0, 1.0])
+    before = frames["ok"]
+    train(runs[1], [100.0, 100.0])
+    states = [fp8pass.state(m).state_dict() for m in (first, second)]
+    assert states[0].keys() == states[1].keys()
+    assert states[0]["down.weight.amax"] == pytest.approx(float(first.down.weight.detach().abs().max()))
+    assert states[1]["down.weight.amax"] == pytest.approx(float(second.down.weight.detach().abs().max()))
+    assert [s["up.input.amax_history"].count_nonzero().item() for s in states] == [2, 1]
+    assert frames["ok"] - before <= 1
+
+
+def test_blocks_compiled_one_by_one_share_code_but_no_state() -> None:
+    torch._dynamo.utils.counters.clear()
+    model = nn.Sequential(*(make(seed=i) for i in range(4)))
+    for block in model:
+        block.compile(backend="fp8pass", options={"lowering": "eager"})
+    train(model, [1.0, 2.0, 3.0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    state = fp8pass.state(model)
+    assert len(state.slots) == 4 * 6
+    saved = state.state_dict()
+    for i, block in enumerate(model):
+        assert saved[f"{i}.up.weight.amax"] == float(block.up.weight.detach().abs().max())
+        assert fp8pass.state(block).state_dict()["up.weight.amax"] == saved[f"{i}.up.weight.amax"]
+    assert len({saved[f"{i}.up.weight.scale"].item() for i in range(4)}) == 4
+
+
+def test_graph_breaks_and_recompiles_keep_state_by_name() -> None:
+    class Broken(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            torch._dynamo.graph_break()
+            out: Tensor = self.down(hidden)
+            return out
+
+    model = Broken()
+    run = compiled(model)
+    for rows in (16, 24, 32, 40):  # static, then symbolic
+        run(torch.ones(rows, 32)).sum().backward()
+    assert len(fp8pass.state(model).slots) == 6
+    assert fp8pass.state(model).state_dict()["up.input.amax_history"][:4].tolist() == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_entry_points_that_share_slots_share_their_state() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+        def part(self, x: Tensor) -> Tensor:
+            y: Tensor = self.a(x)
+            return y
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.b(self.a(x))
+            return y
+
+    model = Two()
+    whole, half = compiled(model), compiled(model.part)
+    for i, run in enumerate((whole, whole, half, half, whole), 1):
+        run(torch.full((16, 32), float(i))).sum().backward()
+    scale, history, pending = entry(model, "a.input")
+    assert (scale, history[:5], pending) == (112.0, [4.0, 3.0, 2.0, 1.0, 0.0], 5.0)
+    assert entry(model, "a.grad_output")[1][:4].count(0.0) == 0
+    assert len(entry(model, "b.input")[1]) == 1024
+    assert sum(a > 0 for a in entry(model, "b.input")[1]) == 2
+
+
+def test_functions_without_parameters_have_state_too() -> None:
+    run = compiled(lambda x, w: x @ w)
+    w = torch.randn(16, 16, requires_grad=True)
+    for amax in (1.0, 2.0, 4.0):
+        y = run(data(amax), w)
+        y.sum().backward()
+    torch.testing.assert_close(y.detach(), (data(2.0) @ w).detach(), rtol=0.1, atol=0.02)  # saturated at step 2's amax
+
+
+def test_state_goes_with_its_model() -> None:
+    import gc
+    import weakref
+
+    from fp8pass.state import registry
+
+    model = make()
+    train(compiled(model), [1.0])
+    mine = weakref.ref(model.up.weight)
+    assert any(p() is mine() for g in registry.groups() for p in g.parameters)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert mine() is None
+    assert all(p() is not None for g in registry.groups() for p in g.parameters)
+
+
+# Saving and loading
+
+
+def test_resuming_continues_bit_for_bit() -> None:
+    model = make()
+    run = compiled(model)
+    train(run, [1.0, 2.0, 3.0])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "fp8": fp8pass.state(run).state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(seed=5)
+    resumed.load_state_dict(saved["model"])
+    fp8pass.state(resumed).load_state_dict(saved["fp8"])  # before the first call
+    assert fp8pass.state(resumed).state_dict().keys() == saved["fp8"].keys()
+    again = compiled(resumed)
+    model.zero_grad()
+    for m, f in ((model, run), (resumed, again)):
+        torch.manual_seed(7)
+        train(f, [4.0, 1.0])
+        assert m.up.weight.grad is not None
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))
+    mine, other = fp8pass.state(model).state_dict(), fp8pass.state(resumed).state_dict()
+    assert all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+def test_loading_after_the_first_call_replaces_everything() -> None:
+    model = make()
+    run = compiled(model)
+    train(run, [1.0, 2.0])
+    saved = fp8pass.state(model).state_dict()
+    train(run, [100.0, 100.0])
+    fp8pass.state(model).load_state_dict(saved)
+    restored = fp8pass.state(model).state_dict()
+    assert all(torch.equal(saved[k], restored[k]) for k in saved)
+
+
+@pytest.mark.parametrize("length", [2, 8])
+def test_another_history_length_keeps_the_newest(length: int) -> None:
+    model = Product()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4))
+    for amax in (8.0, 1.0, 2.0, 3.0):
+        run(data(amax)).sum().backward()
+    assert entry(model, "weight.input") == (56.0, [2.0, 1.0, 8.0, 0.0], 3.0)
+    other = Product()
+    fp8pass.state(other).load_state_dict(fp8pass.state(model).state_dict())
+    run = compiled(other, recipe=DelayedScaling(amax_history_len=length))
+    with torch.no_grad():
+        run(data(0.0))
+    expected = (224.0, [2.0, 1.0], 3.0) if length == 2 else (56.0, [2.0, 1.0, 8.0] + [0.0] * 5, 3.0)
+    assert entry(other, "weight.input") == expected
+
+
+def test_what_does_not_fit_is_an_error_that_names_it() -> None:
+    model = make()
+    run = compiled(model)
+    train(run, [1.0])
+    state = fp8pass.state(model)
+    saved = state.state_dict()
+    missing = {k: v for k, v in saved.items() if not k.startswith("up.input.")}
+    with pytest.raises(fp8pass.Fp8Error, match=r"Missing slots: \['up\.input'\]\. Unexpected slots: \[\]"):
+        state.load_state_dict(missing)
+    extra = {**saved, **{f"gone.weight.{p}": torch.zeros(()) for p in ("scale", "amax", "amax_history")}}
+    with pytest.raises(fp8pass.Fp8Error, match=r"Missing slots: \[\]\. Unexpected slots: \['gone\.weight'\]"):
+        state.load_state_dict(extra)
+    with pytest.raises(fp8pass.Fp8Error, match="is no FP8 state: keys end in scale, amax_history, amax"):
+        state.load_state_dict(model.state_dict())
+    with pytest.raises(fp8pass.Fp8Error, match=r"slot 'up.input' lacks \['amax'\]"):
+        state.load_state_dict({k: v for k, v in saved.items() if k != "up.input.amax"})
+    assert all(torch.equal(saved[k], v) for k, v in state.state_dict().items())
+    with pytest.raises(TypeError, match="takes a module or a compiled module, not function"):
+        fp8pass.state(lambda x: x)
+
+
+def test_state_of_a_module_is_one_object() -> None:
+    model = make()
+    assert fp8pass.state(model) is fp8pass.state(torch.compile(model))
+    assert fp8pass.state(model).state_dict() == {}
