@@ -31,8 +31,8 @@ class Recipe:
     fp8_format: str = "hybrid"
 
     def __repr__(self) -> str:
-        """Valid Python even where a field is a function: graphs are printed with it."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        """What differs from the defaults. Valid Python even where that is a function: graphs are printed with it."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
         shown = (f"{name}={getattr(v, '__qualname__', v)!r}" for name, v in values)
         return f"{type(self).__name__}({', '.join(shown)})"
 

@@ -54,6 +54,11 @@ def expect_graph(module: fx.GraphModule, expected: str) -> None:
     expecttest.assert_expected_inline(text(module) + "\n", expected, skip=1)
 
 
+def expect_text(actual: str, expected: str) -> None:
+    """Compare with an inline snapshot."""
+    expecttest.assert_expected_inline(actual + "\n", expected, skip=1)
+
+
 def count(module: fx.GraphModule, target: Any) -> int:
     """How many nodes call `target`."""
     return sum(n.target is target for n in module.graph.nodes)

@@ -1,0 +1,221 @@
+"""Compile a training step for an sm_90 GPU on a machine that has none; run as a script, prints JSON.
+
+The graphs are captured on CPU fake tensors, moved to a pretended GPU just before Inductor generates code, and every
+Triton kernel of that code is compiled to a cubin. Patches torch and Triton all over: a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._triton
+from torch import Tensor, fx
+from torch._dynamo import device_interface
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx, config, debug
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }
+"""
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 << 30, L2_cache_size=50 << 20,
+    shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
+    gcnArchName="",
+)  # fmt: skip
+
+
+def load_guard() -> None:
+    """A device guard that does nothing, without which a CPU build refuses fake CUDA tensors. CUDA builds have one."""
+    if torch.version.cuda is not None:
+        return
+    folder, root = Path(tempfile.mkdtemp()), Path(torch.__path__[0])
+    (folder / "guard.cpp").write_text(GUARD)
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "guard.cpp", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+    subprocess.run([*command, "-o", "guard.so"], cwd=folder, check=True)
+    ctypes.CDLL(str(folder / "guard.so"))
+
+
+class Interface(device_interface.CudaInterface):
+    class device:
+        def __init__(self, *_: Any) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: Any) -> None: ...
+
+    class Worker:
+        get_device_properties = staticmethod(lambda _=None: PROPERTIES)
+        current_device = staticmethod(lambda: 0)
+
+    get_device_properties = staticmethod(lambda _=None: PROPERTIES)
+    current_device = device_count = exchange_device = maybe_exchange_device = get_raw_stream = staticmethod(
+        lambda *_: 0
+    )
+    is_available = is_bf16_supported = is_triton_capable = staticmethod(lambda *_, **__: True)
+    raise_if_triton_unavailable = set_device = synchronize = staticmethod(lambda *_: None)
+    get_compute_capability = staticmethod(lambda _=None: 90)
+
+
+@contextlib.contextmanager
+def pretended() -> Iterator[None]:
+    """Within it, torch.cuda answers as if the GPU were there."""
+    answers: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "get_device_properties", lambda _=None: PROPERTIES),
+        (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
+        (torch.version, "cuda", "12.9"),
+        (torch.utils._triton, "has_triton", lambda: True),
+        (importlib.import_module("torch._inductor.runtime.triton_helpers"), "set_driver_to_gpu", lambda: None),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in answers:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def install() -> None:
+    """Once per process: device guard, device interface, Triton driver."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Driver:
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_active_torch_device = staticmethod(lambda: GPU)
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+        is_active = staticmethod(lambda: True)
+        get_device_interface = staticmethod(lambda: Interface)
+        get_benchmarker = staticmethod(lambda: None)
+
+    load_guard()
+    torch._C._ensureCUDADeviceGuardSet()
+    device_interface.init_device_reg()
+    for name in ("cuda", "cuda:0"):
+        device_interface.register_interface_for_device(name, Interface)
+    driver.set_active(Driver())
+
+
+def generate(codes: list[str], module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Callable[..., Any]:
+    """Inductor's inner_compile: append the code for the pretended GPU; return something that makes the outputs."""
+    mode = next(v.fake_mode for v in inputs if isinstance(v, Tensor))
+    graph = module.graph
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=GPU)
+        return GPU if value == CPU and isinstance(value, torch.device) else value
+
+    with mode:
+        on_gpu = [moved(v) for v in inputs]
+    for node, value in zip((n for n in graph.nodes if n.op == "placeholder"), on_gpu, strict=True):
+        node.meta["val"] = value
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+    with pretended(), V.set_fake_mode(mode):
+        post_grad.view_to_reshape(module)
+        with mode:
+            compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
+        compile_fx.record_original_output_strides(module)
+        post_grad.post_grad_passes(module, False)
+        lowering = GraphLowering(module, example_inputs=on_gpu, shape_env=mode.shape_env, is_backward=is_backward)
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_debug_handler(debug.DebugContext()):
+            with mode:
+                lowering.run(*on_gpu)
+            codes.append(lowering.codegen()[0].value)
+    outputs = [o.meta["val"] if isinstance(o, fx.Node) else o for o in graph.output_node().args[0]]  # type: ignore[union-attr]
+
+    def call(_: Any) -> list[Any]:
+        return [
+            torch.empty_strided(o.size(), o.stride(), dtype=o.dtype) if isinstance(o, Tensor) else o for o in outputs
+        ]
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def training_step(model: torch.nn.Module, x: Tensor, **options: Any) -> list[str]:
+    """The generated code of forward and backward."""
+    backend = importlib.import_module("fp8pass.backend")
+    codes: list[str] = []
+
+    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **_: Any) -> Callable[..., Any]:
+        return generate(codes, module, inputs, is_backward)
+
+    def compile_here(module: fx.GraphModule, inputs: list[Any], config_patches: Any) -> Any:
+        return compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=config_patches)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1))
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        stack.enter_context(mock.patch.object(backend, "compile_fx", compile_here))
+        stack.enter_context(mock.patch.object(backend.CompiledGraph, "_is_cold", return_value=False))
+        torch.compile(model, backend="fp8pass", options=options)(x).sum().backward()
+    return codes
+
+
+def compile_kernels(code: str) -> int:
+    """Compile every Triton kernel of the generated code to a cubin; returns how many there are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernels = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, flags=re.DOTALL)
+    for name, source in kernels:
+        file = Path(tempfile.mkdtemp()) / f"{name}.py"
+        file.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with pretended():
+            spec.loader.exec_module(module)
+        tuner = getattr(module, name)
+        choice = tuner.configs[0]
+        constants = {**tuner.triton_meta.get("constants", {}), **choice.kwargs}
+        signature = {**tuner.triton_meta["signature"], **dict.fromkeys(choice.kwargs, "constexpr")}
+        signature = {n: signature[n] for n in tuner.fn.arg_names if n in signature}
+        ast = ASTSource(tuner.fn, signature, constants, tuner.triton_meta["configs"][0])
+        options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+        assert triton.compile(ast, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    return len(kernels)
+
+
+def main() -> None:
+    install()
+    from tests.models import Block
+
+    model, x = Block(512, 1000).bfloat16(), torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
+    codes = training_step(model, x, recipe=sys.argv[1], min_speedup=0, target="sm_90", strict=True)
+    second = re.compile(
+        r"_scaled_mm\((?:reinterpret_tensor\([^()]*\([^()]*\), \([^()]*\), \d+\)|\w+), reinterpret_tensor\(\w+, \([^()]*\), (\([^()]*\))"
+    )
+    print(json.dumps({
+        "kernels": [compile_kernels(code) for code in codes],
+        "scaled_mm": [code.count("extern_kernels._scaled_mm(") for code in codes],
+        "column_major": [sum(s.startswith("(1, ") for s in second.findall(code)) for code in codes],
+        "record_ops": sum(code.count("fp8pass") for code in codes),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Around the passes: order, dumps, caches, verification."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8pass.passes.annotate import Annotation
+from torch import fx, nn
+
+import fp8pass
+from fp8pass.config import Config
+from fp8pass.graph import Builder
+from fp8pass.pipeline import Pipeline, passes
+from fp8pass.verify import verify
+from tests.harness import aten, capture, compiled, verdicts
+from tests.models import make
+
+ROOT = Path(__file__).parent.parent
+
+
+def pipeline(**options: Any) -> Pipeline:
+    return Pipeline(Config(**options), Annotation(fx.GraphModule({}, fx.Graph()), [], None, True), 0)
+
+
+def test_one_name_in_all_places() -> None:
+    """A pass's name is its file's stem and its test file's suffix; every file in passes/ has a test file."""
+    names = [p.name for p in passes(pipeline().annotation)]
+    assert names == ["matmuls", "scaled_mm", "delayed_scaling"]
+    stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns"}
+    assert stems == {*names, "annotate", "inline"}
+    assert all((ROOT / "tests" / f"test_{stem}.py").exists() for stem in stems)
+
+
+def test_the_cache_key() -> None:
+    assert pipeline().uuid() == pipeline().uuid()
+    assert pipeline().uuid() == pipeline(dump_dir="/x", filter=["head"]).uuid()  # no part in what passes do
+    assert pipeline().uuid() != pipeline(strict=True).uuid()
+    assert pipeline().uuid() != pipeline(target="sm_100").uuid()
+    assert pipeline().uuid() != pipeline(recipe=None).uuid()
+
+
+def test_a_warm_cache_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, results = torch.randn(16, 32), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = make()
+        run = compiled(model, lowering="inductor")
+        with verdicts() as report:
+            run(x).sum().backward()
+            y = run(x)
+            y.sum().backward()
+        assert len(report.rewritten) == 6
+        results.append([y.detach(), model.up.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_dumps(tmp_path: Path) -> None:
+    compiled(make(), dump_dir=str(tmp_path))(torch.randn(16, 32)).sum().backward()
+    (folder,) = tmp_path.iterdir()
+    files = sorted(f.name for f in folder.iterdir())
+    assert files == sorted(
+        f"{i:02d}.{p}.{s}"
+        for i, p in enumerate(("matmuls", "scaled_mm", "delayed_scaling"))
+        for s in ("before.py", "after.py", "diff")
+    )
+    assert (folder / "01.scaled_mm.after.py").read_text().startswith("# made by scaled_mm: applied 6 times in ")
+    assert "_scaled_mm" in (folder / "01.scaled_mm.after.py").read_text()
+    assert "+" in (folder / "01.scaled_mm.diff").read_text()
+
+
+def test_verify_finds_a_wrong_dtype() -> None:
+    module = capture(lambda a: a + 1, torch.randn(4, 4))
+    (add,) = (n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    node = Builder(module.graph, "a pass").emit(add, aten.relu.default, add.args[0])
+    add.update_arg(0, node)
+    verify(module.graph)
+    node.meta["val"] = node.meta["val"].to(torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"a pass made relu_default = aten\.relu\.default and says it is"):
+        verify(module.graph)
+
+
+def test_inline_traces_a_function_into_the_graph() -> None:
+    module = capture(lambda a, b: a * b, torch.randn(4), torch.randn(4))
+    (mul,) = (n for n in module.graph.nodes if n.target is aten.mul.Tensor)
+    (result,) = Builder(module.graph, "a pass").inline(mul, lambda x: (x + 1).relu(), mul.args[0])
+    mul.update_arg(0, result)
+    verify(module.graph)
+    module.recompile()
+    a, b = torch.randn(4), torch.randn(4)
+    torch.testing.assert_close(module(a, b), (a + 1).relu() * b)
+
+
+def test_eager_lowering_and_inductor_agree() -> None:
+    x, outs = torch.randn(16, 32), []
+    for lowering in ("eager", "inductor"):
+        run = compiled(nn.Linear(32, 48, bias=False).requires_grad_(False), lowering=lowering)
+        torch.manual_seed(0)
+        model = nn.Linear(32, 48, bias=False)
+        run = compiled(model, lowering=lowering)
+        for _ in range(2):
+            y = run(x)
+            y.sum().backward()
+        outs.append(y.detach())
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+    assert fp8pass.__version__
