@@ -27,7 +27,7 @@ def explain(
     and runs only the forward, in high precision: no gradients, no FP8 state. Random state and buffers are as before.
     Raises Fp8Error under `Config(strict=True)`.
     """
-    function = _original(function)
+    function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     compiled = torch.compile(function, backend=explain_only(config or make_config()))
     buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
@@ -41,10 +41,3 @@ def explain(
             "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."
         )
     return report
-
-
-def _original(function: Any) -> Any:
-    """What `torch.compile` was called with; a function that Dynamo is told to leave alone stays as it is."""
-    if getattr(function, "_torchdynamo_disable", False):
-        return function
-    return getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))

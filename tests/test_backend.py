@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
+from fp8pass._torch import CPU_LOADS_FP8_UNDER_A_MASK
 from fp8pass.pipeline import Pipeline
 from tests.harness import annotated, check_legal_on_cuda, compiled, sqnr, train, verdicts
 from tests.models import Attention, Block, Transformer, batches, make
@@ -285,7 +286,8 @@ def test_a_symbolic_batch_compiles_once(lowering: str) -> None:
             y.square().sum().backward()
             expected.square().sum().backward()
             assert sqnr(twin.up.weight.grad, model.up.weight.grad) > 25
-    assert (report.graphs, len(report.rewritten)) == (1, 6)
+    graphs = 1 if CPU_LOADS_FP8_UNDER_A_MASK or lowering == "eager" else 2  # else padded by cat, which asks for size 0
+    assert (report.graphs, len(report.rewritten)) == (graphs, 6 * graphs)
     assert all(isinstance(g.M, str) for g in report.gemms if g.kind == "output")
 
 
@@ -449,12 +451,11 @@ def test_qdq_written_by_the_user() -> None:
     run = compiled(apply, recipe=None, strict=True)
     with verdicts() as report:
         actual = step(x, w)
-    if torch.__version__ >= "2.12":  # Dynamo of 2.11 loses the gradients of a custom Function; see docs/versions.md
-        assert [(g.kind, g.dtypes, g.scaling) for g in report.gemms] == [
-            ("output", ("e4m3", "e4m3", "f32"), "user"),
-            ("grad_input", ("e5m2", "e4m3", "f32"), "user"),
-            ("grad_weight", ("e5m2", "e4m3", "f32"), "user"),
-        ]
+    assert [(g.kind, g.dtypes, g.scaling) for g in report.gemms] == [
+        ("output", ("e4m3", "e4m3", "f32"), "user"),
+        ("grad_input", ("e5m2", "e4m3", "f32"), "user"),
+        ("grad_weight", ("e5m2", "e4m3", "f32"), "user"),
+    ]
     for a, e in zip(actual, expected, strict=True):
         assert sqnr(e, a) > 100
 

@@ -104,7 +104,7 @@ def test_many_times() -> None:
 
 
 def test_nothing_compiled() -> None:
-    report = fp8pass.explain(torch._dynamo.disable(lambda x: x @ x), torch.randn(4, 4))
+    report = fp8pass.explain(lambda x: 3, torch.randn(4, 4))
     assert "Dynamo compiled nothing" in str(report)
 
 
