@@ -1,0 +1,85 @@
+"""Bring README.md's figures up to date: run what they come from and paste the output between its markers.
+
+python bench/readme.py [name ...]        names of markers; all by default
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fp8pass.passes.annotate import Annotation
+
+from fp8pass.pipeline import passes
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str) -> str:
+    """What a command prints; raises if it fails."""
+    environment = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    return done.stdout.strip()
+
+
+def demo() -> str:
+    """`fp8pass demo`, with the middle of its table of matmuls left out, and its plot in docs/."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = run(sys.executable, "-m", "fp8pass.cli", "demo", "--out", folder)
+        (ROOT / "docs" / "demo.png").write_bytes((Path(folder) / "loss.png").read_bytes())
+        printed = printed.replace(folder, "fp8pass-demo")
+    lines = printed.splitlines()
+    rows = [i for i, line in enumerate(lines) if re.search(r"demo\.py:\d+$", line)]
+    middle = f"... {len(rows) - 8} more"
+    return block("\n".join([*lines[: rows[0] + 5], middle, *lines[rows[-1] - 2 :]]))
+
+
+def example() -> str:
+    """examples/train.py and what it prints."""
+    file = ROOT / "examples" / "train.py"
+    return block(file.read_text().strip(), "python") + "\n\n" + block(run(sys.executable, str(file)))
+
+
+def table_of_passes() -> str:
+    """Name and first docstring line of every pass, in order."""
+    order = ["inline", "annotate", *(p.name for p in passes(Annotation(None, [], None, True)))]  # type: ignore[arg-type]
+    rows = ["| pass | works on | what it does |", "|---|---|---|"]
+    for name in order:
+        doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
+        graph = "Dynamo's graph" if name in ("inline", "annotate") else "joint graph"
+        rows.append(f"| [`{name}`](passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
+    return "\n".join(rows)
+
+
+def first_step() -> str:
+    """The table of bench/first_step.py."""
+    return run(sys.executable, "bench/first_step.py")
+
+
+def block(text: str, language: str = "") -> str:
+    """A fenced block."""
+    return f"```{language}\n{text}\n```"
+
+
+SECTIONS = {"demo": demo, "example": example, "passes": table_of_passes, "first_step": first_step}
+
+
+def main(names: list[str]) -> None:
+    """Replace the text between `<!-- name -->` and `<!-- /name -->`."""
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    for name in names or SECTIONS:
+        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        assert pattern.search(text), f"README.md has no markers for {name!r}"
+        before, after = pattern.split(text)[0], pattern.split(text)[-1]
+        text = f"{before}<!-- {name} -->\n{SECTIONS[name]()}\n<!-- /{name} -->{after}"
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
