@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -30,7 +31,7 @@ def gradients(compiled: bool) -> tuple[list[list[Tensor]], int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT()
-    run = model
+    run: Callable[[Tensor], Tensor] = model
     if compiled:
         run = torch.compile(model, backend="fp8pass", options={"lowering": "eager", "min_speedup": 0})
     text, generator, found = load_text(), torch.Generator().manual_seed(0), []
