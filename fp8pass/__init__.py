@@ -3,11 +3,11 @@
 from fp8pass import recipes as recipes
 from fp8pass.config import Config as Config
 from fp8pass.errors import Fp8Error as Fp8Error
-from fp8pass.explain import explain as explain
+from fp8pass.explainer import explain as explain
 from fp8pass.ops import qdq as qdq
 from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
-from fp8pass.state import state as state
+from fp8pass.slots import state as state
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Fp8Error", "dequantize", "explain", "qdq", "quantize", "recipes", "state"]

@@ -12,7 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
@@ -31,6 +31,7 @@ __all__ = [
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
+    "TracingContext",
     "aot_autograd",
     "compile_fx",
     "detect_fake_mode",
@@ -44,4 +45,5 @@ __all__ = [
     "select_decomp_table",
     "stable_topological_sort",
     "trace_structured",
+    "tracing",
 ]

@@ -5,35 +5,35 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import warnings
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from fp8pass import hardware
 from fp8pass._torch import (
+    TracingContext,
     aot_autograd,
     compile_fx,
     detect_fake_mode,
-    inductor_config,
+    functorch_config,
     list_mode_options,
     make_boxed_func,
     min_cut_partition,
     select_decomp_table,
+    tracing,
 )
 from fp8pass.config import Config, make_config
-from fp8pass.errors import Fp8Error
-from fp8pass.passes.annotate import Annotation, annotate
-from fp8pass.pipeline import Pipeline
-from fp8pass.state import SlotGroup, SlotTable, registry
+from fp8pass.passes.annotate import Annotation
+from fp8pass.pipeline import Pipeline, annotated
+from fp8pass.slots import SlotGroup, SlotTable, registry
 
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-MAX_COLD_STEPS = 2
-"""Further first steps that are granted while no slot gets any warmer: see `CompiledGraph`."""
+EAGER_FIRST_STEPS = 3
+"""So many steps of an instance may run eagerly, while some slot has no history; then the graph is compiled for it."""
 
 
 def fp8pass(
@@ -52,62 +52,43 @@ def fp8pass(
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
-    number = next(_numbers)
-    reason = _why_no_fp8(example_inputs, config)
-    annotation = _annotate(module, config, reason)
-    pipeline = Pipeline(config, annotation, number)
+    annotation = annotated(module, config)
     table = annotation.table
     inputs = [*example_inputs, *(_fake_state(table, example_inputs) if table else ())]
-    compiled = _lower(annotation.module, inputs, pipeline)
-    return CompiledGraph(compiled, annotation) if table else compiled
+    compiled = _lower(annotation, inputs, config)
+    if table is None:
+        return compiled
+    context = TracingContext.get()
 
+    def for_cold_slots() -> Callable[..., Any]:
+        with tracing(context):
+            return _lower(annotation.bootstrapped(), inputs, config)
 
-def _annotate(module: fx.GraphModule, config: Config, no_fp8: str) -> Annotation:
-    if config.recipe is None:
-        return Annotation(module, [], None, torch.is_grad_enabled())
-    if no_fp8:
-        config = Config(recipe=config.recipe, filter=lambda *_: False)
-    annotation = annotate(module, config, training=torch.is_grad_enabled())
-    if no_fp8:
-        for choice in annotation.choices:
-            choice.reason = no_fp8
-    return annotation
-
-
-def _why_no_fp8(example_inputs: Sequence[Any], config: Config) -> str:
-    """Why nothing of this graph can run in FP8, said once; raises Fp8Error under strict."""
-    devices = {t.device for t in example_inputs if isinstance(t, Tensor)}
-    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
-    for device in accelerators or devices:
-        reason = hardware.why_no_fp8(device, hardware.target_of(device, config.target))
-        if reason and config.strict:
-            raise Fp8Error(f"strict: {reason}")
-        if reason:
-            _warn_once(f"fp8pass: {reason}. Everything stays in high precision.")
-            return reason
-    return ""
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+    return CompiledGraph(compiled, annotation, table, for_cold_slots)
 
 
 def _fake_state(table: SlotTable, example_inputs: Sequence[Any]) -> list[Tensor]:
     mode = detect_fake_mode(example_inputs)
     assert mode is not None
-    return [mode.from_tensor(t, static_shapes=True) for t in table.new_tensors()]
+    with mode:
+        return [*table.new_tensors(), table.new_tensors().amax_backward]
 
 
-def _lower(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
-    if pipeline.config.lowering == "eager":
-        return _lower_eager(module, inputs, pipeline)
+def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
+    pipeline = Pipeline(config, annotation, next(_numbers))
+    if config.lowering == "eager":
+        return _lower_eager(annotation.module, inputs, pipeline)
     patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline}
-    if pipeline.config.mode is not None:
-        patches.update(list_mode_options(pipeline.config.mode))
-    if pipeline.config.dump_dir:
-        patches["fx_graph_cache"] = False  # a cache hit skips the passes, and there would be nothing to dump
-    compiled = compile_fx(module, inputs, config_patches=patches)
+    if config.mode is not None:
+        patches.update(list_mode_options(config.mode))
+    caches = {}
+    if config.dump_dir:  # a cache hit skips the passes, and there would be nothing to dump
+        patches["fx_graph_cache"] = False
+        caches["enable_autograd_cache"] = False
+    with functorch_config.patch(caches):
+        compiled = compile_fx(annotation.module, inputs, config_patches=patches)
+    if not pipeline.report.graphs:
+        log.info("a graph was taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them")
     assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
     return compiled
 
@@ -116,7 +97,7 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
     """The same graphs, run op by op."""
 
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(graph_module.forward)
+        return make_boxed_func(functools.partial(_run_unseen, graph_module.forward))
 
     def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
         pipeline(graph_module.graph)
@@ -138,62 +119,81 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
     return compiler(module, inputs)
 
 
+def _run_unseen(forward: Callable[..., Any], *args: Any) -> Any:
+    """As compiled code does, write into inputs without autograd counting it: what is saved may be written again."""
+    return forward(*(a.data if isinstance(a, Tensor) and not a.requires_grad else a for a in args))
+
+
 class CompiledGraph:
     """A compiled graph with delayed-scaling state; what Dynamo calls.
 
-    The first step of an instance runs the annotated graph eagerly, with the scale of each slot that has no history from
-    the tensor's own amax. That needs no second compilation, and leaves every slot that saw data with a history. Slots
-    that saw only zeros get another such step, as long as that brings any of them further.
+    The first step of an instance runs the annotated graph eagerly, each slot without history scaled by its tensor's own
+    amax. That needs no second compilation, and leaves every slot that saw data with a history. Where some slots see no
+    data for long (zeros, or no backward yet), the graph is compiled once more with that choice in it, which costs a
+    pass over each tensor, and is used until the last of them has a history.
     """
 
-    def __init__(self, compiled: Callable[..., Any], annotation: Annotation) -> None:
-        assert annotation.table is not None
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        annotation: Annotation,
+        table: SlotTable,
+        for_cold_slots: Callable[[], Callable[..., Any]],
+    ) -> None:
         self._compiled = compiled
         self._annotation = annotation
-        self._table = annotation.table
-        self._parameters = annotation.parameter_inputs
+        self._table = table
+        self._compile_for_cold_slots = for_cold_slots
+        self._for_cold_slots: Callable[..., Any] | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
-        group = registry.of(self._table, self, [args[i] for i in self._parameters])
-        group.claim()
-        if self._annotation.training and not group.warm and self._is_cold(group):
-            return self._annotation.run(*args, *group.tensors, bootstrap=True)
-        return self._compiled(*args, *group.tensors)
+        group = registry.of(self._table, [args[i] for i in self._annotation.owned])
+        group.begin()
+        run = self._compiled
+        if self._table.training and not group.warm:
+            run = self._for_step_of(group)
+        return run(*args, *group.tensors.inputs())
 
-    def _is_cold(self, group: SlotGroup) -> bool:
-        """Whether this step must be a first step. Once a group is warm it is not asked again."""
+    def _for_step_of(self, group: SlotGroup) -> Callable[..., Any]:
+        """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
         cold = group.cold()
-        stuck = group.cold_steps >= MAX_COLD_STEPS and len(cold) >= group.cold_slots >= 0
-        group.cold_steps = group.cold_steps + 1 if len(cold) >= group.cold_slots else 0
-        group.cold_slots = len(cold)
-        group.warm = stuck or not cold
-        if stuck:
-            log.warning(
-                "%d FP8 slots have seen nothing but zeros so far (%s%s); the first other values they see are quantized "
-                "with scale 1",
-                len(cold),
-                ", ".join(cold[:5]),
-                ", ..." if len(cold) > 5 else "",
-            )
-        return not group.warm
+        group.warm = not cold
+        if not cold:
+            return self._compiled
+        group.cold_steps += 1
+        if group.cold_steps <= EAGER_FIRST_STEPS:
+            return self._annotation.bootstrapped().run
+        with self._lock:
+            if self._for_cold_slots is None:
+                log.warning(
+                    "%d FP8 slots have seen no data in %d steps (%s%s): compiling once more, to scale them by their "
+                    "own amax when they do. If they never will, leave them out with filter=",
+                    len(cold),
+                    EAGER_FIRST_STEPS,
+                    ", ".join(cold[:5]),
+                    ", ..." if len(cold) > 5 else "",
+                )
+                self._for_cold_slots = self._compile_for_cold_slots()
+        return self._for_cold_slots
 
 
 def reference(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """A backend that runs the annotated graph eagerly: the numbers that the compiled graph is held to."""
-    annotation = annotate(module, make_config(options), training=torch.is_grad_enabled())
-    return CompiledGraph(annotation.run, annotation) if annotation.table else annotation.run
+    annotation = annotated(module, make_config(options))
+    if annotation.table is None:
+        return annotation.run
+    return CompiledGraph(annotation.run, annotation, annotation.table, lambda: annotation.bootstrapped().run)
 
 
 def explain_only(config: Config) -> Callable[..., Any]:
     """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged."""
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with inductor_config.patch(fx_graph_cache=False):
-            eager = Config(**{**config.__dict__, "lowering": "eager"})
-            compile_graph(module, example_inputs, eager)
+        compile_graph(module, example_inputs, replace(config, lowering="eager"))
         return module.forward
 
     return backend

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fp8pass._torch import list_mode_options
 from fp8pass.hardware import TARGETS
 from fp8pass.recipes import Recipe, choose, resolve
 
-Filter = Callable[[str, int, int, int], bool] | Sequence[str] | None
+Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
 
 
@@ -41,6 +42,10 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", resolve(self.recipe))
+        if isinstance(self.filter, str):
+            object.__setattr__(self, "filter", (self.filter,))
+        if self.mode is not None:
+            choose("mode", self.mode, tuple(list_mode_options()))
         choose("lowering", self.lowering, LOWERINGS)
         if self.target is not None:
             choose("target", self.target, tuple(TARGETS))
@@ -76,7 +81,7 @@ def make_config(options: Mapping[str, Any] | None = None, mode: str | None = Non
         return Config(**{**_from_environment(), **options})
     if not isinstance(config, Config):
         raise ValueError(f"option 'config' must be a fp8pass.Config, not {type(config).__name__}")
-    return Config(**{**{name: getattr(config, name) for name in _FIELDS}, **options})
+    return replace(config, **options)
 
 
 def _from_environment() -> dict[str, Any]:

@@ -7,7 +7,7 @@ failing. So every node that a pass makes is made here, by running the op on its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -25,6 +25,11 @@ def val(node: object) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), (node, value)
     return value
+
+
+def is_tensor(x: object) -> TypeGuard[fx.Node]:
+    """Whether x is a node that holds a tensor, not a symbolic size."""
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:

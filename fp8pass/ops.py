@@ -12,52 +12,56 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 
 
 class SlotTensors(NamedTuple):
-    """Delayed-scaling state of the T slots of one graph, as graph inputs. All are mutated in place.
+    """Delayed-scaling state of the T slots of one graph. All of it is mutated in place.
 
-    The first F slots belong to tensors quantized in forward, the other T - F to gradients. What forward and backward
-    write is kept in separate tensors, because each graph may then mutate its own without an ordering between them.
+    The first F slots belong to tensors quantized in forward, the other T - F to gradients.
 
         scale            f32[T]     0 until the slot has seen data
         amax_history     f32[H, T]  newest at row 0
-        step             i64[]      the step that the last training forward began
-        amax_forward     f32[F]     running amax of the step in `stamp_forward`
-        stamp_forward    i64[F]
+        amax_forward     f32[F]     running amax of the step, -1 where it has recorded nothing
         amax_backward    f32[T-F]
-        stamp_backward   i64[T-F]
     """
 
     scale: Tensor
     amax_history: Tensor
-    step: Tensor
     amax_forward: Tensor
-    stamp_forward: Tensor
     amax_backward: Tensor
-    stamp_backward: Tensor
+
+    def inputs(self) -> list[Tensor]:
+        """What the graph is called with: the four tensors, and `amax_backward` once more for the backward to write.
+
+        The backward must merge into what the buffer holds by then, not into what its forward saw; as an input of its
+        own, which the forward does not touch, it is read when the backward runs. `.data` gives each call tensors with
+        version counters of their own, so that several forwards may be under way before their backwards.
+        """
+        return [t.data for t in (*self, self.amax_backward)]
+
+
+INPUTS = (*SlotTensors._fields, "amax_backward_late")
+"""Names of the state inputs of a graph, in order."""
 
 
 @torch.library.custom_op("fp8pass::record", mutates_args=())
-def record(
-    amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, index: int, on_nonfinite: str
-) -> tuple[Tensor, Tensor]:
-    """`amax` and `stamp` with entry `index` merged with the amax `new`: see `scaling.merge_amax`.
+def record(amax: Tensor, new: Tensor, index: int, on_nonfinite: str) -> Tensor:
+    """`amax` f32[T] with entry `index` merged with the amax `new` f32[]: see `scaling.merge_amax`.
 
-    amax: f32[T], stamp: i64[T], step: i64[], new: f32[]. An op of its own, so that the `delayed_scaling` pass finds all
-    the records of a graph and makes one vector update of them.
+    An op of its own, so that the `batch_records` pass finds all the records of a graph and makes one vector update.
     """
-    amax, stamp = amax.clone(), stamp.clone()
-    amax[index], stamp[index] = scaling.merge_amax(amax[index], stamp[index], step, new, on_nonfinite)
-    return amax, stamp
+    amax = amax.clone()
+    amax[index] = scaling.merge_amax(amax[index], new, on_nonfinite)
+    return amax
 
 
 @record.register_fake
-def _(amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, index: int, on_nonfinite: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(amax), torch.empty_like(stamp)
+def _(amax: Tensor, new: Tensor, index: int, on_nonfinite: str) -> Tensor:
+    return torch.empty_like(amax)
 
 
 RECORD = torch.ops.fp8pass.record.default
@@ -67,7 +71,7 @@ RECORD = torch.ops.fp8pass.record.default
 class Delayed:
     """How one tensor of a graph is quantized with a scale from its slot.
 
-    slot: column in `scale`; index: entry in the `amax` and `stamp` it is called with. bootstrap: a slot without history
+    slot: entry in `scales`; index: entry in the `amax` that it is called with. bootstrap: a slot without history
     is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it by 1.
     record: whether this use counts (training) or only reads the scale (evaluation).
     """
@@ -79,8 +83,8 @@ class Delayed:
     bootstrap: bool
     record: bool
 
-    def __call__(self, x: Tensor, scales: Tensor, step: Tensor, amax: Tensor, stamp: Tensor) -> Tensor:
-        """`x` quantized and dequantized; records its amax in `amax` and `stamp`, in place."""
+    def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
+        """`x` quantized and dequantized; records its amax in `amax`, in place."""
         new = scaling.amax(x)
         scale = scales[self.slot]
         fallback: Tensor | float = 1.0
@@ -89,9 +93,7 @@ class Delayed:
         scale = torch.where(scale == 0, fallback, scale)
         x_q = scaling.quantize(x, scale, self.dtype)
         if self.record:
-            merged = record(amax, stamp, step, new, self.index, self.recipe.on_nonfinite)
-            amax.copy_(merged[0])
-            stamp.copy_(merged[1])
+            amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
         return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), x.dtype)
 
 
@@ -122,6 +124,7 @@ class _QDQ(torch.autograd.Function):
         return quantizer(x, *state)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, *[None] * ctx.n_state
 
@@ -133,6 +136,7 @@ class _GradQDQ(torch.autograd.Function):
         return y.clone()  # not a view, which users could not modify in place; compiled, the copy goes away
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.quantizer(grads[0], *ctx.state), None, *[None] * len(ctx.state)
 
@@ -147,29 +151,27 @@ def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def begin_step(recipe: DelayedScaling, *state: Tensor) -> tuple[Tensor, Tensor]:
-    """Begin a training forward: roll what the last step recorded, in place.
+def begin_step(
+    recipe: DelayedScaling, scale: Tensor, amax_history: Tensor, amax_forward: Tensor, amax_backward: Tensor
+) -> Tensor:
+    """Begin a training forward: roll what the last step recorded, in place. Returns the scales of this step, f32[T].
 
-    Returns this step's (scale f32[T], step i64[]).
-    The graph uses the returned tensors, never the buffers: by the time of the backward the buffers may belong to a
-    later step.
+    The graph uses the returned tensor, never the buffer: by the time of the backward that may belong to a later step.
     """
-    s = SlotTensors(*state)
     forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
-    scale, history = scaling.roll_history(
-        s.scale,
-        s.amax_history,
-        amax=torch.cat([s.amax_forward, s.amax_backward]),
-        used=torch.cat([s.stamp_forward, s.stamp_backward]) == s.step,
-        fp8_max=torch.cat([torch.full_like(s.amax_forward, forward), torch.full_like(s.amax_backward, backward)]),
+    scales, history = scaling.roll_history(
+        scale,
+        amax_history,
+        amax=torch.cat([amax_forward, amax_backward]),
+        fp8_max=torch.cat([torch.full_like(amax_forward, forward), torch.full_like(amax_backward, backward)]),
         algo=recipe.amax_compute_algo,
         margin=recipe.margin,
     )
-    step = s.step + 1
-    s.amax_history.copy_(history)
-    s.scale.copy_(scale)
-    s.step.copy_(step)
-    return scale, step
+    amax_history.copy_(history)
+    scale.copy_(scales)
+    amax_forward.fill_(scaling.NOTHING)
+    amax_backward.fill_(scaling.NOTHING)
+    return scales
 
 
 def qdq(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -187,5 +189,6 @@ class _StaticQDQ(torch.autograd.Function):
         return scaling.dequantize(scaling.quantize(x, scale, dtype), 1 / scale, x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, None

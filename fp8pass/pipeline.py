@@ -6,8 +6,10 @@ The one file that knows the order. The annotate pass is not here: it runs on Dyn
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,17 +19,22 @@ from fp8pass._torch import CustomGraphPass, get_hash_for_files, trace_structured
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
 from fp8pass.graph import readable
-from fp8pass.passes.annotate import Annotation
-from fp8pass.passes.annotate import __file__ as annotate_file
-from fp8pass.passes.delayed_scaling import DelayedScaling
+from fp8pass.passes import __file__ as passes_file
+from fp8pass.passes.annotate import Annotation, Choice, annotate
+from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.passes.matmuls import Matmuls, operands
 from fp8pass.passes.patterns import dequantize
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.report import Report, publish
+from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, Pass, Reject
 from fp8pass.verify import verify
 
 log = logging.getLogger(__name__)
+
+
+def annotated(module: fx.GraphModule, config: Config) -> Annotation:
+    """Dynamo's graph with what the recipe inserts; as it is under recipe None."""
+    return Annotation(module, [], []) if config.recipe is None else annotate(module, config)
 
 
 def passes(annotation: Annotation) -> list[Pass]:
@@ -35,7 +42,7 @@ def passes(annotation: Annotation) -> list[Pass]:
     return [
         Matmuls(annotation.choices),  # first: whatever later passes do, every matmul of the user has a verdict
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
-        DelayedScaling(),  # last: dead quantizes have taken their records along
+        BatchRecords(),  # last: dead quantizes have taken their records along
     ]
 
 
@@ -57,25 +64,30 @@ class Pipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
-        inputs = (n.name for n in graph.nodes if n.op == "placeholder")
-        names = _state_inputs(self.annotation, list(inputs))
-        context = Context(self.config, state_inputs=names)
+        context = Context(self.config)
         module = graph.owning_module
         assert module is not None
         for i, p in enumerate(passes(self.annotation)):
             before = readable(module) if self.config.dump_dir else ""
             started = time.perf_counter()
-            applied = p.run(graph, context)
-            seconds = time.perf_counter() - started
+            try:
+                applied = p.run(graph, context)
+                if applied:
+                    verify(graph)
+            except (AssertionError, AttributeError, KeyError, TypeError) as error:
+                raise Fp8Error(
+                    f"a fault of fp8pass in its pass {p.name}: {error}. Please report it, with what FP8PASS_DUMP=dir "
+                    "writes. To go on, leave the matmul out with filter=."
+                ) from error
             if applied:
-                verify(graph)
                 module.recompile()
-            self._dump(i, p.name, applied, seconds, before, module)
+            self._dump(i, p.name, applied, time.perf_counter() - started, before, module)
         self.report = Report(list(context.gemms.values()), graphs=1)
         publish(self.report)
         _artifact(f"fp8pass.{self.number}.report", str(self.report))
         if self.config.strict:
-            _raise_if_declined(context, self.annotation)
+            _raise_if_declined(context, self.annotation.choices)
+        _warn_if_nothing(self.report, self.annotation.choices)
 
     def _dump(self, i: int, name: str, applied: int, seconds: float, before: str, module: fx.GraphModule) -> None:
         log.debug("%s applied %d times in %.1f ms", name, applied, seconds * 1e3)
@@ -90,38 +102,51 @@ class Pipeline(CustomGraphPass):
             (folder / f"{i:02d}.{name}.{suffix}").write_text(head + text)
 
 
-def _state_inputs(annotation: Annotation, joint_inputs: list[str]) -> frozenset[str]:
-    """The joint graph's placeholders of the state: AOTAutograd keeps the order of the primals, not their names."""
-    mine = [n.name for n in annotation.module.graph.nodes if n.op == "placeholder"]
-    return frozenset(joint for joint, name in zip(joint_inputs, mine, strict=False) if name.startswith("fp8pass_"))
+def _warn_if_nothing(report: Report, choices: list[Choice]) -> None:
+    """A model that was meant to run in FP8, of which nothing does: said once per reason."""
+    reasons = [c.reason for c in choices if c.wanted]
+    if reasons and not report.rewritten:
+        _warn_once(
+            f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
+            "print(fp8pass.explain(model, *inputs)) has all reasons"
+        )
 
 
-def _raise_if_declined(context: Context, annotation: Annotation) -> None:
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
     """Strict: what the recipe and filter chose, or the user quantized, must have been rewritten."""
     for node, gemm in context.gemms.items():
-        if gemm.status == "rewritten":
-            continue
-        try:
-            for operand in operands(node):
-                dequantize(operand)
-        except Reject:
+        if gemm.status == "rewritten" or not (_chosen(gemm, choices) or _is_quantized(node)):
             continue
         where = f" at {gemm.source}" if gemm.source else ""
         raise Fp8Error(
             f"strict: {gemm.kind} of {gemm.name or 'a matmul'}{where}, [{gemm.M}, {gemm.K}] by [{gemm.K}, {gemm.N}], "
-            f"is quantized but not rewritten: {gemm.reason}. Leave it out with filter=, or drop strict."
+            f"does not run in FP8: {gemm.reason}. Leave it out with filter=, or drop strict."
         )
+
+
+def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
+    return gemm.choice is not None and choices[gemm.choice].wanted
+
+
+def _is_quantized(node: fx.Node) -> bool:
+    try:
+        for operand in operands(node):
+            dequantize(operand)
+    except Reject:
+        return False
+    return True
 
 
 def _artifact(name: str, text: str) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
-_hash: list[bytes] = []
-
-
+@functools.cache
 def _sources_hash() -> bytes:
-    if not _hash:
-        files = sorted(str(f) for of in (__file__, annotate_file) for f in Path(of).parent.glob("*.py"))
-        _hash.append(get_hash_for_files(tuple(files)))
-    return _hash[0]
+    files = sorted(str(f) for of in (__file__, passes_file) for f in Path(of).parent.glob("*.py"))
+    return get_hash_for_files(tuple(files))

@@ -39,6 +39,11 @@ class Recipe:
     def __post_init__(self) -> None:
         choose("fp8_format", self.fp8_format, ("hybrid", "e4m3"))
 
+    @property
+    def name(self) -> str:
+        """ "delayed", "dynamic", ..."""
+        return type(self).__name__.removesuffix("Scaling").lower()
+
     def dtype(self, role: Role) -> torch.dtype:
         """The FP8 type that operands of this role are stored in."""
         return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
@@ -82,7 +87,7 @@ NAMED: dict[str, Callable[[], Recipe]] = {"delayed": DelayedScaling, "dynamic": 
 
 def resolve(recipe: str | Recipe | None) -> Recipe | None:
     """The recipe object for a name, an object or None. Raises ValueError for a name that does not exist."""
-    if recipe is None or isinstance(recipe, Recipe):
+    if recipe is None or isinstance(recipe, (DelayedScaling, DynamicScaling)):
         return recipe
     choose("recipe", recipe, tuple(NAMED))
-    return NAMED[recipe]()
+    return NAMED[str(recipe)]()

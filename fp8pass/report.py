@@ -36,6 +36,8 @@ class Gemm:
     scaling: str = ""
     status: Status = "declined"
     reason: str = ""
+    choice: int | None = None
+    """Which call of the annotated graph it comes from."""
 
     @property
     def flops(self) -> int:

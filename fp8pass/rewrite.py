@@ -15,7 +15,11 @@ MAX_BATCHES = 16
 
 
 class Reject(Exception):
-    """A pass refuses: the message is one sentence with names and numbers. May be raised from anywhere in a check."""
+    """A pass can't: the message is one sentence with names and numbers. May be raised from anywhere in a check."""
+
+
+class LeftOut(Reject):
+    """The recipe, the filter or the prediction does not want this matmul in FP8. No error under `strict`."""
 
 
 @dataclass
@@ -25,8 +29,6 @@ class Context:
     config: Config
     gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
     """The verdict of every matmul node that the graph held at the start."""
-    state_inputs: frozenset[str] = frozenset()
-    """Names of the placeholders that hold delayed-scaling state."""
 
 
 class Pass(Protocol):

@@ -24,6 +24,9 @@ E5M2 = torch.float8_e5m2
 FP8_DTYPES = (E4M3, E5M2)
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
+NOTHING = -1.0
+"""The running amax of a slot that the step has not used so far."""
+
 _F32 = torch.finfo(torch.float32)
 
 
@@ -83,18 +86,14 @@ def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(torch.isfinite(amax), scale.reciprocal(), float("nan"))
 
 
-def merge_amax(amax: Tensor, stamp: Tensor, step: Tensor, new: Tensor, on_nonfinite: str) -> tuple[Tensor, Tensor]:
-    """Merge `new` into the amax that the current step has seen so far, elementwise; returns (amax, stamp).
+def merge_amax(amax: Tensor, new: Tensor, on_nonfinite: str) -> Tensor:
+    """The running amax of a step merged with that of one more use, elementwise over f32[...]; -1 stands for none.
 
-    amax: f32[...], stamp: i64[...] (the step that `amax` is of), step: i64[] (the current one), new: f32[...], where a
-    negative entry records nothing. The first use in a step replaces the entry, later ones merge by max. `on_nonfinite`:
-    "evict" records 0 in place of NaN or inf, "skip" records nothing, "freeze" records it as it is.
+    `on_nonfinite`: "evict" records 0 in place of NaN or inf, "skip" records nothing, "freeze" records it as it is.
     """
     if on_nonfinite != "freeze":
-        new = torch.where(torch.isfinite(new), new, 0.0 if on_nonfinite == "evict" else -1.0)
-    nothing = new < 0
-    merged = torch.where(stamp == step, torch.maximum(amax, new), new)
-    return torch.where(nothing, amax, merged), torch.where(nothing, stamp, step)
+        new = torch.where(torch.isfinite(new), new, 0.0 if on_nonfinite == "evict" else NOTHING)
+    return torch.maximum(amax, new)
 
 
 def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> Tensor:
@@ -111,7 +110,6 @@ def roll_history(
     scale: Tensor,
     history: Tensor,
     amax: Tensor,
-    used: Tensor,
     fp8_max: Tensor,
     *,
     algo: str | Callable[[Tensor], Tensor] = "max",
@@ -119,10 +117,10 @@ def roll_history(
 ) -> tuple[Tensor, Tensor]:
     """End a step: push its amax onto the history of each slot that was used, and compute that slot's next scale.
 
-    scale, amax, fp8_max: f32[T]; history: f32[H, T]; used: bool[T]. Returns the new (scale, history). A slot that was
-    not used keeps both untouched; a slot whose history holds nothing positive, or a NaN or inf, keeps its scale.
+    scale, amax, fp8_max: f32[T]; history: f32[H, T]. Returns the new (scale, history). A slot whose amax is -1 was not
+    used and keeps both untouched; a slot whose history holds nothing positive, or a NaN or inf, keeps its scale.
     """
-    rolled = torch.cat([amax.unsqueeze(0), history[:-1]])
-    history = torch.where(used, rolled, history)
+    unused = amax < 0
+    history = torch.where(unused, history, torch.cat([amax.unsqueeze(0), history[:-1]]))
     new_scale = scale_from_amax(amax_of_history(history, algo), fp8_max, scale, margin)
-    return torch.where(used, new_scale, scale), history
+    return torch.where(unused, scale, new_scale), history

@@ -9,185 +9,69 @@ changes  the numbers, to those of FP8: from here on the graph, run eagerly, is t
 
 This is the one pass that runs on Dynamo's graph, in torch functions: there the matmuls still have module names, and
 forward and backward are one thing. A tensor that feeds several matmuls is quantized once. With delayed scaling the
-graph gets the state tensors as extra inputs behind all others, and begins with the roll of the last step.
+graph gets the state tensors as extra inputs behind all others, and begins with the roll of the last step. A graph that
+reads no parameter and no buffer has no instance to keep state for, and is scaled dynamically.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 import re
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from fp8pass.passes.inline import inline
 from torch import Tensor, fx
 
 from fp8pass import hardware, ops, scaling
 from fp8pass._torch import ConstantSource
 from fp8pass.config import Config
 from fp8pass.graph import source_of
-from fp8pass.ops import SlotTensors
+from fp8pass.names import Names
+from fp8pass.passes.inline import inline
+from fp8pass.passes.spellings import EINSUM, Sizes, Spelling, argument, mutates, sizes_of, spelling_of
 from fp8pass.recipes import DelayedScaling, DynamicScaling, Role
-from fp8pass.rewrite import MAX_BATCHES, Reject
-from fp8pass.state import SlotTable
+from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
+from fp8pass.slots import SlotTable
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
 class Choice:
-    """What the recipe made of one matmul call: `reason` is "" if it was annotated."""
+    """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
+
+    wanted: the recipe and filter took it, and it could not be done: an error under `strict`.
+    """
 
     name: str
     source: str
+    scaling: str = ""
     reason: str = ""
+    wanted: bool = False
 
 
 @dataclass
 class Annotation:
-    """An annotated copy of Dynamo's graph. `table`: its slots; None if it needs no state."""
+    """An annotated copy of Dynamo's graph. owned: positions of the inputs that its state goes by; table: its slots."""
 
     module: fx.GraphModule
     choices: list[Choice]
-    table: SlotTable | None
-    training: bool
-    parameter_inputs: list[int] = field(default_factory=list)
+    owned: list[int]
+    table: SlotTable | None = None
 
-    def run(self, *args: Any, bootstrap: bool = False) -> Any:
-        """The graph, eagerly. `bootstrap`: a slot without history is scaled by the tensor's own amax."""
-        return _Eager(self.module, bootstrap).run(*args)
+    def bootstrapped(self) -> Annotation:
+        """A copy in which a slot without history is scaled by the tensor's own amax."""
+        module = _copy(self.module)
+        for node in module.graph.nodes:
+            if node.target in (ops.qdq_operand, ops.qdq_gradient) and isinstance(node.args[1], ops.Delayed):
+                node.update_arg(1, replace(node.args[1], bootstrap=True))
+        module.recompile()
+        return replace(self, module=module)
 
-
-class _Eager(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, bootstrap: bool) -> None:
-        super().__init__(module)
-        self.bootstrap = bootstrap
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in (ops.qdq_operand, ops.qdq_gradient) and isinstance(args[1], ops.Delayed) and self.bootstrap:
-            args = (args[0], _with(args[1], bootstrap=True), *args[2:])
-        return super().call_function(target, args, kwargs)
-
-
-def _with(quantizer: ops.Delayed, **changes: Any) -> ops.Delayed:
-    return ops.Delayed(**{**quantizer.__dict__, **changes})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pattern: the torch spellings of a matmul, and where their operands are.
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """Positions and keyword names of the two operands; of a third that is added, and the product without it."""
-
-    name: str
-    a: tuple[int, str] = (0, "input")
-    b: tuple[int, str] = (1, "other")
-    bias: tuple[int, str] | None = None
-    product: Callable[..., Any] | None = None
-
-
-_LINEAR = Spelling("linear", b=(1, "weight"), bias=(2, "bias"), product=F.linear)
-_MATMUL = Spelling("matmul")
-_MM = Spelling("mm", b=(1, "mat2"))
-_BMM = Spelling("bmm", b=(1, "mat2"))
-_ADDMM = Spelling("addmm", a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"), product=torch.mm)
-_BADDBMM = Spelling("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=torch.bmm)
-_EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
-_TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
-
-_aten = torch.ops.aten
-_FUNCTIONS: dict[Any, Spelling] = {
-    F.linear: _LINEAR,
-    torch._C._nn.linear: _LINEAR,  # what F.linear is on some versions
-    _aten.linear.default: _LINEAR,  # from the inline pass
-    torch.matmul: _MATMUL,
-    torch.linalg.matmul: _MATMUL,
-    operator.matmul: _MATMUL,
-    _aten.matmul.default: _MATMUL,
-    torch.mm: _MM,
-    torch.bmm: _BMM,
-    _aten.bmm.default: _BMM,
-    torch.addmm: _ADDMM,
-    torch.baddbmm: _BADDBMM,
-    _aten.baddbmm.default: _BADDBMM,
-    torch.einsum: _EINSUM,
-    torch.tensordot: _TENSORDOT,
-}
-_METHODS = {"matmul": _MATMUL, "__matmul__": _MATMUL, "mm": _MM, "bmm": _BMM, "addmm": _ADDMM, "baddbmm": _BADDBMM}
-
-
-def spelling_of(node: fx.Node) -> Spelling | None:
-    """How the node spells a matmul; None if it is something else."""
-    if node.op == "call_function":
-        return _FUNCTIONS.get(node.target)
-    return _METHODS.get(str(node.target)) if node.op == "call_method" else None
-
-
-def _argument(node: fx.Node, where: tuple[int, str] | None) -> Any:
-    if where is None:
-        return None
-    index, keyword = where
-    return node.args[index] if index < len(node.args) else node.kwargs.get(keyword)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """`batches` products of [M, K] by [K, N]. Ints or SymInts."""
-
-    batches: Any
-    m: Any
-    k: Any
-    n: Any
-
-
-def sizes_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Sizes:
-    """The sizes of the 2-D products that the call comes down to."""
-    if spelling is _EINSUM:
-        return _einsum_sizes(str(node.args[0]), a, b)
-    if spelling is _TENSORDOT:
-        return _tensordot_sizes(_argument(node, (2, "dims")), a, b)
-    if spelling is _LINEAR:
-        return Sizes(1, math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])
-    *batch_a, m, k = a.shape
-    *batch_b, _, n = b.shape
-    if not batch_b:
-        return Sizes(1, math.prod(batch_a) * m, k, n)
-    if not batch_a:
-        return Sizes(1, m, k, math.prod(batch_b) * n)
-    batch = torch.broadcast_shapes(batch_a, batch_b)  # type: ignore[no-untyped-call]
-    return Sizes(math.prod(batch), m, k, n)
-
-
-def _einsum_sizes(equation: str, a: Tensor, b: Tensor) -> Sizes:
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    left, _, right = inputs.partition(",")
-    if "..." in equation or not arrow or len(left) != a.dim() or len(right) != b.dim():
-        raise Reject(f"einsum equation {equation!r} has an ellipsis or no output; write all its letters")
-    size = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
-
-    def product(letters: set[str]) -> Any:
-        return math.prod(size[c] for c in sorted(letters))
-
-    both, out = set(left) & set(right), set(output)
-    if not both - out:
-        raise Reject(f"einsum {equation!r} contracts nothing")
-    return Sizes(
-        product(both & out), product((set(left) - both) & out), product(both - out), product(set(right) - both)
-    )
-
-
-def _tensordot_sizes(dims: Any, a: Tensor, b: Tensor) -> Sizes:
-    dims = 2 if dims is None else dims
-    contracted = list(range(a.dim() - dims, a.dim())) if isinstance(dims, int) else list(dims[0])
-    k = math.prod(a.shape[d] for d in contracted)
-    return Sizes(1, a.numel() // k if k else 0, k, b.numel() // k if k else 0)
+    def run(self, *args: Any) -> Any:
+        """The graph, eagerly."""
+        return fx.Interpreter(self.module).run(*args)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,26 +79,30 @@ def _tensordot_sizes(dims: Any, a: Tensor, b: Tensor) -> Sizes:
 
 
 def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training: bool) -> None:
-    """Raise Reject unless the recipe takes this matmul."""
-    operands = _argument(node, spelling.a), _argument(node, spelling.b)
+    """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had."""
+    operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
         raise Reject(f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
-    if spelling is _EINSUM and len(node.args) != 3:
-        raise Reject(f"einsum of {len(node.args) - 1} operands; only products of two are quantized")
-    if node.kwargs.get("out") is not None:
-        raise Reject(f"{spelling.name} writes into out=")
     a, b = (o.meta["example_value"] for o in operands)
     _check_operands(a, b)
+    if spelling is EINSUM and len(node.args) != 3:
+        raise Reject(f"einsum of {len(node.args) - 1} operands; write it as products of two")
+    if node.kwargs.get("out") is not None:
+        raise Reject(f"{spelling.name} writes into out=; assign its result instead")
+    if not isinstance(argument(node, spelling.bias), fx.Node | None):
+        raise Reject(f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
     sizes = sizes_of(spelling, node, a, b)
     _check_sizes(sizes)
     m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
     if reason := config.leaves_out(name, m, k, n):
-        raise Reject(reason)
+        raise LeftOut(reason)
     target = hardware.target_of(a.device, config.target)
+    if reason := hardware.why_no_fp8(a.device, target):
+        raise Reject(reason)
     if target is not None and config.min_speedup > 0:
         gain = hardware.predicted_speedup(m, k, n, a.element_size(), training, target)
         if gain < config.min_speedup:
-            raise Reject(
+            raise LeftOut(
                 f"predicted speed-up on {target.name} is {gain:.2f}, below min_speedup={config.min_speedup:g}: "
                 f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization"
             )
@@ -223,21 +111,25 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
 def _check_operands(a: Tensor, b: Tensor) -> None:
     for operand in (a, b):
         if operand.dtype not in HIGH_PRECISION:
-            raise Reject(f"operands are {_short(a)} and {_short(b)}; FP8 replaces float32, bfloat16 and float16")
-        if operand.dim() < 2:
-            raise Reject(
-                f"an operand is a vector of {operand.shape[0]} elements" if operand.dim() else "a scalar operand"
-            )
+            raise LeftOut(f"operands are {_short(a)} and {_short(b)}; FP8 replaces float32, bfloat16 and float16")
+        if operand.dim() == 0:
+            raise LeftOut("an operand is a scalar")
+        if operand.dim() == 1:
+            raise LeftOut(f"an operand is a vector of {operand.shape[0]} elements")
 
 
 def _check_sizes(s: Sizes) -> None:
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
+        if _hint(size) is None:
+            raise Reject(
+                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region"
+            )
         if isinstance(size, int) and size == 0:
-            raise Reject(f"{letter}=0: the matmul is empty")
+            raise LeftOut(f"{letter}=0: the matmul is empty")
         if isinstance(size, int) and size == 1:
-            raise Reject(f"{letter}=1: no matrix product, each operand element is used once")
+            raise LeftOut(f"{letter}=1: no matrix product, each operand element is used once")
     if not isinstance(s.batches, int) or s.batches > MAX_BATCHES:
-        raise Reject(
+        raise LeftOut(
             f"{s.batches} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
             f"than {MAX_BATCHES} launches would cost more than FP8 gains"
         )
@@ -247,8 +139,9 @@ def _short(t: Tensor) -> str:
     return str(t.dtype).removeprefix("torch.")
 
 
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+def _hint(size: Any) -> Any:
+    """An example of a size, without a guard on it; None if there is none."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 _ELEMENTWISE_OR_VIEW = re.compile(
@@ -267,198 +160,224 @@ def _comes_from_fp8(node: fx.Node) -> bool:
         sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("example_value"), Tensor)]
         if node.op not in ("call_function", "call_method") or not sources or not _ELEMENTWISE_OR_VIEW.match(str(name)):
             return False
-        node = max(sources, key=lambda n: n.meta["example_value"].numel()) if len(sources) > 1 else sources[0]
+        node = max(sources, key=lambda n: n.meta["example_value"].dim()) if len(sources) > 1 else sources[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rewrite: only builds.
 
 
-def annotate(module: fx.GraphModule, config: Config, training: bool) -> Annotation:
-    """An annotated copy of Dynamo's graph `module`; `training`: whether gradients are enabled where it begins."""
-    return _Annotator(module, config, training).run()
+def annotate(module: fx.GraphModule, config: Config) -> Annotation:
+    """An annotated copy of Dynamo's graph `module`, which is being compiled: grad mode is that of its beginning."""
+    return _Annotator(module, config).run()
+
+
+@dataclass
+class _Slot:
+    """A quantizer that waits for its place in the state. anchor: see `SlotTable.anchors`; place: the user's line."""
+
+    name: str
+    role: Role
+    anchor: int
+    place: str
+    quantizer: ops.Delayed
+    node: fx.Node
 
 
 class _Annotator:
-    def __init__(self, module: fx.GraphModule, config: Config, training: bool) -> None:
+    def __init__(self, module: fx.GraphModule, config: Config) -> None:
         self.module = _copy(module)
         self.graph = self.module.graph
         self.config = config
-        self.training = self.grad_enabled = training
+        self.grad_enabled = torch.is_grad_enabled()
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self.names = _Names(self.placeholders)
-        self.slots: list[tuple[str, Role, ops.Delayed, fx.Node]] = []
+        self.names = Names(self.placeholders)
+        self.recipe = _recipe_for(config, bool(self.names.owned))
+        self.slots: list[_Slot] = []
         self.choices: list[Choice] = []
         self.quantized: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
         inline(self.module)
+        transform = next(filter(None, map(_function_transform, self.graph.nodes)), "")
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
                 self._visit_region(getattr(self.module, str(node.target), None), node)
             else:
-                self._visit(node)
+                self._visit(node, transform)
         table = self._lift_state() if self.slots else None
         self.graph.lint()
         self.module.recompile()
-        parameters = [i for i, p in enumerate(self.placeholders) if self.names.parameter(p)]
-        return Annotation(self.module, self.choices, table, self.training, parameters)
+        owned = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
+        return Annotation(self.module, self.choices, owned, table)
 
-    def _visit(self, node: fx.Node) -> None:
+    def _visit(self, node: fx.Node, transform: str) -> None:
         if node.target is torch._C._set_grad_enabled:
             self.grad_enabled = bool(node.args[0])
-            return
-        if _mutates(node):
+        if mutates(node):
             self.quantized.clear()  # what was quantized before may not be what the name stands for now
         spelling = spelling_of(node)
         if spelling is None:
             return
-        name = self.names.of(node, spelling)
-        choice = self._choice(node, name)
+        choice, anchor = self._choice(node, spelling)
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
             return  # quantized by the user: the detector's business
         try:
-            check(node, spelling, name, self.config, self.grad_enabled)
+            check(node, spelling, choice.name, self.config, self.grad_enabled)
+            if transform:
+                raise Reject(f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself")
             self._check_device(node, spelling)
         except Reject as reject:
-            choice.reason = str(reject)
+            choice.reason, choice.wanted = str(reject), not isinstance(reject, LeftOut)
             return
-        self._rewrite(node, spelling, name)
+        choice.scaling = self.recipe.name
+        self._rewrite(node, spelling, choice, anchor)
 
     def _visit_region(self, region: Any, holder: fx.Node) -> None:
         """Matmuls in a graph of its own, of activation checkpointing or control flow: listed, not annotated."""
         if not isinstance(region, fx.GraphModule):
             return
-        operators = sorted({str(user.target) for user in holder.users})
+        operators = ", ".join(sorted({str(user.target) for user in holder.users}))
         for node in region.graph.nodes:
             if node.op == "get_attr":
                 self._visit_region(getattr(region, str(node.target), None), holder)
             elif spelling := spelling_of(node):
-                choice = self._choice(node, self.names.of(node, spelling))
-                choice.reason = f"inside a region of {', '.join(operators)}, which the recipe does not enter"
+                choice, _ = self._choice(node, spelling)
+                choice.wanted = True
+                choice.reason = (
+                    f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
+                )
 
-    def _choice(self, node: fx.Node, name: str) -> Choice:
+    def _choice(self, node: fx.Node, spelling: Spelling) -> tuple[Choice, int]:
         """A new entry of `choices`; AOTAutograd carries its index along to every node that comes of this one."""
+        operands = argument(node, spelling.b), argument(node, spelling.a)
+        name, anchor = self.names.of(node, spelling.name, operands)
         node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
         self.choices.append(Choice(name, source_of(node)))
-        return self.choices[-1]
+        return self.choices[-1], anchor
 
     def _check_device(self, node: fx.Node, spelling: Spelling) -> None:
-        device = _argument(node, spelling.a).meta["example_value"].device
+        device = argument(node, spelling.a).meta["example_value"].device
         self.device = self.device or device
         if device != self.device:
             raise Reject(f"on {device}, while the state of this graph is on {self.device}; compile each part by itself")
 
-    def _rewrite(self, node: fx.Node, spelling: Spelling, name: str) -> None:
-        a, b, bias = (_argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
+    def _rewrite(self, node: fx.Node, spelling: Spelling, choice: Choice, anchor: int) -> None:
+        a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        new = _Slots(self, choice, anchor)
         with self.graph.inserting_before(node):
-            quantized = {a: self._operand(a, name, "input"), b: self._operand(b, name, "weight")}
+            first = (
+                a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
+            )  # behind the product it could come too late
+            quantized = {a: new.operand(first, "input"), b: new.operand(b, "weight")}
             if bias is None:
                 y = self.graph.node_copy(node, lambda n: quantized.get(n, n))
             else:
                 assert spelling.product is not None
                 y = self._call(spelling.product, (quantized[a], quantized[b]), node)
             if self.grad_enabled and node.meta["example_value"].requires_grad:
-                y = self._quantize(ops.qdq_gradient, y, name, "grad_output")
+                y = new.quantize(ops.qdq_gradient, y, "grad_output")
             if bias is not None:
-                scale: dict[str, Any] = {k: node.kwargs[k] for k in ("beta", "alpha") if k in node.kwargs}
-                y = self._call(_add_bias, (y, bias, node.meta["example_value"].dtype), node, scale)
+                y = self._call(_add_bias, (y, bias, node.meta["example_value"].dtype, beta), node)
         node.replace_all_uses_with(y)
         self.graph.erase_node(node)
 
-    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
-        new = self.graph.call_function(target, args, kwargs)
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        new = self.graph.call_function(target, args)
         new.meta.update(like.meta)
         return new
 
-    def _operand(self, x: fx.Node, name: str, role: Role) -> fx.Node:
-        if x.op == "call_function" and x.target is ops.qdq_operand:
-            return x
-        key = (x, self.grad_enabled)
-        if key not in self.quantized:
-            self.quantized[key] = self._quantize(ops.qdq_operand, x, name, role)
-        return self.quantized[key]
-
-    def _quantize(self, how: Callable[..., Any], x: fx.Node, name: str, role: Role) -> fx.Node:
-        recipe = self.config.recipe
-        if isinstance(recipe, DynamicScaling):
-            return self._call(how, (x, ops.Dynamic(recipe, recipe.dtype(role))), x)
-        assert isinstance(recipe, DelayedScaling)
-        record = self.grad_enabled
-        quantizer = ops.Delayed(recipe, recipe.dtype(role), slot=-1, index=-1, bootstrap=not record, record=record)
-        node = self._call(how, (x, quantizer), x)
-        self.slots.append((self.names.slot(name, role), role, quantizer, node))
-        return node
-
     def _lift_state(self) -> SlotTable:
         """Give the graph its state inputs, and every quantizer its place in them."""
-        recipe = self.config.recipe
-        assert isinstance(recipe, DelayedScaling) and self.device is not None
-        self.slots.sort(key=lambda s: s[1] == "grad_output")
-        names = tuple(dict.fromkeys(name for name, *_ in self.slots))
-        roles = {name: role for name, role, *_ in self.slots}
-        n_forward = sum(role != "grad_output" for role in roles.values())
-        limits = tuple(scaling.fp8_max(recipe.dtype(roles[name])) for name in names)
-        inputs = {field: self._state_input(field) for field in SlotTensors._fields}
-        scales, step = inputs["scale"], inputs["step"]
-        if any(q.record for _, _, q, _ in self.slots):
-            scales, step = self._begin_step(recipe, list(inputs.values()))
-        for name, role, quantizer, node in self.slots:
-            slot, backward = names.index(name), role == "grad_output"
-            side = "backward" if backward else "forward"
-            placed = _with(quantizer, slot=slot, index=slot - n_forward if backward else slot)
-            node.args = (node.args[0], placed, scales, step, inputs[f"amax_{side}"], inputs[f"stamp_{side}"])  # type: ignore[assignment]
-        parameters = tuple(p for n in self.placeholders if (p := self.names.parameter(n)))
-        return SlotTable(names, n_forward, limits, recipe, self.device, parameters)
+        assert isinstance(self.recipe, DelayedScaling) and self.device is not None
+        self.slots.sort(key=lambda s: s.role == "grad_output")
+        n_forward = sum(s.role != "grad_output" for s in self.slots)
+        training = any(s.quantizer.record for s in self.slots)
+        inputs = {name: self._state_input(name) for name in ops.INPUTS}
+        scales = self._begin_step(self.recipe, inputs) if training else inputs["scale"]
+        for i, slot in enumerate(self.slots):
+            backward = i >= n_forward
+            placed = replace(slot.quantizer, slot=i, index=i - n_forward if backward else i)
+            amax = inputs["amax_backward_late" if backward else "amax_forward"]
+            slot.node.args = (slot.node.args[0], placed, scales, amax)  # type: ignore[assignment]
+        return SlotTable(
+            names=tuple(s.name for s in self.slots),
+            n_forward=n_forward,
+            fp8_max=tuple(scaling.fp8_max(self.recipe.dtype(s.role)) for s in self.slots),
+            recipe=self.recipe,
+            device=self.device,
+            owned=tuple(self.names.owned.values()),
+            anchors=tuple(s.anchor for s in self.slots),
+            places=tuple(s.place for s in self.slots),
+            training=training,
+        )
 
     def _state_input(self, name: str) -> fx.Node:
-        last = [n for n in self.graph.nodes if n.op == "placeholder"]
-        with self.graph.inserting_after(last[-1]) if last else self.graph.inserting_before():
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"fp8pass_{name}")
         node._dynamo_source = ConstantSource(node.name)
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
         return node
 
-    def _begin_step(self, recipe: DelayedScaling, inputs: list[fx.Node]) -> list[fx.Node]:
-        with self.graph.inserting_after(inputs[-1]):
-            begun = self.graph.call_function(ops.begin_step, (recipe, *inputs))  # type: ignore[arg-type]
-        with self.graph.inserting_after(begun):
-            step = self.graph.call_function(operator.getitem, (begun, 1))
-            scales = self.graph.call_function(operator.getitem, (begun, 0))
-        return [scales, step]
+    def _begin_step(self, recipe: DelayedScaling, inputs: dict[str, fx.Node]) -> fx.Node:
+        state = [inputs[name] for name in ops.SlotTensors._fields]
+        with self.graph.inserting_after(inputs[ops.INPUTS[-1]]):
+            return self.graph.call_function(ops.begin_step, (recipe, *state))  # type: ignore[arg-type]
 
 
-def _add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`beta * bias + alpha * y` in `dtype`, as linear, addmm and baddbmm mean it: beta 0 ignores even a NaN bias."""
-    y = y if alpha == 1 else alpha * y
+@dataclass
+class _Slots:
+    """Quantizes the tensors of one matmul."""
+
+    owner: _Annotator
+    choice: Choice
+    anchor: int
+
+    def operand(self, x: fx.Node, role: Role) -> fx.Node:
+        """`x` quantized and dequantized, once for all matmuls that read it."""
+        key = (x, self.owner.grad_enabled)
+        if key not in self.owner.quantized:
+            self.owner.quantized[key] = self.quantize(ops.qdq_operand, x, role)
+        return self.owner.quantized[key]
+
+    def quantize(self, how: Callable[..., Any], x: fx.Node, role: Role) -> fx.Node:
+        """A quantizer for `x`; with delayed scaling it also gets a slot."""
+        owner, recipe = self.owner, self.owner.recipe
+        if isinstance(recipe, DynamicScaling):
+            return owner._call(how, (x, ops.Dynamic(recipe, recipe.dtype(role))), x)
+        assert isinstance(recipe, DelayedScaling)
+        record = owner.grad_enabled
+        quantizer = ops.Delayed(recipe, recipe.dtype(role), slot=-1, index=-1, bootstrap=not record, record=record)
+        node = owner._call(how, (x, quantizer), x)
+        name = owner.names.slot(self.choice.name, role)
+        owner.slots.append(_Slot(name, role, self.anchor, self.choice.source, quantizer, node))
+        return node
+
+
+def _recipe_for(config: Config, has_owner: bool) -> Any:
+    recipe = config.recipe
+    if isinstance(recipe, DelayedScaling) and not has_owner:
+        return DynamicScaling(fp8_format=recipe.fp8_format)
+    return recipe
+
+
+def _function_transform(node: fx.Node) -> str:
+    name = str(getattr(node.target, "__name__", ""))
+    return name if node.op == "call_function" and name in _TRANSFORMS else ""
+
+
+_TRANSFORMS = {"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_make_dual"}
+
+
+def _add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> Tensor:
+    """`beta * bias + y` in `dtype`, as linear, addmm and baddbmm mean it: beta 0 ignores even a NaN bias."""
     if beta == 0:
-        return y
+        bias = torch.where(torch.zeros_like(bias, dtype=torch.bool), bias, 0)
     bias = bias.to(dtype)
-    return y + (bias if beta == 1 else beta * bias)
-
-
-def _mutates(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    return (
-        node.kwargs.get("out") is not None
-        or node.kwargs.get("inplace") is True
-        or node.target is operator.setitem
-        or (name.endswith("_") and not name.endswith("__"))
-        or (getattr(node.target, "__module__", "") == "_operator" and name in _IN_PLACE_OPERATORS)
-    )
-
-
-_IN_PLACE_OPERATORS = {n for n in dir(operator) if n.startswith("i") and hasattr(operator, f"__{n}__")} - {
-    "index",
-    "inv",
-    "invert",
-}
+    return y + (bias if beta in (0, 1) else beta * bias)
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -474,58 +393,3 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     if hasattr(module, "_param_name_to_source"):
         copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[arg-type, assignment]
     return copy
-
-
-class _Names:
-    """Module paths of matmuls, and slot names made of them."""
-
-    def __init__(self, placeholders: list[fx.Node]) -> None:
-        self._paths = {p: _path(name) for p in placeholders if (name := _source_name(p))}
-        roots = {root for p, (root, _) in self._paths.items() if _is_parameter(p)}
-        self._keep_root = len(roots) > 1
-        self._taken: Counter[str] = Counter()
-
-    def parameter(self, placeholder: fx.Node) -> str:
-        """The path of a parameter input, "layers.0.up.weight"; "" for other inputs."""
-        known = _is_parameter(placeholder) and placeholder in self._paths
-        return self._join(*self._paths[placeholder]) if known else ""
-
-    def of(self, node: fx.Node, spelling: Spelling) -> str:
-        """The parameter's path without "weight" where an operand is one, else the module's path and the op's name."""
-        for where in (spelling.b, spelling.a):
-            operand = _argument(node, where)
-            if isinstance(operand, fx.Node) and (path := self.parameter(operand)):
-                return path.removesuffix(".weight")
-        stack = node.meta.get("nn_module_stack") or {}
-        path = self._join(*_path(list(stack.values())[-1][0])) if stack else ""
-        return f"{path}.{spelling.name}" if path else spelling.name
-
-    def slot(self, name: str, role: Role) -> str:
-        """A new slot's name: the role, numbered from the second use of a module in the graph on."""
-        slot = f"{name}.{role}"
-        self._taken[slot] += 1
-        uses = self._taken[slot]
-        return slot if uses == 1 else f"{slot}_{uses - 1}"
-
-    def _join(self, root: str, path: str) -> str:
-        return ".".join(part for part in (root if self._keep_root else "", path) if part)
-
-
-def _is_parameter(placeholder: fx.Node) -> bool:
-    return isinstance(placeholder.meta.get("example_value"), torch.nn.Parameter)
-
-
-_PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.([A-Za-z_]\w*)")
-
-
-def _path(source: str) -> tuple[str, str]:
-    """("model", "layers.0.up.weight") of "L['model']._modules['layers']._modules['0']..." """
-    head = re.match(r"[A-Z]\['([^']+)'\]", source)
-    root, rest = (head[1], source[head.end() :]) if head else ("", source)
-    return root, ".".join(next(filter(None, m)).strip("'\"") for m in _PARTS.findall(rest))
-
-
-def _source_name(placeholder: fx.Node) -> str:
-    source = getattr(placeholder, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fp8pass.passes.annotate import Choice
-from fp8pass.passes.patterns import CASTS, MATMULS, MOVEMENT, aten
 from torch import fx
 
-from fp8pass.graph import source_of, val
+from fp8pass.graph import is_tensor, source_of, val
+from fp8pass.passes.annotate import Choice
+from fp8pass.passes.patterns import CASTS, MATMULS, MOVEMENT, aten
 from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
 
@@ -50,20 +50,20 @@ class Matmuls:
         a, b = factors
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
-        n = val(b).shape[-1]
-        reason = choice.reason
         if index is None and recipe is not None:
-            reason = f"comes from {_origin(node)}, which the recipe does not quantize"
+            choice.reason = f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul"
         return Gemm(
             kind=kind,
             name=choice.name,
             M=_number(m),
             K=_number(k),
-            N=_number(n),
+            N=_number(val(b).shape[-1]),
             dtypes=(_dtype(a), _dtype(b), _dtype(node)),
             source=choice.source or source_of(node),
             batches=_number(batch[0]) if batch else 1,
-            reason=reason,
+            scaling=choice.scaling,
+            reason=choice.reason,
+            choice=index,
         )
 
 
@@ -100,7 +100,7 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def _is_scale(x: Any) -> bool:
-    return not isinstance(x, fx.Node) or val(x).numel() == 1
+    return not is_tensor(x) or val(x).numel() == 1
 
 
 def _backward_kind(roots: tuple[fx.Node, fx.Node], forward: list[tuple[fx.Node, fx.Node]]) -> Kind:

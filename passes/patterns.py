@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph import val
+from fp8pass.graph import is_tensor, val
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
@@ -90,12 +90,20 @@ def _source(node: fx.Node) -> fx.Node:
 def _split_scale(node: fx.Node) -> tuple[fx.Node, Any]:
     """The tensor and the one-element factor of a multiplication or division."""
     x, factor = node.args
-    both = node.target is aten.mul.Tensor and isinstance(x, fx.Node) and isinstance(factor, fx.Node)
+    both = node.target is aten.mul.Tensor and is_tensor(x) and is_tensor(factor)
     if both and val(x).numel() == 1 and val(factor).numel() != 1:
         x, factor = factor, x
-    if not isinstance(x, fx.Node):
+    if not is_tensor(x):
         raise Reject(f"{node.name} divides a number by a tensor")
-    if isinstance(factor, fx.Node) and (val(factor).numel() != 1 or val(factor).dim() > val(x).dim()):
+    if isinstance(factor, fx.Node) and not is_tensor(factor):
+        raise Reject(f"{node.name} scales by a symbolic size")
+    if not is_tensor(factor) and factor == 0:
+        raise Reject(f"{node.name} scales by 0")
+    if is_tensor(factor) and val(factor).device != val(x).device:
+        raise Reject(
+            f"{node.name} scales a tensor on {val(x).device} by one on {val(factor).device}; move the scale there"
+        )
+    if is_tensor(factor) and (val(factor).numel() != 1 or val(factor).dim() > val(x).dim()):
         raise Reject(
             f"{node.name} scales by a tensor of shape {list(val(factor).shape)}; only one scale per tensor is known"
         )

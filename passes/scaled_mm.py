@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fp8pass.passes.matmuls import operands, short
-from fp8pass.passes.patterns import Dequantize, aten, dequantize, prims
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import CPU_LOADS_FP8_UNDER_A_MASK
-from fp8pass.config import Config
 from fp8pass.graph import Builder, val
-from fp8pass.hardware import target_of
+from fp8pass.hardware import target_of, why_no_fp8
+from fp8pass.passes.matmuls import operands, short
+from fp8pass.passes.patterns import Dequantize, aten, dequantize, prims
 from fp8pass.report import Gemm
 from fp8pass.rewrite import MAX_BATCHES, Context, Reject
 from fp8pass.scaling import E5M2
@@ -60,9 +59,11 @@ def match(node: fx.Node) -> Match:
     return Match(node, a, b, dq_a, dq_b, bias, node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1))
 
 
-def check(m: Match) -> None:
+def check(m: Match, target: str | None = None) -> None:
     """Only refuses."""
     a_q, b_q = val(m.dq_a.x_q), val(m.dq_b.x_q)
+    if reason := why_no_fp8(a_q.device, target_of(a_q.device, target)):
+        raise Reject(reason)
     if a_q.dtype is b_q.dtype is E5M2:
         raise Reject("both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn")
     *batch, rows, k = val(m.a).shape
@@ -88,7 +89,7 @@ class ScaledMM:
         for node, gemm in context.gemms.items():
             try:
                 found = match(node)
-                check(found)
+                check(found, context.config.target)
             except Reject as reject:
                 gemm.reason = gemm.reason or str(reject)
                 continue
@@ -114,8 +115,11 @@ class _Rewriter:
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.at = m.node
         a_q, b_q = self._twin(m.dq_a), self._twin(m.dq_b)
+        scale_a = self._scale_inv(m.dq_a)
+        if m.alpha != 1:  # behind the product it could come too late: float16 overflows
+            scale_a = self._emit(aten.mul.Tensor, scale_a, m.alpha)
         product = _Product(
-            scales=(self._scale_inv(m.dq_a), self._scale_inv(m.dq_b)),
+            scales=(scale_a, self._scale_inv(m.dq_b)),
             dtype=val(m.node).dtype,
             fast_accum=gemm.kind
             == "output",  # gradients need the full accumulator: XLA's and TransformerEngine's default
@@ -124,7 +128,7 @@ class _Rewriter:
         y = self._matmul(a_q, b_q, product) if val(a_q).dim() == 2 else self._batched(m, a_q, b_q, product)
         if m.bias is not None and product.bias is None:
             y = self._add_bias(y, m)
-        gemm.status, gemm.reason, gemm.scaling = "rewritten", "", _scaling_of(self.config)
+        gemm.status, gemm.reason, gemm.scaling = "rewritten", "", gemm.scaling or "user"
         gemm.dtypes = short(val(a_q).dtype), short(val(b_q).dtype), short(product.dtype)
         self._replace(m.node, y)
 
@@ -132,6 +136,8 @@ class _Rewriter:
         return self.build.emit(self.at, target, *args, **kwargs)
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        was, now = val(old), val(new)
+        assert (was.dtype, was.shape, was.stride()) == (now.dtype, now.shape, now.stride()), (old, was, now)
         for key, value in old.meta.items():
             new.meta.setdefault(key, value)
         users = list(old.users)
@@ -173,17 +179,26 @@ class _Rewriter:
         """`_scaled_mm` of a: f8[M, K] and b: f8[K, N]."""
         a_rows, b_rows = self._k_major(a, k_dim=1), self._k_major(b, k_dim=0)
         bias = None if p.bias is None else self._pad(p.bias, (0,))
-        b_columns = self._emit(aten.permute.default, b_rows, [1, 0])
+        b_columns = self._transposed(b_rows)
         y = self._emit(aten._scaled_mm.default, a_rows, b_columns, *p.scales, bias, None, p.dtype, p.fast_accum)
         if statically_known_true(val(y).shape[1] == val(b).shape[1]):
             return y
-        return self._emit(aten.slice.Tensor, y, 1, 0, self._size(b, 1))
+        y = self._emit(aten.slice.Tensor, y, 1, 0, self._size(b, 1))
+        return self._emit(
+            aten.clone.default, y, memory_format=torch.contiguous_format
+        )  # the strides that mm's result has
+
+    def _transposed(self, x: fx.Node) -> fx.Node:
+        if x.target is aten.permute.default and x.args[1] == [1, 0]:
+            assert isinstance(x.args[0], fx.Node)
+            return x.args[0]
+        return self._emit(aten.permute.default, x, [1, 0])
 
     def _k_major(self, x: fx.Node, k_dim: int) -> fx.Node:
         """`x` as FP8 rows [M or N, K], padded and laid out as the kernel needs; once per tensor and orientation."""
         key = (x, k_dim)
         if key not in self.rows:
-            rows = x if k_dim == 1 else self._emit(aten.permute.default, x, [1, 0])
+            rows = x if k_dim == 1 else self._transposed(x)
             rows = self._pad(rows, (1,) if k_dim == 1 else (0, 1))
             target = target_of(val(x).device, self.config.target)
             if not _is_row_major(val(rows)) and (target is None or target.needs_k_major):
@@ -236,9 +251,7 @@ class _Rewriter:
         return self._emit(aten.stack.default, entries)
 
     def _add_bias(self, y: fx.Node, m: Match) -> fx.Node:
-        """`beta * bias + alpha * y`; a beta of 0 ignores the bias, whatever it holds."""
-        if m.alpha != 1:
-            y = self._emit(aten.mul.Tensor, y, m.alpha)
+        """`beta * bias + y`; a beta of 0 ignores the bias, whatever it holds."""
         if m.beta == 0:
             return y
         bias = m.bias if m.beta == 1 else self._emit(aten.mul.Tensor, m.bias, m.beta)
@@ -257,7 +270,7 @@ class _Product:
 
 def _fits_kernel(m: Match) -> bool:
     """Whether the bias can go into `_scaled_mm`: a vector over N, of the output's 16-bit type, added as it is."""
-    if m.bias is None or m.node.target is not aten.addmm.default or (m.beta, m.alpha) != (1, 1):
+    if m.bias is None or m.node.target is not aten.addmm.default or m.beta != 1:
         return False
     bias, n, dtype = val(m.bias), val(m.b).shape[1], val(m.node).dtype
     fits = bias.dim() == 1 and statically_known_true(bias.shape[0] == n)
@@ -273,7 +286,3 @@ def _is_one_matrix(operand: fx.Node) -> bool:
     """Whether a batched operand is the same matrix for every entry of the batch."""
     value = val(operand)
     return value.shape[0] != 1 and value.stride(0) == 0
-
-
-def _scaling_of(config: Config) -> str:
-    return "user" if config.recipe is None else type(config.recipe).__name__.removesuffix("Scaling").lower()

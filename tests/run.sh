@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . .ci/environment.sh dev
-exec .venv/bin/python -m pytest -q -n auto "$@"
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # plugins that happen to be installed are no part of this
+exec .venv/bin/python -m pytest -p xdist -q -n auto "$@"

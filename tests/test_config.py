@@ -31,6 +31,8 @@ def test_defaults() -> None:
         ({"recipe": "delay"}, r"unknown recipe 'delay': choose one of 'delayed', 'dynamic'; did you mean 'delayed'\?"),
         ({"lowering": "triton"}, "unknown lowering 'triton': choose one of 'inductor', 'eager'"),
         ({"target": "h20"}, r"unknown target 'h20'.*did you mean 'h200'\?"),
+        ({"mode": "max-autotun"}, r"unknown mode 'max-autotun': .*did you mean 'max-autotune'\?"),
+        ({"recipe": fp8pass.recipes.Recipe()}, "unknown recipe"),
         ({"min_speedup": -1}, "min_speedup=-1: a ratio of times"),
         ({"config": "delayed"}, "option 'config' must be a fp8pass.Config, not str"),
     ],
@@ -84,6 +86,8 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("patterns", "fqn", "out"),
     [
+        ("head", "head", True),
+        ("head", "h", False),
         (["head"], "head", True),
         (["head"], "head.proj", True),
         (["head"], "header", False),

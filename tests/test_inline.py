@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fp8pass.passes.inline import COMPOSITES, inline
 from torch import Tensor, fx, nn
+
+from fp8pass.passes.inline import COMPOSITES, inline
 
 
 class Wrapped(nn.Module):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.scaled_mm import ScaledMM
 from torch import Tensor
 
 from fp8pass._torch import CPU_LOADS_FP8_UNDER_A_MASK
 from fp8pass.config import Config
+from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.scaled_mm import ScaledMM
 from tests import oracle
 from tests.harness import RefusedByCuda, apply, aten, capture, check_legal_on_cuda, count, expect_graph, sqnr, text
 
@@ -56,12 +56,10 @@ w_1: "f8e4m3fn[48, 64]",
 sw_1: "f32[]",
 convert_element_type_1: "bf16[]" = prims.convert_element_type.default(sx_1, torch.bfloat16)
 convert_element_type_3: "bf16[]" = prims.convert_element_type.default(sw_1, torch.bfloat16)
-permute_default: "f8e4m3fn[64, 48]" = aten.permute.default(w_1, [1, 0])
 convert_element_type_default: "f32[]" = prims.convert_element_type.default(convert_element_type_1, torch.float32)
 convert_element_type_default_1: "f32[]" = prims.convert_element_type.default(convert_element_type_3, torch.float32)
-permute_default_1: "f8e4m3fn[48, 64]" = aten.permute.default(permute_default, [1, 0])
-permute_default_2: "f8e4m3fn[64, 48]" = aten.permute.default(permute_default_1, [1, 0])
-_scaled_mm_default: "bf16[32, 48]" = aten._scaled_mm.default(x_1, permute_default_2, convert_element_type_default, convert_element_type_default_1, None, None, torch.bfloat16, True)
+permute_default_1: "f8e4m3fn[64, 48]" = aten.permute.default(w_1, [1, 0])
+_scaled_mm_default: "bf16[32, 48]" = aten._scaled_mm.default(x_1, permute_default_1, convert_element_type_default, convert_element_type_default_1, None, None, torch.bfloat16, True)
 return _scaled_mm_default
 """,
     )
@@ -87,7 +85,8 @@ constant_pad_nd_default: "f8e4m3fn[48, 64]" = aten.constant_pad_nd.default(permu
 permute_default_1: "f8e4m3fn[64, 48]" = aten.permute.default(constant_pad_nd_default, [1, 0])
 _scaled_mm_default: "f32[32, 48]" = aten._scaled_mm.default(x_1, permute_default_1, sx_1, sw_1, None, None, torch.float32, True)
 slice_tensor: "f32[32, 40]" = aten.slice.Tensor(_scaled_mm_default, 1, 0, 40)
-return slice_tensor
+clone_default: "f32[32, 40]" = aten.clone.default(slice_tensor, memory_format = torch.contiguous_format)
+return clone_default
 """,
     )
 

@@ -74,29 +74,26 @@ def test_amax_is_exact_and_shows_nan(shape: tuple[int, ...]) -> None:
     assert scaling.amax(x).isnan()
 
 
-def merge(on_nonfinite: str, new: list[float]) -> tuple[list[float], list[int]]:
-    amax, stamp = torch.tensor([5.0, 5.0, 5.0, 5.0]), torch.tensor([7, 7, 6, 6])
-    merged = scaling.merge_amax(amax, stamp, torch.tensor(7), torch.tensor(new), on_nonfinite)
-    return merged[0].tolist(), merged[1].tolist()
+def merge(on_nonfinite: str, new: list[float]) -> list[float]:
+    return scaling.merge_amax(torch.tensor([5.0, 5.0, -1.0, -1.0]), torch.tensor(new), on_nonfinite).tolist()
 
 
-def test_amaxes_of_one_step_merge_by_max_and_replace_older_ones() -> None:
-    assert merge("evict", [4.0, 6.0, 4.0, -1.0]) == ([5.0, 6.0, 4.0, 5.0], [7, 7, 7, 6])
+def test_amaxes_of_one_step_merge_by_max() -> None:
+    assert merge("evict", [4.0, 6.0, 4.0, -1.0]) == [5.0, 6.0, 4.0, -1.0]
 
 
 def test_nonfinite_amaxes() -> None:
     new = [math.nan, math.inf, math.nan, 1.0]
-    assert merge("evict", new) == ([5.0, 5.0, 0.0, 1.0], [7, 7, 7, 7])
-    assert merge("skip", new) == ([5.0, 5.0, 5.0, 1.0], [7, 7, 6, 7])
-    amax, stamp = merge("freeze", new)
-    assert math.isnan(amax[0]) and amax[1] == math.inf and math.isnan(amax[2]) and stamp == [7, 7, 7, 7]
+    assert merge("evict", new) == [5.0, 5.0, 0.0, 1.0]
+    assert merge("skip", new) == [5.0, 5.0, -1.0, 1.0]
+    amax = merge("freeze", new)
+    assert math.isnan(amax[0]) and amax[1] == math.inf and math.isnan(amax[2]) and amax[3] == 1.0
 
 
 def roll_all(amaxes: list[float], **options: object) -> tuple[Tensor, Tensor]:
     scale, history = torch.zeros(1), torch.zeros(4, 1)
     for a in amaxes:
-        used = torch.tensor([True])
-        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), used, torch.tensor([448.0]), **options)
+        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), torch.tensor([448.0]), **options)
     return scale, history
 
 
@@ -115,6 +112,6 @@ def test_amax_compute_algo(algo: object) -> None:
 
 def test_an_unused_slot_is_left_alone() -> None:
     scale, history = torch.tensor([3.0, 3.0]), torch.ones(2, 2)
-    used = torch.tensor([True, False])
-    scale, history = scaling.roll_history(scale, history, torch.tensor([2.0, 9.0]), used, torch.tensor([448.0, 448.0]))
+    limits = torch.tensor([448.0, 448.0])
+    scale, history = scaling.roll_history(scale, history, torch.tensor([2.0, -1.0]), limits)
     assert scale.tolist() == [224.0, 3.0] and history.tolist() == [[2.0, 1.0], [1.0, 1.0]]

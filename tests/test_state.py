@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
+from fp8pass.slots import PARTS
 from tests import oracle
-from tests.harness import annotated, compiled
+from tests.harness import annotated, compiled, sqnr
 from tests.models import Block, make
 
 
@@ -234,30 +235,138 @@ def test_entry_points_that_share_slots_share_their_state() -> None:
     assert sum(a > 0 for a in entry(model, "b.input")[1]) == 2
 
 
-def test_functions_without_parameters_have_state_too() -> None:
-    run = compiled(lambda x, w: x @ w)
-    w = torch.randn(16, 16, requires_grad=True)
-    for amax in (1.0, 2.0, 4.0):
-        y = run(data(amax), w)
-        y.sum().backward()
-    torch.testing.assert_close(y.detach(), (data(2.0) @ w).detach(), rtol=0.1, atol=0.02)  # saturated at step 2's amax
+def scaled(module: nn.Module, name: str, factor: float) -> nn.Module:
+    with torch.no_grad():
+        module.get_parameter(name).mul_(factor)
+    return module
+
+
+def test_instances_that_share_one_layer_share_only_its_slots() -> None:
+    class Pair(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.own, self.shared = nn.Linear(32, 32, bias=False), shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.shared(self.own(x))
+            return y
+
+    shared = nn.Linear(32, 32, bias=False)
+    pairs = [scaled(Pair(shared), "own.weight", k) for k in (1e4, 1e-3)]
+    runs = [compiled(p) for p in pairs]
+    for _ in range(3):
+        for run in runs:
+            run(torch.randn(64, 32)).sum().backward()
+    states = [fp8pass.state(p).state_dict() for p in pairs]
+    assert states[0]["own.weight.scale"] * 1e6 < states[1]["own.weight.scale"]
+    assert states[0]["shared.weight.scale"] == states[1]["shared.weight.scale"]
+
+
+def test_modules_that_own_nothing_share_nothing() -> None:
+    class Attend(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return q @ k.mT
+
+    large, small = compiled(Attend()), compiled(Attend())
+    for _ in range(3):
+        q, k = torch.randn(32, 32, requires_grad=True), torch.randn(32, 32)
+        for run, factor in ((large, 1e4), (small, 1e-4)):
+            y = run(q * factor, k)
+            assert sqnr((q * factor) @ k.mT, y) > 25
+            y.sum().backward()
+
+
+def test_two_halves_of_one_forward_may_give_slots_the_same_name() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.g = nn.Parameter(torch.ones(32))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = x * self.g
+            y = h @ h.mT
+            torch._dynamo.graph_break()
+            h = x * self.g * 1e-6
+            return y, h @ h.mT
+
+    model = Halves()
+    run = compiled(model)
+    for _ in range(3):
+        x = torch.randn(16, 32)
+        for actual, expected in zip(run(x), model(x), strict=True):
+            assert sqnr(expected, actual) > 22
+    slots = fp8pass.state(model).slots
+    assert slots == sorted(f"matmul.{r}{n}" for r in ("input", "weight", "grad_output") for n in ("", "~1"))
+    saved = fp8pass.state(model).state_dict()
+    fp8pass.state(model).load_state_dict(saved)
+    assert saved["matmul.input~1.scale"] > 1e5 * saved["matmul.input.scale"]
+    other = Halves()
+    fp8pass.state(other).load_state_dict(saved)
+    with torch.no_grad():
+        compiled(other)(x)
+    again = fp8pass.state(other).state_dict()
+    assert all(torch.equal(saved[k], again[k]) for k in saved)
+
+
+def test_two_models_in_one_function_that_share_a_layer() -> None:
+    class Top(nn.Module):
+        def __init__(self, bottom: nn.Module) -> None:
+            super().__init__()
+            self.bottom, self.fc = bottom, nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(self.bottom(x))
+            return y
+
+    bottom = nn.Linear(32, 32)
+    a, b = Top(bottom), scaled(Top(bottom), "fc.weight", 1000.0)
+    run = compiled(lambda x: a(x) + b(x))
+    for _ in range(2):
+        run(torch.randn(16, 32)).sum().backward()
+    scales = [fp8pass.state(m).state_dict()["fc.weight.scale"] for m in (a, b)]
+    assert scales[0] == pytest.approx(448 / float(a.fc.weight.detach().abs().max()), rel=1e-5)
+    assert scales[1] == pytest.approx(448 / float(b.fc.weight.detach().abs().max()), rel=1e-5)
+
+
+def test_one_model_in_several_threads() -> None:
+    import threading
+
+    model = make()
+    run = compiled(model)
+    train(run, [1.0])
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(5):
+                run(torch.randn(16, 32)).square().sum().backward()
+        except Exception as error:  # noqa: BLE001 - it is reported below
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+    assert len(fp8pass.state(model).slots) == 6
 
 
 def test_state_goes_with_its_model() -> None:
     import gc
     import weakref
 
-    from fp8pass.state import registry
+    from fp8pass.slots import registry
 
     model = make()
     train(compiled(model), [1.0])
     mine = weakref.ref(model.up.weight)
-    assert any(p() is mine() for g in registry.groups() for p in g.parameters)
+    assert any(p() is mine() for g in registry.groups() for p in g.owned)
     del model
     torch._dynamo.reset()
     gc.collect()
     assert mine() is None
-    assert all(p() is not None for g in registry.groups() for p in g.parameters)
+    assert all(g.alive() for g in registry.groups())
 
 
 # Saving and loading
@@ -338,3 +447,56 @@ def test_state_of_a_module_is_one_object() -> None:
     model = make()
     assert fp8pass.state(model) is fp8pass.state(torch.compile(model))
     assert fp8pass.state(model).state_dict() == {}
+
+
+def test_loading_after_training_and_evaluation() -> None:
+    model = make()
+    run = compiled(model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            run(torch.randn(16, 32))
+
+    train(run, [1.0, 2.0])
+    evaluate()
+    saved = fp8pass.state(model).state_dict()
+    train(run, [100.0, 100.0])
+    evaluate()
+    fp8pass.state(model).load_state_dict(saved)
+    evaluate()
+    restored = fp8pass.state(model).state_dict()
+    assert all(torch.equal(saved[k], restored[k]) for k in saved)
+    train(run, [1.0])
+    assert fp8pass.state(model).state_dict()["up.input.amax_history"][0] == saved["up.input.amax"]
+
+
+def test_loading_after_evaluation_only() -> None:
+    model, other = make(), make()
+    train(compiled(model), [1.0, 2.0])
+    saved = fp8pass.state(model).state_dict()
+    run = compiled(other)
+    with torch.no_grad():
+        run(torch.randn(16, 32))
+    fp8pass.state(other).load_state_dict(saved)
+    assert fp8pass.state(other).state_dict().keys() == saved.keys()
+    train(run, [1.0])
+    assert fp8pass.state(other).state_dict()["down.grad_output.scale"] > 0
+
+
+def test_loading_between_forward_and_backward() -> None:
+    model = make()
+    run = compiled(model)
+    train(run, [1.0, 1.0])
+    loss = run(torch.randn(16, 32)).square().sum()
+    state = fp8pass.state(model)
+    state.load_state_dict(state.state_dict())
+    loss.backward()
+    assert state.state_dict()["up.grad_output.amax"] > 0
+
+
+def test_a_loaded_state_that_does_not_fit_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = make()
+    names = {f"other.input.{part}": torch.zeros(4 if part == "amax_history" else ()) for part in PARTS}
+    fp8pass.state(model).load_state_dict(names)
+    train(compiled(model), [1.0])
+    assert "the loaded FP8 state has nothing for up.input" in caplog.text

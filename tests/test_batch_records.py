@@ -1,4 +1,4 @@
-"""The delayed_scaling pass: chains of records become one update."""
+"""The batch_records pass: chains of records become one update."""
 
 from __future__ import annotations
 
@@ -6,35 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-from fp8pass.passes.delayed_scaling import DelayedScaling
 from torch import Tensor, fx, nn
 
 import fp8pass
 from fp8pass import scaling
 from fp8pass._torch import min_cut_partition
-from fp8pass.ops import record
+from fp8pass.ops import RECORD, record
+from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.pipeline import Pipeline
 from tests.harness import apply, capture, compiled, count, expect_graph, text
 
-RECORD = torch.ops.fp8pass.record.default
-STEP = torch.tensor(7)
 
-
-def chain(
-    amax: Tensor, stamp: Tensor, step: Tensor, indices: list[int], on_nonfinite: str, *new: Tensor
-) -> tuple[Tensor, Tensor]:
+def chain(amax: Tensor, indices: list[int], on_nonfinite: str, *new: Tensor) -> Tensor:
     for i, value in zip(indices, new, strict=True):
-        amax, stamp = record(amax, stamp, step, value, i, on_nonfinite)
-    return amax, stamp
+        amax = record(amax, value, i, on_nonfinite)
+    return amax
 
 
-def inputs(indices: list[int], values: list[float]) -> tuple[Any, ...]:
-    return torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7, 6, 7]), STEP, indices, "evict", *map(torch.tensor, values)
+def inputs(indices: list[int], values: list[float], on_nonfinite: str = "evict") -> tuple[Any, ...]:
+    return torch.tensor([1.0, -1.0, 3.0]), indices, on_nonfinite, *map(torch.tensor, values)
 
 
 def test_graph() -> None:
     module = capture(chain, *inputs([0, 1, 2], [5.0, 6.0, 0.5]))
-    assert apply(module, DelayedScaling()) == []
+    assert apply(module, BatchRecords()) == []
     expect_graph(
         module,
         """\
@@ -44,18 +39,14 @@ arg2,
 arg3,
 arg4,
 arg5,
-arg6,
-arg7,
 arg0_1: "f32[3]"
-arg1_1: "i64[3]"
-arg2_1: "i64[]"
+arg3_1: "f32[]"
+arg4_1: "f32[]"
 arg5_1: "f32[]"
-arg6_1: "f32[]"
-arg7_1: "f32[]"
-arg0_1, arg1_1, arg2_1, arg3_1, arg3_2, arg3_3, arg4_1, arg5_1, arg6_1, arg7_1, = fx_pytree.tree_flatten_spec([arg0, arg1, arg2, arg3, arg4, arg5, arg6, arg7], self._in_spec)
-unsqueeze: "f32[1]" = aten.unsqueeze.default(arg5_1, 0)
-unsqueeze_1: "f32[1]" = aten.unsqueeze.default(arg6_1, 0)
-unsqueeze_2: "f32[1]" = aten.unsqueeze.default(arg7_1, 0)
+arg0_1, arg1_1, arg1_2, arg1_3, arg2_1, arg3_1, arg4_1, arg5_1, = fx_pytree.tree_flatten_spec([arg0, arg1, arg2, arg3, arg4, arg5], self._in_spec)
+unsqueeze: "f32[1]" = aten.unsqueeze.default(arg3_1, 0)
+unsqueeze_1: "f32[1]" = aten.unsqueeze.default(arg4_1, 0)
+unsqueeze_2: "f32[1]" = aten.unsqueeze.default(arg5_1, 0)
 cat: "f32[3]" = aten.cat.default([unsqueeze, unsqueeze_1, unsqueeze_2])
 abs_1: "f32[3]" = aten.abs.default(cat)
 ne: "b8[3]" = aten.ne.Scalar(abs_1, inf)
@@ -63,13 +54,8 @@ eq: "b8[3]" = aten.eq.Tensor(cat, cat)
 mul: "b8[3]" = aten.mul.Tensor(eq, ne)
 scalar_tensor: "f32[]" = aten.scalar_tensor.default(0.0, dtype = torch.float32, layout = torch.strided, device = device(type='cpu'))
 where: "f32[3]" = aten.where.self(mul, cat, scalar_tensor)
-lt: "b8[3]" = aten.lt.Scalar(where, 0)
-eq_1: "b8[3]" = aten.eq.Tensor(arg1_1, arg2_1)
 maximum: "f32[3]" = aten.maximum.default(arg0_1, where)
-where_1: "f32[3]" = aten.where.self(eq_1, maximum, where)
-where_2: "f32[3]" = aten.where.self(lt, arg0_1, where_1)
-where_3: "i64[3]" = aten.where.self(lt, arg1_1, arg2_1)
-return pytree.tree_unflatten([where_2, where_3], self._out_spec)
+return pytree.tree_unflatten([maximum], self._out_spec)
 """,
     )
 
@@ -77,24 +63,20 @@ return pytree.tree_unflatten([where_2, where_3], self._out_spec)
 @pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
 @pytest.mark.parametrize("indices", [[0, 1, 2], [2, 0, 1], [0, 2], [1], [1, 1, 1], [0, 1, 2, 0]], ids=str)
 def test_same_numbers_as_the_chain(indices: list[int], on_nonfinite: str) -> None:
-    values = [5.0, float("nan"), 0.5, 6.0][: len(indices)]
-    args = list(inputs(indices, values))
-    args[4] = on_nonfinite
+    args = inputs(indices, [5.0, float("nan"), 0.5, 6.0][: len(indices)], on_nonfinite)
     module = capture(chain, *args)
     assert count(module, RECORD) == len(indices)
-    apply(module, DelayedScaling())
+    apply(module, BatchRecords())
     assert count(module, RECORD) == 0
-    for actual, expected in zip(module(*args), chain(*args), strict=True):
-        torch.testing.assert_close(actual, expected, equal_nan=True)
+    torch.testing.assert_close(module(*args), chain(*args), equal_nan=True)
 
 
 def test_launches_do_not_grow_with_the_slots() -> None:
     """Per slot there is one `unsqueeze` into the stack and nothing else."""
     sizes = []
     for n in (4, 8, 16):
-        args = torch.zeros(n), torch.zeros(n, dtype=torch.int64), STEP, list(range(n)), "evict", *torch.rand(n)
-        module = capture(chain, *args)
-        apply(module, DelayedScaling())
+        module = capture(chain, torch.zeros(n), list(range(n)), "evict", *torch.rand(n))
+        apply(module, BatchRecords())
         sizes.append(len([x for x in module.graph.nodes if x.op == "call_function"]) - n)
     assert len(set(sizes)) == 1
 
@@ -102,7 +84,7 @@ def test_launches_do_not_grow_with_the_slots() -> None:
 def test_nothing_to_do() -> None:
     module = capture(lambda x: x + 1, torch.randn(3))
     before = text(module)
-    apply(module, DelayedScaling())
+    apply(module, BatchRecords())
     assert text(module) == before
 
 
@@ -118,7 +100,7 @@ def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
         backwards.append(backward)
         written = {n.args[0].name for n in forward.graph.nodes if n.target is torch.ops.aten.copy_.default}
         read = {n.name for n in backward.graph.nodes if n.op == "placeholder"}
-        assert len(written) == 5  # scale, history, step, amax and stamp of the forward
+        assert len(written) == 4  # scale, history, and both amaxes: one recorded, one reset
         assert not written & read
         return forward, backward
 

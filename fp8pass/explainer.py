@@ -31,11 +31,13 @@ def explain(
     compiled = torch.compile(function, backend=explain_only(config or make_config()))
     buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
-    with collect() as report, recompiles, torch.random.fork_rng(), torch.set_grad_enabled(backward):
-        compiled(*args, **kwargs)
-    with torch.no_grad():
-        for name, saved in buffers.items():
-            function.get_buffer(name).copy_(saved)  # type: ignore[union-attr]
+    try:
+        with collect() as report, recompiles, torch.random.fork_rng(), torch.set_grad_enabled(backward):
+            compiled(*args, **kwargs)
+    finally:
+        with torch.no_grad():
+            for name, saved in buffers.items():
+                function.get_buffer(name).copy_(saved)  # type: ignore[union-attr]
     if not report.graphs:
         report.notes.append(
             "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."

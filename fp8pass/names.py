@@ -1,0 +1,65 @@
+"""What things are called: module paths from Dynamo's sources, and the names of slots."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+
+class Names:
+    """The names in one graph of Dynamo's, given its placeholders.
+
+    owned: the inputs that tell instances apart, {placeholder: path}: the parameters, or else the buffers. Paths are
+    relative to the graph's root ("layers.0.up.weight"), unless there are several: then they begin with its name.
+    """
+
+    def __init__(self, placeholders: Sequence[fx.Node]) -> None:
+        sources = {p: _source_name(p) for p in placeholders}
+        parameters = [p for p in placeholders if isinstance(p.meta.get("example_value"), torch.nn.Parameter)]
+        owned = parameters or [p for p in placeholders if "._buffers[" in sources[p]]
+        paths = {p: _path(sources[p]) for p in owned}
+        self._keep_root = len({root for root, _ in paths.values()}) > 1
+        self.owned = {p: self._join(*path) for p, path in paths.items()}
+        self._taken: Counter[str] = Counter()
+
+    def of(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[str, int]:
+        """The name of a matmul, and which of `owned` it goes with, or -1.
+
+        That is the path of the parameter that is an operand, without "weight"; else the module's path and the op.
+        """
+        for operand in operands:
+            if isinstance(operand, fx.Node) and operand in self.owned:
+                return self.owned[operand].removesuffix(".weight"), list(self.owned).index(operand)
+        stack = node.meta.get("nn_module_stack") or {}
+        path = self._join(*_path(list(stack.values())[-1][0])) if stack else ""
+        return f"{path}.{op}" if path else op, -1
+
+    def slot(self, name: str, role: str) -> str:
+        """A new slot's name: the role, numbered from the second use of a module in the graph on."""
+        slot = f"{name}.{role}"
+        self._taken[slot] += 1
+        uses = self._taken[slot]
+        return slot if uses == 1 else f"{slot}_{uses - 1}"
+
+    def _join(self, root: str, path: str) -> str:
+        return ".".join(part for part in (root if self._keep_root else "", path) if part)
+
+
+_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
+
+
+def _path(source: str) -> tuple[str, str]:
+    """("model", "layers.0.up.weight") of "L['model']._modules['layers']._modules['0']..." """
+    head = re.match(r"[A-Z]\['([^']+)'\]", source)
+    root, rest = (head[1], source[head.end() :]) if head else ("", source)
+    return root, ".".join(next(filter(None, step)).strip("'\"") for step in _STEP.findall(rest))
+
+
+def _source_name(placeholder: fx.Node) -> str:
+    source = getattr(placeholder, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)
