@@ -20,9 +20,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*command: str) -> str:
-    """What a command prints; raises if it fails."""
+    """What a command prints; ends this script if it fails."""
     environment = {**os.environ, "COLUMNS": "120"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
     return done.stdout.strip()
 
 

@@ -121,8 +121,7 @@ class _Rewriter:
         product = _Product(
             scales=(scale_a, self._scale_inv(m.dq_b)),
             dtype=val(m.node).dtype,
-            fast_accum=gemm.kind
-            == "output",  # gradients need the full accumulator: XLA's and TransformerEngine's default
+            fast_accum=gemm.kind == "output",  # gradients need the full accumulator
             bias=m.bias if _fits_kernel(m) else None,
         )
         y = self._matmul(a_q, b_q, product) if val(a_q).dim() == 2 else self._batched(m, a_q, b_q, product)
@@ -166,9 +165,8 @@ class _Rewriter:
     def _make_scale_inv(self, factor: Any, divided: bool, device: torch.device) -> fx.Node:
         if not isinstance(factor, fx.Node):
             number = 1.0 if factor is None else float(factor)
-            return self._emit(
-                aten.full.default, [], 1 / number if divided else number, dtype=torch.float32, device=device
-            )
+            number = 1 / number if divided else number
+            return self._emit(aten.full.default, [], number, dtype=torch.float32, device=device)
         if val(factor).dtype != torch.float32:
             factor = self._emit(prims.convert_element_type.default, factor, torch.float32)
         if val(factor).dim():
@@ -184,9 +182,8 @@ class _Rewriter:
         if statically_known_true(val(y).shape[1] == val(b).shape[1]):
             return y
         y = self._emit(aten.slice.Tensor, y, 1, 0, self._size(b, 1))
-        return self._emit(
-            aten.clone.default, y, memory_format=torch.contiguous_format
-        )  # the strides that mm's result has
+        # users, and nodes behind this one, count on the strides that the result of mm has
+        return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
 
     def _transposed(self, x: fx.Node) -> fx.Node:
         if x.target is aten.permute.default and x.args[1] == [1, 0]:
@@ -278,8 +275,13 @@ def _fits_kernel(m: Match) -> bool:
 
 
 def _is_row_major(x: torch.Tensor) -> bool:
-    """As cuBLASLt means it. `is_contiguous` does not look at the stride of a dimension of size 1; CUDA's checks do."""
-    return statically_known_true(x.stride(1) == 1) and statically_known_true(x.stride(0) >= x.shape[1])
+    """As cuBLASLt means it: rows one behind the other, each beginning at a multiple of 16 bytes.
+
+    `is_contiguous` does not look at the stride of a dimension of size 1; CUDA's checks do.
+    """
+    row, column = x.stride()
+    aligned = row % ALIGNMENT == 0, x.storage_offset() % ALIGNMENT == 0
+    return all(map(statically_known_true, (column == 1, row >= x.shape[1], *aligned)))
 
 
 def _is_one_matrix(operand: fx.Node) -> bool:
