@@ -13,14 +13,12 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._logging._internal import trace_structured
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 CPU_LOADS_FP8_UNDER_A_MASK = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 """What padding needs. 2.11's C++ code for it does not compile."""
@@ -29,7 +27,6 @@ __all__ = [
     "CPU_LOADS_FP8_UNDER_A_MASK",
     "ConstantSource",
     "CustomGraphPass",
-    "FakeTensor",
     "FakeTensorMode",
     "TracingContext",
     "aot_autograd",
@@ -38,12 +35,10 @@ __all__ = [
     "dynamo_config",
     "functorch_config",
     "get_hash_for_files",
-    "inductor_config",
     "list_mode_options",
     "make_boxed_func",
     "min_cut_partition",
     "select_decomp_table",
-    "stable_topological_sort",
     "trace_structured",
     "tracing",
 ]

@@ -104,7 +104,7 @@ class Pipeline(CustomGraphPass):
 
 def _warn_if_nothing(report: Report, choices: list[Choice]) -> None:
     """A model that was meant to run in FP8, of which nothing does: said once per reason."""
-    reasons = [c.reason for c in choices if c.wanted]
+    reasons = [c.reason for c in choices if c.wanted or c.reason.startswith("predicted")]
     if reasons and not report.rewritten:
         _warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
@@ -130,7 +130,8 @@ def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
 
 
 def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
-    return gemm.choice is not None and choices[gemm.choice].wanted
+    choice = None if gemm.choice is None else choices[gemm.choice]
+    return choice is not None and (choice.wanted or choice.scaling != "")
 
 
 def _is_quantized(node: fx.Node) -> bool:

@@ -98,7 +98,7 @@ class SlotGroup:
 
     def alive(self) -> bool:
         """Whether the instance that this is the state of still exists."""
-        return None not in self.owned_tensors()
+        return all(ref() is not None for ref in self.owned)
 
     def cold(self) -> list[str]:
         """The slots that will have no scale in the step that begins now. Waits for the device."""
@@ -116,7 +116,7 @@ class SlotGroup:
         for other in sorted(newer, key=lambda r: r.used):
             self._take(other)
             self.seen = other.used
-            self.warm = False
+            self.warm &= other.warm
         if self.table.training:
             self.used = self.seen = next(_clock)
 

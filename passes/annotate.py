@@ -268,15 +268,14 @@ class _Annotator:
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         new = _Slots(self, choice, anchor)
         with self.graph.inserting_before(node):
-            first = (
-                a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
-            )  # behind the product it could come too late
-            quantized = {a: new.operand(first, "input"), b: new.operand(b, "weight")}
+            # alpha belongs to an operand: behind the product it could come too late, float16 overflows
+            first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
+            a_, b_ = new.operand(first, "input"), new.operand(b, "weight")
             if bias is None:
-                y = self.graph.node_copy(node, lambda n: quantized.get(n, n))
+                y = self.graph.node_copy(node, lambda n: {a: a_, b: b_}.get(n, n))
             else:
                 assert spelling.product is not None
-                y = self._call(spelling.product, (quantized[a], quantized[b]), node)
+                y = self._call(spelling.product, (a_, b_), node)
             if self.grad_enabled and node.meta["example_value"].requires_grad:
                 y = new.quantize(ops.qdq_gradient, y, "grad_output")
             if bias is not None:
