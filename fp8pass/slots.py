@@ -42,7 +42,8 @@ class SlotTable:
     names: T slots, those of forward tensors first; n_forward: F; fp8_max: largest value of each slot's format.
     owned: paths, relative to the graph's root, of the inputs that belong to the instance: parameters, or else buffers.
     anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
-    places: the user's line of each slot's matmul. training: whether the graph records at all.
+    places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
+    training: whether the graph records at all.
     """
 
     names: tuple[str, ...]
@@ -84,11 +85,17 @@ class SlotGroup:
     cold_steps: int = 0
 
     def keys(self) -> list[tuple[Any, ...]]:
-        """What identifies each slot, whatever graph it is in: its parameter and role, or instance, name and line."""
-        ids = tuple(map(id, self.owned_tensors()))
-        rows = zip(self.table.names, self.table.anchors, self.table.places, strict=True)
+        """What identifies each slot, whatever graph it is in.
+
+        A parameter is one tensor wherever it is used. What it is multiplied with is another tensor at another line of
+        the user's: two halves of a forward may call one layer on very different inputs.
+        """
+        table, ids = self.table, tuple(map(id, self.owned_tensors()))
+        rows = zip(table.names, table.anchors, table.places, strict=True)
         return [
-            (ids[anchor], name.rpartition(".")[2]) if anchor >= 0 else (*ids, name, place)
+            (table.recipe, place, ids[anchor], name.rpartition(".")[2])
+            if anchor >= 0
+            else (table.recipe, place, ids, name)
             for name, anchor, place in rows
         ]
 

@@ -174,7 +174,7 @@ def annotate(module: fx.GraphModule, config: Config) -> Annotation:
 
 @dataclass
 class _Slot:
-    """A quantizer that waits for its place in the state. anchor: see `SlotTable.anchors`; place: the user's line."""
+    """A quantizer that waits for its place in the state. anchor, place: see `SlotTable`."""
 
     name: str
     role: Role
@@ -352,7 +352,8 @@ class _Slots:
         quantizer = ops.Delayed(recipe, recipe.dtype(role), slot=-1, index=-1, bootstrap=not record, record=record)
         node = owner._call(how, (x, quantizer), x)
         name = owner.names.slot(self.choice.name, role)
-        owner.slots.append(_Slot(name, role, self.anchor, self.choice.source, quantizer, node))
+        place = "" if x in owner.names.owned else self.choice.source
+        owner.slots.append(_Slot(name, role, self.anchor, place, quantizer, node))
         return node
 
 

@@ -116,7 +116,9 @@ def _einsum_sizes(equation: str, a: Tensor, b: Tensor) -> Sizes:
         return math.prod(size[c] for c in sorted(letters))
 
     if not both - out:
-        raise Reject(f"einsum {equation!r} contracts nothing")
+        raise Reject(f"einsum {equation!r} contracts nothing; it is no matmul")
+    if len(set(left)) < len(left) or len(set(right)) < len(right) or not set(left) ^ set(right) <= out:
+        raise Reject(f"einsum {equation!r} takes a diagonal or a sum before it multiplies; do that first, by itself")
     return Sizes(
         product(both & out), product((set(left) - both) & out), product(both - out), product(set(right) - both)
     )

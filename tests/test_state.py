@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
-from fp8pass.slots import PARTS
+from fp8pass.slots import PARTS, registry
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr
 from tests.models import Block, make
@@ -221,7 +221,7 @@ def test_entry_points_that_share_slots_share_their_state() -> None:
             return y
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.b(self.a(x))
+            y: Tensor = self.b(self.part(x))
             return y
 
     model = Two()
@@ -308,6 +308,39 @@ def test_two_halves_of_one_forward_may_give_slots_the_same_name() -> None:
     assert all(torch.equal(saved[k], again[k]) for k in saved)
 
 
+def test_one_layer_at_two_lines_has_a_slot_for_each_input() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.fc(x)
+            torch._dynamo.graph_break()
+            return y, self.fc(x * 1e-6)
+
+    model = Twice()
+    run = compiled(model)
+    for _ in range(3):
+        x = torch.randn(16, 32)
+        for actual, expected in zip(run(x), model(x), strict=True):
+            assert sqnr(expected, actual) > 22
+            actual.sum().backward()
+    assert fp8pass.state(model).slots == [
+        "fc.grad_output", "fc.grad_output~1", "fc.input", "fc.input~1", "fc.weight",
+    ]  # fmt: skip
+
+
+def test_two_recipes_on_one_model() -> None:
+    model = make()
+    for length in (4, 8):
+        train(compiled(model, recipe=DelayedScaling(amax_history_len=length)), [1.0, 2.0])
+    assert {len(g.tensors.amax_history) for g in registry.groups() if g.owned_tensors()[0] is model.norm.weight} == {
+        4,
+        8,
+    }
+
+
 def test_two_models_in_one_function_that_share_a_layer() -> None:
     class Top(nn.Module):
         def __init__(self, bottom: nn.Module) -> None:
@@ -355,8 +388,6 @@ def test_one_model_in_several_threads() -> None:
 def test_state_goes_with_its_model() -> None:
     import gc
     import weakref
-
-    from fp8pass.slots import registry
 
     model = make()
     train(compiled(model), [1.0])
