@@ -75,7 +75,7 @@ def _fake_state(table: SlotTable, example_inputs: Sequence[Any]) -> list[Tensor]
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
-    pipeline = Pipeline(config, annotation, next(_numbers))
+    pipeline = Pipeline(config, annotation.choices, next(_numbers))
     if config.lowering == "eager":
         return _lower_eager(annotation.module, inputs, pipeline)
     patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline}

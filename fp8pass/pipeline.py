@@ -37,10 +37,10 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
     return Annotation(module, [], []) if config.recipe is None else annotate(module, config)
 
 
-def passes(annotation: Annotation) -> list[Pass]:
-    """The order."""
+def passes(choices: list[Choice]) -> list[Pass]:
+    """The order. choices: what the annotate pass made of each call."""
     return [
-        Matmuls(annotation.choices),  # first: whatever later passes do, every matmul of the user has a verdict
+        Matmuls(choices),  # first: whatever later passes do, every matmul of the user has a verdict
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]
@@ -52,9 +52,9 @@ class Pipeline(CustomGraphPass):
     Keeps nothing that outlives the compilation but the report: where Inductor's caches hit, it does not run.
     """
 
-    def __init__(self, config: Config, annotation: Annotation, number: int) -> None:
+    def __init__(self, config: Config, choices: list[Choice], number: int) -> None:
         self.config = config
-        self.annotation = annotation
+        self.choices = choices
         self.number = number
         self.report = Report()
 
@@ -67,7 +67,7 @@ class Pipeline(CustomGraphPass):
         context = Context(self.config)
         module = graph.owning_module
         assert module is not None
-        for i, p in enumerate(passes(self.annotation)):
+        for i, p in enumerate(passes(self.choices)):
             before = readable(module) if self.config.dump_dir else ""
             started = time.perf_counter()
             try:
@@ -86,8 +86,8 @@ class Pipeline(CustomGraphPass):
         publish(self.report)
         _artifact(f"fp8pass.{self.number}.report", str(self.report))
         if self.config.strict:
-            _raise_if_declined(context, self.annotation.choices)
-        _warn_if_nothing(self.report, self.annotation.choices)
+            _raise_if_declined(context, self.choices)
+        _warn_if_nothing(self.report, self.choices)
 
     def _dump(self, i: int, name: str, applied: int, seconds: float, before: str, module: fx.GraphModule) -> None:
         log.debug("%s applied %d times in %.1f ms", name, applied, seconds * 1e3)

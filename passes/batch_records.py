@@ -82,7 +82,7 @@ def _batch(build: Builder, chain: list[fx.Node]) -> None:
 
 
 def _rounds(chain: list[fx.Node]) -> list[dict[int, fx.Node]]:
-    """The amaxes by index, in as many dicts as the most used index has uses."""
+    """The amaxes by index, in a new dict whenever an index comes again."""
     rounds: list[dict[int, fx.Node]] = [{}]
     for node in chain:
         new, index = node.args[1:3]

@@ -146,5 +146,5 @@ _SHORT = {
 
 
 def short(dtype: torch.dtype) -> str:
-    """ "bf16" for torch.bfloat16, and so on."""
+    """The name of a dtype as tables show it: "bf16" for torch.bfloat16."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

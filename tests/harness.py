@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import expecttest
@@ -16,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
 from fp8pass.config import Config
-from fp8pass.report import Gemm, Report, collect
+from fp8pass.report import Gemm, collect
 from fp8pass.rewrite import Context, Pass
 from fp8pass.verify import verify
 
@@ -88,7 +87,7 @@ def train(
                     p.grad = None
 
 
-def compiled(function: Any, report: Report | None = None, **options: Any) -> Callable[..., Any]:
+def compiled(function: Any, **options: Any) -> Callable[..., Any]:
     """`function` under the fp8pass backend; op by op unless `lowering` says otherwise."""
     dynamic = options.pop("dynamic", None)
     return torch.compile(function, backend="fp8pass", dynamic=dynamic, options={"lowering": "eager", **options})
@@ -100,11 +99,7 @@ def annotated(function: Any, **options: Any) -> Callable[..., Any]:
     return torch.compile(function, backend=lambda g, x: reference(g, x, options=options), dynamic=dynamic)
 
 
-@contextmanager
-def verdicts() -> Iterator[Report]:
-    """The report of everything compiled within."""
-    with collect() as report:
-        yield report
+verdicts = collect
 
 
 class RefusedByCuda(Exception):
@@ -132,6 +127,8 @@ def check_legal_on_cuda(graph: fx.Graph) -> int:
         return torch.empty_strided(list(shape), list(stride), dtype=v.dtype, device="cuda")
 
     for node in nodes:
+        devices = {a.meta["val"].device for a in node.all_input_nodes}
+        assert len(devices) == 1, (node, devices)
         with mode:
             try:
                 out = torch._scaled_mm(*(on_cuda(a) for a in node.args))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8pass.passes.inline import COMPOSITES, inline
+from fp8pass.passes.spellings import spelling_of
+from tests.harness import expect_text
 
 
 class Wrapped(nn.Module):
@@ -55,3 +57,26 @@ def test_nothing_to_inline() -> None:
     applied: list[int] = []
     torch.compile(nn.Linear(4, 4), backend=inlining(applied))(torch.randn(2, 4))
     assert applied == [0]
+
+
+def test_graph() -> None:
+    """The matmuls that come out, and where their parameters are."""
+    found: list[str] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        inline(module)
+        calls = (n for n in module.graph.nodes if n.op == "call_function" and spelling_of(n))
+        found.extend(f"{n.target}: {list(n.meta['example_value'].shape)}" for n in calls)
+        return module.forward
+
+    torch.compile(Wrapped(), backend=backend)(torch.randn(2, 8, 32), torch.randn(2, 6, 32))
+    expect_text(
+        "\n".join(found),
+        """\
+aten.linear.default: [8, 2, 32]
+aten.linear.default: [6, 2, 64]
+aten.bmm.default: [4, 8, 6]
+aten.bmm.default: [4, 8, 16]
+aten.linear.default: [16, 32]
+""",
+    )

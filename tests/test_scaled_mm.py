@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass._torch import CPU_LOADS_FP8_UNDER_A_MASK
 from fp8pass.config import Config
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
@@ -65,30 +64,35 @@ return _scaled_mm_default
     )
 
 
-@pytest.mark.skipif(not CPU_LOADS_FP8_UNDER_A_MASK, reason="torch 2.11 on CPU pads with cat")
-def test_graph_with_copies_and_padding() -> None:
-    """A row-major second operand is transposed, N=40 padded to 48 and the result sliced back."""
-
+def test_graph_with_a_transposed_copy() -> None:
     def matmul(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor) -> Tensor:
         return dq(x, sx) @ dq(w, sw)
 
-    module, _ = rewrite(matmul, fp8(32, 64), scale(), fp8(64, 40), scale())
+    module, _ = rewrite(matmul, fp8(32, 64), scale(), fp8(64, 48), scale())
     expect_graph(
         module,
         """\
 x_1: "f8e4m3fn[32, 64]",
 sx_1: "f32[]",
-w_1: "f8e4m3fn[64, 40]",
+w_1: "f8e4m3fn[64, 48]",
 sw_1: "f32[]",
-permute_default: "f8e4m3fn[40, 64]" = aten.permute.default(w_1, [1, 0])
-constant_pad_nd_default: "f8e4m3fn[48, 64]" = aten.constant_pad_nd.default(permute_default, [0, 0, 0, 8], 0)
-permute_default_1: "f8e4m3fn[64, 48]" = aten.permute.default(constant_pad_nd_default, [1, 0])
+permute_default: "f8e4m3fn[48, 64]" = aten.permute.default(w_1, [1, 0])
+clone_default: "f8e4m3fn[48, 64]" = aten.clone.default(permute_default, memory_format = torch.contiguous_format)
+permute_default_1: "f8e4m3fn[64, 48]" = aten.permute.default(clone_default, [1, 0])
 _scaled_mm_default: "f32[32, 48]" = aten._scaled_mm.default(x_1, permute_default_1, sx_1, sw_1, None, None, torch.float32, True)
-slice_tensor: "f32[32, 40]" = aten.slice.Tensor(_scaled_mm_default, 1, 0, 40)
-clone_default: "f32[32, 40]" = aten.clone.default(slice_tensor, memory_format = torch.contiguous_format)
-return clone_default
+return _scaled_mm_default
 """,
     )
+
+
+def test_unaligned_sizes_are_padded_with_zeros_and_the_result_is_sliced_back() -> None:
+    inputs = fp8(32, 60), fp8(60, 40)
+    module, _ = rewrite(lambda x, w: dq(x, 1.0) @ dq(w, 1.0), *inputs)
+    (call,) = (n for n in module.graph.nodes if n.target is aten._scaled_mm.default)
+    assert [list(n.meta["val"].shape) for n in (call.args[0], call.args[1], call)] == [[32, 64], [64, 48], [32, 48]]
+    actual = module(*inputs)
+    assert (actual.shape, actual.stride()) == ((32, 40), (40, 1))
+    torch.testing.assert_close(actual, inputs[0].float() @ inputs[1].float(), rtol=1e-5, atol=1e-3)
 
 
 def test_no_copies_for_blackwell() -> None:
