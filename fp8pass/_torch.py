@@ -5,7 +5,7 @@ Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
@@ -20,11 +20,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-CPU_LOADS_FP8_UNDER_A_MASK = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-"""What padding needs. 2.11's C++ code for it does not compile."""
-
 __all__ = [
-    "CPU_LOADS_FP8_UNDER_A_MASK",
     "ConstantSource",
     "CustomGraphPass",
     "FakeTensorMode",
@@ -33,6 +29,7 @@ __all__ = [
     "compile_fx",
     "detect_fake_mode",
     "dynamo_config",
+    "enable_python_dispatcher",
     "functorch_config",
     "get_hash_for_files",
     "list_mode_options",

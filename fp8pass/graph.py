@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, Target
 
-from fp8pass._torch import FakeTensorMode, detect_fake_mode, select_decomp_table
+from fp8pass._torch import FakeTensorMode, detect_fake_mode, enable_python_dispatcher, select_decomp_table
 
 MADE_BY = "fp8pass"
 
@@ -39,12 +39,17 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     return mode
 
 
+def compute(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `target` computes, on fake tensors; nodes among the arguments stand for theirs."""
+    args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with mode, enable_python_dispatcher():  # what C++ has no symbolic sizes for
+        return target(*args, **kwargs)
+
+
 def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
     """What `node` computes, on fake tensors."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     assert callable(node.target)
-    with mode:
-        return node.target(*args, **kwargs)
+    return compute(mode, node.target, node.args, node.kwargs)
 
 
 class Builder:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8pass.scaling import FP8_DTYPES
+
 
 @dataclass(frozen=True)
 class Target:
@@ -71,6 +73,15 @@ def why_no_fp8(device: torch.device, target: Target | None) -> str:
         major, minor = target.capability
         return f"{target.name} is sm_{major}{minor}; FP8 matmuls need sm_89 (Ada) or later"
     return ""
+
+
+# Of the formats, those that this torch's CPU casts, and so its matmuls, saturate in; the others overflow to inf or NaN.
+_SATURATING_ON_CPU = {d for d in FP8_DTYPES if torch.full((), 1e9).to(d).float() == torch.finfo(d).max}
+
+
+def casts_saturate(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a matmul with FP8 output ends at the largest finite value: always on CUDA, on CPU by type and version."""
+    return device.type == "cuda" or dtype in _SATURATING_ON_CPU
 
 
 # Shares of the peaks that large kernels reach, and the cost of a launch: torchao's roofline model of 2025.

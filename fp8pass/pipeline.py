@@ -22,11 +22,10 @@ from fp8pass.graph import readable
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import Annotation, Choice, annotate
 from fp8pass.passes.batch_records import BatchRecords
-from fp8pass.passes.matmuls import Matmuls, operands
-from fp8pass.passes.patterns import dequantize
+from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
-from fp8pass.rewrite import Context, Pass, Reject
+from fp8pass.rewrite import Context, Pass
 from fp8pass.verify import verify
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Pipeline(CustomGraphPass):
             if applied:
                 module.recompile()
             self._dump(i, p.name, applied, time.perf_counter() - started, before, module)
-        self.report = Report(list(context.gemms.values()), graphs=1)
+        self.report = Report(list(context.gemms.values()), graphs=1, notes=context.notes)
         publish(self.report)
         _artifact(f"fp8pass.{self.number}.report", str(self.report))
         if self.config.strict:
@@ -119,8 +118,8 @@ def _warn_once(message: str) -> None:
 
 def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
     """Strict: what the recipe and filter chose, or the user quantized, must have been rewritten."""
-    for node, gemm in context.gemms.items():
-        if gemm.status == "rewritten" or not (_chosen(gemm, choices) or _is_quantized(node)):
+    for gemm in context.gemms.values():
+        if gemm.status == "rewritten" or not (_chosen(gemm, choices) or gemm.quantized):
             continue
         where = f" at {gemm.source}" if gemm.source else ""
         raise Fp8Error(
@@ -132,15 +131,6 @@ def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
 def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
     choice = None if gemm.choice is None else choices[gemm.choice]
     return choice is not None and (choice.wanted or choice.scaling != "")
-
-
-def _is_quantized(node: fx.Node) -> bool:
-    try:
-        for operand in operands(node):
-            dequantize(operand)
-    except Reject:
-        return False
-    return True
 
 
 def _artifact(name: str, text: str) -> None:

@@ -35,7 +35,15 @@ class Gemm:
     batches: int | str = 1
     scaling: str = ""
     status: Status = "declined"
+    rule: str = ""
+    """The condition that failed, in a few words: what reasons are counted by."""
     reason: str = ""
+    near_miss: bool = False
+    """Declined although an operand comes from FP8 and all conditions but one held."""
+    quantized: bool = False
+    """Declined although both operands come from FP8."""
+    note: str = ""
+    """Rewritten, and what was expected in its kernel and stayed outside, with the reason."""
     choice: int | None = None
     """Which call of the annotated graph it comes from."""
 
@@ -71,16 +79,22 @@ class Report:
         """How often each reason declined a matmul."""
         return Counter(g.reason for g in self.declined)
 
+    def rules(self) -> Counter[str]:
+        """How often each condition failed: shorter than `reasons`, which name nodes and numbers."""
+        return Counter(g.rule for g in self.declined)
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain lists, dicts, numbers and strings."""
         return asdict(self)
 
     def summary(self) -> str:
-        """One line: how many matmuls, and how much of the arithmetic, run in FP8."""
+        """One line: how many matmuls, how much of the arithmetic, run in FP8, and how many each rule declined."""
         total = sum(g.flops for g in self.gemms)
         share = f", {sum(g.flops for g in self.rewritten) / total:.0%} of matmul FLOPs" if total else ""
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
-        return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs})"
+        counted = ", ".join(f"{n} {rule}" for rule, n in self.rules().most_common())
+        declined = f"; declined: {counted}" if counted else ""
+        return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs}){declined}"
 
     def __str__(self) -> str:
         reasons = {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
@@ -88,6 +102,9 @@ class Report:
         lines.insert(1, "-" * max(map(len, lines)))
         if reasons:
             lines += ["", *(f"[{i}] {reason}" for reason, i in reasons.items())]
+        notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
+        if notes:
+            lines += ["", *notes]
         return "\n".join([*lines, "", *self.notes, self.summary()])
 
 

@@ -15,7 +15,14 @@ MAX_BATCHES = 16
 
 
 class Reject(Exception):
-    """A pass can't: the message is one sentence with names and numbers. May be raised from anywhere in a check."""
+    """A pass can't. May be raised from anywhere in a capture or a check.
+
+    rule: the condition that failed, in a few words; reports count by it. message: one sentence with names and numbers.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class LeftOut(Reject):
@@ -29,6 +36,8 @@ class Context:
     config: Config
     gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
     """The verdict of every matmul node that the graph held at the start."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the report should know that belongs to no matmul."""
 
 
 class Pass(Protocol):

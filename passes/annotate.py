@@ -48,6 +48,7 @@ class Choice:
     source: str
     scaling: str = ""
     reason: str = ""
+    rule: str = ""
     wanted: bool = False
 
 
@@ -82,56 +83,61 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
     """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had."""
     operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
-        raise Reject(f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
+        raise Reject("form", f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
     a, b = (o.meta["example_value"] for o in operands)
     _check_operands(a, b)
     if spelling is EINSUM and len(node.args) != 3:
-        raise Reject(f"einsum of {len(node.args) - 1} operands; write it as products of two")
+        raise Reject("form", f"einsum of {len(node.args) - 1} operands; write it as products of two")
     if node.kwargs.get("out") is not None:
-        raise Reject(f"{spelling.name} writes into out=; assign its result instead")
+        raise Reject("out=", f"{spelling.name} writes into out=; assign its result instead")
     if not isinstance(argument(node, spelling.bias), fx.Node | None):
-        raise Reject(f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
+        raise Reject("form", f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
     sizes = sizes_of(spelling, node, a, b)
     _check_sizes(sizes)
     m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
     if reason := config.leaves_out(name, m, k, n):
-        raise LeftOut(reason)
+        raise LeftOut("filter", reason)
     target = hardware.target_of(a.device, config.target)
     if reason := hardware.why_no_fp8(a.device, target):
-        raise Reject(reason)
+        raise Reject("device", reason)
     if target is not None and config.min_speedup > 0:
         gain = hardware.predicted_speedup(m, k, n, a.element_size(), training, target)
         if gain < config.min_speedup:
             raise LeftOut(
+                "min_speedup",
                 f"predicted speed-up on {target.name} is {gain:.2f}, below min_speedup={config.min_speedup:g}: "
-                f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization"
+                f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization",
             )
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
     for operand in (a, b):
         if operand.dtype not in HIGH_PRECISION:
-            raise LeftOut(f"operands are {_short(a)} and {_short(b)}; FP8 replaces float32, bfloat16 and float16")
+            raise LeftOut(
+                "dtype", f"operands are {_short(a)} and {_short(b)}; FP8 replaces float32, bfloat16 and float16"
+            )
         if operand.dim() == 0:
-            raise LeftOut("an operand is a scalar")
+            raise LeftOut("vector", "an operand is a scalar")
         if operand.dim() == 1:
-            raise LeftOut(f"an operand is a vector of {operand.shape[0]} elements")
+            raise LeftOut("vector", f"an operand is a vector of {operand.shape[0]} elements")
 
 
 def _check_sizes(s: Sizes) -> None:
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
         if _hint(size) is None:
             raise Reject(
-                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region"
+                "data-dependent size",
+                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region",
             )
         if isinstance(size, int) and size == 0:
-            raise LeftOut(f"{letter}=0: the matmul is empty")
+            raise LeftOut("empty", f"{letter}=0: the matmul is empty")
         if isinstance(size, int) and size == 1:
-            raise LeftOut(f"{letter}=1: no matrix product, each operand element is used once")
+            raise LeftOut("vector", f"{letter}=1: no matrix product, each operand element is used once")
     if not isinstance(s.batches, int) or s.batches > MAX_BATCHES:
         raise LeftOut(
+            "batches",
             f"{s.batches} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
-            f"than {MAX_BATCHES} launches would cost more than FP8 gains"
+            f"than {MAX_BATCHES} launches would cost more than FP8 gains",
         )
 
 
@@ -226,10 +232,13 @@ class _Annotator:
         try:
             check(node, spelling, choice.name, self.config, self.grad_enabled)
             if transform:
-                raise Reject(f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself")
+                raise Reject(
+                    "torch.func", f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself"
+                )
             self._check_device(node, spelling)
         except Reject as reject:
-            choice.reason, choice.wanted = str(reject), not isinstance(reject, LeftOut)
+            choice.rule, choice.reason = reject.rule, str(reject)
+            choice.wanted = not isinstance(reject, LeftOut)
             return
         choice.scaling = self.recipe.name
         self._rewrite(node, spelling, choice, anchor)
@@ -244,7 +253,7 @@ class _Annotator:
                 self._visit_region(getattr(region, str(node.target), None), holder)
             elif spelling := spelling_of(node):
                 choice, _ = self._choice(node, spelling)
-                choice.wanted = True
+                choice.wanted, choice.rule = True, "region"
                 choice.reason = (
                     f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
                 )
@@ -261,7 +270,9 @@ class _Annotator:
         device = argument(node, spelling.a).meta["example_value"].device
         self.device = self.device or device
         if device != self.device:
-            raise Reject(f"on {device}, while the state of this graph is on {self.device}; compile each part by itself")
+            raise Reject(
+                "device", f"on {device}, while the state of this graph is on {self.device}; compile each part by itself"
+            )
 
     def _rewrite(self, node: fx.Node, spelling: Spelling, choice: Choice, anchor: int) -> None:
         a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph import is_tensor, source_of, val
+from fp8pass.graph import source_of, val
 from fp8pass.passes.annotate import Choice
-from fp8pass.passes.patterns import CASTS, MATMULS, MOVEMENT, aten
+from fp8pass.passes.dequantize import is_dequantizing
+from fp8pass.passes.movement import MOVEMENT
+from fp8pass.passes.patterns import ADDING_MATMULS, CASTS, COPIES, MATMULS, VIEWS, at, aten, first, one_number
 from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
 
@@ -28,6 +30,7 @@ class Matmuls:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Fill `context.gemms`."""
+        context.notes += _unread_dequantizes(graph)
         backward = backward_nodes(graph)
         forward: dict[int | None, list[tuple[fx.Node, fx.Node]]] = {}
         for node in graph.nodes:
@@ -51,7 +54,10 @@ class Matmuls:
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
         if index is None and recipe is not None:
-            choice.reason = f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul"
+            choice.rule, choice.reason = (
+                "composite",
+                f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul",
+            )
         return Gemm(
             kind=kind,
             name=choice.name,
@@ -62,6 +68,7 @@ class Matmuls:
             source=choice.source or source_of(node),
             batches=_number(batch[0]) if batch else 1,
             scaling=choice.scaling,
+            rule=choice.rule,
             reason=choice.reason,
             choice=index,
         )
@@ -69,10 +76,17 @@ class Matmuls:
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The two factors of an `mm`, `addmm`, `bmm` or `baddbmm` node."""
-    first = 1 if node.target in (aten.addmm.default, aten.baddbmm.default) else 0
+    first = 1 if node.target in ADDING_MATMULS else 0
     a, b = node.args[first], node.args[first + 1]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     return a, b
+
+
+def added(node: fx.Node) -> fx.Node | None:
+    """What an `addmm` or `baddbmm` node adds to the product."""
+    bias = node.args[0] if node.target in ADDING_MATMULS else None
+    assert bias is None or isinstance(bias, fx.Node)
+    return bias
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -85,22 +99,49 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def _unread_dequantizes(graph: fx.Graph) -> list[str]:
+    """A sentence for every FP8 tensor that is dequantized, and that no matmul reads."""
+    notes = []
+    for node in graph.nodes:
+        if not is_dequantizing(node):
+            continue
+        readers = _readers(node)
+        if readers and not any(r.target in MATMULS for r in readers):
+            names = " and ".join(dict.fromkeys(_name(r) for r in readers[:3]))
+            notes.append(f"{at(first(node))} is dequantized for {names}, and for no matmul; only those run in FP8")
+    return notes
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a dequantized tensor, behind all views, casts, scales and the like."""
+    readers: list[fx.Node] = []
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            (todo if user.target in _LOOKED_THROUGH else readers).append(user)
+    return readers
+
+
+def _name(node: fx.Node) -> str:
+    return "the graph's output" if node.op == "output" else at(node)
+
+
 _SCALE = {aten.mul.Tensor, aten.div.Tensor}
 _CLAMP = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
+_LOOKED_THROUGH = {*MOVEMENT, *CASTS, *_SCALE}
 
 
 def root(node: fx.Node) -> fx.Node:
     """The tensor that an operand shows: views, casts, scales and clamps taken off, so quantization as well."""
-    while node.target in MOVEMENT or node.target in CASTS or node.target in _SCALE or node.target in _CLAMP:
+    while node.target in {*VIEWS, *COPIES, *CASTS, *_SCALE, *_CLAMP}:
         source = node.args[0]
-        if not isinstance(source, fx.Node) or (node.target in _SCALE and not _is_scale(node.args[1])):
+        if not isinstance(source, fx.Node) or (node.target in _SCALE and one_number(node.args[1]) is None):
             break
         node = source
     return node
-
-
-def _is_scale(x: Any) -> bool:
-    return not is_tensor(x) or val(x).numel() == 1
 
 
 def _backward_kind(roots: tuple[fx.Node, fx.Node], forward: list[tuple[fx.Node, fx.Node]]) -> Kind:

@@ -116,9 +116,11 @@ def _einsum_sizes(equation: str, a: Tensor, b: Tensor) -> Sizes:
         return math.prod(size[c] for c in sorted(letters))
 
     if not both - out:
-        raise Reject(f"einsum {equation!r} contracts nothing; it is no matmul")
+        raise Reject("form", f"einsum {equation!r} contracts nothing; it is no matmul")
     if len(set(left)) < len(left) or len(set(right)) < len(right) or not set(left) ^ set(right) <= out:
-        raise Reject(f"einsum {equation!r} takes a diagonal or a sum before it multiplies; do that first, by itself")
+        raise Reject(
+            "form", f"einsum {equation!r} takes a diagonal or a sum before it multiplies; do that first, by itself"
+        )
     return Sizes(
         product(both & out), product((set(left) - both) & out), product(both - out), product(set(right) - both)
     )
@@ -137,7 +139,7 @@ def _tensordot_sizes(dims: Any, a: Tensor, b: Tensor) -> Sizes:
     contracted = list(range(a.dim() - dims, a.dim())) if isinstance(dims, int) else list(dims[0])
     k = math.prod(a.shape[d] for d in contracted)
     if not isinstance(k, int) or k == 0:
-        raise Reject(f"tensordot contracts {k} elements")
+        raise Reject("form", f"tensordot contracts {k} elements")
     return Sizes(1, a.numel() // k, k, b.numel() // k)
 
 

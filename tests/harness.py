@@ -15,28 +15,65 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
 from fp8pass.config import Config
+from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, collect
 from fp8pass.rewrite import Context, Pass
 from fp8pass.verify import verify
 
 aten = torch.ops.aten
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def capture(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
-    """The graph of ATen ops of `function`, as Inductor's decompositions leave it, on fake tensors."""
+def fp8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+    """Random FP8."""
+    return torch.randn(shape).mul(4).to(dtype)
+
+
+def scale(value: float = 0.25) -> Tensor:
+    """A scale, or its inverse."""
+    return torch.tensor(value)
+
+
+def dq(q: Tensor, s: Tensor | float, dtype: torch.dtype = F32) -> Tensor:
+    """Dequantized in `dtype`."""
+    return q.to(dtype) * (s.to(dtype) if isinstance(s, Tensor) else s)
+
+
+def capture(function: Callable[..., Any], *inputs: Any, device: str = "cpu", dynamic: bool = False) -> fx.GraphModule:
+    """The graph of ATen ops of `function`, as Inductor's decompositions leave it, on fake tensors.
+
+    device: where the fakes pretend to be. dynamic: with symbolic sizes.
+    """
+    if dynamic:
+        return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(*inputs)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs]
+        if device != "cpu":
+            fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in fakes]
         return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
 
 
 def apply(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> list[Gemm]:
     """Run passes over a captured graph, verify it, and return the verdicts."""
+    return list(run(module, *passes, config=config).gemms.values())
+
+
+def run(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> Context:
+    """Run passes over a captured graph, verify it, and return what they have to say."""
     context = Context(config or Config(recipe=None))
     for p in passes:
         p.run(module.graph, context)
     verify(module.graph)
     module.recompile()
-    return list(context.gemms.values())
+    return context
+
+
+def detect(function: Callable[..., Any], *inputs: Any, **config: Any) -> tuple[fx.GraphModule, list[Gemm]]:
+    """`function` captured, and its matmuls found and rewritten."""
+    module = capture(function, *inputs)
+    return module, apply(module, Matmuls([]), ScaledMM(), config=Config(recipe=None, **config))
 
 
 def text(module: fx.GraphModule) -> str:

@@ -1,0 +1,269 @@
+"""Capture of one operand: an FP8 tensor times a scale, whatever stands between it and the matmul.
+
+Walks from the matmul towards the FP8 tensor instead of enumerating chains of ops: users, decompositions and other
+passes put casts, scales and movement wherever they like, in any number and order. A product of one-number factors is
+one scale, so that chains of scales fold; casts between high-precision types are looked through, and so is negation.
+
+The folding is exact but for rounding: the scale is a product in float32, and the dequantized values are not rounded to
+the types in between, as Inductor would not round them either. Where such a type would have overflowed, they do not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph import is_tensor, val
+from fp8pass.passes import movement
+from fp8pass.passes.movement import JOINING, Emit
+from fp8pass.passes.patterns import (
+    CASTS,
+    COPIES,
+    VIEWS,
+    WIDE,
+    at,
+    aten,
+    constant,
+    first,
+    fp8_behind,
+    is_wide_cast,
+    one_number,
+    prims,
+    same_value,
+)
+from fp8pass.rewrite import Reject
+from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
+
+MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
+DIVIDING = {aten.div.Tensor, aten.div.Scalar}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """number * product of `multiplied` / product of `divided`: nodes of one-element tensors of any shape and dtype."""
+
+    number: float = 1.0
+    multiplied: tuple[fx.Node, ...] = ()
+    divided: tuple[fx.Node, ...] = ()
+
+    def times(self, factor: Any, divide: bool = False) -> Scale:
+        """This scale times, or divided by, a number or a node."""
+        if not isinstance(factor, fx.Node):
+            return replace(self, number=self.number / factor if divide else self.number * factor)
+        if divide:
+            return replace(self, divided=(*self.divided, factor))
+        return replace(self, multiplied=(*self.multiplied, factor))
+
+    def __mul__(self, other: Scale) -> Scale:
+        return Scale(self.number * other.number, self.multiplied + other.multiplied, self.divided + other.divided)
+
+    def key(self) -> Hashable:
+        """Equal for scales that are certainly equal, but for their sign."""
+        factors = (Counter(map(same_value, nodes)) for nodes in (self.multiplied, self.divided))
+        return abs(self.number), *(frozenset(f.items()) for f in factors)
+
+
+UNSCALED = Scale()
+
+
+@dataclass(frozen=True)
+class Joined:
+    """FP8 tensors that a cat or where makes one of. parts: None for zeros."""
+
+    node: fx.Node
+    parts: tuple[tuple[fx.Node, Dequantize | None], ...]
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """An operand that is FP8 times a scale.
+
+    x_q: the FP8 tensor. movement: the ops between it and the matmul that move elements, innermost first.
+    """
+
+    x_q: fx.Node | Joined
+    movement: tuple[fx.Node, ...]
+    scale: Scale
+    dtype: torch.dtype
+
+    def moved(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+        """The FP8 operand, with all movement done by `emit`. known: by op, what was made before; is added to."""
+        x = self._joined(self.x_q, emit, known) if isinstance(self.x_q, Joined) else self.x_q
+        for node in self.movement:
+            if node not in known:
+                known[node] = movement.move(node, x, self.dtype, emit)
+            x = known[node]
+        return x
+
+    def _joined(self, source: Joined, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+        if source.node not in known:
+            parts = {node: self._part(node, dq, emit, known) for node, dq in source.parts}
+            known[source.node] = movement.join(source.node, parts, self.dtype, emit)
+        return known[source.node]
+
+    def _part(self, node: fx.Node, dq: Dequantize | None, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+        if dq is None:
+            return emit(prims.convert_element_type.default, node, self.dtype)
+        x = dq.moved(emit, known)
+        return x if dq.scale.number > 0 else movement.negate(x, self.dtype, emit)
+
+
+def dequantize(operand: fx.Node) -> Dequantize:
+    """Capture `operand`. Raises Reject, saying which condition failed, if it is not a dequantized FP8 tensor."""
+    node, scale = operand, UNSCALED
+    moves: list[fx.Node] = []
+    while True:
+        if _dtype(node) in FP8_DTYPES and not _rearranges_fp8(node):
+            return Dequantize(node, tuple(moves), scale, val(node).dtype)
+        if node.target in JOINING:
+            join = _join(node)
+            return Dequantize(join.x_q, (*join.movement, *moves), scale * join.scale, join.dtype)
+        if node.target in MULTIPLYING or node.target in DIVIDING:
+            x, factor = scaled_input(node)
+            scale = scale.times(factor, divide=node.target in DIVIDING)
+            if val(x).shape != val(node).shape:
+                moves.insert(0, node)
+            node = x
+        elif (source := movement.moved_input(node)) is not None:
+            moves.insert(0, node)
+            node = source
+        elif is_wide_cast(node) or _is_dequantizing_cast(node) or _adds_zero(node):
+            node = first(node)
+        elif node.target is aten.neg.default:
+            scale = scale.times(-1.0)
+            node = first(node)
+        elif (ready := _dequantizing_op(node)) is not None:
+            node, factor = ready
+            scale = scale.times(factor)
+        else:
+            raise _why_not(operand, node)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def is_dequantizing(node: fx.Node) -> bool:
+    """Whether `node` makes a high-precision tensor of an FP8 tensor."""
+    return _is_dequantizing_cast(node) or (str(node.target) in _DEQUANTIZING_OPS and _dtype(first(node)) in FP8_DTYPES)
+
+
+def _is_dequantizing_cast(node: fx.Node) -> bool:
+    if node.target not in CASTS or _dtype(first(node)) not in FP8_DTYPES:
+        return False
+    return _dtype(node) in WIDE and val(node).device == val(first(node)).device
+
+
+def _rearranges_fp8(node: fx.Node) -> bool:
+    """Movement that the user did on the FP8 tensor: looked through, for a copy may have been made for nothing."""
+    return node.target in VIEWS | COPIES and _dtype(first(node)) == _dtype(node)
+
+
+def _adds_zero(node: fx.Node) -> bool:
+    """Subtraction of a zero point that is 0, as affine dequantization has it."""
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_tensor(node.args[0]):
+        return False
+    return constant(node.args[1]) == 0 and val(node).shape == val(first(node)).shape
+
+
+def scaled_input(node: fx.Node) -> tuple[fx.Node, Any]:
+    """The tensor and the one-number factor of a multiplication or division. Raises Reject if it has none."""
+    x, y = node.args
+    if node.target in MULTIPLYING and _is_the_factor(x, y):
+        x, y = y, x
+    if not is_tensor(x):
+        raise Reject("scale", f"{at(node)} divides a number by a tensor")
+    return x, _checked_factor(node, x, y)
+
+
+def _is_the_factor(x: Any, y: Any) -> bool:
+    """Whether `x`, and not `y`, is the scale in `x * y`. Where both are one number, what comes from FP8 is not."""
+    if not is_tensor(x) or not is_tensor(y):
+        return not is_tensor(x)
+    if one_number(x) is None or one_number(y) is None:
+        return one_number(x) is not None
+    return fp8_behind(x) is None
+
+
+def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
+    """The number or one-element tensor that `node` scales `x` by."""
+    factor = one_number(y)
+    if factor is None and is_tensor(y):
+        raise Reject("scale shape", f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number")
+    if factor is None:
+        raise Reject("scale", f"{at(node)} scales by a symbolic size")
+    if factor == 0:
+        raise Reject("scale", f"{at(node)} scales by 0")
+    if isinstance(factor, fx.Node) and val(factor).device != val(x).device:
+        devices = f"a tensor on {val(x).device} by one on {val(factor).device}"
+        raise Reject("scale", f"{at(node)} scales {devices}; move the scale there")
+    if isinstance(factor, fx.Node) and val(factor).dtype.is_complex:
+        raise Reject("scale", f"{at(node)} scales by a complex number")
+    return factor
+
+
+def _join(node: fx.Node) -> Dequantize:
+    """A cat or where of tensors that share one scale, or are 0."""
+    for n in movement.joined(node):
+        if constant(n):
+            raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every scale")
+    parts = [(n, None if constant(n) == 0 else dequantize(n)) for n in movement.joined(node)]
+    scaled = [dq for _, dq in parts if dq is not None]
+    if not scaled:
+        raise Reject("not float8", f"{at(node)} holds nothing but zeros")
+    if len({dq.dtype for dq in scaled}) > 1:
+        raise Reject("join", f"{at(node)} joins {' and '.join(sorted({str(dq.dtype) for dq in scaled}))}")
+    if len({dq.scale.key() for dq in scaled}) > 1:
+        raise Reject("join", f"{at(node)} joins tensors with {len({dq.scale.key() for dq in scaled})} different scales")
+    scale = scaled[0].scale
+    return Dequantize(Joined(node, tuple(parts)), (), replace(scale, number=abs(scale.number)), scaled[0].dtype)
+
+
+# Ops of other quantizers, by name: they exist only where the library that defines them is imported. Which argument is
+# the scale, and which the zero point.
+_DEQUANTIZING_OPS: dict[str, tuple[int, int | None]] = {
+    "quantized_decomposed.dequantize_per_tensor.default": (1, 2),
+    "quantized_decomposed.dequantize_per_tensor.tensor": (1, 2),
+    "quantized_decomposed.dequantize_per_tensor.tensor2": (1, 2),
+    "torchao.dequantize_affine_float8_non_decomposed.default": (1, None),
+}
+
+
+def _dequantizing_op(node: fx.Node) -> tuple[fx.Node, Any] | None:
+    """The FP8 tensor and the scale of a dequantize that is one op."""
+    if str(node.target) not in _DEQUANTIZING_OPS or _dtype(first(node)) not in FP8_DTYPES:
+        return None
+    scale_at, zero_point_at = _DEQUANTIZING_OPS[str(node.target)]
+    if zero_point_at is not None and constant(node.args[zero_point_at]) != 0:
+        raise Reject("zero point", f"{at(node)} subtracts a zero point of {node.args[zero_point_at]}, not a constant 0")
+    return first(node), _checked_factor(node, first(node), node.args[scale_at])
+
+
+def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
+    """Why the walk from `operand` ends at `node`."""
+    through = "" if node is operand else f" (reached through {operand.name})"
+    dtype = _short(_dtype(node))
+    inner = _dtype(first(node)) if node.target in CASTS else _dtype(node)
+    if inner in FNUZ_DTYPES:
+        return Reject("fnuz", f"operand {at(node)} comes from {_short(inner)}, which no NVIDIA GPU multiplies")
+    if node.target in CASTS and inner is not None and _dtype(node) not in WIDE:
+        return Reject("cast", f"{at(node)} casts to {dtype} between the float8 tensor and the matmul")
+    x_q = fp8_behind(node)
+    if x_q is not None:
+        op = str(node.target).removesuffix(".default")
+        return Reject(
+            "op between",
+            f"{at(node)} = {op} stands between {x_q.name} and the matmul; only movement of elements, negation and "
+            f"scaling by one number can change places with it{through}",
+        )
+    return Reject("not float8", f"operand {at(node)}: {dtype} is not dequantized from float8{through}")
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.") if dtype is not None else "no tensor"

@@ -1,0 +1,90 @@
+"""FP8 operands as `_scaled_mm` takes them: contiguous along K, and padded to multiples of 16.
+
+Before sm_100, cuBLASLt multiplies FP8 only with K the fastest dimension of both operands (TN kernels), so where K is
+not that, a transposed FP8 copy is made; from sm_100 on, none. Rows begin at multiples of 16 bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass.graph import val
+from fp8pass.hardware import target_of
+from fp8pass.passes import movement
+from fp8pass.passes.patterns import aten
+
+ALIGNMENT = 16
+"""Elements that K and N must be a multiple of: cuBLASLt wants 16-byte rows."""
+
+
+class Layout:
+    """Prepares operands; each once per orientation, whatever the number of matmuls that read it."""
+
+    def __init__(self, emit: Callable[..., fx.Node], target: str | None) -> None:
+        self.emit = emit
+        self.target = target
+        self.rows: dict[tuple[fx.Node, bool], fx.Node] = {}
+
+    def rows_of_a(self, a: fx.Node) -> fx.Node:
+        """f8[..., M, K] as f8[..., M, K'], contiguous along K', which is K padded."""
+        return self._once(a, False)
+
+    def rows_of_b(self, b: fx.Node) -> fx.Node:
+        """f8[..., K, N] as f8[..., N', K'], contiguous along K', both padded."""
+        return self._once(b, True)
+
+    def _once(self, x: fx.Node, is_b: bool) -> fx.Node:
+        if (x, is_b) not in self.rows:
+            rows = self.pad(self.transposed(x) if is_b else x, (-2, -1) if is_b else (-1,))
+            target = target_of(val(x).device, self.target)
+            if not _is_row_major(val(rows)) and (target is None or target.needs_k_major):
+                rows = self.emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
+            self.rows[x, is_b] = rows
+        return self.rows[x, is_b]
+
+    def transposed(self, x: fx.Node) -> fx.Node:
+        """The last two dimensions exchanged; of what is that already, what it was made of."""
+        swap = [1, 0] if val(x).dim() == 2 else [0, 2, 1]
+        if x.target is aten.permute.default and x.args[1] == swap:
+            assert isinstance(x.args[0], fx.Node)
+            return x.args[0]
+        return self.emit(aten.permute.default, x, swap)
+
+    def pad(self, x: fx.Node, dims: tuple[int, ...]) -> fx.Node:
+        """`x` with zeros behind the end of `dims`, counted from the last, up to a multiple of 16."""
+        shape = val(x).shape
+        missing = {d: self._missing(x, d) for d in dims if not statically_known_true(shape[d] % ALIGNMENT == 0)}
+        if not missing:
+            return x
+        padding = [side for d in range(-1, min(missing) - 1, -1) for side in (0, missing.get(d, 0))]
+        padded: fx.Node = movement.pad(x, padding, val(x).dtype, self.emit)
+        return padded
+
+    def _missing(self, x: fx.Node, dim: int) -> Any:
+        """How many elements dimension `dim` lacks to a multiple of 16: an int, or a node."""
+        size = self.size(x, dim)
+        if isinstance(size, fx.Node):
+            return self.emit(operator.mod, self.emit(operator.neg, size), ALIGNMENT)
+        return -size % ALIGNMENT
+
+    def size(self, x: fx.Node, dim: int) -> Any:
+        """The size of a dimension: an int, or a node where it is symbolic."""
+        size = val(x).shape[dim]
+        known = size if isinstance(size, int) else size.node.maybe_as_int()
+        return self.emit(aten.sym_size.int, x, dim) if known is None else known
+
+
+def _is_row_major(x: torch.Tensor) -> bool:
+    """As cuBLASLt means it: rows one behind the other, each beginning at a multiple of 16 bytes.
+
+    `is_contiguous` does not look at the stride of a dimension of size 1; CUDA's checks do.
+    """
+    *outer, row, column = x.stride()
+    aligned = (n % ALIGNMENT == 0 for n in (*outer, row, x.storage_offset()))
+    return all(map(statically_known_true, (column == 1, row >= x.shape[-1], *aligned)))

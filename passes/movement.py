@@ -1,0 +1,102 @@
+"""Ops that move elements and change none: what stands between a dequantize and its matmul.
+
+A scale that is one number commutes with all of them, so they are done on the FP8 tensor, where an element is one byte.
+
+    before   x: bf16 = op(x_q: f8 * scale_inv)
+    after    x_q' : f8 = op(x_q),  x = x_q' * scale_inv
+
+What is filled in must be 0, which is 0 under every scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph import is_tensor, val
+from fp8pass.passes.patterns import COPIES, VIEWS, at, aten, constant, first, prims
+from fp8pass.rewrite import Reject
+
+Emit = Callable[..., Any]
+"""`emit(target, *args, **kwargs)`: a new node of the graph, or what it would compute."""
+
+# Done on the FP8 tensor as they are.
+_REARRANGING = {
+    *VIEWS,
+    aten.repeat.default,
+    aten.index.Tensor,
+    aten.embedding.default,
+}
+# Not everywhere possible on FP8: done on a float32 copy that lives in registers once the three ops are fused. Exact.
+_COMPUTING = {aten.constant_pad_nd.default, aten.where.self, aten.neg.default, prims.rev.default}
+
+_MOVING = {*_REARRANGING, *COPIES, prims.rev.default}
+
+JOINING = {aten.cat.default, aten.where.self}
+"""Make one tensor of several, which must then share a scale. A part may also be zeros."""
+
+MOVEMENT = {*_REARRANGING, *_COMPUTING, *JOINING, *COPIES}
+"""All of them; whether a particular one can be done on FP8, `moved_input` and `dequantize` say."""
+
+
+def moved_input(node: fx.Node) -> fx.Node | None:
+    """The tensor whose elements `node` moves; None if it is no movement. Raises Reject for a pad that is not 0."""
+    if node.target is aten.constant_pad_nd.default:
+        fill = node.args[2] if len(node.args) > 2 else 0
+        if constant(fill) != 0:
+            raise Reject("fill value", f"{at(node)} pads with {fill}; only 0 is the same under every scale")
+    elif node.target is aten.index.Tensor:
+        indices = node.args[1]
+        assert isinstance(indices, (list, tuple))
+        if any(is_tensor(i) and val(i).dtype == torch.bool for i in indices):
+            return None  # how many elements it takes depends on data
+    elif node.target not in _MOVING:
+        return None
+    return first(node)
+
+
+def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
+    """What `node` does to its input, done to the FP8 tensor `x` of `dtype`."""
+    if node.target in COPIES:
+        return x  # which layout a kernel needs is decided later, and once
+    if node.target is aten.view.default:
+        return emit(aten.reshape.default, x, *node.args[1:])
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):  # the scale had more dimensions than the tensor
+        return emit(aten.expand.default, x, list(val(node).shape))
+    if node.target in _COMPUTING:
+        return _in_float32(emit, dtype, node.target, x, *node.args[1:], **node.kwargs)
+    return emit(node.target, x, *node.args[1:], **node.kwargs)
+
+
+def join(node: fx.Node, parts: dict[fx.Node, Any], dtype: torch.dtype, emit: Emit) -> Any:
+    """What `node` makes of its inputs, made of their FP8 twins. parts: the twin of each input."""
+    if node.target is aten.where.self:
+        condition, x, y = node.args
+        assert isinstance(x, fx.Node) and isinstance(y, fx.Node)
+        x, y = (emit(prims.convert_element_type.default, parts[n], torch.float32) for n in (x, y))
+        return emit(prims.convert_element_type.default, emit(aten.where.self, condition, x, y), dtype)
+    return emit(node.target, [parts[n] for n in joined(node)], *node.args[1:], **node.kwargs)
+
+
+def joined(node: fx.Node) -> list[fx.Node]:
+    """The tensors that `node` joins."""
+    tensors: Any = node.args[1:] if node.target is aten.where.self else node.args[0]
+    return list(tensors)
+
+
+def negate(x: Any, dtype: torch.dtype, emit: Emit) -> Any:
+    """`-x` of an FP8 tensor."""
+    return _in_float32(emit, dtype, aten.neg.default, x)
+
+
+def pad(x: Any, padding: list[Any], dtype: torch.dtype, emit: Emit) -> Any:
+    """`x` with zeros around it; `padding` as in `torch.nn.functional.pad`."""
+    return _in_float32(emit, dtype, aten.constant_pad_nd.default, x, padding, 0)
+
+
+def _in_float32(emit: Emit, dtype: torch.dtype, target: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    wide = emit(prims.convert_element_type.default, x, torch.float32)
+    return emit(prims.convert_element_type.default, emit(target, wide, *args, **kwargs), dtype)
