@@ -22,6 +22,7 @@ from fp8pass.graph import readable
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import Annotation, Choice, annotate
 from fp8pass.passes.batch_records import BatchRecords
+from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
@@ -39,7 +40,8 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
 def passes(choices: list[Choice]) -> list[Pass]:
     """The order. choices: what the annotate pass made of each call."""
     return [
-        Matmuls(choices),  # first: whatever later passes do, every matmul of the user has a verdict
+        Canonicalize(),  # first: the others know one spelling of quantize and dequantize
+        Matmuls(choices),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]

@@ -41,6 +41,7 @@ from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
 MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
 DIVIDING = {aten.div.Tensor, aten.div.Scalar}
+_ADDING = {aten.add.Tensor, aten.sub.Tensor}
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,11 @@ def dequantize(operand: fx.Node) -> Dequantize:
         elif (source := movement.moved_input(node)) is not None:
             moves.insert(0, node)
             node = source
-        elif is_wide_cast(node) or _is_dequantizing_cast(node) or _adds_zero(node):
+        elif is_wide_cast(node) or is_dequantizing(node) or _adds_zero(node):
             node = first(node)
         elif node.target is aten.neg.default:
             scale = scale.times(-1.0)
             node = first(node)
-        elif (ready := _dequantizing_op(node)) is not None:
-            node, factor = ready
-            scale = scale.times(factor)
         else:
             raise _why_not(operand, node)
 
@@ -150,11 +148,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def is_dequantizing(node: fx.Node) -> bool:
-    """Whether `node` makes a high-precision tensor of an FP8 tensor."""
-    return _is_dequantizing_cast(node) or (str(node.target) in _DEQUANTIZING_OPS and _dtype(first(node)) in FP8_DTYPES)
-
-
-def _is_dequantizing_cast(node: fx.Node) -> bool:
+    """Whether `node` casts an FP8 tensor to a high-precision type."""
     if node.target not in CASTS or _dtype(first(node)) not in FP8_DTYPES:
         return False
     return _dtype(node) in WIDE and val(node).device == val(first(node)).device
@@ -167,7 +161,7 @@ def _rearranges_fp8(node: fx.Node) -> bool:
 
 def _adds_zero(node: fx.Node) -> bool:
     """Subtraction of a zero point that is 0, as affine dequantization has it."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not is_tensor(node.args[0]):
+    if node.target not in _ADDING or not is_tensor(node.args[0]):
         return False
     return constant(node.args[1]) == 0 and val(node).shape == val(first(node)).shape
 
@@ -225,26 +219,6 @@ def _join(node: fx.Node) -> Dequantize:
     return Dequantize(Joined(node, tuple(parts)), (), replace(scale, number=abs(scale.number)), scaled[0].dtype)
 
 
-# Ops of other quantizers, by name: they exist only where the library that defines them is imported. Which argument is
-# the scale, and which the zero point.
-_DEQUANTIZING_OPS: dict[str, tuple[int, int | None]] = {
-    "quantized_decomposed.dequantize_per_tensor.default": (1, 2),
-    "quantized_decomposed.dequantize_per_tensor.tensor": (1, 2),
-    "quantized_decomposed.dequantize_per_tensor.tensor2": (1, 2),
-    "torchao.dequantize_affine_float8_non_decomposed.default": (1, None),
-}
-
-
-def _dequantizing_op(node: fx.Node) -> tuple[fx.Node, Any] | None:
-    """The FP8 tensor and the scale of a dequantize that is one op."""
-    if str(node.target) not in _DEQUANTIZING_OPS or _dtype(first(node)) not in FP8_DTYPES:
-        return None
-    scale_at, zero_point_at = _DEQUANTIZING_OPS[str(node.target)]
-    if zero_point_at is not None and constant(node.args[zero_point_at]) != 0:
-        raise Reject("zero point", f"{at(node)} subtracts a zero point of {node.args[zero_point_at]}, not a constant 0")
-    return first(node), _checked_factor(node, first(node), node.args[scale_at])
-
-
 def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     """Why the walk from `operand` ends at `node`."""
     through = "" if node is operand else f" (reached through {operand.name})"
@@ -255,6 +229,11 @@ def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     if node.target in CASTS and inner is not None and _dtype(node) not in WIDE:
         return Reject("cast", f"{at(node)} casts to {dtype} between the float8 tensor and the matmul")
     x_q = fp8_behind(node)
+    if x_q is not None and node.target in _ADDING and one_number(node.args[1]) is not None:
+        return Reject(
+            "zero point",
+            f"{at(node)} shifts by a zero point that is no constant 0; float8 needs none, so pass the number 0",
+        )
     if x_q is not None:
         op = str(node.target).removesuffix(".default")
         return Reject(

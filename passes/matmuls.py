@@ -6,6 +6,7 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,18 @@ from fp8pass.graph import source_of, val
 from fp8pass.passes.annotate import Choice
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.movement import MOVEMENT
-from fp8pass.passes.patterns import ADDING_MATMULS, CASTS, COPIES, MATMULS, VIEWS, at, aten, first, one_number
+from fp8pass.passes.patterns import (
+    ADDING_MATMULS,
+    CASTS,
+    COPIES,
+    MATMULS,
+    VIEWS,
+    at,
+    aten,
+    first,
+    one_number,
+    rearranges_or_maps,
+)
 from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
 
@@ -100,28 +112,34 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _unread_dequantizes(graph: fx.Graph) -> list[str]:
-    """A sentence for every FP8 tensor that is dequantized, and that no matmul reads."""
+    """A sentence for every FP8 tensor that is dequantized and reaches no matmul, not even by way of other ops."""
     notes = []
-    for node in graph.nodes:
-        if not is_dequantizing(node):
-            continue
-        readers = _readers(node)
-        if readers and not any(r.target in MATMULS for r in readers):
-            names = " and ".join(dict.fromkeys(_name(r) for r in readers[:3]))
+    for node in filter(is_dequantizing, graph.nodes):
+        if any(r.target in MATMULS for r in _readers(node, _maps)):
+            continue  # the verdict of that matmul says what became of it
+        names = " and ".join(dict.fromkeys(_name(r) for r in _readers(node, _changes_places)[:3]))
+        if names:
             notes.append(f"{at(first(node))} is dequantized for {names}, and for no matmul; only those run in FP8")
     return notes
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a dequantized tensor, behind all views, casts, scales and the like."""
+def _maps(node: fx.Node) -> bool:
+    return rearranges_or_maps(node) or node.target in _LOOKED_THROUGH
+
+
+def _changes_places(node: fx.Node) -> bool:
+    return node.target in _LOOKED_THROUGH
+
+
+def _readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The first ops behind `node` that are not looked through."""
     readers: list[fx.Node] = []
     seen, todo = {node}, [node]
     while todo:
-        for user in todo.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            (todo if user.target in _LOOKED_THROUGH else readers).append(user)
+        new = [user for user in todo.pop().users if user not in seen]
+        seen.update(new)
+        todo += (user for user in new if looked_through(user))
+        readers += (user for user in new if not looked_through(user))
     return readers
 
 

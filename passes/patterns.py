@@ -111,21 +111,29 @@ def same_value(node: fx.Node) -> Hashable:
 
 
 def fp8_behind(node: fx.Node) -> fx.Node | None:
-    """An FP8 tensor that `node` is computed from by elementwise ops, casts and views alone."""
+    """An FP8 tensor that `node` is computed from by elementwise ops, casts and views, or by one op of another kind."""
     seen, todo = {node}, [node]
     while todo:
         node = todo.pop()
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
+        if _is_fp8(node):
             return node
-        if _rearranges_or_maps(node):
-            new = [n for n in node.all_input_nodes if n not in seen]
+        new = [n for n in node.all_input_nodes if n not in seen and (rearranges_or_maps(node) or _is_fp8(n))]
+        if node.target not in _PRODUCTS:
             seen.update(new)
             todo += new
     return None
 
 
-def _rearranges_or_maps(node: fx.Node) -> bool:
-    if node.target in CASTS or node.target in VIEWS or node.target in COPIES:
+_PRODUCTS = {*MATMULS, aten._scaled_mm.default}
+
+
+def _is_fp8(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
+
+
+def rearranges_or_maps(node: fx.Node) -> bool:
+    """Whether the op computes its elements from single elements of its inputs."""
+    if node.target in {*CASTS, *VIEWS, *COPIES, aten.cat.default, aten.constant_pad_nd.default}:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -26,7 +26,7 @@ def pipeline(**options: Any) -> Pipeline:
 def test_one_name_in_all_places() -> None:
     """A pass's name is its file's stem and its test file's suffix; every file in passes/ has a test file."""
     names = [p.name for p in passes([])]
-    assert names == ["matmuls", "scaled_mm", "batch_records"]
+    assert names == ["canonicalize", "matmuls", "scaled_mm", "batch_records"]
     stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns", "spellings"}
     captures = {"dequantize", "epilogue", "layout", "movement"}
     assert stems - captures == {*names, "annotate", "inline"}

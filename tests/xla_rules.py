@@ -114,7 +114,7 @@ RULES: list[Rule] = [
     ]),
     Rule("P4", "convert, divided by a scale", "accepts", "accepts", [
         Case("divided by a scale", lambda a, b, x, y: (a.float() / x) @ (b.float() / y), (A, B, s(), s(2))),
-        Case("number divided by float8", lambda a, b: (2 / a.float()) @ b.float(), (A, B), 0, "reciprocal = aten.reciprocal stands between a_1 and the matmul; .*; all else matches", note="for reciprocal"),
+        Case("number divided by float8", lambda a, b: (2 / a.float()) @ b.float(), (A, B), 0, "reciprocal = aten.reciprocal stands between a_1 and the matmul; .*; all else matches"),
     ]),
     Rule("P5", "bf16, f16 or f32 in between", "accepts; not with an output type that differs", "accepts, any output type", [
         Case("bfloat16", lambda a, b: product(a, b, dtype=BF16), (A, B)),
@@ -216,7 +216,7 @@ RULES: list[Rule] = [
         moving(lambda x: x.flip(0).roll(3, 1), A, B, name="reverse"),
         moving(lambda x: -x, A, B, name="negate"),
         Case("cat of two scales", lambda a, b: torch.cat([a.float() * 0.5, a.float()]) @ b.float(), (A, B), 0, "joins tensors with 2 different scales"),
-        moving(lambda x: x.abs(), A, B, name="abs", calls=0, why="abs_1 = aten.abs stands between arg0_1 and the matmul", note="for abs"),
+        moving(lambda x: x.abs(), A, B, name="abs", calls=0, why="abs_1 = aten.abs stands between arg0_1 and the matmul"),
         moving(lambda x, y: x.slice_scatter(y, 0, 0, 4), A, B, wide(4, 64), name="slice scatter", calls=0, why="slice_scatter", note="is dequantized for slice_scatter"),
         moving(lambda x: x.sum(0), q(2, 32, 64), B, name="reduce", calls=0, why="not dequantized from float8", note="is dequantized for sum_1"),
     ]),
