@@ -153,8 +153,8 @@ def generate(codes: list[str], module: fx.GraphModule, inputs: list[Any], is_bac
     return call
 
 
-def training_step(model: torch.nn.Module, x: Tensor, **options: Any) -> list[str]:
-    """The generated code of forward and backward."""
+def generated(function: Callable[..., Any], *inputs: Any, backward: bool = True, **options: Any) -> list[str]:
+    """The generated code of `function(*inputs)`, and with `backward` of the backward of its sum."""
     backend = importlib.import_module("fp8pass.backend")
     codes: list[str] = []
 
@@ -169,7 +169,9 @@ def training_step(model: torch.nn.Module, x: Tensor, **options: Any) -> list[str
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         stack.enter_context(mock.patch.object(backend, "compile_fx", compile_here))
         stack.enter_context(mock.patch("fp8pass.slots.SlotGroup.cold", return_value=[]))
-        torch.compile(model, backend="fp8pass", options=options)(x).sum().backward()
+        result = torch.compile(function, backend="fp8pass", options=options)(*inputs)
+        if backward:
+            result.sum().backward()
     return codes
 
 
@@ -200,12 +202,43 @@ def compile_kernels(code: str) -> int:
     return len(kernels)
 
 
-def main() -> None:
-    install()
+def training_step(recipe: str) -> list[str]:
+    """Forward and backward of a block with a width that needs padding."""
     from tests.models import Block
 
     model, x = Block(512, 1000).bfloat16(), torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
-    codes = training_step(model, x, recipe=sys.argv[1], min_speedup=0, target="sm_90", strict=True)
+    return generated(model, x, recipe=recipe, min_speedup=0, target="sm_90", strict=True)
+
+
+def rules() -> list[str]:
+    """Every case of XLA's rules that runs on a GPU, in one graph."""
+    from tests.xla_rules import CASES
+
+    chosen = [c for c in CASES.values() if c.calls and c.target is None and not c.dynamic]
+    functions, inputs = [c.function for c in chosen], [c.inputs for c in chosen]
+
+    def everything(inputs: list[Any]) -> list[Any]:
+        return [f(*i) for f, i in zip(functions, inputs, strict=True)]
+
+    return generated(everything, inputs, backward=False, recipe=None, target="sm_90")
+
+
+def amax() -> list[str]:
+    """A product that is quantized, with its amax beside it: XLA's rule E7."""
+    from tests.xla_rules import E4M3, product, quantized
+
+    def function(a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y = product(a, b.t(), dtype=torch.bfloat16)
+        return quantized(y, scale), y.abs().amax()
+
+    inputs = torch.randn(1024, 512).to(E4M3), torch.randn(2048, 512).to(E4M3), torch.tensor(2.0)
+    return generated(function, *inputs, backward=False, recipe=None, target="sm_90")
+
+
+def main() -> None:
+    install()
+    what = sys.argv[1]
+    codes = rules() if what == "rules" else amax() if what == "amax" else training_step(what)
     second = re.compile(
         r"_scaled_mm\((?:reinterpret_tensor\([^()]*\([^()]*\), \([^()]*\), \d+\)|\w+), reinterpret_tensor\(\w+, \([^()]*\), (\([^()]*\))"
     )

@@ -6,19 +6,38 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.xla_rules import CASES
+
 ROOT = Path(__file__).parent.parent
+
+
+def pretend(what: str) -> Any:
+    command = [sys.executable, "-m", "tests.pretend_gpu", what]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
 def test_every_triton_kernel_compiles_and_every_second_operand_is_column_major(recipe: str) -> None:
     """A width of 1000 needs padding; forward has two GEMMs, backward four."""
-    command = [sys.executable, "-m", "tests.pretend_gpu", recipe]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = pretend(recipe)
     assert found["scaled_mm"] == found["column_major"] == [2, 4]
     assert all(n > 5 for n in found["kernels"])
     assert found["record_ops"] == 0
+
+
+def test_movement_and_epilogues_compile() -> None:
+    found = pretend("rules")
+    calls = sum(c.calls for c in CASES.values() if c.target is None and not c.dynamic)
+    assert found["scaled_mm"] == [calls]
+    assert found["column_major"] == [calls - 1]  # one program is called with a second operand that is that already
+
+
+def test_amax_and_quantize_are_one_kernel() -> None:
+    """XLA's rule E7: behind the matmul one kernel for both, and one for the tail of the amax; two fill in the scales."""
+    assert pretend("amax")["kernels"] == [2 + 1 + 1]

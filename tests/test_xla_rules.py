@@ -52,6 +52,9 @@ def test_case(name: str) -> None:
         assert check_legal_on_cuda(module.graph) == case.calls
     if case.device == "cpu":
         _compare(case, module)
+    once = text(module)
+    assert run(module, Matmuls([]), ScaledMM()).gemms == {}
+    assert text(module) == once
 
 
 def assert_notes(case: Case, notes: list[str]) -> None:

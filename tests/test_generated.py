@@ -1,0 +1,68 @@
+"""Random programs: what must be found is found, nothing is declined without a word, and all of it is right."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from fp8pass.config import Config
+from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.patterns import MATMULS
+from fp8pass.passes.scaled_mm import ScaledMM
+from tests.generated import Program, programs
+from tests.harness import aten, capture, check_legal_on_cuda, compiled, count, run
+
+EXAMPLES = int(os.environ.get("FP8PASS_TEST_PROGRAMS", "60"))
+"""How many programs; more than that are run by hand: FP8PASS_TEST_PROGRAMS=2000."""
+
+common = settings(
+    deadline=None,
+    derandomize="FP8PASS_TEST_PROGRAMS" not in os.environ,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def tensors(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def check_results(program: Program, actual: Any) -> None:
+    """Against float64, at the precision of the narrowest type in the program; layout against eager."""
+    for eager, exact, got in zip(*map(tensors, (program.run(*program.inputs), program.exactly(), actual)), strict=True):
+        assert (eager.dtype, eager.shape, eager.stride()) == (got.dtype, got.shape, got.stride())
+        if not eager.float().isfinite().all():
+            continue  # float16 overflows
+        error, spread = (got.double() - exact).abs(), exact.abs().amax() + 1
+        bound = 1e-4 if not program.loose else 2**-4 if eager.dtype.itemsize == 1 else 0.03
+        assert (error <= bound * (spread + exact.abs())).all(), (error.max(), spread)
+
+
+@settings(common, max_examples=EXAMPLES)
+@given(programs())
+def test_detected_and_right(program: Program) -> None:
+    module = capture(program.run, *program.inputs)
+    matmuls = sum(n.target in MATMULS for n in module.graph.nodes)
+    context = run(module, Matmuls([]), ScaledMM(), config=Config(recipe=None))
+    gemms = list(context.gemms.values())
+    assert len(gemms) == matmuls
+    assert all(g.reason and g.rule for g in gemms if g.status == "declined")
+    if not program.unclear:
+        assert all(g.status == ("declined" if program.bad else "rewritten") for g in gemms), [g.reason for g in gemms]
+    assert gemms or context.notes, "an FP8 tensor is dequantized, and nothing is said"
+    calls = check_legal_on_cuda(module.graph)
+    assert calls == count(module, aten._scaled_mm.default)
+    assert bool(calls) == any(g.status == "rewritten" for g in gemms)
+    check_results(program, module(*program.inputs))
+
+
+@settings(common, max_examples=max(4, EXAMPLES // 20))
+@given(programs())
+def test_compiled(program: Program) -> None:
+    torch._dynamo.reset()
+    lowering = "inductor"
+    check_results(program, compiled(program.run, recipe=None, lowering=lowering)(*program.inputs))
