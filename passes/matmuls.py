@@ -6,7 +6,9 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -117,7 +119,7 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
     for node in filter(is_dequantizing, graph.nodes):
         if any(r.target in MATMULS for r in _readers(node, _maps)):
             continue  # the verdict of that matmul says what became of it
-        names = " and ".join(dict.fromkeys(_name(r) for r in _readers(node, _changes_places)[:3]))
+        names = " and ".join(_name(r) for r in islice(_readers(node, _changes_places), 3))
         if names:
             notes.append(f"{at(first(node))} is dequantized for {names}, and for no matmul; only those run in FP8")
     return notes
@@ -131,16 +133,18 @@ def _changes_places(node: fx.Node) -> bool:
     return node.target in _LOOKED_THROUGH
 
 
-def _readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+def _readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
     """The first ops behind `node` that are not looked through."""
-    readers: list[fx.Node] = []
-    seen, todo = {node}, [node]
+    seen, todo = {node}, deque([node])
     while todo:
-        new = [user for user in todo.pop().users if user not in seen]
-        seen.update(new)
-        todo += (user for user in new if looked_through(user))
-        readers += (user for user in new if not looked_through(user))
-    return readers
+        for user in todo.popleft().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if looked_through(user):
+                todo.append(user)
+            else:
+                yield user
 
 
 def _name(node: fx.Node) -> str:

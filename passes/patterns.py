@@ -103,11 +103,14 @@ def _has_one_element(x: torch.Tensor) -> bool:
     return all(isinstance(size, int) and size == 1 for size in x.shape)
 
 
-def same_value(node: fx.Node) -> Hashable:
-    """Equal for nodes that certainly hold the same value: looks through casts and views."""
-    if node.target in CASTS or node.target in VIEWS:
-        return node.target, same_value(first(node)), str(node.args[1:]), str(node.kwargs), val(node).dtype
-    return node
+def same_value(x: Any, depth: int = 8) -> Hashable:
+    """Equal for arguments that certainly hold the same value: the same elementwise ops on the same nodes."""
+    if not isinstance(x, fx.Node):
+        return str(x)
+    if not depth or not rearranges_or_maps(x) or torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()):
+        return x
+    arguments = tuple(same_value(a, depth - 1) for a in x.args)
+    return x.target, arguments, str(x.kwargs), val(x).dtype if is_tensor(x) else None
 
 
 def fp8_behind(node: fx.Node) -> fx.Node | None:
