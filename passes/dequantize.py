@@ -41,6 +41,7 @@ from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
 MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
 DIVIDING = {aten.div.Tensor, aten.div.Scalar}
+_F32 = torch.finfo(torch.float32)
 _ADDING = {aten.add.Tensor, aten.sub.Tensor}
 
 
@@ -62,6 +63,10 @@ class Scale:
 
     def __mul__(self, other: Scale) -> Scale:
         return Scale(self.number * other.number, self.multiplied + other.multiplied, self.divided + other.divided)
+
+    def fits_float32(self) -> bool:
+        """Whether the number is one that kernels can be given: 0, infinity and subnormals are none."""
+        return _F32.tiny <= abs(self.number) <= _F32.max
 
     def key(self) -> Hashable:
         """Equal for scales that are certainly equal, but for their sign."""
@@ -116,19 +121,26 @@ class Dequantize:
 
 def dequantize(operand: fx.Node) -> Dequantize:
     """Capture `operand`. Raises Reject, saying which condition failed, if it is not a dequantized FP8 tensor."""
+    captured = _walk(operand)
+    if not captured.scale.fits_float32():
+        raise Reject("scale", f"{at(operand)} is scaled by {captured.scale.number:g}, which is no normal float32")
+    return captured
+
+
+def _walk(operand: fx.Node) -> Dequantize:
     node, scale = operand, UNSCALED
     moves: list[fx.Node] = []
     while True:
         if _dtype(node) in FP8_DTYPES and not _rearranges_fp8(node):
             return Dequantize(node, tuple(moves), scale, val(node).dtype)
         if node.target in JOINING:
-            join = _join(node)
-            return Dequantize(join.x_q, (*join.movement, *moves), scale * join.scale, join.dtype)
+            joined = _join(node)
+            return replace(joined, movement=tuple(moves), scale=scale * joined.scale)
         if node.target in MULTIPLYING or node.target in DIVIDING:
             x, factor = scaled_input(node)
             scale = scale.times(factor, divide=node.target in DIVIDING)
             if val(x).shape != val(node).shape:
-                moves.insert(0, node)
+                moves.insert(0, _broadcasting(node))
             node = x
         elif (source := movement.moved_input(node)) is not None:
             moves.insert(0, node)
@@ -140,6 +152,13 @@ def dequantize(operand: fx.Node) -> Dequantize:
             node = first(node)
         else:
             raise _why_not(operand, node)
+
+
+def _broadcasting(node: fx.Node) -> fx.Node:
+    """A scale with more dimensions than what it scales: expands it."""
+    if not all(isinstance(size, int) for size in val(node).shape):
+        raise Reject("scale shape", f"{at(node)} broadcasts to the symbolic shape {list(val(node).shape)}")
+    return node
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -192,8 +211,8 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
         raise Reject("scale shape", f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number")
     if factor is None:
         raise Reject("scale", f"{at(node)} scales by a symbolic size")
-    if factor == 0:
-        raise Reject("scale", f"{at(node)} scales by 0")
+    if not isinstance(factor, fx.Node) and not Scale(factor).fits_float32():
+        raise Reject("scale", f"{at(node)} scales by {factor:g}, which is no normal float32")
     if isinstance(factor, fx.Node) and val(factor).device != val(x).device:
         devices = f"a tensor on {val(x).device} by one on {val(factor).device}"
         raise Reject("scale", f"{at(node)} scales {devices}; move the scale there")

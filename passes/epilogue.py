@@ -5,7 +5,7 @@
     y.to(narrower)                           the kernel's output type
     clamp(y, -max, max).to(f8)               float8 output; the kernel saturates
 
-Reshapes and wider casts may stand in between. Only a chain of single users is followed: what else reads an
+Reshapes, copies and wider casts may stand in between. Only a chain of single users is followed: what else reads an
 intermediate result needs it, and so no scale can depend on the product that it scales. A scale behind a bias or a clamp
 is never moved in front of it. What stays outside (ReLU, GELU, matrix biases, amax) Inductor fuses into one kernel.
 
@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass.graph import is_tensor, val
 from fp8pass.hardware import casts_saturate
 from fp8pass.passes.dequantize import DIVIDING, MULTIPLYING, UNSCALED, Scale, scaled_input
-from fp8pass.passes.patterns import CASTS, RESHAPES, at, aten, constant, first, is_wide_cast
+from fp8pass.passes.patterns import CASTS, COPIES, RESHAPES, at, aten, constant, first, is_wide_cast
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
 
@@ -81,6 +81,8 @@ def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
         return None
     if node.target in RESHAPES:
         return replace(so_far, end=node, reshapes=(*so_far.reshapes, node))
+    if node.target in COPIES and val(node).stride() == val(so_far.end).stride():
+        return replace(so_far, end=node)
     if is_wide_cast(node) or (node.target in CASTS and val(node).dtype in FP8_DTYPES):
         return replace(so_far, end=node, dtype=val(node).dtype)
     if node.target in _LOWER or node.target in _UPPER:
@@ -97,16 +99,21 @@ def _scaled(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
         x, factor = scaled_input(node)
     except Reject:
         return None  # an ordinary multiplication, by a gate for example
-    if x is not so_far.end or val(x).shape != val(node).shape:
+    if x is not so_far.end or factor is x or val(x).shape != val(node).shape:
         return None
     scale = so_far.scale.times(factor, divide=node.target in DIVIDING)
-    return replace(so_far, end=node, dtype=val(node).dtype, scale=scale)
+    return replace(so_far, end=node, dtype=val(node).dtype, scale=scale) if scale.fits_float32() else None
 
 
 def _biased(matmul: fx.Node, so_far: Epilogue, node: fx.Node) -> Epilogue | None:
     x, y = node.args
     bias = y if x is so_far.end else x
-    if not is_tensor(bias) or node.kwargs.get("alpha", 1) != 1 or not _is_vector(bias, matmul, so_far.end):
+    if (
+        not is_tensor(bias)
+        or bias is so_far.end
+        or node.kwargs.get("alpha", 1) != 1
+        or not _is_vector(bias, matmul, so_far.end)
+    ):
         return None
     if val(node).shape != val(so_far.end).shape:
         return None

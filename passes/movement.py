@@ -31,14 +31,12 @@ _REARRANGING = {
     aten.embedding.default,
 }
 # Not everywhere possible on FP8: done on a float32 copy that lives in registers once the three ops are fused. Exact.
-_COMPUTING = {aten.constant_pad_nd.default, aten.where.self, aten.neg.default, prims.rev.default}
-
-_MOVING = {*_REARRANGING, *COPIES, prims.rev.default}
+_IN_FLOAT32 = {aten.constant_pad_nd.default, prims.rev.default}
 
 JOINING = {aten.cat.default, aten.where.self}
 """Make one tensor of several, which must then share a scale. A part may also be zeros."""
 
-MOVEMENT = {*_REARRANGING, *_COMPUTING, *JOINING, *COPIES}
+MOVEMENT = {*_REARRANGING, *_IN_FLOAT32, *JOINING, *COPIES, aten.neg.default}
 """All of them; whether a particular one can be done on FP8, `moved_input` and `dequantize` say."""
 
 
@@ -53,7 +51,7 @@ def moved_input(node: fx.Node) -> fx.Node | None:
         assert isinstance(indices, (list, tuple))
         if any(is_tensor(i) and val(i).dtype == torch.bool for i in indices):
             return None  # how many elements it takes depends on data
-    elif node.target not in _MOVING:
+    elif node.target not in {*_REARRANGING, *COPIES, prims.rev.default}:
         return None
     return first(node)
 
@@ -66,7 +64,7 @@ def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
         return emit(aten.reshape.default, x, *node.args[1:])
     if node.target in (aten.mul.Tensor, aten.div.Tensor):  # the scale had more dimensions than the tensor
         return emit(aten.expand.default, x, list(val(node).shape))
-    if node.target in _COMPUTING:
+    if node.target in _IN_FLOAT32:
         return _in_float32(emit, dtype, node.target, x, *node.args[1:], **node.kwargs)
     return emit(node.target, x, *node.args[1:], **node.kwargs)
 

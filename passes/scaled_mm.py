@@ -179,12 +179,8 @@ class _Rewriter:
         assert (was.dtype, was.shape, was.stride()) == (now.dtype, now.shape, now.stride()), (old, was, now)
         for key, value in old.meta.items():
             new.meta.setdefault(key, value)
-        users = list(old.users)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-        if len(users) == 1 and users[0].target is aten.clone.default and not users[0].kwargs:
-            users[0].replace_all_uses_with(new)  # qdq_gradient's copy, which only eager needs
-            self.graph.erase_node(users[0])
 
     def _scale_inv(self, scale: Scale, operand: fx.Node) -> fx.Node:
         """The scale as f32[]: what `_scaled_mm` takes."""

@@ -32,9 +32,9 @@ def tensors(results: Any) -> list[Tensor]:
 
 
 def check_results(program: Program, actual: Any) -> None:
-    """Against float64, at the precision of the narrowest type in the program; layout against eager."""
+    """Against float64, at the precision of the narrowest type in the program."""
     for eager, exact, got in zip(*map(tensors, (program.run(*program.inputs), program.exactly(), actual)), strict=True):
-        assert (eager.dtype, eager.shape, eager.stride()) == (got.dtype, got.shape, got.stride())
+        assert (eager.dtype, eager.shape) == (got.dtype, got.shape)
         if not eager.float().isfinite().all():
             continue  # float16 overflows
         error, spread = (got.double() - exact).abs(), exact.abs().amax() + 1
@@ -57,12 +57,13 @@ def test_detected_and_right(program: Program) -> None:
     calls = check_legal_on_cuda(module.graph)
     assert calls == count(module, aten._scaled_mm.default)
     assert bool(calls) == any(g.status == "rewritten" for g in gemms)
-    check_results(program, module(*program.inputs))
+    actual = module(*program.inputs)
+    assert [t.stride() for t in tensors(actual)] == [t.stride() for t in tensors(program.run(*program.inputs))]
+    check_results(program, actual)
 
 
 @settings(common, max_examples=max(4, EXAMPLES // 20))
 @given(programs())
 def test_compiled(program: Program) -> None:
     torch._dynamo.reset()
-    lowering = "inductor"
-    check_results(program, compiled(program.run, recipe=None, lowering=lowering)(*program.inputs))
+    check_results(program, compiled(program.run, recipe=None, lowering="inductor")(*program.inputs))

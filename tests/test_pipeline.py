@@ -66,12 +66,12 @@ def test_dumps(tmp_path: Path) -> None:
     files = sorted(f.name for f in folder.iterdir())
     assert files == sorted(
         f"{i:02d}.{p}.{s}"
-        for i, p in enumerate(("matmuls", "scaled_mm", "batch_records"))
+        for i, p in enumerate(("canonicalize", "matmuls", "scaled_mm", "batch_records"))
         for s in ("before.py", "after.py", "diff")
     )
-    assert (folder / "01.scaled_mm.after.py").read_text().startswith("# made by scaled_mm: applied 6 times in ")
-    assert "_scaled_mm" in (folder / "01.scaled_mm.after.py").read_text()
-    assert "+" in (folder / "01.scaled_mm.diff").read_text()
+    assert (folder / "02.scaled_mm.after.py").read_text().startswith("# made by scaled_mm: applied 6 times in ")
+    assert "_scaled_mm" in (folder / "02.scaled_mm.after.py").read_text()
+    assert "+" in (folder / "02.scaled_mm.diff").read_text()
 
 
 def test_verify_finds_a_wrong_dtype() -> None:
