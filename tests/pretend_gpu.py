@@ -223,22 +223,26 @@ def rules() -> list[str]:
     return generated(everything, inputs, backward=False, recipe=None, target="sm_90")
 
 
-def amax() -> list[str]:
-    """A product that is quantized, with its amax beside it: XLA's rule E7."""
-    from tests.xla_rules import E4M3, product, quantized
+def launches_behind() -> dict[str, int]:
+    """For every epilogue of XLA's rules: how many kernels run behind the last matmul."""
+    from tests.xla_rules import CASES
 
-    def function(a: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        y = product(a, b.t(), dtype=torch.bfloat16)
-        return quantized(y, scale), y.abs().amax()
-
-    inputs = torch.randn(1024, 512).to(E4M3), torch.randn(2048, 512).to(E4M3), torch.tensor(2.0)
-    return generated(function, *inputs, backward=False, recipe=None, target="sm_90")
+    launches = {}
+    for name, case in CASES.items():
+        if name[0] == "E":
+            torch._dynamo.reset()
+            (code,) = generated(case.function, *case.inputs, backward=False, recipe=None, target="sm_90")
+            launches[name] = code.rpartition("extern_kernels._scaled_mm(")[2].count(".run(")
+    return launches
 
 
 def main() -> None:
     install()
     what = sys.argv[1]
-    codes = rules() if what == "rules" else amax() if what == "amax" else training_step(what)
+    if what == "behind":
+        print(json.dumps(launches_behind()))
+        return
+    codes = rules() if what == "rules" else training_step(what)
     second = re.compile(
         r"_scaled_mm\((?:reinterpret_tensor\([^()]*\([^()]*\), \([^()]*\), \d+\)|\w+), reinterpret_tensor\(\w+, \([^()]*\), (\([^()]*\))"
     )
