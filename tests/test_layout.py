@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.harness import (
     BF16,
+    E4M3,
     RefusedByCuda,
     aten,
     capture,
     check_legal_on_cuda,
+    compiled,
     count,
     detect,
     dq,
     fp8,
+    sqnr,
+    verdicts,
 )
 
 
@@ -79,3 +85,35 @@ def test_unrewritten_layouts_are_illegal_on_cuda() -> None:
         assert product(*inputs).isfinite().all()
         with pytest.raises(RefusedByCuda):
             check_legal_on_cuda(capture(product, *inputs).graph)
+
+
+def test_a_symbolic_batch_compiles_once() -> None:
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        x_q = (x * 8).clamp(-448, 448).to(E4M3)
+        return ((x_q.float() / 8) @ (w.float() * 0.5) + v).relu()[:, 1:]
+
+    w, v = fp8(24, 40), torch.randn(40)
+    for lowering in ("eager", "inductor"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run = compiled(function, recipe=None, strict=True, lowering=lowering)
+        for batch in (3, 5, 16, 40):
+            x = torch.randn(batch, 7, 24)
+            torch._dynamo.mark_dynamic(x, 0)
+            assert sqnr(function(x, w, v), run(x, w, v)) > 100
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_symbolic_number_of_products_is_declined() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a.float(), b.float())
+
+    run = compiled(function, recipe=None)
+    with verdicts() as report:
+        for batch in (3, 5):
+            a, b = fp8(batch, 8, 24), fp8(batch, 24, 40)
+            torch._dynamo.mark_dynamic(a, 0)
+            torch._dynamo.mark_dynamic(b, 0)
+            assert torch.equal(run(a, b), function(a, b))
+    (gemm,) = report.gemms
+    assert re.match(r"s\d+ products of \[8, 24\] by \[24, 40\]: `_scaled_mm` has no batch dimension", gemm.reason)

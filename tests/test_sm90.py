@@ -43,6 +43,7 @@ def test_what_stays_outside_the_matmul_is_one_kernel() -> None:
     launches = pretend("behind")
     assert set(launches) == {name for name in CASES if name[0] == "E"}
     for name, n in launches.items():
-        if CASES[name].device == "cuda":
-            continue  # captured on CPU here, where FP8 output may be impossible
-        assert n == 0 if CASES[name].behind in ((), ("reshape",)) else n == 1, (name, n)
+        if name.startswith("E5 "):
+            assert n <= 1  # captured on CPU here, where FP8 output may be impossible
+        else:
+            assert n == (CASES[name].behind not in ((), ("reshape",))), (name, n)
