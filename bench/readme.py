@@ -39,9 +39,9 @@ def demo() -> str:
     return block("\n".join([*lines[: rows[0] + 5], middle, *lines[rows[-1] - 2 :]]))
 
 
-def example() -> str:
-    """examples/train.py and what it prints."""
-    file = ROOT / "examples" / "train.py"
+def example(name: str) -> str:
+    """An example and what it prints."""
+    file = ROOT / "examples" / name
     return block(file.read_text().strip(), "python") + "\n\n" + block(run(sys.executable, str(file)))
 
 
@@ -66,7 +66,13 @@ def block(text: str, language: str = "") -> str:
     return f"```{language}\n{text}\n```"
 
 
-SECTIONS = {"demo": demo, "example": example, "passes": table_of_passes, "first_step": first_step}
+SECTIONS = {
+    "demo": demo,
+    "example": lambda: example("train.py"),
+    "qdq": lambda: example("qdq.py"),
+    "passes": table_of_passes,
+    "first_step": first_step,
+}
 
 
 def main(names: list[str]) -> None:
