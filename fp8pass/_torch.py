@@ -13,14 +13,18 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import list_mode_options
+from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
+"""The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
+
 __all__ = [
+    "FORCE_STRIDE_ORDER",
     "ConstantSource",
     "CustomGraphPass",
     "FakeTensorMode",

@@ -99,14 +99,18 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
         return make_boxed_func(functools.partial(_run_unseen, graph_module.forward))
 
+    def rewrite(graph_module: fx.GraphModule) -> None:
+        for part in graph_module.modules():  # branches and loop bodies are graphs of their own
+            if isinstance(part, fx.GraphModule):
+                pipeline(part.graph)
+                part.recompile()
+
     def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
-        pipeline(graph_module.graph)
-        graph_module.recompile()
+        rewrite(graph_module)
         return boxed(graph_module, fake_inputs)
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        pipeline(joint.graph)
-        joint.recompile()
+        rewrite(joint)
         return min_cut_partition(joint, joint_inputs, **kwargs)
 
     compiler = aot_autograd(

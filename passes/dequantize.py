@@ -20,14 +20,19 @@ from torch import fx
 
 from fp8pass.graph import is_tensor, val
 from fp8pass.passes import movement
-from fp8pass.passes.movement import JOINING, Emit
+from fp8pass.passes.movement import Emit
 from fp8pass.passes.patterns import (
+    ADDING,
     CASTS,
     COPIES,
+    DIVIDING,
+    JOINS,
+    MULTIPLYING,
     VIEWS,
     WIDE,
     at,
     aten,
+    changes_places,
     constant,
     first,
     fp8_behind,
@@ -39,10 +44,9 @@ from fp8pass.passes.patterns import (
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
-MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
-DIVIDING = {aten.div.Tensor, aten.div.Scalar}
+MAX_DEPTH = 50
+"""Joins within joins."""
 _F32 = torch.finfo(torch.float32)
-_ADDING = {aten.add.Tensor, aten.sub.Tensor}
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Scale:
 
     def times(self, factor: Any, divide: bool = False) -> Scale:
         """This scale times, or divided by, a number or a node."""
+        if isinstance(factor, fx.Node) and factor.target is aten.neg.default:
+            return replace(self, number=-self.number).times(first(factor), divide)
         if not isinstance(factor, fx.Node):
             return replace(self, number=self.number / factor if divide else self.number * factor)
         if divide:
@@ -99,12 +105,17 @@ class Dequantize:
 
     def moved(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
         """The FP8 operand, with all movement done by `emit`. known: by op, what was made before; is added to."""
-        x = self._joined(self.x_q, emit, known) if isinstance(self.x_q, Joined) else self.x_q
+        x = self._joined(self.x_q, emit, known) if isinstance(self.x_q, Joined) else self._leaf(self.x_q, emit, known)
         for node in self.movement:
             if node not in known:
                 known[node] = movement.move(node, x, self.dtype, emit)
             x = known[node]
         return x
+
+    def _leaf(self, x_q: fx.Node, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+        if x_q not in known:
+            known[x_q] = movement.pinned(x_q, emit)
+        return known[x_q]
 
     def _joined(self, source: Joined, emit: Emit, known: dict[fx.Node, Any]) -> Any:
         if source.node not in known:
@@ -121,29 +132,38 @@ class Dequantize:
 
 def dequantize(operand: fx.Node) -> Dequantize:
     """Capture `operand`. Raises Reject, saying which condition failed, if it is not a dequantized FP8 tensor."""
-    captured = _walk(operand)
+    if fp8_behind(operand, ops_between=1) is None:
+        raise _not_float8(operand)
+    captured = _walk(operand, {}, 0)
     if not captured.scale.fits_float32():
         raise Reject("scale", f"{at(operand)} is scaled by {captured.scale.number:g}, which is no normal float32")
     return captured
 
 
-def _walk(operand: fx.Node) -> Dequantize:
+def _walk(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
+    """known: of the parts of joins, what was captured before; a graph of joins may hold a part very many times."""
+    if operand not in known:
+        known[operand] = _walk_on(operand, known, depth)
+    return known[operand]
+
+
+def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
     node, scale = operand, UNSCALED
     moves: list[fx.Node] = []
     while True:
         if _dtype(node) in FP8_DTYPES and not _rearranges_fp8(node):
-            return Dequantize(node, tuple(moves), scale, val(node).dtype)
-        if node.target in JOINING:
-            joined = _join(node)
-            return replace(joined, movement=tuple(moves), scale=scale * joined.scale)
-        if node.target in MULTIPLYING or node.target in DIVIDING:
+            return Dequantize(node, tuple(reversed(moves)), scale, val(node).dtype)
+        if node.target in JOINS:
+            join = _join(node, known, depth)
+            return replace(join, movement=tuple(reversed(moves)), scale=scale * join.scale)
+        if node.target in MULTIPLYING | DIVIDING:
             x, factor = scaled_input(node)
             scale = scale.times(factor, divide=node.target in DIVIDING)
             if val(x).shape != val(node).shape:
-                moves.insert(0, _broadcasting(node))
+                moves.append(_broadcasting(node))
             node = x
         elif (source := movement.moved_input(node)) is not None:
-            moves.insert(0, node)
+            moves.append(node)
             node = source
         elif is_wide_cast(node) or is_dequantizing(node) or _adds_zero(node):
             node = first(node)
@@ -180,7 +200,7 @@ def _rearranges_fp8(node: fx.Node) -> bool:
 
 def _adds_zero(node: fx.Node) -> bool:
     """Subtraction of a zero point that is 0, as affine dequantization has it."""
-    if node.target not in _ADDING or not is_tensor(node.args[0]):
+    if node.target not in ADDING or not is_tensor(node.args[0]):
         return False
     return constant(node.args[1]) == 0 and val(node).shape == val(first(node)).shape
 
@@ -210,7 +230,8 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     if factor is None and is_tensor(y):
         raise Reject("scale shape", f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number")
     if factor is None:
-        raise Reject("scale", f"{at(node)} scales by a symbolic size")
+        what = "a complex number" if isinstance(y, complex) else "a symbolic size"
+        raise Reject("scale", f"{at(node)} scales by {what}")
     if not isinstance(factor, fx.Node) and not Scale(factor).fits_float32():
         raise Reject("scale", f"{at(node)} scales by {factor:g}, which is no normal float32")
     if isinstance(factor, fx.Node) and val(factor).device != val(x).device:
@@ -221,46 +242,54 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     return factor
 
 
-def _join(node: fx.Node) -> Dequantize:
+def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
     """A cat or where of tensors that share one scale, or are 0."""
-    for n in movement.joined(node):
-        if constant(n):
-            raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every scale")
-    parts = [(n, None if constant(n) == 0 else dequantize(n)) for n in movement.joined(node)]
+    if depth == MAX_DEPTH:
+        raise Reject("join", f"{at(node)} is one of more than {MAX_DEPTH} joins within joins")
+    tensors = movement.joined(node)
+    for n in filter(constant, tensors):
+        raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every scale")
+    parts = [(n, None if constant(n) == 0 else _walk(n, known, depth + 1)) for n in tensors]
     scaled = [dq for _, dq in parts if dq is not None]
     if not scaled:
         raise Reject("not float8", f"{at(node)} holds nothing but zeros")
-    if len({dq.dtype for dq in scaled}) > 1:
-        raise Reject("join", f"{at(node)} joins {' and '.join(sorted({str(dq.dtype) for dq in scaled}))}")
-    if len({dq.scale.key() for dq in scaled}) > 1:
-        raise Reject("join", f"{at(node)} joins tensors with {len({dq.scale.key() for dq in scaled})} different scales")
-    scale = scaled[0].scale
-    return Dequantize(Joined(node, tuple(parts)), (), replace(scale, number=abs(scale.number)), scaled[0].dtype)
+    if len(dtypes := {_short(dq.dtype) for dq in scaled}) > 1:
+        raise Reject("join", f"{at(node)} joins {' and '.join(sorted(dtypes))}")
+    if len(scales := {dq.scale.key() for dq in scaled}) > 1:
+        raise Reject("join", f"{at(node)} joins tensors with {len(scales)} different scales")
+    scale = replace(scaled[0].scale, number=abs(scaled[0].scale.number))
+    return Dequantize(Joined(node, tuple(parts)), (), scale, scaled[0].dtype)
 
 
 def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     """Why the walk from `operand` ends at `node`."""
+    source = _dtype(first(node)) if node.target in CASTS else _dtype(node)
+    if source in FNUZ_DTYPES:
+        return Reject("fnuz", f"operand {at(node)} comes from {_short(source)}, which no NVIDIA GPU multiplies")
+    if source is not None and source.itemsize == 1 and source.is_floating_point and source not in FP8_DTYPES:
+        return Reject("float8 kind", f"operand {at(node)} comes from {_short(source)}, which no matmul kernel takes")
+    if node.target in CASTS and _dtype(node) not in WIDE:
+        return Reject("cast", f"{at(node)} casts to {_short(_dtype(node))} between the float8 tensor and the matmul")
+    x_q = fp8_behind(node, ops_between=1)
+    if x_q is None:
+        return _not_float8(operand)
+    if node.target in ADDING and one_number(node.args[1]) is not None:
+        zero_point = "a zero point that is no constant 0; float8 needs none, so pass the number 0"
+        return Reject("zero point", f"{at(node)} shifts by {zero_point}")
+    op = str(node.target).removesuffix(".default")
+    return Reject(
+        "op between",
+        f"{at(node)} = {op} stands between {x_q.name} and the matmul; only movement of elements, negation and scaling "
+        "by one number can change places with it",
+    )
+
+
+def _not_float8(operand: fx.Node) -> Reject:
+    node = operand
+    while node.op == "call_function" and changes_places(node) and isinstance(node.args[0], fx.Node):
+        node = first(node)
     through = "" if node is operand else f" (reached through {operand.name})"
-    dtype = _short(_dtype(node))
-    inner = _dtype(first(node)) if node.target in CASTS else _dtype(node)
-    if inner in FNUZ_DTYPES:
-        return Reject("fnuz", f"operand {at(node)} comes from {_short(inner)}, which no NVIDIA GPU multiplies")
-    if node.target in CASTS and inner is not None and _dtype(node) not in WIDE:
-        return Reject("cast", f"{at(node)} casts to {dtype} between the float8 tensor and the matmul")
-    x_q = fp8_behind(node)
-    if x_q is not None and node.target in _ADDING and one_number(node.args[1]) is not None:
-        return Reject(
-            "zero point",
-            f"{at(node)} shifts by a zero point that is no constant 0; float8 needs none, so pass the number 0",
-        )
-    if x_q is not None:
-        op = str(node.target).removesuffix(".default")
-        return Reject(
-            "op between",
-            f"{at(node)} = {op} stands between {x_q.name} and the matmul; only movement of elements, negation and "
-            f"scaling by one number can change places with it{through}",
-        )
-    return Reject("not float8", f"operand {at(node)}: {dtype} is not dequantized from float8{through}")
+    return Reject("not float8", f"operand {at(node)}: {_short(_dtype(node))} is not dequantized from float8{through}")
 
 
 def _short(dtype: torch.dtype | None) -> str:

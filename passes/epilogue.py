@@ -23,8 +23,19 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph import is_tensor, val
 from fp8pass.hardware import casts_saturate
-from fp8pass.passes.dequantize import DIVIDING, MULTIPLYING, UNSCALED, Scale, scaled_input
-from fp8pass.passes.patterns import CASTS, COPIES, RESHAPES, at, aten, constant, first, is_wide_cast
+from fp8pass.passes.dequantize import Scale, scaled_input
+from fp8pass.passes.patterns import (
+    CASTS,
+    COPIES,
+    DIVIDING,
+    MULTIPLYING,
+    RESHAPES,
+    at,
+    aten,
+    constant,
+    first,
+    is_wide_cast,
+)
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
 
@@ -38,13 +49,13 @@ class Epilogue:
     """What the kernel does after multiplying, in this order.
 
     end: the node that the rewritten matmul takes the place of. dtype: of `end`. reshapes: those on the way there.
-    scale: what the product is multiplied with. bias: a vector over N, any number of leading 1s. low, high: the clamp.
-    note: why a conversion to float8 that follows stayed outside.
+    scale: what the FP8 product is multiplied with, all in all. bias: a vector over N, any number of leading 1s.
+    low, high: the clamp. note: why a conversion to float8 that follows stayed outside.
     """
 
     end: fx.Node
     dtype: torch.dtype
-    scale: Scale = UNSCALED
+    scale: Scale
     bias: fx.Node | None = None
     low: float | None = None
     high: float | None = None
@@ -52,12 +63,14 @@ class Epilogue:
     note: str = ""
 
 
-def epilogue(matmul: fx.Node, bias: fx.Node | None, operand_dtypes: tuple[torch.dtype, torch.dtype]) -> Epilogue:
+def epilogue(
+    matmul: fx.Node, scale: Scale, bias: fx.Node | None, operand_dtypes: tuple[torch.dtype, torch.dtype]
+) -> Epilogue:
     """As much of what follows `matmul` as one `_scaled_mm` of these operands can do.
 
-    bias: what `matmul` itself adds. If the result has none, that has to be added behind the kernel.
+    scale: of both operands. bias: what `matmul` itself adds; if the result has none, it goes behind the kernel.
     """
-    taken = Epilogue(matmul, val(matmul).dtype)
+    taken = Epilogue(matmul, val(matmul).dtype, scale)
     so_far: Epilogue | None = taken
     if bias is not None:
         so_far = replace(taken, bias=_source_of_cast(bias)) if _is_vector(bias, matmul, matmul) else None
@@ -121,10 +134,14 @@ def _biased(matmul: fx.Node, so_far: Epilogue, node: fx.Node) -> Epilogue | None
 
 
 def _is_vector(bias: fx.Node, matmul: fx.Node, product: fx.Node) -> bool:
-    """Whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of the matmul."""
+    """Whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of the matmul.
+
+    Kernels read it through a bare pointer, so it lies in one piece, and begins where tensors begin.
+    """
     n = val(matmul).shape[-1]
     shape, columns = val(bias).shape, val(product).shape[-1]
-    is_row = len(shape) > 0 and all(statically_known_true(size == 1) for size in shape[:-1])
+    aligned = val(bias).is_contiguous() and val(bias).storage_offset() * val(bias).itemsize % 16 == 0
+    is_row = aligned and len(shape) > 0 and all(statically_known_true(size == 1) for size in shape[:-1])
     return is_row and statically_known_true(shape[-1] == n) and statically_known_true(columns == n)
 
 

@@ -7,8 +7,6 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,18 +15,20 @@ from torch import fx
 from fp8pass.graph import source_of, val
 from fp8pass.passes.annotate import Choice
 from fp8pass.passes.dequantize import is_dequantizing
-from fp8pass.passes.movement import MOVEMENT
 from fp8pass.passes.patterns import (
     ADDING_MATMULS,
     CASTS,
     COPIES,
+    DIVIDING,
     MATMULS,
+    MULTIPLYING,
     VIEWS,
     at,
     aten,
+    changes_places,
     first,
+    has_one_element,
     one_number,
-    rearranges_or_maps,
 )
 from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
@@ -114,53 +114,56 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _unread_dequantizes(graph: fx.Graph) -> list[str]:
-    """A sentence for every FP8 tensor that is dequantized and reaches no matmul, not even by way of other ops."""
+    """A sentence for every FP8 tensor that is dequantized for no matmul."""
     notes = []
     for node in filter(is_dequantizing, graph.nodes):
-        if any(r.target in MATMULS for r in _readers(node, _maps)):
-            continue  # the verdict of that matmul says what became of it
-        names = " and ".join(_name(r) for r in islice(_readers(node, _changes_places), 3))
-        if names:
-            notes.append(f"{at(first(node))} is dequantized for {names}, and for no matmul; only those run in FP8")
+        readers = _readers(node)
+        if _is_scale(node) or not readers or _reach_matmul(readers):
+            continue
+        names = " and ".join(map(_name, readers[:3]))
+        matmuls = "no mm, addmm, bmm or baddbmm, which are all that runs in FP8"
+        notes.append(f"{at(first(node))} is dequantized for {names}, and for {matmuls}")
     return notes
 
 
-def _maps(node: fx.Node) -> bool:
-    return rearranges_or_maps(node) or node.target in _LOOKED_THROUGH
+def _is_scale(node: fx.Node) -> bool:
+    """A scale that is itself FP8."""
+    scaled = (u for u in node.users if u.target in MULTIPLYING or u.target in DIVIDING)
+    return has_one_element(node) and not all(map(has_one_element, scaled))
 
 
-def _changes_places(node: fx.Node) -> bool:
-    return node.target in _LOOKED_THROUGH
+def _reach_matmul(readers: list[fx.Node]) -> bool:
+    """Directly, or through one op: then the verdict of the matmul names that op."""
+    behind = (r for reader in readers for r in (reader, *_readers(reader)))
+    return any(r.target in MATMULS for r in behind)
 
 
-def _readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The first ops behind `node` that are not looked through."""
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The first ops behind a dequantize that do not change places with its scale."""
+    readers: list[fx.Node] = []
     seen, todo = {node}, deque([node])
     while todo:
-        for user in todo.popleft().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if looked_through(user):
-                todo.append(user)
-            else:
-                yield user
+        new = [user for user in todo.popleft().users if user not in seen]
+        seen.update(new)
+        for user in new:
+            (todo if user.op != "output" and changes_places(user) else readers).append(user)
+    return readers
 
 
 def _name(node: fx.Node) -> str:
     return "the graph's output" if node.op == "output" else at(node)
 
 
-_SCALE = {aten.mul.Tensor, aten.div.Tensor}
 _CLAMP = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
-_LOOKED_THROUGH = {*MOVEMENT, *CASTS, *_SCALE}
+_LOOKED_THROUGH = {*VIEWS, *COPIES, *CASTS, *MULTIPLYING, *DIVIDING, *_CLAMP}
 
 
 def root(node: fx.Node) -> fx.Node:
     """The tensor that an operand shows: views, casts, scales and clamps taken off, so quantization as well."""
-    while node.target in {*VIEWS, *COPIES, *CASTS, *_SCALE, *_CLAMP}:
+    while node.target in _LOOKED_THROUGH:
         source = node.args[0]
-        if not isinstance(source, fx.Node) or (node.target in _SCALE and one_number(node.args[1]) is None):
+        scales = node.target in MULTIPLYING or node.target in DIVIDING
+        if not isinstance(source, fx.Node) or (scales and one_number(node.args[1]) is None):
             break
         node = source
     return node

@@ -16,43 +16,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph import is_tensor, val
-from fp8pass.passes.patterns import COPIES, VIEWS, at, aten, constant, first, prims
+from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.graph import val
+from fp8pass.passes.patterns import COPIES, JOINS, MOVEMENT, at, aten, constant, first, prims
 from fp8pass.rewrite import Reject
 
 Emit = Callable[..., Any]
 """`emit(target, *args, **kwargs)`: a new node of the graph, or what it would compute."""
 
-# Done on the FP8 tensor as they are.
-_REARRANGING = {
-    *VIEWS,
-    aten.repeat.default,
-    aten.index.Tensor,
-    aten.embedding.default,
-}
 # Not everywhere possible on FP8: done on a float32 copy that lives in registers once the three ops are fused. Exact.
 _IN_FLOAT32 = {aten.constant_pad_nd.default, prims.rev.default}
 
-JOINING = {aten.cat.default, aten.where.self}
-"""Make one tensor of several, which must then share a scale. A part may also be zeros."""
-
-MOVEMENT = {*_REARRANGING, *_IN_FLOAT32, *JOINING, *COPIES, aten.neg.default}
-"""All of them; whether a particular one can be done on FP8, `moved_input` and `dequantize` say."""
-
 
 def moved_input(node: fx.Node) -> fx.Node | None:
-    """The tensor whose elements `node` moves; None if it is no movement. Raises Reject for a pad that is not 0."""
+    """The tensor whose elements `node` moves; None if it is no movement. Raises Reject if it can't move them in FP8."""
+    if node.target not in MOVEMENT - JOINS:
+        return None
+    if node.meta.get("unbacked_bindings"):
+        raise Reject("data-dependent", f"{at(node)} takes elements by an index or to a size that depends on data")
     if node.target is aten.constant_pad_nd.default:
         fill = node.args[2] if len(node.args) > 2 else 0
         if constant(fill) != 0:
             raise Reject("fill value", f"{at(node)} pads with {fill}; only 0 is the same under every scale")
-    elif node.target is aten.index.Tensor:
-        indices = node.args[1]
-        assert isinstance(indices, (list, tuple))
-        if any(is_tensor(i) and val(i).dtype == torch.bool for i in indices):
-            return None  # how many elements it takes depends on data
-    elif node.target not in {*_REARRANGING, *COPIES, prims.rev.default}:
-        return None
     return first(node)
 
 
@@ -60,13 +45,23 @@ def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
     """What `node` does to its input, done to the FP8 tensor `x` of `dtype`."""
     if node.target in COPIES:
         return x  # which layout a kernel needs is decided later, and once
-    if node.target is aten.view.default:
-        return emit(aten.reshape.default, x, *node.args[1:])
+    if node.target in (aten.view.default, aten.reshape.default):
+        return reshape(x, node.args[1], emit)
     if node.target in (aten.mul.Tensor, aten.div.Tensor):  # the scale had more dimensions than the tensor
         return emit(aten.expand.default, x, list(val(node).shape))
     if node.target in _IN_FLOAT32:
         return _in_float32(emit, dtype, node.target, x, *node.args[1:], **node.kwargs)
     return emit(node.target, x, *node.args[1:], **node.kwargs)
+
+
+def reshape(x: Any, shape: Any, emit: Emit) -> Any:
+    """A view of `x`, if need be of a copy: one that Inductor makes by itself may have another layout than it says."""
+    value = val(x) if isinstance(x, fx.Node) else x
+    try:
+        value.view(fx.map_arg(shape, lambda n: n.meta["val"]))
+    except (RuntimeError, ValueError):
+        x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return emit(aten.view.default, x, shape)
 
 
 def join(node: fx.Node, parts: dict[fx.Node, Any], dtype: torch.dtype, emit: Emit) -> Any:
@@ -83,6 +78,14 @@ def joined(node: fx.Node) -> list[fx.Node]:
     """The tensors that `node` joins."""
     tensors: Any = node.args[1:] if node.target is aten.where.self else node.args[0]
     return list(tensors)
+
+
+def pinned(x: fx.Node, emit: Emit) -> Any:
+    """`x` in the layout that it says it has: what is computed in columns, Inductor may lay out in rows."""
+    strides = list(val(x).stride())
+    if x.op != "call_function" or val(x).is_contiguous() or not all(isinstance(s, int) for s in strides):
+        return x
+    return emit(FORCE_STRIDE_ORDER, x, strides)
 
 
 def negate(x: Any, dtype: torch.dtype, emit: Emit) -> Any:

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from fp8pass.graph import is_tensor, source_of, val
-from fp8pass.scaling import FP8_DTYPES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -25,7 +24,11 @@ MATMULS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype, *AD
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Ops that Inductor's decompositions leave of all those that shape and cut. Reshapes keep the order of the elements.
+MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
+DIVIDING = {aten.div.Tensor, aten.div.Scalar}
+ADDING = {aten.add.Tensor, aten.sub.Tensor}
+
+# Movement: ops that rearrange elements and change none, as Inductor's decompositions leave them.
 RESHAPES = {
     aten.view.default,
     aten.reshape.default,
@@ -48,6 +51,9 @@ VIEWS = {
     aten.unbind.int,
     operator.getitem,
 }
+GATHERS = {aten.repeat.default, aten.index.Tensor, aten.embedding.default, prims.rev.default}
+JOINS = {aten.cat.default, aten.where.self}
+MOVEMENT = {*VIEWS, *COPIES, *GATHERS, *JOINS, aten.constant_pad_nd.default}
 
 
 def first(node: fx.Node) -> fx.Node:
@@ -71,10 +77,10 @@ def is_wide_cast(node: fx.Node) -> bool:
 
 
 def constant(x: Any) -> float | None:
-    """The number that `x` holds in every element, if the graph says so; None if it does not."""
+    """The real number that `x` holds in every element, if the graph says so; None if it does not."""
     if isinstance(x, (int, float)):
         return float(x)
-    if not is_tensor(x):
+    if not is_tensor(x) or val(x).dtype.is_complex:
         return None
     if x.target is aten.full.default:
         value: Any = x.args[1]
@@ -84,9 +90,7 @@ def constant(x: Any) -> float | None:
         value = constant(x.args[0])
     else:
         return None
-    if not isinstance(value, (int, float)) or not val(x).dtype.is_floating_point:
-        return float(value) if isinstance(value, (int, float)) else None
-    return float(torch.tensor(value, dtype=val(x).dtype))
+    return float(torch.tensor(value).to(val(x).dtype)) if isinstance(value, (int, float)) else None
 
 
 def one_number(x: Any) -> Any:
@@ -94,49 +98,57 @@ def one_number(x: Any) -> Any:
     known = constant(x)
     if known is not None:
         return known
-    while is_tensor(x) and val(x).numel() != 1 and x.target is aten.expand.default:
+    while is_tensor(x) and x.target is aten.expand.default and not has_one_element(x):
         x = x.args[0]
-    return x if is_tensor(x) and _has_one_element(val(x)) else None
+    return x if is_tensor(x) and has_one_element(x) else None
 
 
-def _has_one_element(x: torch.Tensor) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in x.shape)
+def has_one_element(node: fx.Node) -> bool:
+    """Whether that is known, without a guard."""
+    return all(isinstance(size, int) and size == 1 for size in val(node).shape)
 
 
 def same_value(x: Any, depth: int = 8) -> Hashable:
-    """Equal for arguments that certainly hold the same value: the same elementwise ops on the same nodes."""
-    if not isinstance(x, fx.Node):
+    """Equal for one-element arguments that certainly hold the same: the same elementwise ops on the same nodes."""
+    if not is_tensor(x):
         return str(x)
-    if not depth or not rearranges_or_maps(x) or torch.Tag.nondeterministic_seeded in getattr(x.target, "tags", ()):
+    if x.target in RESHAPES | COPIES:
+        return same_value(first(x), depth)
+    tags = getattr(x.target, "tags", ())
+    if not depth or torch.Tag.nondeterministic_seeded in tags or not (x.target in CASTS or torch.Tag.pointwise in tags):
         return x
-    arguments = tuple(same_value(a, depth - 1) for a in x.args)
-    return x.target, arguments, str(x.kwargs), val(x).dtype if is_tensor(x) else None
+    return x.target, tuple(same_value(a, depth - 1) for a in x.args), str(x.kwargs), val(x).dtype
 
 
-def fp8_behind(node: fx.Node) -> fx.Node | None:
-    """An FP8 tensor that `node` is computed from by elementwise ops, casts and views, or by one op of another kind."""
-    seen, todo = {node}, [node]
+def changes_places(node: fx.Node) -> bool:
+    """Whether a scale commutes with `node`, or is it: movement, casts, negation, scaling by one number, adding 0."""
+    if node.target in MULTIPLYING or node.target in DIVIDING:
+        return any(one_number(a) is not None for a in node.args)
+    if node.target in ADDING:
+        return constant(node.args[1]) == 0
+    return node.target in MOVEMENT or node.target in CASTS or node.target is aten.neg.default
+
+
+def fp8_behind(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
+    """A float8 tensor of any kind, behind `node` and ops that change places with its scale.
+
+    ops_between: how many other ops may be in between; matmuls are never looked through.
+    """
+    best, todo = {node: ops_between}, [node]
     while todo:
         node = todo.pop()
-        if _is_fp8(node):
+        if _is_float8(node):
             return node
-        new = [n for n in node.all_input_nodes if n not in seen and (rearranges_or_maps(node) or _is_fp8(n))]
-        if node.target not in _PRODUCTS:
-            seen.update(new)
-            todo += new
+        left = best[node] if node.op == "call_function" and changes_places(node) else best[node] - 1
+        if left < 0 or node.target in MATMULS or node.target is aten._scaled_mm.default:
+            continue
+        for n in node.all_input_nodes:
+            if best.get(n, -1) < left:
+                best[n] = left
+                todo.append(n)
     return None
 
 
-_PRODUCTS = {*MATMULS, aten._scaled_mm.default}
-
-
-def _is_fp8(node: fx.Node) -> bool:
+def _is_float8(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
-
-
-def rearranges_or_maps(node: fx.Node) -> bool:
-    """Whether the op computes its elements from single elements of its inputs."""
-    if node.target in {*CASTS, *VIEWS, *COPIES, aten.cat.default, aten.constant_pad_nd.default}:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize == 1

@@ -16,9 +16,10 @@ changes  y by the rounding of a, b and intermediate results to bf16, which no lo
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -32,7 +33,7 @@ from fp8pass.passes.dequantize import UNSCALED, Dequantize, Scale, dequantize
 from fp8pass.passes.epilogue import Epilogue, epilogue
 from fp8pass.passes.layout import Layout
 from fp8pass.passes.matmuls import added, operands, short
-from fp8pass.passes.patterns import aten, fp8_behind, prims
+from fp8pass.passes.patterns import aten, prims
 from fp8pass.report import Gemm
 from fp8pass.rewrite import MAX_BATCHES, Context, Reject
 from fp8pass.scaling import E5M2
@@ -54,14 +55,14 @@ class Match:
     beta: Any
     alpha: Any
 
+    @property
+    def scale(self) -> Scale:
+        """Of the FP8 product."""
+        return (self.dq_a.scale * self.dq_b.scale).times(self.alpha)
 
-def match(node: fx.Node) -> Match | list[Reject]:
-    """Capture both operands, or say for each that can't be why."""
-    captured = [_try_dequantize(operand) for operand in operands(node)]
-    rejects = [c for c in captured if isinstance(c, Reject)]
-    if rejects:
-        return rejects
-    dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
+
+def match(node: fx.Node, dq_a: Dequantize, dq_b: Dequantize) -> Match:
+    """What there is to know of a matmul of two captured operands."""
     mode = detect_fake_mode([val(node)])
     assert mode is not None
     a_q, b_q = (_compute(dq, mode) for dq in (dq_a, dq_b))
@@ -93,6 +94,10 @@ def check(m: Match, target: str | None = None) -> list[Reject]:
         failed.append(Reject("e5m2 x e5m2", kernels))
     if val(m.node).dtype == torch.float64:
         failed.append(Reject("float64", "the result is float64, and `_scaled_mm` accumulates in float32"))
+    if not isinstance(m.alpha, (int, float)):
+        failed.append(Reject("alpha", "alpha is a symbolic size, and not known when the graph is compiled"))
+    elif m.alpha != 1 and not m.scale.fits_float32():
+        failed.append(Reject("scale", f"the scales multiply to {m.scale.number:g}, which is no normal float32"))
     *batch, rows, k = m.a_q.shape
     n = m.b_q.shape[-1]
     if any(statically_known_true(size == 0) for size in (*batch, rows, k, n)):
@@ -113,25 +118,30 @@ class ScaledMM:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every matmul that `match` and `check` have nothing against."""
+        if not context.gemms:
+            return 0
         rewriter = _Rewriter(graph, context.config.target)
         applied = 0
         for node, gemm in context.gemms.items():
-            found = match(node)
-            rejects = check(found, context.config.target) if isinstance(found, Match) else found
-            if isinstance(found, Match) and not rejects:
+            captured = [_try_dequantize(operand) for operand in operands(node)]
+            rejects = [c for c in captured if isinstance(c, Reject)]
+            if not rejects:
+                found = match(node, *(c for c in captured if isinstance(c, Dequantize)))
+                rejects = check(found, context.config.target)
+            if rejects:
+                _decline(gemm, captured, rejects)
+            else:
                 rewriter.rewrite(found, gemm)
                 applied += 1
-            else:
-                _decline(gemm, node, rejects)
         if applied:
             graph.eliminate_dead_code()
         return applied
 
 
-def _decline(gemm: Gemm, node: fx.Node, rejects: list[Reject]) -> None:
+def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reject]) -> None:
     """The verdict. What the annotate pass had against the matmul is said rather than that nobody quantized it."""
-    behind = [fp8_behind(operand) is not None for operand in operands(node)]
-    gemm.quantized, gemm.near_miss = all(behind), any(behind) and len(rejects) == 1
+    quantized = [isinstance(c, Dequantize) or c.rule != "not float8" for c in captured]
+    gemm.quantized, gemm.near_miss = all(quantized), any(quantized) and len(rejects) == 1
     if gemm.reason and not gemm.quantized:
         return
     gemm.rule = rejects[0].rule
@@ -152,16 +162,18 @@ class _Rewriter:
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
         a, b = (dq.moved(self._emit, self.moved) for dq in (m.dq_a, m.dq_b))
-        scale_a, scale_b = self._scale_inv(m.dq_a.scale, a), self._scale_inv(m.dq_b.scale, b)
-        pairs = self._pairs(m, a, b)
         after = _epilogue(m)
+        folded = after.scale != m.dq_a.scale * m.dq_b.scale
+        scales = (UNSCALED, UNSCALED) if folded else (m.dq_a.scale, m.dq_b.scale)
+        scale_a, scale_b = (self._scale_inv(scale, x) for scale, x in zip(scales, (a, b), strict=True))
+        pairs = self._pairs(m, a, b)
         self.at = after.end
-        if m.alpha != 1 or after.scale != UNSCALED:  # behind the product alpha could come too late: float16 overflows
-            scale_a = self._make_scale_inv(m.dq_a.scale.times(m.alpha) * after.scale, val(a).device)
+        if folded:  # all into one, for a part of it might be no normal float32
+            scale_a = self._make_scale_inv(after.scale, val(a).device)
         bias = None if after.bias is None else self._bias(m, after.bias, b)
         fast_accum = gemm.kind == "output"  # gradients need the full accumulator
         arguments = scale_a, scale_b, bias, None, after.dtype, fast_accum
-        y = self._assembled(m, a, b, [self._scaled_mm(*pair, *arguments) for pair in pairs])
+        y = self._assembled(m, a, b, [self._scaled_mm(pair, *arguments) for pair in pairs])
         if m.bias is not None and after.bias is None:
             y = self._add_bias(y, m)
         for node in after.reshapes:
@@ -193,7 +205,8 @@ class _Rewriter:
         nodes = (*scale.multiplied, *scale.divided)
         if not nodes:
             return self._emit(aten.full.default, [], scale.number, dtype=torch.float32, device=device)
-        dtype = torch.float64 if any(val(n).dtype == torch.float64 for n in nodes) else torch.float32
+        single = len(nodes) == 1 and scale.number == 1 and val(nodes[0]).dtype != torch.float64
+        dtype = torch.float32 if single else torch.float64  # a product may leave float32's range on its way
         factors = [self._scalar(n, dtype) for n in scale.multiplied]
         factors += [self._emit(aten.reciprocal.default, self._scalar(n, dtype)) for n in scale.divided]
         product = functools.reduce(functools.partial(self._emit, aten.mul.Tensor), factors)
@@ -206,72 +219,83 @@ class _Rewriter:
             x = self._emit(prims.convert_element_type.default, x, dtype)
         return self._emit(aten.reshape.default, x, []) if val(x).dim() else x
 
-    def _pairs(self, m: Match, a: fx.Node, b: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """The operands of each product: FP8 rows [M, K] and [N, K]."""
+    def _pairs(self, m: Match, a: fx.Node, b: fx.Node) -> list[_Pair]:
+        """The operands of each product."""
         if _is_one_matrix(m.b_q):
-            b = self._emit(aten.select.int, b, 0, 0)
-            return [(self._flat(self.layout.rows_of_a(a)), self.layout.rows_of_b(b))]
-        if _is_one_matrix(m.a_q):
-            a = self._emit(aten.select.int, a, 0, 0)
-            return [(self.layout.rows_of_a(a), self._flat(self.layout.rows_of_b(b)))]
-        rows = self.layout.rows_of_a(a), self.layout.rows_of_b(b)
-        if m.a_q.dim() == 2:
-            return [rows]
-        a, b = rows
-        entries = range(int(m.a_q.shape[0]))
-        return [(self._emit(aten.select.int, a, 0, i), self._emit(aten.select.int, b, 0, i)) for i in entries]
+            a, b = self._flat(a), self._emit(aten.select.int, b, 0, 0)
+        elif _is_one_matrix(m.a_q):
+            columns = self._flat(self.layout.transposed(b))
+            a, b = self._emit(aten.select.int, a, 0, 0), self._emit(aten.permute.default, columns, [1, 0])
+        rows_a, rows_b, n = self.layout.rows_of_a(a), self.layout.rows_of_b(b), self.layout.size(b, -1)
+        if val(rows_a).dim() == 2:
+            return [_Pair(rows_a, rows_b, n)]
+        select = functools.partial(self._emit, aten.select.int)
+        return [_Pair(select(rows_a, 0, i), select(rows_b, 0, i), n) for i in range(int(m.a_q.shape[0]))]
 
-    def _flat(self, rows: fx.Node) -> fx.Node:
-        return self._emit(aten.reshape.default, rows, [-1, self.layout.size(rows, -1)])
+    def _flat(self, x: fx.Node) -> fx.Node:
+        """f8[B, R, C] as f8[B*R, C]."""
+        batches, rows, columns = (self.layout.size(x, d) for d in range(3))
+        symbolic = isinstance(batches, fx.Node) or isinstance(rows, fx.Node)
+        count = self._emit(operator.mul, batches, rows) if symbolic else batches * rows
+        flat: fx.Node = movement.reshape(x, [count, columns], self._emit)
+        return flat
 
-    def _scaled_mm(self, a: fx.Node, b: fx.Node, *arguments: Any) -> fx.Node:
-        return self._emit(aten._scaled_mm.default, a, self.layout.transposed(b), *arguments)
+    def _scaled_mm(self, pair: _Pair, *arguments: Any) -> fx.Node:
+        """The product without its padding, contiguous: users count on the strides that the matmul's result had."""
+        y = self._emit(aten._scaled_mm.default, pair.a, self.layout.transposed(pair.b), *arguments)
+        if statically_known_true(val(y).shape[1] == _value(pair.n)):
+            return y
+        y = self._emit(aten.slice.Tensor, y, 1, 0, pair.n)
+        return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
 
     def _assembled(self, m: Match, a: fx.Node, b: fx.Node, products: list[fx.Node]) -> fx.Node:
-        """The products without their padding, laid out as the matmul's result is: users count on its strides."""
+        """The products as the matmul's result."""
         y, size = products[0], self.layout.size
-        if _is_one_matrix(m.b_q):
-            return self._emit(aten.reshape.default, self._columns(y, b), [size(a, 0), size(a, 1), size(b, 2)])
-        if _is_one_matrix(m.a_q):
-            y = self._emit(aten.reshape.default, y, [size(a, 1), size(b, 0), -1])
-            y = self._emit(aten.permute.default, self._columns(y, b), [1, 0, 2])
-            return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
-        products = [self._columns(y, b) for y in products]
         if m.a_q.dim() == 2:
-            return products[0]
+            return y
+        if _is_one_matrix(m.b_q):
+            return self._emit(aten.view.default, y, [size(a, 0), size(a, 1), size(b, 2)])
+        if _is_one_matrix(m.a_q):
+            y = self._emit(aten.view.default, y, [size(a, 1), size(b, 0), size(b, 2)])
+            y = self._emit(aten.permute.default, y, [1, 0, 2])
+            return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
         entries = [self._emit(aten.unsqueeze.default, y, 0) for y in products]
         return entries[0] if len(entries) == 1 else self._emit(aten.cat.default, entries)
-
-    def _columns(self, y: fx.Node, b: fx.Node) -> fx.Node:
-        """As many columns of y: [..., N'] as b: [..., K, N] has."""
-        if statically_known_true(val(y).shape[-1] == val(b).shape[-1]):
-            return y
-        y = self._emit(aten.slice.Tensor, y, -1, 0, self.layout.size(b, -1))
-        return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
 
     def _bias(self, m: Match, bias: fx.Node, b: fx.Node) -> fx.Node:
         """The bias over all columns that the kernel computes."""
         if val(bias).dim() > 1:
-            bias = self._emit(aten.reshape.default, bias, [-1])
-        bias = self.layout.pad(bias, (-1,))
+            bias = self._emit(aten.view.default, bias, [self.layout.size(bias, -1)])
         if _is_one_matrix(m.a_q) and not _is_one_matrix(m.b_q):
             bias = self._emit(aten.repeat.default, bias, [self.layout.size(b, 0)])
-        return bias
+        return self.layout.pad(bias, (-1,))
 
     def _add_bias(self, y: fx.Node, m: Match) -> fx.Node:
         bias = m.bias if m.beta == 1 else self._emit(aten.mul.Tensor, m.bias, m.beta)
         return self._emit(aten.add.Tensor, y, bias)
 
 
+class _Pair(NamedTuple):
+    """One product: FP8 rows [M, K] and [N, K], padded, and how many columns N it has without the padding."""
+
+    a: fx.Node
+    b: fx.Node
+    n: Any
+
+
+def _value(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, fx.Node) else size
+
+
 def _epilogue(m: Match) -> Epilogue:
     if m.bias is not None and m.beta != 1:
-        return Epilogue(m.node, val(m.node).dtype)
-    return epilogue(m.node, m.bias, (m.a_q.dtype, m.b_q.dtype))
+        return Epilogue(m.node, val(m.node).dtype, m.scale)
+    return epilogue(m.node, m.scale, m.bias, (m.a_q.dtype, m.b_q.dtype))
 
 
 def _is_one_matrix(x: torch.Tensor) -> bool:
     """Whether a batched operand is the same matrix for every entry of the batch."""
-    return x.dim() == 3 and x.shape[0] != 1 and x.stride(0) == 0
+    return x.dim() == 3 and statically_known_true(x.stride(0) == 0) and not statically_known_true(x.shape[0] == 1)
 
 
 def _are_few(batches: Any) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fp8pass
-from tests.harness import expect_text
+from tests.harness import compiled, expect_text
 from tests.models import Transformer, make
 
 
@@ -32,11 +33,11 @@ def test_the_table() -> None:
         """\
 matmul  gemm         M x K x N     dtypes              scaling  status        source
 ------------------------------------------------------------------------------------------------
-up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:23
-head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:24
-head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:24
-head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:24
-up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:23
+up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:24
+head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:25
+head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:25
+head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:25
+up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:24
 
 [1] N=1: no matrix product, each operand element is used once
 
@@ -112,6 +113,21 @@ def test_strict() -> None:
     config = fp8pass.Config(recipe=None, strict=True)
     with pytest.raises(Exception, match="no GPU has a kernel"):
         fp8pass.explain(lambda a: a.float() @ a.float(), torch.ones(16, 16).to(torch.float8_e5m2), config=config)
+
+
+def test_branches_are_graphs_of_their_own() -> None:
+    def double(a: Tensor, b: Tensor) -> Tensor:
+        return a.float() @ b.float() * 2
+
+    def function(a: Tensor, b: Tensor, p: Tensor) -> Any:
+        return torch.cond(p, lambda a, b: a.float() @ b.float(), double, (a, b))
+
+    a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(32, 16).to(torch.float8_e4m3fn)
+    report = fp8pass.explain(function, a, b, torch.tensor(True), config=fp8pass.Config(recipe=None))
+    assert [g.status for g in report.gemms] == ["rewritten"] * 2
+    run = compiled(function, recipe=None)
+    for flag in (True, False):
+        torch.testing.assert_close(run(a, b, torch.tensor(flag)), function(a, b, torch.tensor(flag)))
 
 
 def test_decisions_are_logged(caplog: pytest.LogCaptureFixture) -> None:

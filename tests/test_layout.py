@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -117,3 +118,78 @@ def test_a_symbolic_number_of_products_is_declined() -> None:
             assert torch.equal(run(a, b), function(a, b))
     (gemm,) = report.gemms
     assert re.match(r"s\d+ products of \[8, 24\] by \[24, 40\]: `_scaled_mm` has no batch dimension", gemm.reason)
+
+
+COPYING_RESHAPES: list[tuple[Callable[..., Tensor], tuple[int, ...]]] = [
+    (lambda b: b[:, None].expand(-1, 3, -1).reshape(-1, 32).t(), (16, 32)),
+    (lambda b: b.permute(1, 0, 2).reshape(-1, 32).t(), (4, 16, 32)),
+    (lambda b: b[:, 1:9].reshape(-1, 32).t(), (4, 16, 32)),
+    (lambda b: b.repeat_interleave(2, 0).t(), (16, 32)),
+    (lambda b: b.unfold(0, 4, 2).reshape(-1, 32).t(), (18, 32)),
+]
+
+
+@pytest.mark.parametrize("on_fp8", [False, True])
+def test_reshapes_that_copy_compile(on_fp8: bool) -> None:
+    """Inductor keeps such a reshape as a view, and copies it in a layout that `_scaled_mm` refuses."""
+    functions = [f for f, _ in COPYING_RESHAPES]
+
+    def function(a: Tensor, bs: list[Tensor]) -> list[Tensor]:
+        moved = [f(b).float() if on_fp8 else f(b.float()) for f, b in zip(functions, bs, strict=True)]
+        return [a.float() @ b for b in moved]
+
+    a, bs = fp8(8, 32), [fp8(*shape) for _, shape in COPYING_RESHAPES]
+    actual = compiled(function, recipe=None, strict=True, lowering="inductor")(a, bs)
+    for wanted, got in zip(function(a, bs), actual, strict=True):
+        assert sqnr(wanted, got) > 110
+
+
+def test_a_reshape_that_copies_in_an_annotated_layer_compiles() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w[:, None].expand(-1, 3, -1, -1).reshape(-1, 32).t()
+
+    x, w = torch.randn(8, 32), torch.randn(4, 16, 32)
+    actual = compiled(function, recipe="dynamic", strict=True, lowering="inductor")(x, w)
+    assert sqnr(function(x, w), actual) > 20
+
+
+def test_a_first_operand_without_batch_and_symbolic_sizes() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a.float().expand(b.shape[0], -1, -1), b.float())
+
+    for lowering in ("eager", "inductor"):
+        torch._dynamo.reset()
+        run = compiled(function, recipe=None, strict=True, lowering=lowering, dynamic=True)
+        for batch, k, n in ((40, 32, 48), (3, 24, 17)):
+            a, b = fp8(8, k), fp8(batch, k, n)
+            assert sqnr(function(a, b), run(a, b)) > 110
+
+
+UNBACKED: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
+    "gate": (lambda a, b, g: (a.float() * g) @ b.float(), True, r"scales by a tensor of shape \[u\d+, 1\]"),
+    "epilogue": (lambda a, b, g: ((a.float() @ b.float()) * g.sum()).clamp(-448, 448).to(E4M3).float(), True, ""),
+    "batch": (lambda a, b, g: torch.bmm(a.float()[:, None], b.float().expand(a.shape[0], -1, -1)), True, ""),
+    "select": (lambda a, b, i: (a.float() * 0.5)[i.item()][None] @ b.float(), False, "index or to a size that depends on data"),
+    "slice": (lambda a, b, i: (a.float() * 0.5)[i.item() :] @ b.float(), False, "index or to a size that depends on data"),
+    "mask": (lambda a, b, g: (a.float() * 0.5)[g[:, 0] > 0] @ b.float(), False, "index or to a size that depends on data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNBACKED)
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_sizes_and_indices_that_depend_on_data(case: str, lowering: str) -> None:
+    function, unbacked, reason = UNBACKED[case]
+    a, b = fp8(31, 63), fp8(63, 47)
+    last = torch.tensor(1) if case in ("select", "slice") else torch.rand(31, 1)
+    if unbacked:
+        torch._dynamo.decorators.mark_unbacked(a, 0)
+        torch._dynamo.decorators.mark_unbacked(last, 0)
+    with (
+        verdicts() as report,
+        torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True),
+    ):
+        run = compiled(function, recipe=None, lowering=lowering)
+        assert sqnr(function(a, b, last), run(a, b, last)) > 100
+    for gemm in report.gemms:
+        assert (gemm.status == "declined") == bool(reason)
+        assert re.search(reason, gemm.reason), gemm.reason

@@ -217,18 +217,18 @@ RULES: list[Rule] = [
         moving(lambda x: -x, A, B, name="negate"),
         Case("cat of two scales", lambda a, b: torch.cat([a.float() * 0.5, a.float()]) @ b.float(), (A, B), 0, "joins tensors with 2 different scales"),
         moving(lambda x: x.abs(), A, B, name="abs", calls=0, why="abs_1 = aten.abs stands between arg0_1 and the matmul"),
-        moving(lambda x, y: x.slice_scatter(y, 0, 0, 4), A, B, wide(4, 64), name="slice scatter", calls=0, why="slice_scatter", note="is dequantized for slice_scatter"),
-        moving(lambda x: x.sum(0), q(2, 32, 64), B, name="reduce", calls=0, why="not dequantized from float8", note="is dequantized for sum_1"),
+        moving(lambda x, y: x.slice_scatter(y, 0, 0, 4), A, B, wide(4, 64), name="slice scatter", calls=0, why="slice_scatter"),
+        moving(lambda x: x.sum(0), q(2, 32, 64), B, name="reduce", calls=0, why="sum_1 = aten.sum.dim_IntList stands between arg0_1 and the matmul"),
     ]),
     Rule("S1", "one contracting dimension", "declines others", "accepts: torch flattens them", [
         Case("two contracted", lambda a, b: torch.einsum("abc,bcd->ad", a.float() * 0.5, b.float()), (q(32, 8, 8), q(8, 8, 48))),
     ]),
     Rule("S2", "matrix by vector", "declines rank 1; [1, K] is fine", "same: torch multiplies and sums it; the report says so", [
         Case("one row", lambda a, b: product(a, b), (q(1, 64), B)),
-        Case("vector", lambda a, b: (a.float() * 0.5) @ b.float(), (A, q(64)), 0, note="a_1 is dequantized for sum_1, and for no matmul"),
+        Case("vector", lambda a, b: (a.float() * 0.5) @ b.float(), (A, q(64)), 0, note="a_1 is dequantized for mul"),
     ]),
     Rule("S3", "dot product", "declines", "declines: torch multiplies and sums it; the report says so", [
-        Case("dot product", lambda a, b: product(a, b), (q(1, 64), q(64, 1)), 0, note="a_1 is dequantized for sum_1, and for no matmul"),
+        Case("dot product", lambda a, b: product(a, b), (q(1, 64), q(64, 1)), 0, note="a_1 is dequantized for mul"),
     ]),
     Rule("S4", "batch dimensions", "accepts, not the fastest one", "accepts anywhere, up to 16 products; any number where one operand has none", [
         Case("bmm", lambda a, b: torch.bmm(a.float() * 0.5, b.float()), (q(3, 8, 24), q(3, 24, 40)), 3),
@@ -342,7 +342,7 @@ RULES: list[Rule] = [
     ]),
     Rule("E11", "scale or FP8 output behind padding or rank 3", "leaves them outside", "fuses them", [
         Case("unaligned", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(31, 60), q(60, 47), s()), behind=("slice", "clone")),
-        Case("rank 3", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(2, 16, 64), B, s()), behind=("reshape",)),
+        Case("rank 3", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(2, 16, 64), B, s()), behind=("view",)),
         Case("batched", lambda a, b, x: torch.bmm(a.bfloat16(), b.bfloat16()) * x, (q(2, 16, 64), q(2, 64, 48), s()), 2, behind=("unsqueeze", "unsqueeze", "cat")),
     ]),
     Rule("E12", "plus a vector over N", "into the kernel", "into the kernel", [
@@ -363,7 +363,7 @@ RULES: list[Rule] = [
         Case("addmm with a matrix", lambda a, b, c: torch.addmm(c, a.bfloat16(), b.bfloat16(), beta=0.5, alpha=2), (A, B, wide(32, 48, dtype=BF16)), behind=("add",)),
     ]),
     Rule("E15", "plus an FP8 matrix", "leaves it outside", "same", [
-        following("float8 matrix", lambda y, c: y + c.bfloat16(), q(32, 48), behind=("add",), note="arg2_1 is dequantized for add, and for no matmul"),
+        following("float8 matrix", lambda y, c: y + c.bfloat16(), q(32, 48), behind=("add",), note="arg2_1 is dequantized for add"),
     ]),
     Rule("E16", "matrix behind a slice that is no prefix", "leaves it outside", "same", [
         following("sliced, then a matrix", lambda y, c: y[:, 16:] + c, wide(32, 32, dtype=BF16), behind=("slice", "add")),
@@ -378,7 +378,7 @@ RULES: list[Rule] = [
         following("one number", lambda y, v: y + v, s(3.0, BF16), behind=("add",)),
     ]),
     Rule("E20", "vector behind rank 3 or batches", "becomes a matrix bias", "into the kernel", [
-        Case("rank 3", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(2, 16, 64), B, wide(48, dtype=BF16)), behind=("reshape",)),
+        Case("rank 3", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(2, 16, 64), B, wide(48, dtype=BF16)), behind=("view",)),
         Case("batched", lambda a, b, v: torch.bmm(a.bfloat16(), b.bfloat16()) + v, (q(2, 16, 64), q(2, 64, 48), wide(48, dtype=BF16)), 2, behind=("unsqueeze", "unsqueeze", "cat")),
     ]),
     Rule("E21", "ReLU", "into the kernel", "outside; Inductor fuses it", [
