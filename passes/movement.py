@@ -10,6 +10,7 @@ What is filled in must be 0, which is 0 under every scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,11 +58,37 @@ def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
 def reshape(x: Any, shape: Any, emit: Emit) -> Any:
     """A view of `x`, if need be of a copy: one that Inductor makes by itself may have another layout than it says."""
     value = val(x) if isinstance(x, fx.Node) else x
-    try:
-        value.view(fx.map_arg(shape, lambda n: n.meta["val"]))
-    except (RuntimeError, ValueError):
+    if not _is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
         x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
     return emit(aten.view.default, x, shape)
+
+
+def _is_view(x: torch.Tensor, shape: Any) -> bool:
+    """Whether `x.view(shape)` exists. Fake tensors can't be asked: where sizes are 1, they say yes too often."""
+    if x.is_contiguous():
+        return True
+    sizes = [*x.shape, *x.stride(), *shape]
+    if not all(isinstance(size, int) for size in sizes) or x.numel() == 0:
+        return False
+    pieces: list[list[int]] = []  # [elements, stride of the last dimension] of what lies in one piece, from the right
+    for size, stride in reversed(list(zip(x.shape, x.stride(), strict=True))):
+        if size == 1:
+            continue
+        if pieces and stride == pieces[-1][0] * pieces[-1][1]:
+            pieces[-1][0] *= size
+        else:
+            pieces.append([size, stride])
+    wanted = [size if size != -1 else x.numel() // -math.prod(shape) for size in shape]
+    left = [elements for elements, _ in reversed(pieces)]
+    for size in reversed(wanted):
+        if size == 1:
+            continue
+        if left[-1] % size:
+            return False
+        left[-1] //= size
+        if left[-1] == 1:
+            left.pop()
+    return True
 
 
 def join(node: fx.Node, parts: dict[fx.Node, Any], dtype: torch.dtype, emit: Emit) -> Any:

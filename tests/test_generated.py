@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def test_detected_and_right(program: Program) -> None:
     assert calls == count(module, aten._scaled_mm.default)
     assert bool(calls) == any(g.status == "rewritten" for g in gemms)
     actual = module(*program.inputs)
-    assert [t.stride() for t in tensors(actual)] == [t.stride() for t in tensors(program.run(*program.inputs))]
+    if calls:
+        assert [t.stride() for t in tensors(actual)] == [t.stride() for t in tensors(program.run(*program.inputs))]
     check_results(program, actual)
 
 
@@ -66,4 +68,7 @@ def test_detected_and_right(program: Program) -> None:
 @given(programs())
 def test_compiled(program: Program) -> None:
     torch._dynamo.reset()
-    check_results(program, compiled(program.run, recipe=None, lowering="inductor")(*program.inputs))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor
+        actual = compiled(program.run, recipe=None, lowering="inductor")(*program.inputs)
+    check_results(program, actual)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
+from fp8pass.passes import movement
 from tests.harness import compiled, sqnr, verdicts
 from tests.xla_rules import CASES, Case
 
@@ -54,3 +56,34 @@ def test_compiled_by_inductor(letters: str) -> None:
             torch.testing.assert_close(got, wanted, rtol=1 / 7, atol=2**-9)
         elif wanted.numel():
             assert sqnr(wanted, got) > (90 if dtype == torch.float32 else 45)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_which_reshapes_are_views(seed: int) -> None:
+    """Against torch, on real tensors: any permutation, slices, expansions and sizes of 1."""
+    random = Random(seed)
+    for _ in range(50):
+        x = torch.empty([random.choice([1, 2, 3, 4]) for _ in range(random.randint(1, 4))])
+        x = x.permute(random.sample(range(x.dim()), x.dim()))
+        if random.random() < 0.5:
+            x = x[:: random.choice([1, 2])]
+        if random.random() < 0.5:
+            x = x.unsqueeze(0).expand(random.choice([1, 2, 3]), *x.shape)
+        shape = _factors(x.numel(), random)
+        try:
+            x.view(shape)
+        except RuntimeError:
+            assert not movement._is_view(x, shape), (x.shape, x.stride(), shape)
+        else:
+            assert movement._is_view(x, shape), (x.shape, x.stride(), shape)
+
+
+def _factors(n: int, random: Random) -> list[int]:
+    shape = []
+    while n > 1:
+        size = random.choice([d for d in range(1, n + 1) if n % d == 0])
+        shape.append(size)
+        n //= size
+    if shape and random.random() < 0.3:
+        shape[random.randrange(len(shape))] = -1
+    return shape

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.config import Config
+from fp8pass.hardware import casts_saturate
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.patterns import is_wide_cast
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm
 from tests import xla_rules
 from tests.harness import aten, capture, check_legal_on_cuda, count, run, sqnr, text
-from tests.xla_rules import CASES, RULES, Case
+from tests.xla_rules import CASES, E4M3, RULES, Case
 
 
 def rewritten(case: Case) -> tuple[fx.GraphModule, list[Gemm], list[str]]:
@@ -34,6 +35,8 @@ def results(value: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str) -> None:
     case = CASES[name]
+    if name == "E5 on CPU" and not casts_saturate(torch.device("cpu"), E4M3):
+        pytest.skip("this CPU's kernels do not saturate")
     module, gemms, notes = rewritten(case)
     assert count(module, aten._scaled_mm.default) == case.calls, [g.reason for g in gemms]
     if not case.calls:
