@@ -76,8 +76,14 @@ def _fake_state(table: SlotTable, example_inputs: Sequence[Any]) -> list[Tensor]
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
     pipeline = Pipeline(config, annotation.choices, next(_numbers))
-    if config.lowering == "eager":
-        return _lower_eager(annotation.module, inputs, pipeline)
+    lower = _lower_eager if config.lowering == "eager" else _lower_inductor
+    compiled = lower(annotation.module, inputs, pipeline)
+    pipeline.warn_if_nothing()
+    return compiled
+
+
+def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
+    config = pipeline.config
     patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline}
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
@@ -86,7 +92,7 @@ def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callabl
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):
-        compiled = compile_fx(annotation.module, inputs, config_patches=patches)
+        compiled = compile_fx(module, inputs, config_patches=patches)
     if not pipeline.report.graphs:
         log.info("a graph was taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them")
     assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
@@ -100,7 +106,7 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
         return make_boxed_func(functools.partial(_run_unseen, graph_module.forward))
 
     def rewrite(graph_module: fx.GraphModule) -> None:
-        for part in graph_module.modules():  # branches and loop bodies are graphs of their own
+        for part in reversed(list(graph_module.modules())):  # branches and loop bodies first, as Inductor does it
             if isinstance(part, fx.GraphModule):
                 pipeline(part.graph)
                 part.recompile()

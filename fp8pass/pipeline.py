@@ -58,6 +58,7 @@ class Pipeline(CustomGraphPass):
         self.choices = choices
         self.number = number
         self.report = Report()
+        self.parts = 0
 
     def uuid(self) -> bytes:
         """Changes with the passes' sources, the configuration and torch."""
@@ -75,7 +76,7 @@ class Pipeline(CustomGraphPass):
                 applied = p.run(graph, context)
                 if applied:
                     verify(graph)
-            except (AssertionError, AttributeError, KeyError, TypeError) as error:
+            except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
                 raise Fp8Error(
                     f"a fault of fp8pass in its pass {p.name}: {error}. Please report it, with what FP8PASS_DUMP=dir "
                     "writes. To go on, leave the matmul out with filter=."
@@ -83,34 +84,40 @@ class Pipeline(CustomGraphPass):
             if applied:
                 module.recompile()
             self._dump(i, p.name, applied, time.perf_counter() - started, before, module)
-        self.report = Report(list(context.gemms.values()), graphs=1, notes=context.notes)
-        publish(self.report)
-        _artifact(f"fp8pass.{self.number}.report", str(self.report))
+        self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
+        self.parts += 1
         if self.config.strict:
             _raise_if_declined(context, self.choices)
-        _warn_if_nothing(self.report, self.choices)
+
+    def _publish(self, part: Report) -> None:
+        """Branches and loop bodies are graphs of their own, which come first; a graph's report has all its parts."""
+        publish(part)
+        self.report.add(part)
+        _artifact(f"fp8pass.{self._name()}.report", str(part))
+
+    def _name(self) -> str:
+        return f"{self.number:03d}" + (f".{self.parts}" if self.parts else "")
+
+    def warn_if_nothing(self) -> None:
+        """When all is compiled: a model that was meant to run in FP8, of which nothing does. Said once per reason."""
+        reasons = [c.reason for c in self.choices if c.wanted or c.rule == "min_speedup"]
+        if reasons and self.report.graphs and not self.report.rewritten:
+            _warn_once(
+                f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
+                "print(fp8pass.explain(model, *inputs)) has all reasons"
+            )
 
     def _dump(self, i: int, name: str, applied: int, seconds: float, before: str, module: fx.GraphModule) -> None:
         log.debug("%s applied %d times in %.1f ms", name, applied, seconds * 1e3)
         if not self.config.dump_dir:
             return
-        folder = Path(self.config.dump_dir) / f"graph_{self.number:03d}"
+        folder = Path(self.config.dump_dir) / f"graph_{self._name()}"
         folder.mkdir(parents=True, exist_ok=True)
         head = f"# made by {name}: applied {applied} times in {seconds * 1e3:.1f} ms\n"
         after = readable(module)
         diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
         for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
             (folder / f"{i:02d}.{name}.{suffix}").write_text(head + text)
-
-
-def _warn_if_nothing(report: Report, choices: list[Choice]) -> None:
-    """A model that was meant to run in FP8, of which nothing does: said once per reason."""
-    reasons = [c.reason for c in choices if c.wanted or c.reason.startswith("predicted")]
-    if reasons and not report.rewritten:
-        _warn_once(
-            f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
-            "print(fp8pass.explain(model, *inputs)) has all reasons"
-        )
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class Gemm:
     """The condition that failed, in a few words: what reasons are counted by."""
     reason: str = ""
     near_miss: bool = False
-    """Declined although an operand comes from FP8 and all conditions but one held."""
+    """Declined although an operand comes from FP8, and for one reason only, as far as was looked."""
     quantized: bool = False
     """Declined although both operands come from FP8."""
     note: str = ""
@@ -64,6 +64,12 @@ class Report:
     gemms: list[Gemm] = field(default_factory=list)
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Append what another report has."""
+        self.gemms += other.gemms
+        self.graphs += other.graphs
+        self.notes += [note for note in other.notes if note not in self.notes]
 
     @property
     def rewritten(self) -> list[Gemm]:
@@ -145,6 +151,4 @@ def publish(report: Report) -> None:
     log.info("%s", report.summary())
     into = _collector.get()
     if into is not None:
-        into.gemms += report.gemms
-        into.graphs += report.graphs
-        into.notes += [note for note in report.notes if note not in into.notes]
+        into.add(report)

@@ -29,6 +29,7 @@ from fp8pass.config import Config
 from fp8pass.graph import source_of
 from fp8pass.names import Names
 from fp8pass.passes.inline import inline
+from fp8pass.passes.patterns import dtype_name
 from fp8pass.passes.spellings import EINSUM, Sizes, Spelling, argument, mutates, sizes_of, spelling_of
 from fp8pass.recipes import DelayedScaling, DynamicScaling, Role
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
@@ -113,9 +114,8 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
 def _check_operands(a: Tensor, b: Tensor) -> None:
     for operand in (a, b):
         if operand.dtype not in HIGH_PRECISION:
-            raise LeftOut(
-                "dtype", f"operands are {_short(a)} and {_short(b)}; FP8 replaces float32, bfloat16 and float16"
-            )
+            types = f"{dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+            raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
         if operand.dim() == 0:
             raise LeftOut("vector", "an operand is a scalar")
         if operand.dim() == 1:
@@ -139,10 +139,6 @@ def _check_sizes(s: Sizes) -> None:
             f"{s.batches} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
             f"than {MAX_BATCHES} launches would cost more than FP8 gains",
         )
-
-
-def _short(t: Tensor) -> str:
-    return str(t.dtype).removeprefix("torch.")
 
 
 def _hint(size: Any) -> Any:

@@ -27,6 +27,7 @@ from fp8pass.passes.patterns import (
     COPIES,
     DIVIDING,
     JOINS,
+    MAX_OPS_BETWEEN,
     MULTIPLYING,
     VIEWS,
     WIDE,
@@ -34,6 +35,7 @@ from fp8pass.passes.patterns import (
     aten,
     changes_places,
     constant,
+    dtype_name,
     first,
     fp8_behind,
     is_wide_cast,
@@ -59,7 +61,7 @@ class Scale:
 
     def times(self, factor: Any, divide: bool = False) -> Scale:
         """This scale times, or divided by, a number or a node."""
-        if isinstance(factor, fx.Node) and factor.target is aten.neg.default:
+        if isinstance(factor, fx.Node) and factor.target is aten.neg.default and val(factor).dtype.is_floating_point:
             return replace(self, number=-self.number).times(first(factor), divide)
         if not isinstance(factor, fx.Node):
             return replace(self, number=self.number / factor if divide else self.number * factor)
@@ -132,7 +134,7 @@ class Dequantize:
 
 def dequantize(operand: fx.Node) -> Dequantize:
     """Capture `operand`. Raises Reject, saying which condition failed, if it is not a dequantized FP8 tensor."""
-    if fp8_behind(operand, ops_between=1) is None:
+    if fp8_behind(operand, MAX_OPS_BETWEEN) is None:
         raise _not_float8(operand)
     captured = _walk(operand, {}, 0)
     if not captured.scale.fits_float32():
@@ -210,7 +212,7 @@ def scaled_input(node: fx.Node) -> tuple[fx.Node, Any]:
     x, y = node.args
     if node.target in MULTIPLYING and _is_the_factor(x, y):
         x, y = y, x
-    if not is_tensor(x):
+    if not is_tensor(x) or (node.target in DIVIDING and one_number(x) is not None and one_number(y) is None):
         raise Reject("scale", f"{at(node)} divides a number by a tensor")
     return x, _checked_factor(node, x, y)
 
@@ -248,12 +250,12 @@ def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequan
         raise Reject("join", f"{at(node)} is one of more than {MAX_DEPTH} joins within joins")
     tensors = movement.joined(node)
     for n in filter(constant, tensors):
-        raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every scale")
+        raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every finite scale")
     parts = [(n, None if constant(n) == 0 else _walk(n, known, depth + 1)) for n in tensors]
     scaled = [dq for _, dq in parts if dq is not None]
     if not scaled:
         raise Reject("not float8", f"{at(node)} holds nothing but zeros")
-    if len(dtypes := {_short(dq.dtype) for dq in scaled}) > 1:
+    if len(dtypes := {dtype_name(dq.dtype) for dq in scaled}) > 1:
         raise Reject("join", f"{at(node)} joins {' and '.join(sorted(dtypes))}")
     if len(scales := {dq.scale.key() for dq in scaled}) > 1:
         raise Reject("join", f"{at(node)} joins tensors with {len(scales)} different scales")
@@ -265,12 +267,16 @@ def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     """Why the walk from `operand` ends at `node`."""
     source = _dtype(first(node)) if node.target in CASTS else _dtype(node)
     if source in FNUZ_DTYPES:
-        return Reject("fnuz", f"operand {at(node)} comes from {_short(source)}, which no NVIDIA GPU multiplies")
+        return Reject("fnuz", f"operand {at(node)} comes from {dtype_name(source)}, which no NVIDIA GPU multiplies")
     if source is not None and source.itemsize == 1 and source.is_floating_point and source not in FP8_DTYPES:
-        return Reject("float8 kind", f"operand {at(node)} comes from {_short(source)}, which no matmul kernel takes")
+        return Reject(
+            "float8 kind", f"operand {at(node)} comes from {dtype_name(source)}, which no matmul kernel takes"
+        )
     if node.target in CASTS and _dtype(node) not in WIDE:
-        return Reject("cast", f"{at(node)} casts to {_short(_dtype(node))} between the float8 tensor and the matmul")
-    x_q = fp8_behind(node, ops_between=1)
+        return Reject(
+            "cast", f"{at(node)} casts to {dtype_name(_dtype(node))} between the float8 tensor and the matmul"
+        )
+    x_q = fp8_behind(node, MAX_OPS_BETWEEN)
     if x_q is None:
         return _not_float8(operand)
     if node.target in ADDING and one_number(node.args[1]) is not None:
@@ -289,8 +295,6 @@ def _not_float8(operand: fx.Node) -> Reject:
     while node.op == "call_function" and changes_places(node) and isinstance(node.args[0], fx.Node):
         node = first(node)
     through = "" if node is operand else f" (reached through {operand.name})"
-    return Reject("not float8", f"operand {at(node)}: {_short(_dtype(node))} is not dequantized from float8{through}")
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.") if dtype is not None else "no tensor"
+    return Reject(
+        "not float8", f"operand {at(node)}: {dtype_name(_dtype(node))} is not dequantized from float8{through}"
+    )

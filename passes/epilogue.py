@@ -1,6 +1,6 @@
 """Capture of what follows a matmul and belongs into its kernel.
 
-    y * s, y / s, any number of them         into the scale of the first operand
+    y * s, y / s, any number of them         into the scale of the first operand, unless Inductor fuses them for free
     y + bias[N]                              into the kernel's bias, where its type is the output's, bfloat16 or float16
     y.to(narrower)                           the kernel's output type
     clamp(y, -max, max).to(f8)               float8 output; the kernel saturates
@@ -33,6 +33,7 @@ from fp8pass.passes.patterns import (
     at,
     aten,
     constant,
+    dtype_name,
     first,
     is_wide_cast,
 )
@@ -78,7 +79,7 @@ def epilogue(
         if so_far.dtype in FP8_DTYPES and so_far.end is not matmul:
             why = _why_no_fp8_output(matmul, so_far, operand_dtypes)
             return replace(taken, note=why) if why else so_far
-        if _fits_kernel(matmul, so_far):
+        if _fits_kernel(matmul, so_far) and (so_far.scale == scale or _is_worth(matmul, so_far)):
             taken = so_far
         so_far = None if so_far.dtype in FP8_DTYPES else _next(matmul, so_far)
     return taken
@@ -170,9 +171,32 @@ def _fits_kernel(matmul: fx.Node, e: Epilogue) -> bool:
     return e.bias is None or (val(e.bias).dtype == e.dtype and e.dtype in HALF)
 
 
+def _is_worth(matmul: fx.Node, e: Epilogue) -> bool:
+    """Whether folding a scale saves a pass over the result, or costs nothing.
+
+    Multiplying scales is a launch of its own, and what Inductor fuses with the scaling anyway is free there.
+    """
+    free = len(e.scale.multiplied) <= 1 and not e.scale.divided and (e.scale.number == 1 or not e.scale.multiplied)
+    return free or e.dtype.itemsize < val(matmul).dtype.itemsize or not any(map(_is_fused, _readers(e.end)))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads `node`, behind reshapes, copies and casts."""
+    readers: list[fx.Node] = []
+    for user in node.users:
+        readers += _readers(user) if user.target in {*RESHAPES, *COPIES, *CASTS} else [user]
+    return readers
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """Whether Inductor makes one kernel of `node` and an elementwise op in front of it."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+
+
 def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch.dtype, torch.dtype]) -> str:
     """Why the conversion to float8 can't be the kernel's; "" if it can."""
-    dtype, limit = _short(e.dtype), fp8_max(e.dtype)
+    dtype, limit = dtype_name(e.dtype), fp8_max(e.dtype)
     outside = f"{at(e.end)} converts to {dtype} behind the kernel"
     if e.low is None and e.high is None:
         return f"{outside}: it is not clamped to ±{limit:g}, and a cast may overflow where the kernel saturates"
@@ -183,7 +207,7 @@ def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch
     if not casts_saturate(val(matmul).device, e.dtype):
         return f"{outside}: the {val(matmul).device.type} kernel of torch {torch.__version__} does not saturate {dtype}"
     if e.bias is not None and val(e.bias).dtype not in HALF:
-        return f"{outside}: its bias is {_short(val(e.bias).dtype)}, and kernels take bfloat16 and float16"
+        return f"{outside}: its bias is {dtype_name(val(e.bias).dtype)}, and kernels take bfloat16 and float16"
     if not val(e.end).is_contiguous():
         return f"{outside}: it is laid out with strides {list(val(e.end).stride())}"
     return ""
@@ -191,7 +215,3 @@ def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch
 
 def _bound(x: float | None) -> Any:
     return "-" if x is None else f"{x:g}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

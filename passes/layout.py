@@ -41,9 +41,11 @@ class Layout:
 
     def _once(self, x: fx.Node, is_b: bool) -> fx.Node:
         if (x, is_b) not in self.rows:
-            rows = self.pad(self.transposed(x) if is_b else x, (-2, -1) if is_b else (-1,))
+            unpadded = self.transposed(x) if is_b else x
+            rows = self.pad(unpadded, (-2, -1) if is_b else (-1,))
             target = target_of(val(x).device, self.target)
-            if not _is_row_major(val(rows)) and (target is None or target.needs_k_major):
+            any_layout = target is not None and not target.needs_k_major
+            if rows is unpadded and not any_layout and not _is_row_major(val(rows)):
                 rows = self.emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
             self.rows[x, is_b] = rows
         return self.rows[x, is_b]
@@ -57,7 +59,7 @@ class Layout:
         return self.emit(aten.permute.default, x, swap)
 
     def pad(self, x: fx.Node, dims: tuple[int, ...]) -> fx.Node:
-        """`x` with zeros behind the end of `dims`, counted from the last, up to a multiple of 16."""
+        """`x` with zeros behind the end of `dims`, counted from the last, up to a multiple of 16: then row-major."""
         shape = val(x).shape
         missing = {d: self._missing(x, d) for d in dims if not statically_known_true(shape[d] % ALIGNMENT == 0)}
         if not missing:

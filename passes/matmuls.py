@@ -22,10 +22,12 @@ from fp8pass.passes.patterns import (
     DIVIDING,
     MATMULS,
     MULTIPLYING,
-    VIEWS,
+    RESHAPES,
     at,
     aten,
     changes_places,
+    dtype_name,
+    feeds_matmul,
     first,
     has_one_element,
     one_number,
@@ -118,7 +120,7 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
     notes = []
     for node in filter(is_dequantizing, graph.nodes):
         readers = _readers(node)
-        if _is_scale(node) or not readers or _reach_matmul(readers):
+        if not readers or _is_scale(node) or feeds_matmul(node):
             continue
         names = " and ".join(map(_name, readers[:3]))
         matmuls = "no mm, addmm, bmm or baddbmm, which are all that runs in FP8"
@@ -130,12 +132,6 @@ def _is_scale(node: fx.Node) -> bool:
     """A scale that is itself FP8."""
     scaled = (u for u in node.users if u.target in MULTIPLYING or u.target in DIVIDING)
     return has_one_element(node) and not all(map(has_one_element, scaled))
-
-
-def _reach_matmul(readers: list[fx.Node]) -> bool:
-    """Directly, or through one op: then the verdict of the matmul names that op."""
-    behind = (r for reader in readers for r in (reader, *_readers(reader)))
-    return any(r.target in MATMULS for r in behind)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -155,12 +151,13 @@ def _name(node: fx.Node) -> str:
 
 
 _CLAMP = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
-_LOOKED_THROUGH = {*VIEWS, *COPIES, *CASTS, *MULTIPLYING, *DIVIDING, *_CLAMP}
+_WHOLE = {*RESHAPES, *COPIES, *CASTS, *MULTIPLYING, *DIVIDING, *_CLAMP, aten.permute.default, aten.expand.default}
+"""Ops that keep all of a tensor; a part of one is a tensor of its own, as q, k and v are."""
 
 
 def root(node: fx.Node) -> fx.Node:
     """The tensor that an operand shows: views, casts, scales and clamps taken off, so quantization as well."""
-    while node.target in _LOOKED_THROUGH:
+    while node.target in _WHOLE:
         source = node.args[0]
         scales = node.target in MULTIPLYING or node.target in DIVIDING
         if not isinstance(source, fx.Node) or (scales and one_number(node.args[1]) is None):
@@ -213,4 +210,4 @@ _SHORT = {
 
 def short(dtype: torch.dtype) -> str:
     """The name of a dtype as tables show it: "bf16" for torch.bfloat16."""
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+    return _SHORT.get(dtype, dtype_name(dtype))

@@ -5,12 +5,12 @@ A scale that is one number commutes with all of them, so they are done on the FP
     before   x: bf16 = op(x_q: f8 * scale_inv)
     after    x_q' : f8 = op(x_q),  x = x_q' * scale_inv
 
-What is filled in must be 0, which is 0 under every scale.
+What is filled in must be 0, which is 0 under every finite scale. Under an infinite or NaN scale the whole product is
+NaN, where in eager rows of zeros that were filled in stay 0: `_scaled_mm` has one scale for all of an operand.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +38,7 @@ def moved_input(node: fx.Node) -> fx.Node | None:
     if node.target is aten.constant_pad_nd.default:
         fill = node.args[2] if len(node.args) > 2 else 0
         if constant(fill) != 0:
-            raise Reject("fill value", f"{at(node)} pads with {fill}; only 0 is the same under every scale")
+            raise Reject("fill value", f"{at(node)} pads with {fill}; only 0 is the same under every finite scale")
     return first(node)
 
 
@@ -64,30 +64,11 @@ def reshape(x: Any, shape: Any, emit: Emit) -> Any:
 
 
 def _is_view(x: torch.Tensor, shape: Any) -> bool:
-    """Whether `x.view(shape)` exists. Fake tensors can't be asked: where sizes are 1, they say yes too often."""
-    if x.is_contiguous():
-        return True
-    sizes = [*x.shape, *x.stride(), *shape]
-    if not all(isinstance(size, int) for size in sizes) or x.numel() == 0:
+    """Whether `x.view(shape)` exists. Without sizes of 1, for there fake tensors say yes too often."""
+    try:
+        x.squeeze().view(shape)
+    except (RuntimeError, ValueError):
         return False
-    pieces: list[list[int]] = []  # [elements, stride of the last dimension] of what lies in one piece, from the right
-    for size, stride in reversed(list(zip(x.shape, x.stride(), strict=True))):
-        if size == 1:
-            continue
-        if pieces and stride == pieces[-1][0] * pieces[-1][1]:
-            pieces[-1][0] *= size
-        else:
-            pieces.append([size, stride])
-    wanted = [size if size != -1 else x.numel() // -math.prod(shape) for size in shape]
-    left = [elements for elements, _ in reversed(pieces)]
-    for size in reversed(wanted):
-        if size == 1:
-            continue
-        if left[-1] % size:
-            return False
-        left[-1] //= size
-        if left[-1] == 1:
-            left.pop()
     return True
 
 

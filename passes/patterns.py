@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +68,11 @@ def at(node: fx.Node) -> str:
     return f"{node.name} ({source_of(node)})" if source_of(node) else node.name
 
 
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.") if dtype is not None else "no tensor"
+
+
 def is_wide_cast(node: fx.Node) -> bool:
     """A cast from one high-precision type to another, on the same device."""
     if node.target not in CASTS:
@@ -129,24 +134,36 @@ def changes_places(node: fx.Node) -> bool:
     return node.target in MOVEMENT or node.target in CASTS or node.target is aten.neg.default
 
 
+MAX_OPS_BETWEEN = 4
+"""Ops that a scale does not commute with, between an FP8 tensor and a matmul that still seems meant to be FP8."""
+
+
 def fp8_behind(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
     """A float8 tensor of any kind, behind `node` and ops that change places with its scale.
 
     ops_between: how many other ops may be in between; matmuls are never looked through.
     """
-    best, todo = {node: ops_between}, [node]
+    return next((n for n in _within(node, ops_between, lambda n: n.all_input_nodes) if _is_float8(n)), None)
+
+
+def feeds_matmul(node: fx.Node) -> bool:
+    """Whether a matmul reads `node`, by way of no more ops than `fp8_behind` looks through."""
+    return any(n.target in MATMULS for n in _within(node, MAX_OPS_BETWEEN, lambda n: list(n.users)))
+
+
+def _within(node: fx.Node, ops_between: int, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
+    """All nodes that are that near; matmuls and float8 tensors end the way."""
+    budget, todo = {node: ops_between}, [node]
     while todo:
         node = todo.pop()
-        if _is_float8(node):
-            return node
-        left = best[node] if node.op == "call_function" and changes_places(node) else best[node] - 1
+        yield node
+        left = budget[node] - (0 if node.op == "call_function" and changes_places(node) else 1)
         if left < 0 or node.target in MATMULS or node.target is aten._scaled_mm.default:
             continue
-        for n in node.all_input_nodes:
-            if best.get(n, -1) < left:
-                best[n] = left
+        for n in neighbours(node):
+            if budget.get(n, -1) < left:
+                budget[n] = left
                 todo.append(n)
-    return None
 
 
 def _is_float8(node: fx.Node) -> bool:

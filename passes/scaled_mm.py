@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from fp8pass.scaling import E5M2
 class Match:
     """A matmul whose operands are both dequantized from FP8. bias: what addmm and baddbmm add; beta, alpha: factors.
 
-    a_q, b_q: the FP8 operands as they will be, with all movement done: fake tensors.
+    a_q, b_q: the FP8 operands as they will be, with all movement done: fake tensors. after: what goes into the kernel.
     """
 
     node: fx.Node
@@ -54,21 +54,21 @@ class Match:
     bias: fx.Node | None
     beta: Any
     alpha: Any
-
-    @property
-    def scale(self) -> Scale:
-        """Of the FP8 product."""
-        return (self.dq_a.scale * self.dq_b.scale).times(self.alpha)
+    after: Epilogue
 
 
-def match(node: fx.Node, dq_a: Dequantize, dq_b: Dequantize) -> Match:
-    """What there is to know of a matmul of two captured operands."""
+def match(node: fx.Node, dq_a: Dequantize, dq_b: Dequantize, fakes: dict[fx.Node, Any]) -> Match:
+    """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to."""
     mode = detect_fake_mode([val(node)])
     assert mode is not None
-    a_q, b_q = (_compute(dq, mode) for dq in (dq_a, dq_b))
-    beta = node.kwargs.get("beta", 1)
+    a_q, b_q = (_compute(dq, mode, fakes) for dq in (dq_a, dq_b))
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = None if beta == 0 else added(node)  # beta 0 ignores the bias, whatever it holds
-    return Match(node, dq_a, dq_b, a_q, b_q, bias, beta, node.kwargs.get("alpha", 1))
+    scale = (dq_a.scale * dq_b.scale).times(alpha)
+    after = Epilogue(node, val(node).dtype, scale)
+    if bias is None or beta == 1:
+        after = epilogue(node, scale, bias, (a_q.dtype, b_q.dtype))
+    return Match(node, dq_a, dq_b, a_q, b_q, bias, beta, alpha, after)
 
 
 def _try_dequantize(operand: fx.Node) -> Dequantize | Reject:
@@ -78,37 +78,50 @@ def _try_dequantize(operand: fx.Node) -> Dequantize | Reject:
         return reject
 
 
-def _compute(dq: Dequantize, mode: FakeTensorMode) -> torch.Tensor:
+def _compute(dq: Dequantize, mode: FakeTensorMode, fakes: dict[fx.Node, Any]) -> torch.Tensor:
     """The FP8 operand with all movement done, as a fake tensor; adds nothing to the graph."""
-    operand = dq.moved(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), {})
+    operand = dq.moved(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), fakes)
     return val(operand) if isinstance(operand, fx.Node) else operand
 
 
-def check(m: Match, target: str | None = None) -> list[Reject]:
-    """Every condition that fails."""
+def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
+    """Every condition that fails whatever the operands come from."""
+    a, b = map(val, operands(node))
     failed = []
-    if reason := why_no_fp8(m.a_q.device, target_of(m.a_q.device, target)):
+    if reason := why_no_fp8(a.device, target_of(a.device, target)):
         failed.append(Reject("device", reason))
-    if m.a_q.dtype is m.b_q.dtype is E5M2:
-        kernels = "both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn"
-        failed.append(Reject("e5m2 x e5m2", kernels))
-    if val(m.node).dtype == torch.float64:
+    if val(node).dtype == torch.float64:
         failed.append(Reject("float64", "the result is float64, and `_scaled_mm` accumulates in float32"))
-    if not isinstance(m.alpha, (int, float)):
+    if not isinstance(node.kwargs.get("alpha", 1), (int, float)):
         failed.append(Reject("alpha", "alpha is a symbolic size, and not known when the graph is compiled"))
-    elif m.alpha != 1 and not m.scale.fits_float32():
-        failed.append(Reject("scale", f"the scales multiply to {m.scale.number:g}, which is no normal float32"))
-    *batch, rows, k = m.a_q.shape
-    n = m.b_q.shape[-1]
-    if any(statically_known_true(size == 0) for size in (*batch, rows, k, n)):
-        failed.append(Reject("empty", f"the matmul of {list(m.a_q.shape)} by {list(m.b_q.shape)} is empty"))
-    elif batch and not (_is_one_matrix(m.a_q) or _is_one_matrix(m.b_q)) and not _are_few(batch[0]):
-        products = f"{batch[0]} products of [{rows}, {k}] by [{k}, {n}]"
-        why = (
-            f"`_scaled_mm` has no batch dimension, and more than {MAX_BATCHES} launches would cost more than FP8 gains"
-        )
-        failed.append(Reject("batches", f"{products}: {why}"))
+    if any(statically_known_true(size == 0) for size in (*a.shape, *b.shape)):
+        failed.append(Reject("empty", f"the matmul of {list(a.shape)} by {list(b.shape)} is empty"))
     return failed
+
+
+def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
+    """Whether there is a kernel for two operands of these types; None for one that is not float8."""
+    if types[0] is types[1] is E5M2:
+        kernels = "both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn"
+        return [Reject("e5m2 x e5m2", kernels)]
+    return []
+
+
+def check_batches(a: torch.Tensor, b: torch.Tensor) -> list[Reject]:
+    """Whether one call, or a few, do it."""
+    if a.dim() == 2 or _is_one_matrix(a) or _is_one_matrix(b) or _are_few(a.shape[0]):
+        return []
+    batches, m, k = a.shape
+    products = f"{batches} products of [{m}, {k}] by [{k}, {b.shape[-1]}]"
+    launches = f"more than {MAX_BATCHES} launches would cost more than FP8 gains"
+    return [Reject("batches", f"{products}: `_scaled_mm` has no batch dimension, and {launches}")]
+
+
+def check_scale(m: Match) -> list[Reject]:
+    """Whether alpha can go into the scale."""
+    if m.alpha == 1 or m.after.scale.fits_float32():
+        return []
+    return [Reject("scale", f"scales and alpha multiply to {m.after.scale.number:g}, which is no normal float32")]
 
 
 class ScaledMM:
@@ -120,14 +133,18 @@ class ScaledMM:
         """Rewrite every matmul that `match` and `check` have nothing against."""
         if not context.gemms:
             return 0
-        rewriter = _Rewriter(graph, context.config.target)
+        rewriter, target = _Rewriter(graph, context.config.target), context.config.target
         applied = 0
         for node, gemm in context.gemms.items():
             captured = [_try_dequantize(operand) for operand in operands(node)]
-            rejects = [c for c in captured if isinstance(c, Reject)]
-            if not rejects:
-                found = match(node, *(c for c in captured if isinstance(c, Dequantize)))
-                rejects = check(found, context.config.target)
+            types = [c.dtype if isinstance(c, Dequantize) else None for c in captured]
+            rejects = [c for c in captured if isinstance(c, Reject)] + check_matmul(node, target) + check_types(types)
+            if rejects:
+                rejects += check_batches(*map(val, operands(node)))
+            else:
+                dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
+                found = match(node, dq_a, dq_b, rewriter.fakes)
+                rejects = check_batches(found.a_q, found.b_q) + check_scale(found)
             if rejects:
                 _decline(gemm, captured, rejects)
             else:
@@ -145,7 +162,8 @@ def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reje
     if gemm.reason and not gemm.quantized:
         return
     gemm.rule = rejects[0].rule
-    gemm.reason = "; and ".join(dict.fromkeys(map(str, rejects))) + ("; all else matches" if gemm.near_miss else "")
+    alone = "; nothing else was found against it" if gemm.near_miss else ""
+    gemm.reason = "; and ".join(dict.fromkeys(map(str, rejects))) + alone
 
 
 class _Rewriter:
@@ -157,31 +175,27 @@ class _Rewriter:
         self.layout = Layout(self._emit, target)
         self.at = next(iter(graph.nodes))
         self.moved: dict[fx.Node, Any] = {}
+        self.fakes: dict[fx.Node, Any] = {}
         self.scales: dict[Hashable, fx.Node] = {}
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
         a, b = (dq.moved(self._emit, self.moved) for dq in (m.dq_a, m.dq_b))
-        after = _epilogue(m)
-        folded = after.scale != m.dq_a.scale * m.dq_b.scale
-        scales = (UNSCALED, UNSCALED) if folded else (m.dq_a.scale, m.dq_b.scale)
-        scale_a, scale_b = (self._scale_inv(scale, x) for scale, x in zip(scales, (a, b), strict=True))
+        scale_a, scale_b = self._scales(m, a, b)
         pairs = self._pairs(m, a, b)
-        self.at = after.end
-        if folded:  # all into one, for a part of it might be no normal float32
-            scale_a = self._make_scale_inv(after.scale, val(a).device)
-        bias = None if after.bias is None else self._bias(m, after.bias, b)
+        self.at = m.after.end
+        bias = None if m.after.bias is None else self._bias(m, m.after.bias, b)
         fast_accum = gemm.kind == "output"  # gradients need the full accumulator
-        arguments = scale_a, scale_b, bias, None, after.dtype, fast_accum
+        arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum
         y = self._assembled(m, a, b, [self._scaled_mm(pair, *arguments) for pair in pairs])
-        if m.bias is not None and after.bias is None:
+        if m.bias is not None and m.after.bias is None:
             y = self._add_bias(y, m)
-        for node in after.reshapes:
-            y = movement.move(node, y, after.dtype, self._emit)
-        gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", after.note
+        for node in m.after.reshapes:
+            y = movement.move(node, y, m.after.dtype, self._emit)
+        self._replace(m.after.end, y)
+        gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note
         gemm.scaling = gemm.scaling or "user"
-        gemm.dtypes = short(m.a_q.dtype), short(m.b_q.dtype), short(after.dtype)
-        self._replace(after.end, y)
+        gemm.dtypes = short(m.a_q.dtype), short(m.b_q.dtype), short(m.after.dtype)
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.build.emit(self.at, target, *args, **kwargs)
@@ -193,6 +207,16 @@ class _Rewriter:
             new.meta.setdefault(key, value)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
+
+    def _scales(self, m: Match, a: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The scales of both operands; where something was folded all in the first, for a part might be no float32."""
+        if m.after.scale == m.dq_a.scale * m.dq_b.scale:
+            return self._scale_inv(m.dq_a.scale, a), self._scale_inv(m.dq_b.scale, b)
+        one = self._scale_inv(UNSCALED, b)
+        self.at = m.after.end
+        folded = self._make_scale_inv(m.after.scale, val(a).device)
+        self.at = m.node
+        return folded, one
 
     def _scale_inv(self, scale: Scale, operand: fx.Node) -> fx.Node:
         """The scale as f32[]: what `_scaled_mm` takes."""
@@ -285,12 +309,6 @@ class _Pair(NamedTuple):
 
 def _value(size: Any) -> Any:
     return size.meta["val"] if isinstance(size, fx.Node) else size
-
-
-def _epilogue(m: Match) -> Epilogue:
-    if m.bias is not None and m.beta != 1:
-        return Epilogue(m.node, val(m.node).dtype, m.scale)
-    return epilogue(m.node, m.scale, m.bias, (m.a_q.dtype, m.b_q.dtype))
 
 
 def _is_one_matrix(x: torch.Tensor) -> bool:

@@ -349,6 +349,9 @@ class _Epilogue:
                         "float32",
                         "clamp",
                         "transpose",
+                        "double",
+                        "square",
+                        "clone",
                     ]
                 )
             )
@@ -366,9 +369,6 @@ class _Epilogue:
         scale = inputs.add(torch.tensor(0.75))
         vector, column = inputs.wide((n,), dtype), inputs.wide((m, 1), dtype)
         matrix = inputs.wide((m, n), dtype)
-
-        def fits(y: Tensor, other: Tensor) -> bool:
-            return y.dim() > 1 and torch.broadcast_shapes(y.shape, other.shape) == y.shape
 
         def plus(y: Tensor, other: Tensor) -> Tensor:
             return y + other if _broadcasts(y, other) else y

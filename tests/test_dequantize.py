@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.errors import Fp8Error
-from tests.harness import E4M3, aten, capture, compiled, count, detect, fp8, scale, sqnr, verdicts
+from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.scaled_mm import ScaledMM
+from tests.harness import E4M3, aten, capture, compiled, count, detect, fp8, run, scale, sqnr, verdicts
 
 
 def whole_numbers(*shape: int) -> Tensor:
@@ -205,7 +206,7 @@ def test_a_near_miss_names_the_condition_and_the_line(caplog: pytest.LogCaptureF
     assert gemm.quantized
     line = rows.__code__.co_firstlineno + 1
     assert gemm.reason == (
-        f"mul (test_dequantize.py:{line}) scales by a tensor of shape [16, 1], not by one number; all else matches"
+        f"mul (test_dequantize.py:{line}) scales by a tensor of shape [16, 1], not by one number; nothing else was found against it"
     )
     assert report.rules() == {"scale shape": 1}
     summary = "0 of 1 matmuls in FP8, 0% of matmul FLOPs (1 graph); declined: 1 scale shape"
@@ -218,7 +219,51 @@ def test_strict_takes_a_malformed_quantize_for_meant() -> None:
         Exception, match=r"strict: output of .*, \[16, 32\] by \[32, 16\], .*scales by a tensor of shape"
     ):
         compiled(rows, recipe=None, strict=True)(*ROWS)
-    assert issubclass(Fp8Error, Exception)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, s, b: (a.float() * s * s) @ b.float(),
+        lambda a, s, b: ((a.float() - s) * s) @ b.float(),
+        lambda a, s, b: (a.float() * s).relu() @ b.float(),
+    ],
+)
+def test_two_obstacles_do_not_hide_each_other(function: Callable[..., Tensor]) -> None:
+    """Still quantized, so that strict raises; the one nearest to the matmul is named, and no note says otherwise."""
+    module = capture(function, *ROWS)
+    context = run(module, Matmuls([]), ScaledMM())
+    (gemm,) = context.gemms.values()
+    assert gemm.quantized
+    assert gemm.rule in ("scale shape", "op between")
+    assert context.notes == []
+
+
+def test_all_that_is_against_a_matmul_is_said() -> None:
+    def function(a: Tensor, s: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a.float() * s, b.float())
+
+    _, (gemm,) = detect(function, fp8(17, 8, 32), torch.rand(17, 8, 1), fp8(17, 32, 16))
+    assert not gemm.near_miss
+    assert re.match(r"mul scales by a tensor of shape \[17, 8, 1\].*; and 17 products of", gemm.reason)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.uint8, 3), (torch.int8, -128), (torch.int8, 3), (torch.float32, 0.3)]
+)
+def test_a_negated_integer_scale_wraps(dtype: torch.dtype, value: float) -> None:
+    def function(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return ((a.float() * -s) @ b.float()) * -s
+
+    inputs = fp8(32, 64), fp8(64, 48), torch.tensor(value, dtype=dtype)
+    module, (gemm,) = detect(function, *inputs)
+    assert gemm.status == "rewritten"
+    assert sqnr(function(*inputs), module(*inputs)) > 110
+
+
+def test_a_number_divided_by_float8() -> None:
+    _, (gemm,) = detect(lambda a, b, s: (s / a.float()) @ b.float(), fp8(32, 64), fp8(64, 48), scale())
+    assert gemm.reason.startswith("div divides a number by a tensor")
 
 
 def test_what_is_dequantized_for_nothing_is_noted() -> None:
@@ -239,4 +284,3 @@ def test_float8_of_another_kind() -> None:
     _, (gemm,) = detect(function, *inputs)
     assert gemm.rule == "float8 kind"
     assert "comes from float8_e8m0fnu, which no matmul kernel takes" in gemm.reason
-    assert capture(function, *inputs) is not None

@@ -125,6 +125,7 @@ def test_branches_are_graphs_of_their_own() -> None:
     a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(32, 16).to(torch.float8_e4m3fn)
     report = fp8pass.explain(function, a, b, torch.tensor(True), config=fp8pass.Config(recipe=None))
     assert [g.status for g in report.gemms] == ["rewritten"] * 2
+    assert report.graphs == 1
     run = compiled(function, recipe=None)
     for flag in (True, False):
         torch.testing.assert_close(run(a, b, torch.tensor(flag)), function(a, b, torch.tensor(flag)))

@@ -49,3 +49,15 @@ def test_a_matmul_that_is_no_call_of_the_users() -> None:
     assert {g.reason for g in gemms if g.kind == "output"} == {
         "comes from cdist, which fp8pass does not quantize; write it as a matmul"
     }
+
+
+def test_parts_of_one_tensor_are_tensors_of_their_own() -> None:
+    """q and k, split from one projection: the gradient of each is grad_input or grad_weight as for any two operands."""
+
+    def function(qkv: Tensor) -> Tensor:
+        q, k = qkv.split(32, -1)
+        return q @ k.t()
+
+    with verdicts() as report:
+        compiled(function, recipe="dynamic")(torch.randn(16, 64, requires_grad=True)).sum().backward()
+    assert sorted(g.kind for g in report.rewritten) == ["grad_input", "grad_weight", "output"]

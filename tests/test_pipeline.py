@@ -74,6 +74,21 @@ def test_dumps(tmp_path: Path) -> None:
     assert "+" in (folder / "02.scaled_mm.diff").read_text()
 
 
+def test_branches_have_dumps_of_their_own_and_no_warning(tmp_path: Path) -> None:
+    """Warnings are errors here: a branch without FP8 is not a graph without FP8."""
+    model = make()
+
+    def function(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.cond(p, lambda x: x @ x.t(), lambda x: x @ x.t() * 2, (model(x),))
+        return y
+
+    with verdicts() as report, torch.no_grad():
+        compiled(function, dump_dir=str(tmp_path))(torch.randn(16, 32), torch.tensor(True))
+    assert len(report.rewritten) == 2
+    names = sorted(f.name.split(".", 1)[1] if "." in f.name else "" for f in tmp_path.iterdir())
+    assert names == ["", "1", "2"]
+
+
 def test_verify_finds_a_wrong_dtype() -> None:
     module = capture(lambda a: a + 1, torch.randn(4, 4))
     (add,) = (n for n in module.graph.nodes if n.target is aten.add.Tensor)

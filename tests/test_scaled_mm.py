@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.scaled_mm import ScaledMM
 from tests import oracle
 from tests.harness import (
     BF16,
     E4M3,
     E5M2,
     F32,
-    apply,
     aten,
     capture,
     check_legal_on_cuda,
@@ -93,20 +90,15 @@ def test_a_dequantize_with_another_user_stays() -> None:
 # 2. Refusals
 
 REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
-    "e5m2 twice": (
-        lambda a, b: dq(a, 0.5) @ dq(b, 0.5),
-        (fp8(32, 64, dtype=E5M2), fp8(64, 48, dtype=E5M2)),
-        "both operands are float8_e5m2, for which no GPU has a kernel",
-    ),
     "one side": (
         lambda a, b: dq(a, 0.5) @ b,
         (fp8(32, 64), torch.randn(64, 48)),
-        r"^operand b_1: float32 is not dequantized from float8; all else matches$",
+        r"^operand b_1: float32 is not dequantized from float8; nothing else was found against it$",
     ),
     "reached through a view": (
         lambda a, b: dq(a, 0.5) @ b.t(),
         (fp8(32, 64), torch.randn(48, 64)),
-        r"operand b_1: float32 is not dequantized from float8 \(reached through permute\); all else matches",
+        r"operand b_1: float32 is not dequantized from float8 \(reached through permute\); nothing else was found against it",
     ),
     "neither side": (
         lambda a, b: a @ b.t(),
@@ -121,22 +113,7 @@ REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "one scale per row": (
         lambda a, s, b: a.float() * s @ dq(b, 0.5),
         (fp8(32, 64), torch.rand(32, 1), fp8(64, 48)),
-        r"^mul scales by a tensor of shape \[32, 1\], not by one number; all else matches$",
-    ),
-    "fnuz": (
-        lambda a, b: dq(a, 0.5) @ dq(b, 0.5),
-        (torch.randn(32, 64).to(torch.float8_e4m3fnuz), fp8(64, 48)),
-        "^operand convert_element_type comes from float8_e4m3fnuz, which no NVIDIA GPU multiplies",
-    ),
-    "empty": (
-        lambda a, b: dq(a, 0.5) @ dq(b, 0.5),
-        (fp8(0, 64), fp8(64, 48)),
-        r"the matmul of \[0, 64\] by \[64, 48\] is empty",
-    ),
-    "many batches": (
-        lambda a, b: torch.bmm(dq(a, 0.5), dq(b, 0.5)),
-        (fp8(17, 32, 64), fp8(17, 64, 48)),
-        r"17 products of \[32, 64\] by \[64, 48\]: `_scaled_mm` has no batch dimension, and more than 16 launches",
+        r"^mul scales by a tensor of shape \[32, 1\], not by one number; nothing else was found against it$",
     ),
 }
 
@@ -183,30 +160,9 @@ def test_bmm(batch: int) -> None:
     torch.testing.assert_close(module(*inputs), product(*inputs), rtol=1e-5, atol=1e-4)
 
 
-def test_a_matrix_shared_by_the_batch_makes_one_product() -> None:
-    inputs = fp8(40, 8, 24), fp8(24, 48)
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(dq(a, 0.5), dq(b, 0.25).expand(40, 24, 48))
-
-    module, _ = detect(product, *inputs)
-    assert check_legal_on_cuda(module.graph) == 1
-    torch.testing.assert_close(module(*inputs), product(*inputs), rtol=1e-5, atol=1e-4)
-
-
 def test_nan_reaches_the_result() -> None:
     a = fp8(32, 64)
     module, _ = detect(lambda a, s, b: dq(a, s) @ dq(b, 0.5), a, scale(), fp8(64, 48))
     assert module(a, scale(float("nan")), fp8(64, 48)).isnan().all()
     a.view(torch.uint8)[3, 5] = 0x7F  # NaN in e4m3
     assert module(a, scale(), fp8(64, 48))[3].isnan().all()
-
-
-# 4. Composition
-
-
-def test_idempotent() -> None:
-    module, _ = detect(lambda a, b: dq(a, 0.5) @ dq(b, 0.5), fp8(32, 64), fp8(64, 48))
-    once = text(module)
-    assert apply(module, Matmuls([]), ScaledMM()) == []
-    assert text(module) == once
