@@ -8,18 +8,17 @@ changes  y by the rounding of a, b and intermediate results to bf16, which no lo
          else reads them
 
 1. Movement goes onto the FP8 tensor, once for all matmuls that read the same (dequantize.py, movement.py).
-2. Operands are laid out along K and padded; the result is sliced back (layout.py).
+2. Operands are laid out along K and padded (layout.py); the result is sliced back.
 3. What follows goes into the kernel where it can (epilogue.py); a bias that can't is added behind it.
-4. Batches: flattened where one operand is the same for the whole batch, else one call per batch entry.
+4. Batches are flattened where one operand is the same for all of them, else there is a call for each (batches.py).
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,9 +28,9 @@ from fp8pass._torch import FakeTensorMode, detect_fake_mode
 from fp8pass.graph import Builder, compute, val
 from fp8pass.hardware import target_of, why_no_fp8
 from fp8pass.passes import movement
+from fp8pass.passes.batches import Batches, is_one_matrix
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, Scale, dequantize
 from fp8pass.passes.epilogue import Epilogue, epilogue
-from fp8pass.passes.layout import Layout
 from fp8pass.passes.matmuls import added, operands, short
 from fp8pass.passes.patterns import aten, prims
 from fp8pass.report import Gemm
@@ -109,7 +108,12 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
 
 def check_batches(a: torch.Tensor, b: torch.Tensor) -> list[Reject]:
     """Whether one call, or a few, do it."""
-    if a.dim() == 2 or _is_one_matrix(a) or _is_one_matrix(b) or _are_few(a.shape[0]):
+    if (
+        a.dim() == 2
+        or is_one_matrix(a)
+        or is_one_matrix(b)
+        or (isinstance(a.shape[0], int) and a.shape[0] <= MAX_BATCHES)
+    ):
         return []
     batches, m, k = a.shape
     products = f"{batches} products of [{m}, {k}] by [{k}, {b.shape[-1]}]"
@@ -172,7 +176,7 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph, target: str | None) -> None:
         self.graph = graph
         self.build = Builder(graph, ScaledMM.name)
-        self.layout = Layout(self._emit, target)
+        self.batches = Batches(self._emit, target)
         self.at = next(iter(graph.nodes))
         self.moved: dict[fx.Node, Any] = {}
         self.fakes: dict[fx.Node, Any] = {}
@@ -182,12 +186,12 @@ class _Rewriter:
         self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
         a, b = (dq.moved(self._emit, self.moved) for dq in (m.dq_a, m.dq_b))
         scale_a, scale_b = self._scales(m, a, b)
-        pairs = self._pairs(m, a, b)
+        products = self.batches.products(a, b)
         self.at = m.after.end
-        bias = None if m.after.bias is None else self._bias(m, m.after.bias, b)
+        bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
         fast_accum = gemm.kind == "output"  # gradients need the full accumulator
         arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum
-        y = self._assembled(m, a, b, [self._scaled_mm(pair, *arguments) for pair in pairs])
+        y = self.batches.assembled([self.batches.call(p, *arguments) for p in products], a, b)
         if m.bias is not None and m.after.bias is None:
             y = self._add_bias(y, m)
         for node in m.after.reshapes:
@@ -243,78 +247,6 @@ class _Rewriter:
             x = self._emit(prims.convert_element_type.default, x, dtype)
         return self._emit(aten.reshape.default, x, []) if val(x).dim() else x
 
-    def _pairs(self, m: Match, a: fx.Node, b: fx.Node) -> list[_Pair]:
-        """The operands of each product."""
-        if _is_one_matrix(m.b_q):
-            a, b = self._flat(a), self._emit(aten.select.int, b, 0, 0)
-        elif _is_one_matrix(m.a_q):
-            columns = self._flat(self.layout.transposed(b))
-            a, b = self._emit(aten.select.int, a, 0, 0), self._emit(aten.permute.default, columns, [1, 0])
-        rows_a, rows_b, n = self.layout.rows_of_a(a), self.layout.rows_of_b(b), self.layout.size(b, -1)
-        if val(rows_a).dim() == 2:
-            return [_Pair(rows_a, rows_b, n)]
-        select = functools.partial(self._emit, aten.select.int)
-        return [_Pair(select(rows_a, 0, i), select(rows_b, 0, i), n) for i in range(int(m.a_q.shape[0]))]
-
-    def _flat(self, x: fx.Node) -> fx.Node:
-        """f8[B, R, C] as f8[B*R, C]."""
-        batches, rows, columns = (self.layout.size(x, d) for d in range(3))
-        symbolic = isinstance(batches, fx.Node) or isinstance(rows, fx.Node)
-        count = self._emit(operator.mul, batches, rows) if symbolic else batches * rows
-        flat: fx.Node = movement.reshape(x, [count, columns], self._emit)
-        return flat
-
-    def _scaled_mm(self, pair: _Pair, *arguments: Any) -> fx.Node:
-        """The product without its padding, contiguous: users count on the strides that the matmul's result had."""
-        y = self._emit(aten._scaled_mm.default, pair.a, self.layout.transposed(pair.b), *arguments)
-        if statically_known_true(val(y).shape[1] == _value(pair.n)):
-            return y
-        y = self._emit(aten.slice.Tensor, y, 1, 0, pair.n)
-        return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
-
-    def _assembled(self, m: Match, a: fx.Node, b: fx.Node, products: list[fx.Node]) -> fx.Node:
-        """The products as the matmul's result."""
-        y, size = products[0], self.layout.size
-        if m.a_q.dim() == 2:
-            return y
-        if _is_one_matrix(m.b_q):
-            return self._emit(aten.view.default, y, [size(a, 0), size(a, 1), size(b, 2)])
-        if _is_one_matrix(m.a_q):
-            y = self._emit(aten.view.default, y, [size(a, 1), size(b, 0), size(b, 2)])
-            y = self._emit(aten.permute.default, y, [1, 0, 2])
-            return self._emit(aten.clone.default, y, memory_format=torch.contiguous_format)
-        entries = [self._emit(aten.unsqueeze.default, y, 0) for y in products]
-        return entries[0] if len(entries) == 1 else self._emit(aten.cat.default, entries)
-
-    def _bias(self, m: Match, bias: fx.Node, b: fx.Node) -> fx.Node:
-        """The bias over all columns that the kernel computes."""
-        if val(bias).dim() > 1:
-            bias = self._emit(aten.view.default, bias, [self.layout.size(bias, -1)])
-        if _is_one_matrix(m.a_q) and not _is_one_matrix(m.b_q):
-            bias = self._emit(aten.repeat.default, bias, [self.layout.size(b, 0)])
-        return self.layout.pad(bias, (-1,))
-
     def _add_bias(self, y: fx.Node, m: Match) -> fx.Node:
         bias = m.bias if m.beta == 1 else self._emit(aten.mul.Tensor, m.bias, m.beta)
         return self._emit(aten.add.Tensor, y, bias)
-
-
-class _Pair(NamedTuple):
-    """One product: FP8 rows [M, K] and [N, K], padded, and how many columns N it has without the padding."""
-
-    a: fx.Node
-    b: fx.Node
-    n: Any
-
-
-def _value(size: Any) -> Any:
-    return size.meta["val"] if isinstance(size, fx.Node) else size
-
-
-def _is_one_matrix(x: torch.Tensor) -> bool:
-    """Whether a batched operand is the same matrix for every entry of the batch."""
-    return x.dim() == 3 and statically_known_true(x.stride(0) == 0) and not statically_known_true(x.shape[0] == 1)
-
-
-def _are_few(batches: Any) -> bool:
-    return isinstance(batches, int) and batches <= MAX_BATCHES

@@ -18,7 +18,6 @@ from tests.harness import (
     F32,
     aten,
     capture,
-    check_legal_on_cuda,
     count,
     detect,
     dq,
@@ -146,18 +145,6 @@ def test_against_the_float64_oracle(dtypes: tuple[torch.dtype, torch.dtype], out
 
 def _name(dtype: torch.dtype) -> str:
     return {E4M3: "e4m3", E5M2: "e5m2"}[dtype]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_bmm(batch: int) -> None:
-    inputs = fp8(batch, 8, 24), fp8(batch, 24, 40), torch.randn(batch, 8, 40)
-
-    def product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        return torch.baddbmm(c, dq(a, 0.5), dq(b, 0.25), alpha=2)
-
-    module, _ = detect(product, *inputs)
-    assert check_legal_on_cuda(module.graph) == batch
-    torch.testing.assert_close(module(*inputs), product(*inputs), rtol=1e-5, atol=1e-4)
 
 
 def test_nan_reaches_the_result() -> None:
