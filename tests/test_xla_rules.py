@@ -16,7 +16,7 @@ from fp8pass.passes.patterns import is_wide_cast
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm
 from tests import xla_rules
-from tests.harness import aten, capture, check_legal_on_cuda, count, run, sqnr, text
+from tests.harness import aten, capture, check_legal_on_cuda, compiled, count, run, sqnr, text
 from tests.xla_rules import CASES, E4M3, RULES, Case
 
 
@@ -58,6 +58,23 @@ def test_case(name: str) -> None:
     once = text(module)
     assert run(module, Matmuls([]), ScaledMM()).gemms == {}
     assert text(module) == once
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_on_a_gpu(lowering: str) -> None:
+    """Every case, against the CPU's eager result: GPUs have no float8 matmul to compare P1 with."""
+    wrong = []
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        on_gpu = [x.cuda() if isinstance(x, Tensor) else x for x in case.inputs]
+        actual = compiled(case.function, recipe=None, lowering=lowering)(*on_gpu)
+        for wanted, got in zip(results(case.function(*case.inputs)), results(actual), strict=True):
+            finite = wanted.numel() and wanted.float().isfinite().all()
+            db = sqnr(wanted.float(), got.float().cpu()) if finite else 300.0
+            if wanted.shape != got.shape or db < (20 if wanted.dtype.itemsize == 1 else 45):
+                wrong.append((name, db))
+    assert wrong == []
 
 
 def assert_notes(case: Case, notes: list[str]) -> None:
