@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.xla_rules import CASES
 
@@ -38,9 +39,11 @@ def test_movement_and_epilogues_compile() -> None:
     assert found["column_major"] == [calls - 1]  # one program is called with a second operand that is that already
 
 
+READS = 2 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else 1
+"""Kernels that read a large product to quantize it and for its amax: 2.11 splits the reduction by itself."""
 LARGE = {
-    "E7 amax and quantize, large": 2,  # the tail of the amax
-    "E8 amax of the scaled, large": 2,
+    "E7 amax and quantize, large": READS + 1,  # the tail of the amax
+    "E8 amax of the scaled, large": READS + 1,
     "E9 own amax, large": 3,  # what it scales has to wait for it
     "E9 amax of rows, large": 1,
 }
