@@ -18,7 +18,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_structured
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
@@ -27,6 +27,7 @@ __all__ = [
     "FORCE_STRIDE_ORDER",
     "ConstantSource",
     "CustomGraphPass",
+    "FakeTensor",
     "FakeTensorMode",
     "TracingContext",
     "aot_autograd",
@@ -42,4 +43,5 @@ __all__ = [
     "select_decomp_table",
     "trace_structured",
     "tracing",
+    "unset_fake_temporarily",
 ]

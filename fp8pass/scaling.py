@@ -74,7 +74,9 @@ def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Tensor:
     """`x_q * scale_inv` in float32, rounded once to `dtype`. x_q: FP8, any shape; scale_inv: f32[] or broadcastable."""
-    return (x_q.float() * scale_inv).to(dtype)
+    x = x_q.float() * scale_inv
+    # no cast that does nothing: Dynamo of torch 2.11 gives autograd Functions that return one gradients of 0
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:

@@ -296,5 +296,5 @@ def _not_float8(operand: fx.Node) -> Reject:
         node = first(node)
     through = "" if node is operand else f" (reached through {operand.name})"
     return Reject(
-        "not float8", f"operand {at(node)}: {dtype_name(_dtype(node))} is not dequantized from float8{through}"
+        "not float8", f"operand {at(node)}: {dtype_name(_dtype(node))} is no float8 tensor times a scale{through}"
     )

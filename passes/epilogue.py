@@ -135,14 +135,10 @@ def _biased(matmul: fx.Node, so_far: Epilogue, node: fx.Node) -> Epilogue | None
 
 
 def _is_vector(bias: fx.Node, matmul: fx.Node, product: fx.Node) -> bool:
-    """Whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of the matmul.
-
-    Kernels read it through a bare pointer, so it lies in one piece, and begins where tensors begin.
-    """
+    """Whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of the matmul."""
     n = val(matmul).shape[-1]
     shape, columns = val(bias).shape, val(product).shape[-1]
-    aligned = val(bias).is_contiguous() and val(bias).storage_offset() * val(bias).itemsize % 16 == 0
-    is_row = aligned and len(shape) > 0 and all(statically_known_true(size == 1) for size in shape[:-1])
+    is_row = len(shape) > 0 and all(statically_known_true(size == 1) for size in shape[:-1])
     return is_row and statically_known_true(shape[-1] == n) and statically_known_true(columns == n)
 
 
@@ -168,7 +164,13 @@ def _fits_kernel(matmul: fx.Node, e: Epilogue) -> bool:
         return False
     if e.end.target in RESHAPES or not val(e.end).is_contiguous():
         return False
-    return e.bias is None or (val(e.bias).dtype == e.dtype and e.dtype in HALF)
+    return e.bias is None or (val(e.bias).dtype == e.dtype and e.dtype in HALF and _in_one_piece(e.bias))
+
+
+def _in_one_piece(bias: fx.Node) -> bool:
+    """Kernels read a bias through a bare pointer: it has no gaps, and begins where tensors begin."""
+    value = val(bias)
+    return value.is_contiguous() and statically_known_true(value.storage_offset() * value.itemsize % 16 == 0)
 
 
 def _is_worth(matmul: fx.Node, e: Epilogue) -> bool:
@@ -208,6 +210,8 @@ def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch
         return f"{outside}: the {val(matmul).device.type} kernel of torch {torch.__version__} does not saturate {dtype}"
     if e.bias is not None and val(e.bias).dtype not in HALF:
         return f"{outside}: its bias is {dtype_name(val(e.bias).dtype)}, and kernels take bfloat16 and float16"
+    if e.bias is not None and not _in_one_piece(e.bias):
+        return f"{outside}: its bias {e.bias.name} is a part of a tensor that kernels can't point to"
     if not val(e.end).is_contiguous():
         return f"{outside}: it is laid out with strides {list(val(e.end).stride())}"
     return ""

@@ -7,10 +7,11 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph import source_of, val
 from fp8pass.passes.annotate import Choice
@@ -36,6 +37,15 @@ from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
 
 
+class _Forward(NamedTuple):
+    """What a matmul of the forward multiplies: [M, K] of one tensor by [K, N] of another."""
+
+    a: fx.Node
+    b: fx.Node
+    m: Any
+    n: Any
+
+
 class Matmuls:
     """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`."""
 
@@ -48,7 +58,7 @@ class Matmuls:
         """Fill `context.gemms`."""
         context.notes += _unread_dequantizes(graph)
         backward = backward_nodes(graph)
-        forward: dict[int | None, list[tuple[fx.Node, fx.Node]]] = {}
+        forward: dict[int | None, list[_Forward]] = {}
         for node in graph.nodes:
             if node.target not in MATMULS:
                 continue
@@ -57,9 +67,9 @@ class Matmuls:
             roots = root(a), root(b)
             kind: Kind = "output"
             if node in backward:
-                kind = _backward_kind(roots, forward.get(index, []))
+                kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []))
             else:
-                forward.setdefault(index, []).append(roots)
+                forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             context.gemms[node] = self._gemm(node, kind, index, (a, b), context.config.recipe)
         return 0
 
@@ -125,7 +135,7 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
         names = " and ".join(map(_name, readers[:3]))
         matmuls = "no mm, addmm, bmm or baddbmm, which are all that runs in FP8"
         notes.append(f"{at(first(node))} is dequantized for {names}, and for {matmuls}")
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def _is_scale(node: fx.Node) -> bool:
@@ -166,14 +176,19 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _backward_kind(roots: tuple[fx.Node, fx.Node], forward: list[tuple[fx.Node, fx.Node]]) -> Kind:
-    """grad_weight multiplies with the forward's first operand, grad_input with its second."""
-    for a, b in forward:
-        if b in roots and a is not b:
-            return "grad_input"
-        if a in roots:
-            return "grad_weight"
-    return "output"
+def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward]) -> Kind:
+    """grad_weight multiplies with the forward's first operand and contracts M; grad_input with its second, and N."""
+    found: list[tuple[bool, Kind]] = []
+    for f in forward:
+        if f.b in roots and f.a is not f.b:
+            found.append((_equal(contracted, f.n), "grad_input"))
+        if f.a in roots:
+            found.append((_equal(contracted, f.m), "grad_weight"))
+    return max(found, key=lambda kind: kind[0], default=(False, "output"))[1]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(statically_known_true(a == b))
 
 
 def _choice_of(node: fx.Node) -> int | None:

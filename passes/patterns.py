@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass._torch import FakeTensor, unset_fake_temporarily
 from fp8pass.graph import is_tensor, source_of, val
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -51,7 +52,7 @@ VIEWS = {
     aten.unbind.int,
     operator.getitem,
 }
-GATHERS = {aten.repeat.default, aten.index.Tensor, aten.embedding.default, prims.rev.default}
+GATHERS = {aten.repeat.default, aten.index.Tensor, aten._unsafe_index.Tensor, aten.embedding.default, prims.rev.default}
 JOINS = {aten.cat.default, aten.where.self}
 MOVEMENT = {*VIEWS, *COPIES, *GATHERS, *JOINS, aten.constant_pad_nd.default}
 
@@ -87,15 +88,27 @@ def constant(x: Any) -> float | None:
         return float(x)
     if not is_tensor(x) or val(x).dtype.is_complex:
         return None
+    if x.op == "get_attr":
+        return _attribute(x)
     if x.target is aten.full.default:
         value: Any = x.args[1]
     elif x.target is aten.scalar_tensor.default:
         value = x.args[0]
-    elif x.target in CASTS or x.target in VIEWS or x.target in COPIES:
+    elif x.target in {*CASTS, *VIEWS, *COPIES, aten.lift_fresh_copy.default}:
         value = constant(x.args[0])
     else:
         return None
     return float(torch.tensor(value).to(val(x).dtype)) if isinstance(value, (int, float)) else None
+
+
+def _attribute(node: fx.Node) -> float | None:
+    """The number in a constant tensor that the graph holds: `torch.tensor(448.0)` in compiled code."""
+    module = node.graph.owning_module
+    tensor = getattr(module, str(node.target), None)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.numel() != 1:
+        return None
+    with unset_fake_temporarily():
+        return float(tensor)
 
 
 def one_number(x: Any) -> Any:

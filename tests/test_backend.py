@@ -671,3 +671,24 @@ def test_on_a_gpu(recipe: str, dtype: torch.dtype) -> None:
     for actual, expected in zip(train(model, run, data), reference, strict=True):
         assert sqnr(expected["output"], actual["output"]) > 27
         compare(actual, expected, 15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [16.0, torch.tensor(16.0)])
+def test_gradients_pass_straight_through_what_users_quantize(dtype: torch.dtype, scale: Any) -> None:
+    """Dynamo of torch 2.11 makes 0 of the gradients of some autograd Functions."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        e4m3 = torch.float8_e4m3fn
+        return fp8pass.qdq(x, scale, e4m3) @ fp8pass.qdq(w, scale, e4m3)
+
+    results = []
+    for run in (function, compiled(function, recipe=None)):
+        torch.manual_seed(0)
+        x, w = (torch.randn(32, 32, dtype=dtype, requires_grad=True) for _ in range(2))
+        run(x, w).sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        results.append((x.grad, w.grad))
+    for expected, actual in zip(*results, strict=True):
+        assert sqnr(expected, actual) > 45

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fp8pass.config import Config
 from fp8pass.hardware import casts_saturate
@@ -30,6 +31,7 @@ from tests.harness import (
     fp8,
     scale,
     sqnr,
+    verdicts,
 )
 
 BIASES: dict[str, tuple[torch.dtype, tuple[int, ...], dict[str, Any], bool]] = {
@@ -113,6 +115,34 @@ def test_a_bias_that_kernels_can_point_to(bias: Callable[[Tensor], Tensor], fold
     (call,) = (node for node in module.graph.nodes if node.target is aten._scaled_mm.default)
     assert (call.args[4] is not None) == folded
     assert sqnr(function(*inputs), module(*inputs)) > 45
+
+
+@pytest.mark.parametrize("part", [lambda p: p[::2], lambda p: p[3:51], lambda p: p[:1].expand(48)])
+def test_a_widened_bias_is_judged_by_what_kernels_would_read(part: Callable[[Tensor], Tensor]) -> None:
+    def function(a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        y = dq(a, 0.5) @ dq(b, 0.25) + part(p).float()
+        return y.bfloat16(), F.linear(dq(a, 0.5), dq(b.t(), 0.25), part(p).float()).clamp(-448, 448).to(E4M3)
+
+    inputs = fp8(32, 64), fp8(64, 48), torch.randn(96, dtype=BF16)
+    module, gemms = detect(function, *inputs)
+    calls = [node for node in module.graph.nodes if node.target is aten._scaled_mm.default]
+    assert [call.args[4] for call in calls] == [None, None]
+    assert gemms[1].note
+    assert sqnr(function(*inputs)[0], module(*inputs)[0]) > 45
+
+
+@pytest.mark.parametrize("limit", [448.0, 400.0])
+def test_bounds_that_are_tensors(limit: float) -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        high, low = torch.tensor(limit), torch.tensor(-limit)
+        return torch.maximum(torch.minimum(dq(a, 0.5) @ dq(b, 0.25), high), low).to(E4M3)
+
+    with verdicts() as report:
+        compiled(function, recipe=None)(fp8(32, 64), fp8(64, 48))
+    (gemm,) = report.gemms
+    saturates = casts_saturate(torch.device("cpu"), E4M3)
+    assert (gemm.dtypes[2] == "e4m3") == (limit == 448 and saturates)
+    assert ("is clamped to [-400, 400]" in gemm.note) == (limit == 400)
 
 
 def test_one_layer_hands_float8_to_the_next() -> None:

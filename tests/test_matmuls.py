@@ -61,3 +61,19 @@ def test_parts_of_one_tensor_are_tensors_of_their_own() -> None:
     with verdicts() as report:
         compiled(function, recipe="dynamic")(torch.randn(16, 64, requires_grad=True)).sum().backward()
     assert sorted(g.kind for g in report.rewritten) == ["grad_input", "grad_weight", "output"]
+
+
+def test_a_tensor_that_is_the_first_factor_of_one_matmul_and_the_second_of_another() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return (a @ b).sum() + (c @ a).sum()
+
+    a, b, c = torch.randn(64, 32), torch.randn(32, 16), torch.randn(48, 64)
+    with verdicts() as report:
+        compiled(function, recipe="dynamic")(*(t.requires_grad_() for t in (a, b, c))).backward()
+    kinds = {(g.M, g.K, g.N): g.kind for g in report.rewritten if g.kind != "output"}
+    assert kinds == {
+        (32, 64, 16): "grad_weight",  # of b
+        (64, 16, 32): "grad_input",  # of a, as first factor
+        (64, 48, 32): "grad_weight",  # of a, as second
+        (48, 32, 64): "grad_input",  # of c
+    }

@@ -149,7 +149,7 @@ RULES: list[Rule] = [
         Case("one side scaled", lambda a, b, x: a.float() @ (b.float() * x), (A, B, s())),
     ]),
     Rule("P12", "only one side FP8", "declines", "declines", [
-        Case("float8 weight alone", lambda a, b: a @ (b.float() * 0.5), (wide(32, 64), B), 0, "operand a_1: float32 is not dequantized from float8; nothing else was found against it"),
+        Case("float8 weight alone", lambda a, b: a @ (b.float() * 0.5), (wide(32, 64), B), 0, "operand a_1: float32 is no float8 tensor times a scale; nothing else was found against it"),
     ]),
     Rule("P13", "dequantize with other users", "accepts, they keep theirs", "accepts, they keep theirs", [
         Case("another user", lambda a, b: ((x := a.float() * 0.5) @ b.float(), x.relu()), (A, B)),
@@ -213,6 +213,7 @@ RULES: list[Rule] = [
         moving(lambda x: torch.stack([x, torch.zeros_like(x)]).view(32, 64), q(16, 64), B, name="stack with zeros"),
         moving(lambda x, i: x[i], q(40, 64), B, torch.arange(32), name="gather"),
         moving(lambda x: x.flip(0).roll(3, 1), A, B, name="reverse"),
+        moving(lambda x: F.pad(x[None], (2, 6, 1, 7), mode="reflect")[0], q(24, 56), B, name="reflect"),
         moving(lambda x: -x, A, B, name="negate"),
         Case("cat of two scales", lambda a, b: torch.cat([a.float() * 0.5, a.float()]) @ b.float(), (A, B), 0, "joins tensors with 2 different scales"),
         moving(lambda x: x.abs(), A, B, name="abs", calls=0, why="abs_1 = aten.abs stands between arg0_1 and the matmul"),
