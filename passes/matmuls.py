@@ -80,10 +80,8 @@ class Matmuls:
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
         if index is None and recipe is not None:
-            choice.rule, choice.reason = (
-                "composite",
-                f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul",
-            )
+            choice.rule = "composite"
+            choice.reason = f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul"
         return Gemm(
             kind=kind,
             name=choice.name,

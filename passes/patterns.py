@@ -70,7 +70,7 @@ def at(node: fx.Node) -> str:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """ "float32" for torch.float32."""
+    """The name of a dtype without its module: float32."""
     return str(dtype).removeprefix("torch.") if dtype is not None else "no tensor"
 
 
@@ -98,7 +98,10 @@ def constant(x: Any) -> float | None:
         value = constant(x.args[0])
     else:
         return None
-    return float(torch.tensor(value).to(val(x).dtype)) if isinstance(value, (int, float)) else None
+    if not isinstance(value, (int, float)):
+        return None
+    with unset_fake_temporarily():
+        return float(torch.tensor(value).to(val(x).dtype))
 
 
 def _attribute(node: fx.Node) -> float | None:
@@ -165,7 +168,7 @@ def feeds_matmul(node: fx.Node) -> bool:
 
 
 def _within(node: fx.Node, ops_between: int, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
-    """All nodes that are that near; matmuls and float8 tensors end the way."""
+    """All nodes that are that near; matmuls end the way."""
     budget, todo = {node: ops_between}, [node]
     while todo:
         node = todo.pop()

@@ -108,14 +108,11 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
 
 def check_batches(a: torch.Tensor, b: torch.Tensor) -> list[Reject]:
     """Whether one call, or a few, do it."""
-    if (
-        a.dim() == 2
-        or is_one_matrix(a)
-        or is_one_matrix(b)
-        or (isinstance(a.shape[0], int) and a.shape[0] <= MAX_BATCHES)
-    ):
+    if a.dim() == 2 or is_one_matrix(a) or is_one_matrix(b):
         return []
     batches, m, k = a.shape
+    if isinstance(batches, int) and batches <= MAX_BATCHES:
+        return []
     products = f"{batches} products of [{m}, {k}] by [{k}, {b.shape[-1]}]"
     launches = f"more than {MAX_BATCHES} launches would cost more than FP8 gains"
     return [Reject("batches", f"{products}: `_scaled_mm` has no batch dimension, and {launches}")]
