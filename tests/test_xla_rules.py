@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def results(value: Any) -> list[Tensor]:
 def test_case(name: str) -> None:
     case = CASES[name]
     if name == "E5 on CPU" and not casts_saturate(torch.device("cpu"), E4M3):
-        pytest.skip("this CPU's kernels do not saturate")
+        case = replace(case, note="the cpu kernel of torch .* does not saturate float8_e4m3fn")
     module, gemms, notes = rewritten(case)
     assert count(module, aten._scaled_mm.default) == case.calls, [g.reason for g in gemms]
     if not case.calls:
