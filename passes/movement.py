@@ -34,7 +34,8 @@ def moved_input(node: fx.Node) -> fx.Node | None:
     if node.target not in MOVEMENT - JOINS:
         return None
     if node.meta.get("unbacked_bindings"):
-        raise Reject("data-dependent", f"{at(node)} takes elements by an index or to a size that depends on data")
+        index = "an index or to a size that depends on data; give its bounds with torch._check, or index with a tensor"
+        raise Reject("data-dependent", f"{at(node)} takes elements by {index}")
     if node.target is aten.constant_pad_nd.default:
         fill = node.args[2] if len(node.args) > 2 else 0
         if constant(fill) != 0:

@@ -165,12 +165,21 @@ def test_a_first_operand_without_batch_and_symbolic_sizes() -> None:
             assert sqnr(function(a, b), run(a, b)) > 110
 
 
+def _checked(i: Tensor) -> int:
+    n = int(i.item())
+    torch._check(n >= 0)
+    torch._check(n <= 8)
+    return n
+
+
 UNBACKED: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
     "gate": (lambda a, b, g: (a.float() * g) @ b.float(), True, r"scales by a tensor of shape \[u\d+, 1\]"),
     "epilogue": (lambda a, b, g: ((a.float() @ b.float()) * g.sum()).clamp(-448, 448).to(E4M3).float(), True, ""),
     "batch": (lambda a, b, g: torch.bmm(a.float()[:, None], b.float().expand(a.shape[0], -1, -1)), True, ""),
     "select": (lambda a, b, i: (a.float() * 0.5)[i.item()][None] @ b.float(), False, "index or to a size that depends on data"),
     "slice": (lambda a, b, i: (a.float() * 0.5)[i.item() :] @ b.float(), False, "index or to a size that depends on data"),
+    "select with bounds": (lambda a, b, i: (a.float() * 0.5)[_checked(i)][None] @ b.float(), False, ""),
+    "slice with bounds": (lambda a, b, i: (a.float() * 0.5).narrow(0, _checked(i), 20) @ b.float(), False, ""),
     "mask": (lambda a, b, g: (a.float() * 0.5)[g[:, 0] > 0] @ b.float(), False, "index or to a size that depends on data"),
 }  # fmt: skip
 
@@ -180,7 +189,7 @@ UNBACKED: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
 def test_sizes_and_indices_that_depend_on_data(case: str, lowering: str) -> None:
     function, unbacked, reason = UNBACKED[case]
     a, b = fp8(31, 63), fp8(63, 47)
-    last = torch.tensor(1) if case in ("select", "slice") else torch.rand(31, 1)
+    last = torch.tensor(1) if case.startswith(("select", "slice")) else torch.rand(31, 1)
     if unbacked:
         torch._dynamo.decorators.mark_unbacked(a, 0)
         torch._dynamo.decorators.mark_unbacked(last, 0)

@@ -191,7 +191,7 @@ RULES: list[Rule] = [
         moving(lambda x: F.pad(x, (-3, -5, 2, 0)), q(30, 72), B, name="crop and pad"),
         moving(lambda x: F.pad(x, (3, 5), value=1.0), q(32, 56), B, name="pad with 1", calls=0, why="pads with 1.0; only 0"),
     ]),
-    Rule("M8", "dynamic slice", "accepts", "accepts", [
+    Rule("M8", "dynamic slice", "accepts", "accepts; a start that is read from a tensor needs `torch._check`ed bounds", [
         moving(lambda x, n: x[n.shape[0] : n.shape[0] + 32], q(48, 64), B, wide(7), name="symbolic start", dynamic=True),
     ]),
     Rule("M9", "select between FP8 and 0", "accepts", "accepts", [
