@@ -36,6 +36,7 @@ from fp8pass.passes.patterns import (
     changes_places,
     constant,
     dtype_name,
+    dtype_of,
     first,
     fp8_behind,
     is_wide_cast,
@@ -153,7 +154,7 @@ def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> 
     node, scale = operand, UNSCALED
     moves: list[fx.Node] = []
     while True:
-        if _dtype(node) in FP8_DTYPES and not _rearranges_fp8(node):
+        if dtype_of(node) in FP8_DTYPES and not _rearranges_fp8(node):
             return Dequantize(node, tuple(reversed(moves)), scale, val(node).dtype)
         if node.target in JOINS:
             join = _join(node, known, depth)
@@ -183,21 +184,16 @@ def _broadcasting(node: fx.Node) -> fx.Node:
     return node
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = node.meta.get("val")
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
 def is_dequantizing(node: fx.Node) -> bool:
     """Whether `node` casts an FP8 tensor to a high-precision type."""
-    if node.target not in CASTS or _dtype(first(node)) not in FP8_DTYPES:
+    if node.target not in CASTS or dtype_of(first(node)) not in FP8_DTYPES:
         return False
-    return _dtype(node) in WIDE and val(node).device == val(first(node)).device
+    return dtype_of(node) in WIDE and val(node).device == val(first(node)).device
 
 
 def _rearranges_fp8(node: fx.Node) -> bool:
     """Movement that the user did on the FP8 tensor: looked through, for a copy may have been made for nothing."""
-    return node.target in VIEWS | COPIES and _dtype(first(node)) == _dtype(node)
+    return node.target in VIEWS | COPIES and dtype_of(first(node)) == dtype_of(node)
 
 
 def _adds_zero(node: fx.Node) -> bool:
@@ -265,16 +261,16 @@ def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequan
 
 def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     """Why the walk from `operand` ends at `node`."""
-    source = _dtype(first(node)) if node.target in CASTS else _dtype(node)
+    source = dtype_of(first(node)) if node.target in CASTS else dtype_of(node)
     if source in FNUZ_DTYPES:
         return Reject("fnuz", f"operand {at(node)} comes from {dtype_name(source)}, which no NVIDIA GPU multiplies")
     if source is not None and source.itemsize == 1 and source.is_floating_point and source not in FP8_DTYPES:
         return Reject(
             "float8 kind", f"operand {at(node)} comes from {dtype_name(source)}, which no matmul kernel takes"
         )
-    if node.target in CASTS and _dtype(node) not in WIDE:
+    if node.target in CASTS and dtype_of(node) not in WIDE:
         return Reject(
-            "cast", f"{at(node)} casts to {dtype_name(_dtype(node))} between the float8 tensor and the matmul"
+            "cast", f"{at(node)} casts to {dtype_name(dtype_of(node))} between the float8 tensor and the matmul"
         )
     x_q = fp8_behind(node, MAX_OPS_BETWEEN)
     if x_q is None:
@@ -296,5 +292,5 @@ def _not_float8(operand: fx.Node) -> Reject:
         node = first(node)
     through = "" if node is operand else f" (reached through {operand.name})"
     return Reject(
-        "not float8", f"operand {at(node)}: {dtype_name(_dtype(node))} is no float8 tensor times a scale{through}"
+        "not float8", f"operand {at(node)}: {dtype_name(dtype_of(node))} is no float8 tensor times a scale{through}"
     )

@@ -36,6 +36,7 @@ from fp8pass.passes.patterns import (
     dtype_name,
     first,
     is_wide_cast,
+    readers,
 )
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
@@ -97,7 +98,7 @@ def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
         return replace(so_far, end=node, reshapes=(*so_far.reshapes, node))
     if node.target in COPIES and val(node).stride() == val(so_far.end).stride():
         return replace(so_far, end=node)
-    if is_wide_cast(node) or (node.target in CASTS and val(node).dtype in FP8_DTYPES):
+    if is_wide_cast(node) or _is_quantizing_cast(node):
         return replace(so_far, end=node, dtype=val(node).dtype)
     if node.target in _LOWER or node.target in _UPPER:
         return _clamped(so_far, node)
@@ -106,6 +107,11 @@ def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
     if node.target is aten.add.Tensor and so_far.bias is None and not clamped:
         return _biased(matmul, so_far, node)
     return None
+
+
+def _is_quantizing_cast(node: fx.Node) -> bool:
+    to_fp8 = node.target in CASTS and val(node).dtype in FP8_DTYPES
+    return to_fp8 and val(node).device == val(first(node)).device
 
 
 def _scaled(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
@@ -179,15 +185,11 @@ def _is_worth(matmul: fx.Node, e: Epilogue) -> bool:
     Multiplying scales is a launch of its own, and what Inductor fuses with the scaling anyway is free there.
     """
     free = len(e.scale.multiplied) <= 1 and not e.scale.divided and (e.scale.number == 1 or not e.scale.multiplied)
-    return free or e.dtype.itemsize < val(matmul).dtype.itemsize or not any(map(_is_fused, _readers(e.end)))
+    return free or e.dtype.itemsize < val(matmul).dtype.itemsize or not any(map(_is_fused, readers(e.end, _is_layout)))
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads `node`, behind reshapes, copies and casts."""
-    readers: list[fx.Node] = []
-    for user in node.users:
-        readers += _readers(user) if user.target in {*RESHAPES, *COPIES, *CASTS} else [user]
-    return readers
+def _is_layout(node: fx.Node) -> bool:
+    return node.target in {*RESHAPES, *COPIES, *CASTS}
 
 
 def _is_fused(node: fx.Node) -> bool:

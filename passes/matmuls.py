@@ -6,7 +6,6 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from fp8pass.passes.patterns import (
     first,
     has_one_element,
     one_number,
+    readers,
 )
 from fp8pass.report import Gemm, Kind
 from fp8pass.rewrite import Context
@@ -127,10 +127,10 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
     """A sentence for every FP8 tensor that is dequantized for no matmul."""
     notes = []
     for node in filter(is_dequantizing, graph.nodes):
-        readers = _readers(node)
-        if not readers or _is_scale(node) or feeds_matmul(node):
+        found = readers(node, changes_places)
+        if not found or _is_scale(node) or feeds_matmul(node):
             continue
-        names = " and ".join(map(_name, readers[:3]))
+        names = " and ".join(map(_name, found[:3]))
         matmuls = "no mm, addmm, bmm or baddbmm, which are all that runs in FP8"
         notes.append(f"{at(first(node))} is dequantized for {names}, and for {matmuls}")
     return list(dict.fromkeys(notes))
@@ -140,18 +140,6 @@ def _is_scale(node: fx.Node) -> bool:
     """A scale that is itself FP8."""
     scaled = (u for u in node.users if u.target in MULTIPLYING or u.target in DIVIDING)
     return has_one_element(node) and not all(map(has_one_element, scaled))
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """The first ops behind a dequantize that do not change places with its scale."""
-    readers: list[fx.Node] = []
-    seen, todo = {node}, deque([node])
-    while todo:
-        new = [user for user in todo.popleft().users if user not in seen]
-        seen.update(new)
-        for user in new:
-            (todo if user.op != "output" and changes_places(user) else readers).append(user)
-    return readers
 
 
 def _name(node: fx.Node) -> str:

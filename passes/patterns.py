@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -67,6 +68,12 @@ def first(node: fx.Node) -> fx.Node:
 def at(node: fx.Node) -> str:
     """A node as reasons name it: with the user's line, where torch knows it."""
     return f"{node.name} ({source_of(node)})" if source_of(node) else node.name
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node; None for what is no tensor."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -183,5 +190,17 @@ def _within(node: fx.Node, ops_between: int, neighbours: Callable[[fx.Node], lis
 
 
 def _is_float8(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize == 1
+    dtype = dtype_of(node)
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
+
+
+def readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """What reads `node`, directly or behind ops that are looked through."""
+    found: list[fx.Node] = []
+    seen, todo = {node}, deque([node])
+    while todo:
+        new = [user for user in todo.popleft().users if user not in seen]
+        seen.update(new)
+        for user in new:
+            (todo if user.op != "output" and looked_through(user) else found).append(user)
+    return found

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import FakeTensorMode, detect_fake_mode
+from fp8pass._torch import FakeTensorMode
 from fp8pass.graph import Builder, compute, val
 from fp8pass.hardware import target_of, why_no_fp8
 from fp8pass.passes import movement
@@ -56,10 +56,8 @@ class Match:
     after: Epilogue
 
 
-def match(node: fx.Node, dq_a: Dequantize, dq_b: Dequantize, fakes: dict[fx.Node, Any]) -> Match:
+def match(node: fx.Node, dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, fakes: dict[fx.Node, Any]) -> Match:
     """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to."""
-    mode = detect_fake_mode([val(node)])
-    assert mode is not None
     a_q, b_q = (_compute(dq, mode, fakes) for dq in (dq_a, dq_b))
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = None if beta == 0 else added(node)  # beta 0 ignores the bias, whatever it holds
@@ -134,8 +132,9 @@ class ScaledMM:
         """Rewrite every matmul that `match` and `check` have nothing against."""
         if not context.gemms:
             return 0
-        rewriter, target = _Rewriter(graph, context.config.target), context.config.target
-        applied = 0
+        target = context.config.target
+        rewriter, applied = _Rewriter(graph, target), 0
+        fakes: dict[fx.Node, Any] = {}
         for node, gemm in context.gemms.items():
             captured = [_try_dequantize(operand) for operand in operands(node)]
             types = [c.dtype if isinstance(c, Dequantize) else None for c in captured]
@@ -144,7 +143,7 @@ class ScaledMM:
                 rejects += check_batches(*map(val, operands(node)))
             else:
                 dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
-                found = match(node, dq_a, dq_b, rewriter.fakes)
+                found = match(node, dq_a, dq_b, rewriter.build.mode, fakes)
                 rejects = check_batches(found.a_q, found.b_q) + check_scale(found)
             if rejects:
                 _decline(gemm, captured, rejects)
@@ -176,7 +175,6 @@ class _Rewriter:
         self.batches = Batches(self._emit, target)
         self.at = next(iter(graph.nodes))
         self.moved: dict[fx.Node, Any] = {}
-        self.fakes: dict[fx.Node, Any] = {}
         self.scales: dict[Hashable, fx.Node] = {}
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:

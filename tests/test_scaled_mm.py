@@ -86,6 +86,22 @@ def test_a_dequantize_with_another_user_stays() -> None:
     torch.testing.assert_close(module(*inputs), both(*inputs))
 
 
+def test_dead_branches() -> None:
+    """What nobody reads is no user: it neither changes a number nor stays."""
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        wide = dq(a, 0.5)
+        y = wide @ dq(b, 0.25)
+        torch.where(y > 0, wide[:, :48], 0.0).relu() @ dq(b, 0.5).t()
+        return y * 2
+
+    inputs = fp8(32, 64), fp8(64, 48)
+    module, _ = detect(function, *inputs)
+    assert [n.target for n in module.graph.nodes if n.target in (aten.relu.default, aten.where.self)] == []
+    assert count(module, aten._scaled_mm.default) == 1
+    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=1e-5, atol=1e-4)
+
+
 # 2. Refusals
 
 REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
