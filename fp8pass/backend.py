@@ -53,10 +53,9 @@ def fp8pass(
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
     annotation = annotated(module, config)
-    table = annotation.table
-    inputs = [*example_inputs, *(_fake_state(table, example_inputs) if table else ())]
+    inputs = [*example_inputs, *_fake_state(annotation.tables, example_inputs)]
     compiled = _lower(annotation, inputs, config)
-    if table is None:
+    if not annotation.tables:
         return compiled
     context = TracingContext.get()
 
@@ -64,14 +63,14 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         with tracing(context):
             return _lower(annotation.bootstrapped(), inputs, config)
 
-    return CompiledGraph(compiled, annotation, table, for_cold_slots)
+    return CompiledGraph(compiled, annotation, for_cold_slots)
 
 
-def _fake_state(table: SlotTable, example_inputs: Sequence[Any]) -> list[Tensor]:
+def _fake_state(tables: Sequence[SlotTable], example_inputs: Sequence[Any]) -> list[Tensor]:
     mode = detect_fake_mode(example_inputs)
     assert mode is not None
-    with mode:
-        return [*table.new_tensors(), table.new_tensors().amax_backward]
+    with mode:  # each input a tensor of its own, also where calls pass aliases
+        return [x.clone() for table in tables for x in table.new_tensors().inputs()]
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
@@ -147,33 +146,30 @@ class CompiledGraph:
         self,
         compiled: Callable[..., Any],
         annotation: Annotation,
-        table: SlotTable,
         for_cold_slots: Callable[[], Callable[..., Any]],
     ) -> None:
         self._compiled = compiled
         self._annotation = annotation
-        self._table = table
         self._compile_for_cold_slots = for_cold_slots
         self._for_cold_slots: Callable[..., Any] | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
-        group = registry.of(self._table, [args[i] for i in self._annotation.owned])
-        group.begin()
-        run = self._compiled
-        if self._table.training and not group.warm:
-            run = self._for_step_of(group)
-        return run(*args, *group.tensors.inputs())
+        owned = [args[i] for i in self._annotation.owned]
+        groups = [registry.of(table, owned) for table in self._annotation.tables]
+        for group in groups:
+            group.begin()
+        waiting = [g for g in groups if g.table.training and not g.warm]
+        run = self._for_step_of(waiting) if waiting else self._compiled
+        return run(*args, *itertools.chain.from_iterable(g.tensors.inputs() for g in groups))
 
-    def _for_step_of(self, group: SlotGroup) -> Callable[..., Any]:
+    def _for_step_of(self, groups: list[SlotGroup]) -> Callable[..., Any]:
         """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
-        cold = group.cold()
-        group.warm = not cold
+        cold = [name for group in groups for name in group.cold()]
         if not cold:
             return self._compiled
-        group.cold_steps += 1
-        if group.cold_steps <= EAGER_FIRST_STEPS:
+        if max(group.cold_steps for group in groups) <= EAGER_FIRST_STEPS:
             return self._annotation.bootstrapped().run
         with self._lock:
             if self._for_cold_slots is None:
@@ -194,9 +190,9 @@ def reference(
 ) -> Callable[..., Any]:
     """A backend that runs the annotated graph eagerly: the numbers that the compiled graph is held to."""
     annotation = annotated(module, make_config(options))
-    if annotation.table is None:
+    if not annotation.tables:
         return annotation.run
-    return CompiledGraph(annotation.run, annotation, annotation.table, lambda: annotation.bootstrapped().run)
+    return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
 
 
 def explain_only(config: Config) -> Callable[..., Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from fp8pass._torch import list_mode_options
 from fp8pass.hardware import TARGETS
-from fp8pass.recipes import Recipe, choose, resolve
+from fp8pass.recipes import ByModule, Plan, Recipe, Schedule, choose, matches, resolve
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
@@ -23,8 +22,9 @@ class Config:
     Raises ValueError for an unknown field or value, naming the valid ones and the nearest.
     """
 
-    recipe: str | Recipe | None = "delayed"
-    """A name, a recipe object, or None: insert nothing, only find the quantize-dequantize that the user wrote."""
+    recipe: str | Mapping[str, Any] | Plan | Schedule = "delayed"
+    """A name, a recipe object, a dict {name pattern: recipe or None} of which the first match counts, a `Schedule` of
+    such by step, or None: insert nothing, only find the quantize-dequantize that the user wrote."""
     filter: Filter = None
     """`callable(fqn, M, K, N) -> bool`, true for what to take; or name patterns (`head`, `*.attn.*`) to leave out."""
     min_speedup: float = 1.0
@@ -58,8 +58,20 @@ class Config:
             return ""
         if callable(self.filter):
             return "" if self.filter(fqn, m, k, n) else f"filter({fqn!r}, {m}, {k}, {n}) is false"
-        hit = next((p for p in self.filter if fnmatchcase(fqn, p) or fnmatchcase(fqn, f"{p}.*")), None)
+        hit = next((p for p in self.filter if matches(fqn, p)), None)
         return f"{fqn!r} matches the filter's pattern {hit!r}" if hit else ""
+
+    def recipe_of(self, fqn: str) -> tuple[Recipe | None, str]:
+        """The recipe of the matmul of this name, and if it has none, why. Not for schedules: see `at_step`."""
+        assert not isinstance(self.recipe, (str, Schedule)), self.recipe
+        if isinstance(self.recipe, ByModule):
+            return self.recipe.of(fqn)
+        assert self.recipe is None or isinstance(self.recipe, Recipe)
+        return self.recipe, ""
+
+    def at_step(self, step: int) -> Config:
+        """This configuration with the recipe that its schedule has for a step, counted from 0."""
+        return replace(self, recipe=self.recipe.at(step)) if isinstance(self.recipe, Schedule) else self
 
     def cache_key(self) -> str:
         """What the passes on the joint graph depend on; the rest has left its traces in that graph already."""

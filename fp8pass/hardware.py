@@ -84,6 +84,28 @@ def casts_saturate(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" or dtype in _SATURATING_ON_CPU
 
 
+def _cpu_scales_rows() -> bool:
+    x, scale = torch.zeros(16, 16, dtype=FP8_DTYPES[0]), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
+_CPU_SCALES_ROWS = _cpu_scales_rows()
+
+
+def scales_rows(device: torch.device, target: Target | None) -> bool:
+    """Whether `_scaled_mm` takes a scale for each row there: from sm_90 on, on CPU from torch 2.12 on.
+
+    sm_89 has it, but up to torch 2.11 on the wrong stream (pytorch issue 177651).
+    """
+    if device.type == "cpu" and not _CPU_SCALES_ROWS:
+        return False
+    return target is None or target.capability >= (9, 0)
+
+
 # Shares of the peaks that large kernels reach, and the cost of a launch: torchao's roofline model of 2025.
 _GEMM_SHARE, _MEMORY_SHARE, _LAUNCH = 0.78, 0.92, 2e-6
 

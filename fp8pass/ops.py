@@ -7,6 +7,7 @@ depend on whether it is being compiled.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
-from fp8pass.recipes import DelayedScaling, DynamicScaling
+from fp8pass.recipes import (
+    BlockwiseScaling,
+    DelayedScaling,
+    DynamicScaling,
+    MXFP8Scaling,
+    RowwiseScaling,
+    StaticScaling,
+)
 
 
 class SlotTensors(NamedTuple):
@@ -27,15 +35,17 @@ class SlotTensors(NamedTuple):
         amax_history     f32[H, T]  newest at row 0
         amax_forward     f32[F]     running amax of the step, -1 where it has recorded nothing
         amax_backward    f32[T-F]
+        held             b8[T]      whether the step of this slot has begun already, and nothing is to be rolled
     """
 
     scale: Tensor
     amax_history: Tensor
     amax_forward: Tensor
     amax_backward: Tensor
+    held: Tensor
 
     def inputs(self) -> list[Tensor]:
-        """What the graph is called with: the four tensors, and `amax_backward` once more for the backward to write.
+        """What the graph is called with: the tensors, and `amax_backward` once more for the backward to write.
 
         The backward must merge into what the buffer holds by then, not into what its forward saw; as an input of its
         own, which the forward does not touch, it is read when the backward runs. `.data` gives each call tensors with
@@ -106,15 +116,122 @@ class Dynamic:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
-        amax = scaling.amax(x)
-        scale = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0)
-        if self.recipe.power_of_2:
-            scale = scaling.floor_to_power_of_2(scale)
-        x_q = scaling.quantize(x, scale, self.dtype)
-        return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, amax), x.dtype)
+        return _qdq_by_amax(x, scaling.amax(x), self.dtype, self.recipe.power_of_2)
 
 
-Quantizer = Delayed | Dynamic
+@dataclass(frozen=True)
+class Rowwise:
+    """How one tensor is quantized with a scale for each row: from the amax over `dims`, those that a matmul contracts."""
+
+    recipe: RowwiseScaling
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` quantized and dequantized."""
+        return _qdq_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+
+
+def _qdq_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+    scale = _scale(amax, dtype, power_of_2)
+    x_q = scaling.quantize(x, scale, dtype)
+    return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, amax), x.dtype)
+
+
+def _scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+    scale = scaling.scale_from_amax(amax, scaling.fp8_max(dtype), 1.0)
+    return scaling.floor_to_power_of_2(scale) if power_of_2 else scale
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """How one tensor is quantized with a scale for each block, of one row or of `block` rows.
+
+    dims: those that a matmul contracts; blocks of `block` elements lie along them. With square blocks there is no such
+    direction: a matrix is quantized as it is, and serves in both orientations.
+    """
+
+    recipe: BlockwiseScaling | MXFP8Scaling
+    dtype: torch.dtype
+    block: int
+    square: bool = False
+    dims: tuple[int, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` quantized and dequantized."""
+        if self.square:
+            return self._matrix(x)
+        order = [*(d for d in range(x.dim()) if d not in self.dims), *self.dims]
+        moved = x.permute(order)
+        columns = math.prod(x.shape[d] for d in self.dims)
+        back = [order.index(d) for d in range(x.dim())]
+        return self._matrix(moved.reshape(-1, columns)).view(moved.shape).permute(back)
+
+    def _matrix(self, x: Tensor) -> Tensor:
+        """[R, C], blocks along C."""
+        rows, columns = x.shape
+        height = self.block if self.square else 1
+        blocks = x.reshape(rows // height, height, columns // self.block, self.block)
+        amax = scaling.amax_along(blocks, (1, 3))
+        scale_inv: Tensor
+        if isinstance(self.recipe, MXFP8Scaling):
+            codes = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
+            scale, scale_inv = _reciprocal_of_e8m0(codes), codes
+        else:
+            scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+            scale_inv = scaling.inverse_unless_nonfinite(scale, amax)
+        x_q = scaling.quantize(blocks, scale, self.dtype).view(rows, columns)
+        result: Tensor = dequantize_blocks(x_q, scale_inv.view(rows // height, columns // self.block), x.dtype)
+        return result
+
+
+def _reciprocal_of_e8m0(codes: Tensor) -> Tensor:
+    """`2**(127 - code)`, f32. Not 1 / the value: code 0 stands for 2**-127, which GPUs flush to 0."""
+    exponent = (254 - codes.to(torch.int32)).clamp(1, 254)
+    return (exponent << 23).view(torch.float32)
+
+
+@torch.library.custom_op("fp8pass::dequantize_blocks", mutates_args=())
+def dequantize_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x_q` f8[R, C] times the scale of each block, in float32, rounded once to `dtype`.
+
+    scale_inv: [R / r, C / c] for blocks of r rows and c columns; f32, or u8 that is e8m0. An op of its own, so that
+    the detector knows the blocks; where it does not become a scaled matmul, it becomes `dequantized_blocks`.
+    """
+    return dequantized_blocks(x_q, scale_inv, dtype)
+
+
+@dequantize_blocks.register_fake
+def _(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x_q, dtype=dtype)
+
+
+DEQUANTIZE_BLOCKS = torch.ops.fp8pass.dequantize_blocks.default
+
+
+def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """The formula of `dequantize_blocks`."""
+    rows, columns = scale_inv.shape
+    blocks = x_q.view(rows, x_q.shape[0] // rows, columns, x_q.shape[1] // columns)
+    scale = scaling.float_from_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv
+    return scaling.dequantize(blocks, scale.view(rows, 1, columns, 1), dtype).view(x_q.shape)
+
+
+@dataclass(frozen=True)
+class Static:
+    """How one tensor is quantized with a scale that is fixed: entry `slot` in `scales`. Saturates; NaN stays NaN."""
+
+    recipe: StaticScaling
+    dtype: torch.dtype
+    slot: int
+
+    def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
+        """`x` quantized and dequantized."""
+        scale = scales[self.slot]
+        return scaling.dequantize(scaling.quantize(x, scale, self.dtype), scale.reciprocal(), x.dtype)
+
+
+Quantizer = Delayed | Dynamic | Rowwise | Blockwise | Static
 
 
 class _QDQ(torch.autograd.Function):
@@ -127,6 +244,25 @@ class _QDQ(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, *[None] * ctx.n_state
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
+        ctx.how = how
+        return y.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
+        needed = ctx.needs_input_grad[1:3]
+        quantizers = [q for q, n in zip((quantizer_a, quantizer_b), needed, strict=True) if n and q is not None]
+        quantized = {q: q(grad, *state) for q in quantizers}
+        routed = (
+            quantized.get(q, grad) if n else None for q, n in zip((quantizer_a, quantizer_b), needed, strict=True)
+        )
+        return None, *routed, *[None] * len(ctx.how)
 
 
 class _GradQDQ(torch.autograd.Function):
@@ -151,26 +287,50 @@ def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def operand(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
+    """`x`, quantized and dequantized if there is a quantizer; no gradient passes."""
+    return x.detach() if quantizer is None else quantizer(x.detach(), *state)
+
+
+def route(
+    y: Tensor, y_a: Tensor, y_b: Tensor, grad_a: Quantizer | None, grad_b: Quantizer | None, *state: Tensor
+) -> Tensor:
+    """`y`, with the gradients of `y_a` and `y_b`: three forms of one product, each of differently quantized factors.
+
+    y has the output, y_a the gradient of the first factor, y_b that of the second; the values of y_a and y_b are not
+    used, and so not computed in compiled code. grad_a, grad_b: what quantizes the gradient for each.
+    """
+    return _Route.apply(y, y_a, y_b, grad_a, grad_b, *state)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def begin_step(
-    recipe: DelayedScaling, scale: Tensor, amax_history: Tensor, amax_forward: Tensor, amax_backward: Tensor
+    recipe: DelayedScaling,
+    scale: Tensor,
+    amax_history: Tensor,
+    amax_forward: Tensor,
+    amax_backward: Tensor,
+    held: Tensor,
 ) -> Tensor:
     """Begin a training forward: roll what the last step recorded, in place. Returns the scales of this step, f32[T].
 
-    The graph uses the returned tensor, never the buffer: by the time of the backward that may belong to a later step.
+    Where `held`, the step goes on. The graph uses the returned tensor, never the buffer: by the time of the backward
+    that may belong to a later step.
     """
     forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
+    amax = torch.cat([amax_forward, amax_backward])
     scales, history = scaling.roll_history(
         scale,
         amax_history,
-        amax=torch.cat([amax_forward, amax_backward]),
+        amax=torch.where(held, scaling.NOTHING, amax),
         fp8_max=torch.cat([torch.full_like(amax_forward, forward), torch.full_like(amax_backward, backward)]),
         algo=recipe.amax_compute_algo,
         margin=recipe.margin,
     )
     amax_history.copy_(history)
     scale.copy_(scales)
-    amax_forward.fill_(scaling.NOTHING)
-    amax_backward.fill_(scaling.NOTHING)
+    left = torch.where(held, amax, scaling.NOTHING)
+    amax_forward.copy_(left[: len(amax_forward)])
+    amax_backward.copy_(left[len(amax_forward) :])
     return scales
 
 

@@ -26,7 +26,7 @@ from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
-from fp8pass.rewrite import Context, Pass
+from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.verify import verify
 
 log = logging.getLogger(__name__)
@@ -138,8 +138,11 @@ def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
 
 
 def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
-    choice = None if gemm.choice is None else choices[gemm.choice]
-    return choice is not None and (choice.wanted or choice.scaling != "")
+    if gemm.choice is None:
+        return False
+    choice = choices[gemm.choice]
+    left_out = isinstance(choice.declined.get(gemm.kind), LeftOut)
+    return choice.wanted or (choice.scaling != "" and not left_out)
 
 
 def _artifact(name: str, text: str) -> None:

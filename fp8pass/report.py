@@ -10,9 +10,10 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from fp8pass.recipes import Kind
+
 log = logging.getLogger(__name__)
 
-Kind = Literal["output", "grad_input", "grad_weight"]
 Status = Literal["rewritten", "declined"]
 
 
@@ -44,6 +45,8 @@ class Gemm:
     """Declined although both operands come from FP8."""
     note: str = ""
     """Rewritten, and what was expected in its kernel and stayed outside, with the reason."""
+    fast_accum: bool = False
+    """Whether its kernel may add up in less than float32."""
     choice: int | None = None
     """Which call of the annotated graph it comes from."""
 

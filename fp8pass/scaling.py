@@ -44,6 +44,11 @@ def amax(x: Tensor) -> Tensor:
     return x.abs().amax(-1).amax().float()
 
 
+def amax_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """`max(abs(x))` over `dims`, which stay with size 1: f32, one for each row, column or block."""
+    return x.abs().amax(dims, keepdim=True).float()
+
+
 def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float, margin: int = 0) -> Tensor:
     """`fp8_max / amax / 2**margin` in float32, elementwise over f32[] or f32[T].
 
@@ -60,6 +65,23 @@ def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float,
 def floor_to_power_of_2(scale: Tensor) -> Tensor:
     """The largest power of two not above `scale`. f32, positive and normal; clears the mantissa bits."""
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
+    """The scale_inv of a block of MXFP8 as its e8m0 code, u8: `2**(code - 127)` is `amax / fp8_max`, rounded up.
+
+    amax: f32, any shape. 0 gives code 0, NaN and infinity 255, which is NaN. Rounding up is what TransformerEngine
+    does (`float_to_e8m0`): no element of the block saturates.
+    """
+    bits = (amax / fp8_max).view(torch.int32)
+    code = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return torch.where(torch.isfinite(amax), code, 255).to(torch.uint8)
+
+
+def float_from_e8m0(code: Tensor) -> Tensor:
+    """The f32 value of e8m0 codes, u8: `2**(code - 127)`; 0 for code 0, which only blocks of zeros have; 255 is NaN."""
+    value = (code.to(torch.int32) << 23).view(torch.float32)
+    return torch.where(code == 255, float("nan"), value)
 
 
 def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:

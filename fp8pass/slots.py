@@ -64,6 +64,7 @@ class SlotTable:
             amax_history=torch.zeros(self.recipe.amax_history_len, total, device=device),
             amax_forward=torch.full((forward,), scaling.NOTHING, device=device),
             amax_backward=torch.full((total - forward,), scaling.NOTHING, device=device),
+            held=torch.zeros(total, dtype=torch.bool, device=device),
         )
 
 
@@ -111,7 +112,10 @@ class SlotGroup:
         """The slots that will have no scale in the step that begins now. Waits for the device."""
         amax = self.amax()
         cold = (self.tensors.scale == 0) & ~(torch.isfinite(amax) & (amax > 0))
-        return [name for name, is_cold in zip(self.table.names, cold.tolist(), strict=True) if is_cold]
+        names = [name for name, is_cold in zip(self.table.names, cold.tolist(), strict=True) if is_cold]
+        self.warm = not names
+        self.cold_steps += bool(names)
+        return names
 
     def amax(self) -> Tensor:
         """The running amax of all slots, a copy: f32[T]."""

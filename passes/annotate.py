@@ -5,36 +5,54 @@ after    x_: bf16[B, S, K] = qdq_operand(x)          amax, quantize, dequantize;
          w_: bf16[N, K]    = qdq_operand(w)
          y_: bf16[B, S, N] = qdq_gradient(linear(x_, w_))    identity; quantizes the gradient
          y                 = y_ + b                  the bias's gradient comes from the unquantized one
+or       y_o = linear(operand(x, by rows), operand(w, by rows))        where the three matmuls of a layer differ in how
+         y_x = linear(x, operand(w, by columns))                       their operands are quantized, or whether: the
+         y_w = linear(operand(x, by columns), w)                       product in three forms, of which the last two
+         y_: bf16[B, S, N] = route(y_o, y_x, y_w, by rows, by columns)         only give their gradients
 changes  the numbers, to those of FP8: from here on the graph, run eagerly, is the reference of what is compiled
 
 This is the one pass that runs on Dynamo's graph, in torch functions: there the matmuls still have module names, and
-forward and backward are one thing. A tensor that feeds several matmuls is quantized once. With delayed scaling the
-graph gets the state tensors as extra inputs behind all others, and begins with the roll of the last step. A graph that
-reads no parameter and no buffer has no instance to keep state for, and is scaled dynamically.
+forward and backward are one thing. A tensor that feeds several matmuls is quantized once, if alike. With delayed
+scaling the graph gets the state tensors as extra inputs behind all others, and begins with the roll of the last step
+(state_inputs.py). A graph that reads no parameter and no buffer has no instance to keep state for, and is scaled
+dynamically.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fp8pass import hardware, ops, scaling
-from fp8pass._torch import ConstantSource
 from fp8pass.config import Config
 from fp8pass.graph import source_of
 from fp8pass.names import Names
 from fp8pass.passes.inline import inline
 from fp8pass.passes.patterns import dtype_name
-from fp8pass.passes.spellings import EINSUM, Sizes, Spelling, argument, mutates, sizes_of, spelling_of
-from fp8pass.recipes import DelayedScaling, DynamicScaling, Role
+from fp8pass.passes.quantizers import FACTORS, Pair, is_uniform, quantizers
+from fp8pass.passes.spellings import (
+    EINSUM,
+    Dims,
+    Sizes,
+    Spelling,
+    argument,
+    dims_of,
+    mutates,
+    set_argument,
+    spelling_of,
+)
+from fp8pass.passes.state_inputs import Slot, Stateful, lift_state
+from fp8pass.recipes import DelayedScaling, DynamicScaling, Kind, Recipe, Role
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.slots import SlotTable
 
+KINDS: tuple[Kind, ...] = tuple(FACTORS)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,7 +60,8 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 class Choice:
     """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
 
-    wanted: the recipe and filter took it, and it could not be done: an error under `strict`.
+    wanted: the recipe and filter took it, and it could not be done: an error under `strict`. declined: those of its
+    matmuls, by kind, that are not annotated although the call is. fast_accum: those that may add up in less than float32.
     """
 
     name: str
@@ -51,23 +70,28 @@ class Choice:
     reason: str = ""
     rule: str = ""
     wanted: bool = False
+    declined: dict[str, Reject] = field(default_factory=dict)
+    fast_accum: tuple[str, ...] = ("output",)
 
 
 @dataclass
 class Annotation:
-    """An annotated copy of Dynamo's graph. owned: positions of the inputs that its state goes by; table: its slots."""
+    """An annotated copy of Dynamo's graph.
+
+    owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
+    the order of the state inputs.
+    """
 
     module: fx.GraphModule
     choices: list[Choice]
     owned: list[int]
-    table: SlotTable | None = None
+    tables: list[SlotTable] = field(default_factory=list)
 
     def bootstrapped(self) -> Annotation:
         """A copy in which a slot without history is scaled by the tensor's own amax."""
         module = _copy(self.module)
         for node in module.graph.nodes:
-            if node.target in (ops.qdq_operand, ops.qdq_gradient) and isinstance(node.args[1], ops.Delayed):
-                node.update_arg(1, replace(node.args[1], bootstrap=True))
+            node.args = tuple(replace(a, bootstrap=True) if isinstance(a, ops.Delayed) else a for a in node.args)
         module.recompile()
         return replace(self, module=module)
 
@@ -76,11 +100,21 @@ class Annotation:
         return fx.Interpreter(self.module).run(*args)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A matmul call of Dynamo's graph that nothing is against, and its recipe."""
+
+    node: fx.Node
+    spelling: Spelling
+    dims: Dims
+    recipe: Recipe
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Check: only refuses.
 
 
-def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training: bool) -> None:
+def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training: bool) -> Call:
     """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had."""
     operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
@@ -93,9 +127,13 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
         raise Reject("out=", f"{spelling.name} writes into out=; assign its result instead")
     if not isinstance(argument(node, spelling.bias), fx.Node | None):
         raise Reject("form", f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
-    sizes = sizes_of(spelling, node, a, b)
+    dims = dims_of(spelling, node, a, b)
+    sizes = dims.sizes(a, b)
     _check_sizes(sizes)
     m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
+    recipe, why = config.recipe_of(name)
+    if recipe is None:
+        raise LeftOut("recipe", why)
     if reason := config.leaves_out(name, m, k, n):
         raise LeftOut("filter", reason)
     target = hardware.target_of(a.device, config.target)
@@ -109,6 +147,7 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
                 f"predicted speed-up on {target.name} is {gain:.2f}, below min_speedup={config.min_speedup:g}: "
                 f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization",
             )
+    return Call(node, spelling, dims, recipe)
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
@@ -174,18 +213,6 @@ def annotate(module: fx.GraphModule, config: Config) -> Annotation:
     return _Annotator(module, config).run()
 
 
-@dataclass
-class _Slot:
-    """A quantizer that waits for its place in the state. anchor, place: see `SlotTable`."""
-
-    name: str
-    role: Role
-    anchor: int
-    place: str
-    quantizer: ops.Delayed
-    node: fx.Node
-
-
 class _Annotator:
     def __init__(self, module: fx.GraphModule, config: Config) -> None:
         self.module = _copy(module)
@@ -194,10 +221,9 @@ class _Annotator:
         self.grad_enabled = torch.is_grad_enabled()
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.names = Names(self.placeholders)
-        self.recipe = _recipe_for(config, bool(self.names.owned))
-        self.slots: list[_Slot] = []
+        self.slots: list[Slot] = []
         self.choices: list[Choice] = []
-        self.quantized: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.quantized: dict[Hashable, fx.Node] = {}
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
@@ -208,11 +234,11 @@ class _Annotator:
                 self._visit_region(getattr(self.module, str(node.target), None), node)
             else:
                 self._visit(node, transform)
-        table = self._lift_state() if self.slots else None
+        tables = lift_state(self.graph, self.slots, tuple(self.names.owned.values()), self.device)
         self.graph.lint()
         self.module.recompile()
         owned = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
-        return Annotation(self.module, self.choices, owned, table)
+        return Annotation(self.module, self.choices, owned, tables)
 
     def _visit(self, node: fx.Node, transform: str) -> None:
         if node.target is torch._C._set_grad_enabled:
@@ -226,7 +252,7 @@ class _Annotator:
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
             return  # quantized by the user: the detector's business
         try:
-            check(node, spelling, choice.name, self.config, self.grad_enabled)
+            call = check(node, spelling, choice.name, self.config, self.grad_enabled)
             if transform:
                 raise Reject(
                     "torch.func", f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself"
@@ -236,8 +262,10 @@ class _Annotator:
             choice.rule, choice.reason = reject.rule, str(reject)
             choice.wanted = not isinstance(reject, LeftOut)
             return
-        choice.scaling = self.recipe.name
-        self._rewrite(node, spelling, choice, anchor)
+        if not self.names.owned:
+            call = replace(call, recipe=_without_state(call.recipe))
+        choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
+        _Rewriter(self, call, choice, anchor).rewrite()
 
     def _visit_region(self, region: Any, holder: fx.Node) -> None:
         """Matmuls in a graph of its own, of activation checkpointing or control flow: listed, not annotated."""
@@ -270,105 +298,109 @@ class _Annotator:
                 "device", f"on {device}, while the state of this graph is on {self.device}; compile each part by itself"
             )
 
-    def _rewrite(self, node: fx.Node, spelling: Spelling, choice: Choice, anchor: int) -> None:
+
+class _Rewriter:
+    """Puts quantize-dequantize around one matmul call. anchor: see `SlotTable`."""
+
+    def __init__(self, owner: _Annotator, call: Call, choice: Choice, anchor: int) -> None:
+        self.owner = owner
+        self.graph = owner.graph
+        self.call = call
+        self.choice = choice
+        self.anchor = anchor
+
+    def rewrite(self) -> None:
+        node, spelling = self.call.node, self.call.spelling
         a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-        new = _Slots(self, choice, anchor)
+        trains = self.owner.grad_enabled and node.meta["example_value"].requires_grad
         with self.graph.inserting_before(node):
             # alpha belongs to an operand: behind the product it could come too late, float16 overflows
             first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
-            a_, b_ = new.operand(first, "input"), new.operand(b, "weight")
-            if bias is None:
-                y = self.graph.node_copy(node, lambda n: {a: a_, b: b_}.get(n, n))
-            else:
-                assert spelling.product is not None
-                y = self._call(spelling.product, (a_, b_), node)
-            if self.grad_enabled and node.meta["example_value"].requires_grad:
-                y = new.quantize(ops.qdq_gradient, y, "grad_output")
+            found = self._quantizers(first, b, trains)
+            build = self._uniform if is_uniform(found) else self._routed
+            y = build(first, b, found, trains)
             if bias is not None:
                 y = self._call(_add_bias, (y, bias, node.meta["example_value"].dtype, beta), node)
         node.replace_all_uses_with(y)
         self.graph.erase_node(node)
+
+    def _quantizers(self, a: fx.Node, b: fx.Node, trains: bool) -> dict[Kind, Pair]:
+        """By kind of matmul what quantizes its factors; those that stay in high precision are noted, and not in it."""
+        nodes: dict[Role, fx.Node] = {"input": a, "weight": b, "grad_output": self.call.node}
+        tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
+        found: dict[Kind, Pair] = {}
+        for kind in KINDS if trains else KINDS[:1]:
+            pair = quantizers(self.call.recipe, kind, self.call.dims, tensors, self.owner.grad_enabled)
+            if isinstance(pair, Reject):
+                self.choice.declined[kind] = pair
+            else:
+                found[kind] = pair
+        return found
+
+    def _uniform(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """All matmuls read the same quantized tensors, and autograd does the rest."""
+        of_a, of_b = found["output"]
+        y = self._product(
+            self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
+        )
+        return self._quantized(ops.qdq_gradient, (y, found["grad_input"][0]), y, "grad_output") if trains else y
+
+    def _routed(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """The product three times: for its value, for the gradient of the one factor, and for that of the other."""
+        none: tuple[None, None] = (None, None)
+        (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (found.get(kind, none) for kind in KINDS)
+        operand = functools.partial(self._operand, ops.operand)
+        y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
+        if not trains:
+            return y
+        y_a = self._product(a, operand(b, "weight", for_a), "grad_input")
+        y_b = self._product(operand(a, "input", for_b), b, "grad_weight")
+        return self._quantized(ops.route, (y, y_a, y_b, grad_a, grad_b), y, "grad_output")
+
+    def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
+        """The call, without its bias, of other operands. kind: the matmul that it is there for."""
+        node, spelling = self.call.node, self.call.spelling
+        if argument(node, spelling.bias) is not None:
+            assert spelling.product is not None
+            y = self._call(spelling.product, (a, b), node)
+        else:
+            y = self.graph.node_copy(node)
+            set_argument(y, spelling.a, a)
+            set_argument(y, spelling.b, b)
+        y.meta["custom"] = {**y.meta["custom"], "fp8pass_kind": kind}
+        return y
+
+    def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
+        """`x` quantized and dequantized, once for all matmuls that read it so."""
+        key = (x, how, quantizer, self.owner.grad_enabled)
+        known = self.owner.quantized
+        if key not in known:
+            known[key] = self._quantized(how, (x, quantizer), x, role)
+        return known[key]
+
+    def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
+        """A call with quantizers among its arguments. One that has state gets a slot."""
+        node, owner = self._call(how, args, like), self.owner
+        for quantizer in {a for a in args if isinstance(a, Stateful)}:
+            name = owner.names.slot(self.choice.name, role)
+            place = "" if like in owner.names.owned else self.choice.source
+            owner.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
+        return node
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)
         new.meta.update(like.meta)
         return new
 
-    def _lift_state(self) -> SlotTable:
-        """Give the graph its state inputs, and every quantizer its place in them."""
-        assert isinstance(self.recipe, DelayedScaling) and self.device is not None
-        self.slots.sort(key=lambda s: s.role == "grad_output")
-        n_forward = sum(s.role != "grad_output" for s in self.slots)
-        training = any(s.quantizer.record for s in self.slots)
-        inputs = {name: self._state_input(name) for name in ops.INPUTS}
-        scales = self._begin_step(self.recipe, inputs) if training else inputs["scale"]
-        for i, slot in enumerate(self.slots):
-            backward = i >= n_forward
-            placed = replace(slot.quantizer, slot=i, index=i - n_forward if backward else i)
-            amax = inputs["amax_backward_late" if backward else "amax_forward"]
-            slot.node.args = (slot.node.args[0], placed, scales, amax)  # type: ignore[assignment]
-        return SlotTable(
-            names=tuple(s.name for s in self.slots),
-            n_forward=n_forward,
-            fp8_max=tuple(scaling.fp8_max(self.recipe.dtype(s.role)) for s in self.slots),
-            recipe=self.recipe,
-            device=self.device,
-            owned=tuple(self.names.owned.values()),
-            anchors=tuple(s.anchor for s in self.slots),
-            places=tuple(s.place for s in self.slots),
-            training=training,
-        )
 
-    def _state_input(self, name: str) -> fx.Node:
-        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
-        with self.graph.inserting_after(last):
-            node = self.graph.placeholder(f"fp8pass_{name}")
-        node._dynamo_source = ConstantSource(node.name)
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
-        return node
-
-    def _begin_step(self, recipe: DelayedScaling, inputs: dict[str, fx.Node]) -> fx.Node:
-        state = [inputs[name] for name in ops.SlotTensors._fields]
-        with self.graph.inserting_after(inputs[ops.INPUTS[-1]]):
-            return self.graph.call_function(ops.begin_step, (recipe, *state))  # type: ignore[arg-type]
-
-
-@dataclass
-class _Slots:
-    """Quantizes the tensors of one matmul."""
-
-    owner: _Annotator
-    choice: Choice
-    anchor: int
-
-    def operand(self, x: fx.Node, role: Role) -> fx.Node:
-        """`x` quantized and dequantized, once for all matmuls that read it."""
-        key = (x, self.owner.grad_enabled)
-        if key not in self.owner.quantized:
-            self.owner.quantized[key] = self.quantize(ops.qdq_operand, x, role)
-        return self.owner.quantized[key]
-
-    def quantize(self, how: Callable[..., Any], x: fx.Node, role: Role) -> fx.Node:
-        """A quantizer for `x`; with delayed scaling it also gets a slot."""
-        owner, recipe = self.owner, self.owner.recipe
-        if isinstance(recipe, DynamicScaling):
-            return owner._call(how, (x, ops.Dynamic(recipe, recipe.dtype(role))), x)
-        assert isinstance(recipe, DelayedScaling)
-        record = owner.grad_enabled
-        quantizer = ops.Delayed(recipe, recipe.dtype(role), slot=-1, index=-1, bootstrap=not record, record=record)
-        node = owner._call(how, (x, quantizer), x)
-        name = owner.names.slot(self.choice.name, role)
-        place = "" if x in owner.names.owned else self.choice.source
-        owner.slots.append(_Slot(name, role, self.anchor, place, quantizer, node))
-        return node
-
-
-def _recipe_for(config: Config, has_owner: bool) -> Any:
-    recipe = config.recipe
-    if isinstance(recipe, DelayedScaling) and not has_owner:
-        return DynamicScaling(fp8_format=recipe.fp8_format)
-    return recipe
+def _without_state(recipe: Recipe) -> Recipe:
+    """What stands in for a recipe with state, where there is no instance to keep it for."""
+    if not isinstance(recipe, DelayedScaling):
+        return recipe
+    return DynamicScaling(
+        fp8_format=recipe.fp8_format, high_precision=recipe.high_precision, fast_accum=recipe.fast_accum
+    )
 
 
 def _function_transform(node: fx.Node) -> str:

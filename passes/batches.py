@@ -8,7 +8,6 @@ one matrix [M, K] by [B, K, N]        one product, [M, K] by [K, B*N], and the r
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,12 +22,31 @@ from fp8pass.passes.layout import Layout
 from fp8pass.passes.patterns import aten
 
 
+class Factor(NamedTuple):
+    """One FP8 operand of a matmul, as that has it, and its scales without the summed dimension: f32[(B,) M] or [(B,) N].
+
+    rows: None where one scale is enough. Of nodes, or of fake tensors.
+    """
+
+    x: Any
+    rows: Any = None
+
+    def is_one_matrix(self) -> bool:
+        """Whether a batched operand is the same for every entry of the batch."""
+        return all(_is_repeated(_value(t)) for t in self if t is not None) and _value(self.x).dim() == 3
+
+
 class Product(NamedTuple):
-    """FP8 rows [M, K] and [N, K], padded, and how many columns N there are without the padding: an int or a node."""
+    """FP8 rows [M, K] and [N, K], padded, and how many columns N there are without the padding: an int or a node.
+
+    rows_a, rows_b: their scales, f32[M] and f32[N], if each row has its own.
+    """
 
     a: fx.Node
     b: fx.Node
     n: Any
+    rows_a: fx.Node | None = None
+    rows_b: fx.Node | None = None
 
 
 class Batches:
@@ -38,26 +56,42 @@ class Batches:
         self.emit = emit
         self.layout = Layout(emit, target)
 
-    def products(self, a: fx.Node, b: fx.Node) -> list[Product]:
+    def products(self, a: Factor, b: Factor) -> list[Product]:
         """The operands of each product, laid out."""
-        if is_one_matrix(val(b)):
-            a, b = self._flat(a), self.emit(aten.select.int, b, 0, 0)
-        elif is_one_matrix(val(a)):
-            columns = self._flat(self.layout.transposed(b))
-            a, b = self.emit(aten.select.int, a, 0, 0), self.emit(aten.permute.default, columns, [1, 0])
-        rows_a, rows_b, n = self.layout.rows_of_a(a), self.layout.rows_of_b(b), self.layout.size(b, -1)
+        (x, rows_x), (y, rows_y) = a, b
+        if b.is_one_matrix():
+            x, rows_x = self._flat(x), self._flat_rows(rows_x)
+            y, rows_y = self._entry(y, 0), self._entry(rows_y, 0)
+        elif a.is_one_matrix():
+            columns = self._flat(self.layout.transposed(y))
+            x, rows_x = self._entry(x, 0), self._entry(rows_x, 0)
+            y, rows_y = self.emit(aten.permute.default, columns, [1, 0]), self._flat_rows(rows_y)
+        rows_a, rows_b, n = self.layout.rows_of_a(x), self.layout.rows_of_b(y), self.layout.size(y, -1)
         if val(rows_a).dim() == 2:
-            return [Product(rows_a, rows_b, n)]
-        select = functools.partial(self.emit, aten.select.int)
-        return [Product(select(rows_a, 0, i), select(rows_b, 0, i), n) for i in range(int(val(a).shape[0]))]
+            return [Product(rows_a, rows_b, n, rows_x, rows_y)]
+        entries = range(int(val(x).shape[0]))
+        return [
+            Product(self._entry(rows_a, i), self._entry(rows_b, i), n, self._entry(rows_x, i), self._entry(rows_y, i))
+            for i in entries
+        ]
+
+    def _entry(self, x: Any, i: int) -> Any:
+        return None if x is None else self.emit(aten.select.int, x, 0, i)
+
+    def _flat_rows(self, rows: Any) -> Any:
+        """f32[B, R] as f32[B*R]."""
+        return None if rows is None else movement.reshape(rows, [self._count(rows)], self.emit)
 
     def _flat(self, x: fx.Node) -> fx.Node:
         """f8[B, R, C] as f8[B*R, C]."""
-        batches, rows, columns = (self.layout.size(x, d) for d in range(3))
-        symbolic = isinstance(batches, fx.Node) or isinstance(rows, fx.Node)
-        count = self.emit(operator.mul, batches, rows) if symbolic else batches * rows
-        flat: fx.Node = movement.reshape(x, [count, columns], self.emit)
+        flat: fx.Node = movement.reshape(x, [self._count(x), self.layout.size(x, 2)], self.emit)
         return flat
+
+    def _count(self, x: fx.Node) -> Any:
+        """B*R."""
+        batches, rows = (self.layout.size(x, d) for d in range(2))
+        symbolic = isinstance(batches, fx.Node) or isinstance(rows, fx.Node)
+        return self.emit(operator.mul, batches, rows) if symbolic else batches * rows
 
     def call(self, product: Product, *arguments: Any) -> fx.Node:
         """One product without its padding, contiguous: users count on the strides that the matmul's result had."""
@@ -68,29 +102,32 @@ class Batches:
         y = self.emit(aten.slice.Tensor, y, 1, 0, product.n)
         return self.emit(aten.clone.default, y, memory_format=torch.contiguous_format)
 
-    def assembled(self, products: list[fx.Node], a: fx.Node, b: fx.Node) -> fx.Node:
+    def assembled(self, products: list[fx.Node], a: Factor, b: Factor) -> fx.Node:
         """The results of all products as the matmul's."""
         y, size = products[0], self.layout.size
-        if val(a).dim() == 2:
+        if val(a.x).dim() == 2:
             return y
-        if is_one_matrix(val(b)):
-            return self.emit(aten.view.default, y, [size(a, 0), size(a, 1), size(b, 2)])
-        if is_one_matrix(val(a)):
-            y = self.emit(aten.view.default, y, [size(a, 1), size(b, 0), size(b, 2)])
+        if b.is_one_matrix():
+            return self.emit(aten.view.default, y, [size(a.x, 0), size(a.x, 1), size(b.x, 2)])
+        if a.is_one_matrix():
+            y = self.emit(aten.view.default, y, [size(a.x, 1), size(b.x, 0), size(b.x, 2)])
             y = self.emit(aten.permute.default, y, [1, 0, 2])
             return self.emit(aten.clone.default, y, memory_format=torch.contiguous_format)
         entries = [self.emit(aten.unsqueeze.default, y, 0) for y in products]
         return entries[0] if len(entries) == 1 else self.emit(aten.cat.default, entries)
 
-    def bias(self, bias: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
+    def bias(self, bias: fx.Node, a: Factor, b: Factor) -> fx.Node:
         """A bias [N] or [1, ..., N] over all columns that the kernel computes."""
         if val(bias).dim() > 1:
             bias = self.emit(aten.view.default, bias, [self.layout.size(bias, -1)])
-        if is_one_matrix(val(a)) and not is_one_matrix(val(b)):
-            bias = self.emit(aten.repeat.default, bias, [self.layout.size(b, 0)])
+        if a.is_one_matrix() and not b.is_one_matrix():
+            bias = self.emit(aten.repeat.default, bias, [self.layout.size(b.x, 0)])
         return self.layout.pad(bias, (-1,))
 
 
-def is_one_matrix(x: torch.Tensor) -> bool:
-    """Whether a batched operand is the same matrix for every entry of the batch."""
-    return x.dim() == 3 and statically_known_true(x.stride(0) == 0) and not statically_known_true(x.shape[0] == 1)
+def _value(x: Any) -> torch.Tensor:
+    return val(x) if isinstance(x, fx.Node) else x
+
+
+def _is_repeated(x: torch.Tensor) -> bool:
+    return statically_known_true(x.stride(0) == 0) and not statically_known_true(x.shape[0] == 1)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph import is_tensor, val
+from fp8pass.ops import DEQUANTIZE_BLOCKS
 from fp8pass.passes import movement
 from fp8pass.passes.movement import Emit
 from fp8pass.passes.patterns import (
@@ -44,6 +45,7 @@ from fp8pass.passes.patterns import (
     prims,
     same_value,
 )
+from fp8pass.passes.row_scales import RowScale, scaled_rows
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
@@ -98,13 +100,16 @@ class Joined:
 class Dequantize:
     """An operand that is FP8 times a scale.
 
-    x_q: the FP8 tensor. movement: the ops between it and the matmul that move elements, innermost first.
+    x_q: the FP8 tensor. movement: the ops between it and the matmul that move elements, innermost first. rows: a factor
+    that differs between rows. blocks: the `dequantize_blocks` that x_q comes out of, if it has a scale for each block.
     """
 
     x_q: fx.Node | Joined
     movement: tuple[fx.Node, ...]
     scale: Scale
     dtype: torch.dtype
+    rows: RowScale | None = None
+    blocks: fx.Node | None = None
 
     def moved(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
         """The FP8 operand, with all movement done by `emit`. known: by op, what was made before; is added to."""
@@ -153,13 +158,20 @@ def _walk(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Deq
 def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
     node, scale = operand, UNSCALED
     moves: list[fx.Node] = []
+    rows: RowScale | None = None
     while True:
         if dtype_of(node) in FP8_DTYPES and not _rearranges_fp8(node):
-            return Dequantize(node, tuple(reversed(moves)), scale, val(node).dtype)
+            return Dequantize(node, tuple(reversed(moves)), scale, val(node).dtype, rows)
+        if node.target is DEQUANTIZE_BLOCKS:
+            x_q = first(node)
+            return Dequantize(x_q, tuple(reversed(moves)), scale, val(x_q).dtype, rows, blocks=node)
         if node.target in JOINS:
             join = _join(node, known, depth)
-            return replace(join, movement=tuple(reversed(moves)), scale=scale * join.scale)
-        if node.target in MULTIPLYING | DIVIDING:
+            return replace(join, movement=tuple(reversed(moves)), scale=scale * join.scale, rows=rows)
+        if node.target in MULTIPLYING | DIVIDING and rows is None and (by_row := scaled_rows(node)) is not None:
+            node, factor, scaled = *by_row, node
+            rows = RowScale(scaled, factor, tuple(reversed(moves)))
+        elif node.target in MULTIPLYING | DIVIDING:
             x, factor = scaled_input(node)
             scale = scale.times(factor, divide=node.target in DIVIDING)
             if val(x).shape != val(node).shape:
@@ -251,6 +263,8 @@ def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequan
     scaled = [dq for _, dq in parts if dq is not None]
     if not scaled:
         raise Reject("not float8", f"{at(node)} holds nothing but zeros")
+    if any(dq.rows or dq.blocks for dq in scaled):
+        raise Reject("join", f"{at(node)} joins tensors that have more than one scale each")
     if len(dtypes := {dtype_name(dq.dtype) for dq in scaled}) > 1:
         raise Reject("join", f"{at(node)} joins {' and '.join(sorted(dtypes))}")
     if len(scales := {dq.scale.key() for dq in scaled}) > 1:

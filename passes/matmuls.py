@@ -33,7 +33,8 @@ from fp8pass.passes.patterns import (
     one_number,
     readers,
 )
-from fp8pass.report import Gemm, Kind
+from fp8pass.recipes import Kind
+from fp8pass.report import Gemm
 from fp8pass.rewrite import Context
 
 
@@ -63,11 +64,13 @@ class Matmuls:
             if node.target not in MATMULS:
                 continue
             a, b = operands(node)
-            index = _choice_of(node)
+            index = _custom(node).get("fp8pass")
             roots = root(a), root(b)
             kind: Kind = "output"
             if node in backward:
-                kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []))
+                kind = _custom(node).get("fp8pass_kind") or "output"
+                if kind == "output":
+                    kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []))
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             context.gemms[node] = self._gemm(node, kind, index, (a, b), context.config.recipe)
@@ -82,6 +85,7 @@ class Matmuls:
         if index is None and recipe is not None:
             choice.rule = "composite"
             choice.reason = f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul"
+        declined = choice.declined.get(kind)
         return Gemm(
             kind=kind,
             name=choice.name,
@@ -91,9 +95,10 @@ class Matmuls:
             dtypes=(_dtype(a), _dtype(b), _dtype(node)),
             source=choice.source or source_of(node),
             batches=_number(batch[0]) if batch else 1,
-            scaling=choice.scaling,
-            rule=choice.rule,
-            reason=choice.reason,
+            scaling=choice.scaling if declined is None else "",
+            rule=choice.rule if declined is None else declined.rule,
+            reason=choice.reason if declined is None else str(declined),
+            fast_accum=kind in choice.fast_accum,
             choice=index,
         )
 
@@ -177,9 +182,10 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(statically_known_true(a == b))
 
 
-def _choice_of(node: fx.Node) -> int | None:
+def _custom(node: fx.Node) -> dict[str, Any]:
+    """What the annotate pass left on the call that this node comes of."""
     custom = node.meta.get("custom")
-    return custom.get("fp8pass") if isinstance(custom, dict) else None
+    return custom if isinstance(custom, dict) else {}
 
 
 def _origin(node: fx.Node) -> str:

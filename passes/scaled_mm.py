@@ -4,6 +4,7 @@ before   a: bf16[M, K] = a_q: f8e4m3fn[M, K] * a_scale_inv: f32[]       (movemen
          b: bf16[K, N] = permute(b_q: f8e4m3fn[N, K] * b_scale_inv: f32[])
          y: bf16[M, N] = mm(a, b) * s + bias
 after    y: bf16[M, N] = _scaled_mm(a_q, permute(b_q), a_scale_inv * s, b_scale_inv, bias, out_dtype=bf16)
+or       with scales a_scale_inv: f32[M, 1] and b_scale_inv: f32[1, N], where rows have their own
 changes  y by the rounding of a, b and intermediate results to bf16, which no longer happens; a and b stay if anything
          else reads them
 
@@ -17,55 +18,96 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass._torch import FakeTensorMode
+from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph import Builder, compute, val
-from fp8pass.hardware import target_of, why_no_fp8
+from fp8pass.hardware import scales_rows, target_of, why_no_fp8
 from fp8pass.passes import movement
-from fp8pass.passes.batches import Batches, is_one_matrix
+from fp8pass.passes.batches import Batches, Factor
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, Scale, dequantize
 from fp8pass.passes.epilogue import Epilogue, epilogue
 from fp8pass.passes.matmuls import added, operands, short
-from fp8pass.passes.patterns import aten, prims
+from fp8pass.passes.movement import Emit
+from fp8pass.passes.patterns import at, aten, dtype_name, prims
 from fp8pass.report import Gemm
 from fp8pass.rewrite import MAX_BATCHES, Context, Reject
-from fp8pass.scaling import E5M2
+from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
 
 
 @dataclass(frozen=True)
 class Match:
     """A matmul whose operands are both dequantized from FP8. bias: what addmm and baddbmm add; beta, alpha: factors.
 
-    a_q, b_q: the FP8 operands as they will be, with all movement done: fake tensors. after: what goes into the kernel.
+    a, b: the FP8 operands as they will be, with all movement done: fake tensors. after: what goes into the kernel.
+    by_row: "" where one scale is enough for each; else how rows get theirs, in the "kernel" or "behind" it.
     """
 
     node: fx.Node
     dq_a: Dequantize
     dq_b: Dequantize
-    a_q: torch.Tensor
-    b_q: torch.Tensor
+    a: Factor
+    b: Factor
     bias: fx.Node | None
     beta: Any
     alpha: Any
     after: Epilogue
+    by_row: str = ""
 
 
-def match(node: fx.Node, dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, fakes: dict[fx.Node, Any]) -> Match:
-    """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to."""
-    a_q, b_q = (_compute(dq, mode, fakes) for dq in (dq_a, dq_b))
+def match(
+    node: fx.Node,
+    dq_a: Dequantize,
+    dq_b: Dequantize,
+    mode: FakeTensorMode,
+    fakes: dict[fx.Node, Any],
+    target: str | None = None,
+) -> Match:
+    """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to.
+
+    Raises Reject for scales that change along the sum.
+    """
+
+    def on_fakes(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return compute(mode, target, args, kwargs)
+
+    a, b = _factors(dq_a, dq_b, mode, on_fakes, fakes)
+    a, b = (Factor(*(val(t) if isinstance(t, fx.Node) else t for t in f)) for f in (a, b))
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = None if beta == 0 else added(node)  # beta 0 ignores the bias, whatever it holds
     scale = (dq_a.scale * dq_b.scale).times(alpha)
-    after = Epilogue(node, val(node).dtype, scale)
+    after = plain = Epilogue(node, val(node).dtype, scale)
     if bias is None or beta == 1:
-        after = epilogue(node, scale, bias, (a_q.dtype, b_q.dtype))
-    return Match(node, dq_a, dq_b, a_q, b_q, bias, beta, alpha, after)
+        after = epilogue(node, scale, bias, (a.x.dtype, b.x.dtype))
+    m = Match(node, dq_a, dq_b, a, b, bias, beta, alpha, after)
+    if a.rows is None and b.rows is None:
+        return m
+    if _has_row_kernel(m, target):
+        return replace(m, by_row="kernel")
+    note = f"{at(after.end)} converts to {dtype_name(after.dtype)} behind the kernel: none with scales for rows does it"
+    return replace(m, by_row="behind", after=replace(plain, note=note if after.dtype in FP8_DTYPES else ""))
+
+
+def _has_row_kernel(m: Match, target: str | None) -> bool:
+    """Kernels with scales for rows write bfloat16, and take e4m3 as the second operand; others don't on all GPUs."""
+    written = m.after.dtype is torch.bfloat16 and m.b.x.dtype is E4M3
+    return written and scales_rows(m.a.x.device, target_of(m.a.x.device, target))
+
+
+def _factors(
+    dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, emit: Emit, known: dict[fx.Node, Any]
+) -> tuple[Factor, Factor]:
+    """The operands with all movement done by `emit`, and their scales without the dimension that is summed."""
+    a, b = (
+        Factor(dq.moved(emit, known), None if dq.rows is None else dq.rows.moved(dim, mode, emit))
+        for dq, dim in ((dq_a, -1), (dq_b, -2))
+    )
+    return a, b
 
 
 def _try_dequantize(operand: fx.Node) -> Dequantize | Reject:
@@ -73,12 +115,6 @@ def _try_dequantize(operand: fx.Node) -> Dequantize | Reject:
         return dequantize(operand)
     except Reject as reject:
         return reject
-
-
-def _compute(dq: Dequantize, mode: FakeTensorMode, fakes: dict[fx.Node, Any]) -> torch.Tensor:
-    """The FP8 operand with all movement done, as a fake tensor; adds nothing to the graph."""
-    operand = dq.moved(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), fakes)
-    return val(operand) if isinstance(operand, fx.Node) else operand
 
 
 def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
@@ -104,14 +140,14 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
     return []
 
 
-def check_batches(a: torch.Tensor, b: torch.Tensor) -> list[Reject]:
+def check_batches(a: Factor, b: Factor) -> list[Reject]:
     """Whether one call, or a few, do it."""
-    if a.dim() == 2 or is_one_matrix(a) or is_one_matrix(b):
+    if a.x.dim() == 2 or a.is_one_matrix() or b.is_one_matrix():
         return []
-    batches, m, k = a.shape
+    batches, m, k = a.x.shape
     if isinstance(batches, int) and batches <= MAX_BATCHES:
         return []
-    products = f"{batches} products of [{m}, {k}] by [{k}, {b.shape[-1]}]"
+    products = f"{batches} products of [{m}, {k}] by [{k}, {b.x.shape[-1]}]"
     launches = f"more than {MAX_BATCHES} launches would cost more than FP8 gains"
     return [Reject("batches", f"{products}: `_scaled_mm` has no batch dimension, and {launches}")]
 
@@ -140,11 +176,14 @@ class ScaledMM:
             types = [c.dtype if isinstance(c, Dequantize) else None for c in captured]
             rejects = [c for c in captured if isinstance(c, Reject)] + check_matmul(node, target) + check_types(types)
             if rejects:
-                rejects += check_batches(*map(val, operands(node)))
+                rejects += check_batches(*(Factor(val(x)) for x in operands(node)))
             else:
                 dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
-                found = match(node, dq_a, dq_b, rewriter.build.mode, fakes)
-                rejects = check_batches(found.a_q, found.b_q) + check_scale(found)
+                try:
+                    found = match(node, dq_a, dq_b, rewriter.build.mode, fakes, target)
+                    rejects = check_batches(found.a, found.b) + check_scale(found)
+                except Reject as reject:
+                    rejects = [reject]
             if rejects:
                 _decline(gemm, captured, rejects)
             else:
@@ -179,14 +218,8 @@ class _Rewriter:
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
-        a, b = (dq.moved(self._emit, self.moved) for dq in (m.dq_a, m.dq_b))
-        scale_a, scale_b = self._scales(m, a, b)
-        products = self.batches.products(a, b)
-        self.at = m.after.end
-        bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
-        fast_accum = gemm.kind == "output"  # gradients need the full accumulator
-        arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum
-        y = self.batches.assembled([self.batches.call(p, *arguments) for p in products], a, b)
+        a, b = _factors(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
+        y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)
         if m.bias is not None and m.after.bias is None:
             y = self._add_bias(y, m)
         for node in m.after.reshapes:
@@ -194,7 +227,53 @@ class _Rewriter:
         self._replace(m.after.end, y)
         gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note
         gemm.scaling = gemm.scaling or "user"
-        gemm.dtypes = short(m.a_q.dtype), short(m.b_q.dtype), short(m.after.dtype)
+        gemm.dtypes = short(m.a.x.dtype), short(m.b.x.dtype), short(m.after.dtype)
+
+    def _scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
+        """The product with one scale for each operand."""
+        scale_a, scale_b = self._scales(m, a.x, b.x)
+        products = self.batches.products(a, b)
+        self.at = m.after.end
+        bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
+        arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum
+        return self.batches.assembled([self.batches.call(p, *arguments) for p in products], a, b)
+
+    def _row_scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
+        """The product with a scale for each row of either operand."""
+        products = self.batches.products(a, b)
+        factor, one = self._scale_inv(m.after.scale, a.x), self._scale_inv(UNSCALED, a.x)
+        self.at = m.after.end
+        bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
+        results = []
+        for p in products:
+            scale_a, scale_b = self._rows(p.rows_a, p.a, factor), self._rows(p.rows_b, p.b, one)
+            column = self._emit(aten.view.default, scale_a, [self.batches.layout.size(scale_a, 0), 1])
+            if m.by_row == "kernel":
+                row = self._emit(aten.view.default, scale_b, [1, self.batches.layout.size(scale_b, 0)])
+                y = self.batches.call(p, column, row, bias, None, m.after.dtype, fast_accum)
+            else:  # multiplied behind the kernel, in float32: as exact, and one pass with whatever else is there
+                y = self.batches.call(p, one, one, None, None, torch.float32, fast_accum)
+                unpadded = self._emit(aten.slice.Tensor, scale_b, 0, 0, p.n)
+                y = self._emit(aten.mul.Tensor, self._emit(aten.mul.Tensor, y, column), unpadded)
+                y = self._cast(y, m.after.dtype)
+            results.append(y)
+        return self.batches.assembled(results, a, b)
+
+    def _rows(self, rows: fx.Node | None, x: fx.Node, factor: fx.Node) -> fx.Node:
+        """f32[R], contiguous: the scale of each row of `x` f8[R, K], times `factor`; padded as `x` is."""
+        if rows is None:
+            rows = self._emit(aten.expand.default, factor, [self.batches.layout.size(x, 0)])
+        else:
+            rows = self._emit(aten.mul.Tensor, rows, factor)
+        if not statically_known_true(val(rows).shape[0] == val(x).shape[0]):
+            rows = self.batches.layout.pad(rows, (-1,))
+        # of a buffer, and not of an expression: of that Inductor makes a view with strides that CPU kernels refuse
+        return self._emit(
+            FORCE_STRIDE_ORDER, self._emit(aten.clone.default, rows, memory_format=torch.contiguous_format), [1]
+        )
+
+    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if val(x).dtype == dtype else self._emit(prims.convert_element_type.default, x, dtype)
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.build.emit(self.at, target, *args, **kwargs)

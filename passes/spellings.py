@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fp8pass.recipes import Kind
 from fp8pass.rewrite import Reject
 
 Where = tuple[int, str]
@@ -75,6 +76,15 @@ def argument(node: fx.Node, where: Where | None) -> Any:
     return node.args[index] if index < len(node.args) else node.kwargs.get(keyword)
 
 
+def set_argument(node: fx.Node, where: Where, value: fx.Node) -> None:
+    """Replace what `argument` returns."""
+    index, keyword = where
+    if index < len(node.args):
+        node.update_arg(index, value)
+    else:
+        node.update_kwarg(keyword, value)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """`batches` products of [M, K] by [K, N]. Ints or SymInts."""
@@ -85,62 +95,119 @@ class Sizes:
     n: Any
 
 
-def sizes_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Sizes:
-    """The sizes of the 2-D products that the call comes down to. Raises Reject if it can't be told."""
+Letters = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What the dimensions of the two operands and of the result stand for: equal letters are one dimension.
+
+    A letter in both operands and not in the result is contracted. So it is for the gradients: of the first operand,
+    what the second and the result share and it has not.
+    """
+
+    a: Letters
+    b: Letters
+    out: Letters
+
+    def contracted(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The dimensions that this matmul sums over, in each of its factors.
+
+        Those are (a, b) for the output, (gradient, b) for grad_input and (a, gradient) for grad_weight.
+        """
+        x, y, result = {
+            "output": (self.a, self.b, self.out),
+            "grad_input": (self.out, self.b, self.a),
+            "grad_weight": (self.a, self.out, self.b),
+        }[kind]
+        both = (set(x) & set(y)) - set(result)
+        return tuple(i for i, c in enumerate(x) if c in both), tuple(i for i, c in enumerate(y) if c in both)
+
+    def sizes(self, a: Tensor, b: Tensor) -> Sizes:
+        """The sizes of the 2-D products that the call comes down to, for operands of these shapes."""
+        size = {**dict(zip(self.b, b.shape, strict=True)), **dict(zip(self.a, a.shape, strict=True))}
+        in_a, in_b, out = set(self.a), set(self.b), set(self.out)
+
+        def product(letters: set[str]) -> Any:
+            return math.prod(size[c] for c in sorted(letters))
+
+        return Sizes(
+            product(in_a & in_b & out), product(in_a - in_b), product((in_a & in_b) - out), product(in_b - in_a)
+        )
+
+
+def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
+    """What the call does with the dimensions of its operands. Raises Reject if it can't be told."""
     if spelling is EINSUM:
-        return _einsum_sizes(str(node.args[0]), a, b)
+        return _einsum_dims(str(node.args[0]), a, b)
     if spelling is TENSORDOT:
-        return _tensordot_sizes(argument(node, (2, "dims")), a, b)
+        return _tensordot_dims(argument(node, (2, "dims")), a, b)
     if spelling is LINEAR:
-        return Sizes(1, math.prod(a.shape[:-1]), a.shape[-1], b.shape[0])
-    *batch_a, m, k = a.shape
-    *batch_b, _, n = b.shape
-    if not batch_b:
-        return Sizes(1, math.prod(batch_a) * m, k, n)
-    if not batch_a:
-        return Sizes(1, m, k, math.prod(batch_b) * n)
-    batch = torch.broadcast_shapes(batch_a, batch_b)  # type: ignore[no-untyped-call]
-    return Sizes(math.prod(batch), m, k, n)
+        rows = tuple(f"m{i}" for i in range(a.dim() - 1))
+        return Dims((*rows, "k"), ("n", "k"), (*rows, "n"))
+    in_a, in_b, out = _broadcast(a.shape[:-2], b.shape[:-2])
+    return Dims((*in_a, "m", "k"), (*in_b, "k", "n"), (*out, "m", "n"))
 
 
-def _einsum_sizes(equation: str, a: Tensor, b: Tensor) -> Sizes:
+def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Letters, Letters, Letters]:
+    """Letters of dimensions that broadcast, counted from the right; one of size 1 is not the other's."""
+    in_a, in_b, out = [], [], []
+    for i in reversed(range(max(len(a), len(b)))):
+        shared = f"batch{i}"
+        x, y = (sizes[-1 - i] if i < len(sizes) else None for sizes in (a, b))
+        a_is_one, b_is_one = _is_one(x) and y is not None, _is_one(y) and x is not None
+        if x is not None:
+            in_a.append(f"{shared} of a" if a_is_one and not b_is_one else shared)
+        if y is not None:
+            in_b.append(f"{shared} of b" if b_is_one and not a_is_one else shared)
+        out.append(shared)
+    return tuple(in_a), tuple(in_b), tuple(out)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _einsum_dims(equation: str, a: Tensor, b: Tensor) -> Dims:
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    left, right = (_letters(t, x.dim()) for t, x in zip(inputs.split(","), (a, b), strict=True))
+    terms = inputs.split(",")
+    spare = [x.dim() - len(t.replace("...", "")) if "..." in t else 0 for t, x in zip(terms, (a, b), strict=True)]
+    starts = [t.partition("...")[0] for t in terms]
+    of_a, of_b = (x.shape[len(s) :][:n] for s, n, x in zip(starts, spare, (a, b), strict=True))
+    dots_a, dots_b, dots = _broadcast(of_a, of_b)
+    left, right = _letters(terms[0], dots_a), _letters(terms[1], dots_b)
     if not arrow:  # torch's rule: dimensions of the ellipsis, then the letters that appear once
-        output = "..." + "".join(sorted(c for c in set(left + right) if (left + right).count(c) == 1))
-    out = {*output.replace("...", ""), *(c for c in (*left, *right) if len(c) > 1 and "..." in output)}
-    size = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
-    both = set(left) & set(right)
-
-    def product(letters: set[str]) -> Any:
-        return math.prod(size[c] for c in sorted(letters))
-
-    if not both - out:
+        output = "..." + "".join(sorted(c for c in set(left + right) if len(c) == 1 and (left + right).count(c) == 1))
+    out = _letters(output, dots) if "..." in output else tuple(output)
+    if not (set(left) & set(right)) - set(out):
         raise Reject("form", f"einsum {equation!r} contracts nothing; it is no matmul")
-    if len(set(left)) < len(left) or len(set(right)) < len(right) or not set(left) ^ set(right) <= out:
+    ones = {c for c in (*left, *right) if c.endswith((" of a", " of b"))}
+    if len(set(left)) < len(left) or len(set(right)) < len(right) or not set(left) ^ set(right) <= {*out, *ones}:
         raise Reject(
             "form", f"einsum {equation!r} takes a diagonal or a sum before it multiplies; do that first, by itself"
         )
-    return Sizes(
-        product(both & out), product((set(left) - both) & out), product(both - out), product(set(right) - both)
-    )
+    return Dims(left, right, out)
 
 
-def _letters(term: str, dims: int) -> list[str]:
-    """One name per dimension; those of an ellipsis are counted from the right, as broadcasting does."""
-    head, dots, tail = term.partition("...")
-    if not dots:
-        return list(term)
-    return [*head, *(f"...{i}" for i in reversed(range(dims - len(head) - len(tail)))), *tail]
+def _letters(term: str, dots: Letters) -> Letters:
+    """One name per dimension of an operand of einsum; dots: those of its ellipsis."""
+    head, ellipsis, tail = term.partition("...")
+    return (*head, *dots, *tail) if ellipsis else tuple(term)
 
 
-def _tensordot_sizes(dims: Any, a: Tensor, b: Tensor) -> Sizes:
+def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
     dims = 2 if dims is None else dims
-    contracted = list(range(a.dim() - dims, a.dim())) if isinstance(dims, int) else list(dims[0])
-    k = math.prod(a.shape[d] for d in contracted)
+    if isinstance(dims, int):
+        in_a, in_b = list(range(a.dim() - dims, a.dim())), list(range(dims))
+    else:
+        in_a, in_b = ([d % x.dim() for d in ds] for ds, x in zip(dims, (a, b), strict=True))
+    left, right = [f"m{i}" for i in range(a.dim())], [f"n{i}" for i in range(b.dim())]
+    for i, (d, e) in enumerate(zip(in_a, in_b, strict=True)):
+        left[d] = right[e] = f"k{i}"
+    k = math.prod(a.shape[d] for d in in_a)
     if not isinstance(k, int) or k == 0:
         raise Reject("form", f"tensordot contracts {k} elements")
-    return Sizes(1, a.numel() // k, k, b.numel() // k)
+    return Dims(tuple(left), tuple(right), tuple(c for c in (*left, *right) if not c.startswith("k")))
 
 
 def mutates(node: fx.Node) -> bool:

@@ -34,8 +34,8 @@ def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True
 
 
 def names(a: Annotation) -> list[str]:
-    assert a.table is not None
-    return list(a.table.names)
+    (table,) = a.tables
+    return list(table.names)
 
 
 # 1. Graph
@@ -55,13 +55,14 @@ fp8pass_scale,
 fp8pass_amax_history,
 fp8pass_amax_forward,
 fp8pass_amax_backward,
+fp8pass_held,
 fp8pass_amax_backward_late,
 l_self_modules_norm_parameters_weight_ = L_self_modules_norm_parameters_weight_
 l_x_ = L_x_
 l_self_modules_up_parameters_weight_ = L_self_modules_up_parameters_weight_
 l_self_modules_up_parameters_bias_ = L_self_modules_up_parameters_bias_
 l_self_modules_down_parameters_weight_ = L_self_modules_down_parameters_weight_
-begin_step = fp8pass_ops_begin_step(DelayedScaling(amax_history_len=16), fp8pass_scale, fp8pass_amax_history, fp8pass_amax_forward, fp8pass_amax_backward)
+begin_step = fp8pass_ops_begin_step(DelayedScaling(amax_history_len=16), fp8pass_scale, fp8pass_amax_history, fp8pass_amax_forward, fp8pass_amax_backward, fp8pass_held)
 rms_norm: "f32[16, 32]" = torch.rms_norm(l_x_, (32,), l_self_modules_norm_parameters_weight_, None)
 qdq_operand: "f32[16, 32]" = fp8pass_ops_qdq_operand(rms_norm, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=0, index=0, bootstrap=False, record=True), begin_step, fp8pass_amax_forward)
 qdq_operand_1: "f32[56, 32]" = fp8pass_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), begin_step, fp8pass_amax_forward)
@@ -81,7 +82,7 @@ return (add,)
 
 def test_graph_of_dynamic_scaling() -> None:
     a = annotation(nn.Linear(32, 48), torch.randn(16, 32), recipe="dynamic")
-    assert a.table is None
+    assert not a.tables
     expect_graph(
         a.module,
         """\
@@ -106,11 +107,11 @@ def test_slots_are_named_by_module_and_role() -> None:
     assert names(a) == [
         "up.input", "up.weight", "down.input", "down.weight", "up.grad_output", "down.grad_output",
     ]  # fmt: skip
-    assert a.table is not None
-    assert a.table.n_forward == 4
-    assert a.table.fp8_max == (448.0,) * 4 + (57344.0,) * 2
-    assert a.table.owned == ("norm.weight", "up.weight", "up.bias", "down.weight")
-    assert a.table.anchors == (1, 1, 3, 3, 1, 3)
+    (table,) = a.tables
+    assert table.n_forward == 4
+    assert table.fp8_max == (448.0,) * 4 + (57344.0,) * 2
+    assert table.owned == ("norm.weight", "up.weight", "up.bias", "down.weight")
+    assert table.anchors == (1, 1, 3, 3, 1, 3)
 
 
 def test_names_without_modules() -> None:
@@ -188,7 +189,7 @@ def test_refusals(function: Callable[..., Any], inputs: tuple[tuple[int, ...], .
     (choice,) = a.choices
     assert reason in choice.reason
     assert choice.source.startswith("test_annotate.py:")
-    assert a.table is None
+    assert not a.tables
     assert not [n for n in a.module.graph.nodes if n.target is ops.qdq_operand]
 
 
@@ -248,7 +249,7 @@ def test_multi_head_attention_is_opened() -> None:
 def test_a_graph_without_parameters_or_buffers_is_scaled_dynamically() -> None:
     """It has no instance to keep state for: two such modules may share its code."""
     a = annotation(lambda a, b: a @ b, torch.randn(8, 8), torch.randn(8, 8))
-    assert a.table is None
+    assert not a.tables
     assert [c.scaling for c in a.choices] == ["dynamic"]
 
 

@@ -1,0 +1,102 @@
+"""Which quantizers a recipe puts around a matmul call: one for each factor of each of its three matmuls.
+
+    output         input       @ weight            contracts K
+    grad_input     grad_output @ weight            contracts N
+    grad_weight    input       @ grad_output       contracts M
+
+Tensorwise recipes quantize a tensor once for both matmuls that it is in; the others along what each of them contracts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fp8pass import ops
+from fp8pass.passes.spellings import Dims
+from fp8pass.recipes import (
+    BlockwiseScaling,
+    DelayedScaling,
+    DynamicScaling,
+    Kind,
+    MXFP8Scaling,
+    Recipe,
+    Role,
+    RowwiseScaling,
+    StaticScaling,
+)
+from fp8pass.rewrite import LeftOut, Reject
+
+FACTORS: dict[Kind, tuple[Role, Role]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("input", "grad_output"),
+}
+BLOCK, MX_BLOCK = 128, 32
+
+Pair = tuple[ops.Quantizer, ops.Quantizer]
+
+
+def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool) -> Pair | Reject:
+    """What quantizes the two factors of one matmul, or why it stays in high precision.
+
+    tensors: examples; record: whether amaxes count.
+    """
+    if kind in recipe.high_precision:
+        return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
+    factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
+    try:
+        first, second = (_quantizer(recipe, role, tensors[role], along, record) for role, along in factors)
+    except Reject as reject:
+        return reject
+    return first, second
+
+
+def is_uniform(found: dict[Kind, Pair]) -> bool:
+    """Whether a tensor is quantized in one way for all matmuls that there are: for three, or for the output alone."""
+    if len(found) < len(FACTORS):
+        return list(found) == ["output"]
+    ways: dict[Role, set[ops.Quantizer]] = {}
+    for kind, pair in found.items():
+        for role, quantizer in zip(FACTORS[kind], pair, strict=True):
+            ways.setdefault(role, set()).add(quantizer)
+    return all(len(of) == 1 for of in ways.values())
+
+
+def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:
+    dtype = recipe.dtype(role)
+    if isinstance(recipe, DelayedScaling):
+        return ops.Delayed(recipe, dtype, slot=-1, index=-1, bootstrap=not record, record=record)
+    if isinstance(recipe, StaticScaling):
+        return ops.Static(recipe, dtype, slot=-1)
+    if isinstance(recipe, DynamicScaling):
+        return ops.Dynamic(recipe, dtype)
+    if isinstance(recipe, RowwiseScaling):
+        return ops.Rowwise(recipe, dtype, contracted)
+    if isinstance(recipe, MXFP8Scaling):
+        _check_blocks(recipe, role, x, contracted, MX_BLOCK)
+        return ops.Blockwise(recipe, dtype, MX_BLOCK, dims=contracted)
+    assert isinstance(recipe, BlockwiseScaling), recipe
+    if role == "weight" and x.dim() == 2:
+        for dim in (0, 1):
+            _check_blocks(recipe, role, x, (dim,), BLOCK)
+        return ops.Blockwise(recipe, dtype, BLOCK, square=True)
+    _check_blocks(recipe, role, x, contracted, BLOCK)
+    return ops.Blockwise(recipe, dtype, BLOCK, dims=contracted)
+
+
+def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int) -> None:
+    """Blocks must come out even; a size that is not known when the graph is compiled may not."""
+    size: Any = math.prod(x.shape[d] for d in along)
+    if not isinstance(size, int):
+        raise Reject(
+            "block size", f"{recipe.name} needs multiples of {block}, and {role} has {size} elements along the sum"
+        )
+    if size % block:
+        raise Reject(
+            "block size",
+            f"{recipe.name} scales blocks of {block}, and {role} {list(x.shape)} has {size} elements along the sum, no "
+            f"multiple of {block}; choose such a size, or another recipe for this module",
+        )

@@ -1,0 +1,74 @@
+"""Scales that differ between the rows of an operand, which `_scaled_mm` takes as f32[M, 1] and f32[1, N].
+
+    before   x: bf16[B, S, K] = x_q: f8[B, S, K] * scale_inv: f32[B, S, 1];  mm(view(x, [B*S, K]), ...)
+    after    rows: f32[B*S] = select(view(expand(scale_inv, [B, S, K]), [B*S, K]), dim=1, index=0)
+
+The scale goes the way of the tensor: expanded to its shape, it takes all the movement that follows. It can be taken out
+of the sum if it does not change along it, which strides prove: only views keep the 0 of an expanded dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass._torch import FakeTensorMode
+from fp8pass.graph import compute, is_tensor, val
+from fp8pass.passes import movement
+from fp8pass.passes.movement import Emit
+from fp8pass.passes.patterns import DIVIDING, MULTIPLYING, at, aten, first, fp8_behind, one_number, prims
+from fp8pass.rewrite import Reject
+
+
+@dataclass(frozen=True)
+class RowScale:
+    """A multiplication or division, `node`, of a tensor by `factor`; moves: the movement behind it, innermost first."""
+
+    node: fx.Node
+    factor: fx.Node
+    moves: tuple[fx.Node, ...]
+
+    def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
+        """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M].
+
+        Raises Reject if it may change along that dimension.
+        """
+        rows = self._selected(dim, lambda target, *args, **kwargs: compute(mode, target, args, kwargs))
+        scale = self._factor(emit)
+        if rows.is_contiguous() and rows.storage_offset() == 0 and rows.numel() == val(self.factor).numel():
+            return emit(aten.reshape.default, scale, list(rows.shape))  # nothing but sizes of 1 came and went
+        return self._selected(dim, emit)
+
+    def _factor(self, emit: Emit) -> Any:
+        scale = emit(prims.convert_element_type.default, self.factor, torch.float32)
+        return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
+
+    def _selected(self, dim: int, emit: Emit) -> Any:
+        scale = emit(aten.expand.default, self._factor(emit), list(val(self.node).shape))
+        for node in self.moves:
+            scale = movement.move(node, scale, torch.float32, emit)
+        value = val(scale) if isinstance(scale, fx.Node) else scale
+        if not statically_known_true(value.stride(dim) == 0):
+            shape = f"a tensor of shape {list(val(self.factor).shape)}"
+            raise Reject("scale shape", f"{at(self.node)} scales by {shape}, which may change along the sum")
+        return emit(aten.select.int, scale, dim, 0)
+
+
+def scaled_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The FP8 side of a multiplication or division, and a scale that it has for some of its dimensions; None if none."""
+    x, y = node.args
+    if node.target in MULTIPLYING and is_tensor(x) and fp8_behind(x) is None:
+        x, y = y, x
+    if not (is_tensor(x) and is_tensor(y)) or fp8_behind(y) is not None:
+        return None
+    while y.target is aten.expand.default:
+        y = first(y)
+    if one_number(y) is not None:
+        return None
+    floating = val(y).dtype.is_floating_point and val(y).device == val(x).device
+    broadcasts = val(y).dim() < val(x).dim() or any(isinstance(size, int) and size == 1 for size in val(y).shape)
+    return (x, y) if floating and broadcasts and val(x).shape == val(node).shape else None

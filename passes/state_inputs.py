@@ -1,0 +1,95 @@
+"""State as inputs of the annotated graph: what a recipe remembers of each tensor that its quantizers see.
+
+before   x_ = qdq_operand(x, Delayed(slot=-1))
+after    graph(..., scale: f32[T], amax_history: f32[H, T], amax_forward: f32[F], amax_backward: f32[T-F], held: b8[T],
+               amax_backward_late: f32[T-F])
+         scales = begin_step(scale, amax_history, amax_forward, amax_backward, held)
+         x_ = qdq_operand(x, Delayed(slot=3, index=3), scales, amax_forward)
+changes  nothing: it says where the numbers live
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import ops, scaling
+from fp8pass._torch import ConstantSource
+from fp8pass.recipes import DelayedScaling, Role, StaticScaling
+from fp8pass.slots import SlotTable
+
+Stateful = ops.Delayed | ops.Static
+
+
+@dataclass
+class Slot:
+    """A quantizer in the arguments of `node` that waits for its place in the state. anchor, place: see `SlotTable`."""
+
+    name: str
+    role: Role
+    anchor: int
+    place: str
+    quantizer: Stateful
+    node: fx.Node
+
+
+def lift_state(
+    graph: fx.Graph, slots: list[Slot], owned: tuple[str, ...], device: torch.device | None
+) -> list[SlotTable]:
+    """Give the graph the state inputs of each recipe, and every quantizer its place in them."""
+    by_recipe: dict[DelayedScaling | StaticScaling, list[Slot]] = {}
+    for slot in slots:
+        by_recipe.setdefault(slot.quantizer.recipe, []).append(slot)
+    tables: list[SlotTable] = []
+    for recipe, of_recipe in by_recipe.items():
+        assert device is not None
+        ordered = sorted(of_recipe, key=lambda s: s.role == "grad_output")
+        table = SlotTable(
+            names=tuple(s.name for s in ordered),
+            n_forward=sum(s.role != "grad_output" for s in ordered),
+            fp8_max=tuple(scaling.fp8_max(s.quantizer.dtype) for s in ordered),
+            recipe=recipe,
+            device=device,
+            owned=owned,
+            anchors=tuple(s.anchor for s in ordered),
+            places=tuple(s.place for s in ordered),
+            training=any(isinstance(s.quantizer, ops.Delayed) and s.quantizer.record for s in ordered),
+        )
+        _place(graph, table, ordered, f"_{len(tables)}" if tables else "")
+        tables.append(table)
+    return tables
+
+
+def _place(graph: fx.Graph, table: SlotTable, slots: list[Slot], suffix: str) -> None:
+    names = ops.INPUTS if isinstance(table.recipe, DelayedScaling) else ("scale",)
+    inputs = {name: _input(graph, f"fp8pass_{name}{suffix}") for name in names}
+    scales = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+    for i, slot in enumerate(slots):
+        backward = i >= table.n_forward
+        placed: Stateful
+        if isinstance(slot.quantizer, ops.Delayed):
+            placed = replace(slot.quantizer, slot=i, index=i - table.n_forward if backward else i)
+            state = [scales, inputs["amax_backward_late" if backward else "amax_forward"]]
+        else:
+            placed, state = replace(slot.quantizer, slot=i), [scales]
+        args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
+        slot.node.args = args
+
+
+def _input(graph: fx.Graph, name: str) -> fx.Node:
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node._dynamo_source = ConstantSource(node.name)
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
+    return node
+
+
+def _begin_step(graph: fx.Graph, recipe: Any, inputs: dict[str, fx.Node]) -> fx.Node:
+    state = [inputs[name] for name in ops.SlotTensors._fields]
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.call_function(ops.begin_step, (recipe, *state))
