@@ -1,5 +1,16 @@
-"""The one exception that fp8pass raises of its own accord."""
+"""What fp8pass raises of its own accord, and how it warns."""
+
+from __future__ import annotations
+
+import functools
+import warnings
 
 
 class Fp8Error(RuntimeError):
     """A matmul that should run in FP8 can't, under `strict=True`; or saved state does not fit. Says what to do."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn of something, once per process and message."""
+    warnings.warn(message, stacklevel=2)

@@ -106,6 +106,24 @@ def scales_rows(device: torch.device, target: Target | None) -> bool:
     return target is None or target.capability >= (9, 0)
 
 
+# Compute capabilities and CUDA versions with a kernel for the scales of `torch._scaled_mm` (cuBLASLt's documentation).
+_BLOCK_KERNELS = {"blockwise": ((9, 0), (10, 0), (12, 9)), "mxfp8": ((10, 0), (13, 0), (12, 8))}
+
+
+def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None) -> str:
+    """Why the device has no kernel with scales for blocks, for recipe "blockwise" or "mxfp8"; "" if it has."""
+    first, end, cuda = _BLOCK_KERNELS[recipe]
+    wanted = f"{recipe} kernels exist on sm_{first[0]}{first[1]} with CUDA {cuda[0]}.{cuda[1]} or later"
+    if device.type != "cuda" or target is None:
+        return f"{wanted}, not on {device.type}"
+    if not first <= target.capability < end:
+        major, minor = target.capability
+        return f"{wanted}, and {target.name} is sm_{major}{minor}"
+    if torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split(".")[:2])) < cuda:
+        return f"{wanted}, and this torch is built with CUDA {torch.version.cuda}"
+    return ""
+
+
 # Shares of the peaks that large kernels reach, and the cost of a launch: torchao's roofline model of 2025.
 _GEMM_SHARE, _MEMORY_SHARE, _LAUNCH = 0.78, 0.92, 2e-6
 

@@ -121,7 +121,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """How one tensor is quantized with a scale for each row: from the amax over `dims`, those that a matmul contracts."""
+    """How one tensor is quantized with a scale for each row: from the amax over `dims`, which a matmul contracts."""
 
     recipe: RowwiseScaling
     dtype: torch.dtype
@@ -173,15 +173,15 @@ class Blockwise:
         height = self.block if self.square else 1
         blocks = x.reshape(rows // height, height, columns // self.block, self.block)
         amax = scaling.amax_along(blocks, (1, 3))
-        scale_inv: Tensor
         if isinstance(self.recipe, MXFP8Scaling):
-            codes = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
-            scale, scale_inv = _reciprocal_of_e8m0(codes), codes
+            scale_inv = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
+            scale = _reciprocal_of_e8m0(scale_inv)
         else:
             scale = _scale(amax, self.dtype, self.recipe.power_of_2)
             scale_inv = scaling.inverse_unless_nonfinite(scale, amax)
-        x_q = scaling.quantize(blocks, scale, self.dtype).view(rows, columns)
-        result: Tensor = dequantize_blocks(x_q, scale_inv.view(rows // height, columns // self.block), x.dtype)
+        x_q = scaling.quantize(blocks, scale, self.dtype).reshape(rows, columns).contiguous()
+        scale_inv = scale_inv.reshape(rows // height, columns // self.block).contiguous()
+        result: Tensor = dequantize_blocks(x_q, scale_inv, x.dtype)
         return result
 
 

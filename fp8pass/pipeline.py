@@ -9,7 +9,6 @@ import difflib
 import functools
 import logging
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -17,12 +16,14 @@ from torch import fx
 
 from fp8pass._torch import CustomGraphPass, get_hash_for_files, trace_structured
 from fp8pass.config import Config
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph import readable
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import Annotation, Choice, annotate
 from fp8pass.passes.batch_records import BatchRecords
+from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize
+from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
@@ -42,6 +43,8 @@ def passes(choices: list[Choice]) -> list[Pass]:
     return [
         Canonicalize(),  # first: the others know one spelling of quantize and dequantize
         Matmuls(choices),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
+        BlockScaledMM(),
+        ExpandBlocks(),  # after it, which knows blocks by the op
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]
@@ -102,7 +105,7 @@ class Pipeline(CustomGraphPass):
         """When all is compiled: a model that was meant to run in FP8, of which nothing does. Said once per reason."""
         reasons = [c.reason for c in self.choices if c.wanted or c.rule == "min_speedup"]
         if reasons and self.report.graphs and not self.report.rewritten:
-            _warn_once(
+            warn_once(
                 f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
                 "print(fp8pass.explain(model, *inputs)) has all reasons"
             )
@@ -118,11 +121,6 @@ class Pipeline(CustomGraphPass):
         diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
         for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
             (folder / f"{i:02d}.{name}.{suffix}").write_text(head + text)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
 
 
 def _raise_if_declined(context: Context, choices: list[Choice]) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 
 from fp8pass import hardware, ops, scaling
 from fp8pass.config import Config
+from fp8pass.errors import warn_once
 from fp8pass.graph import source_of
 from fp8pass.names import Names
 from fp8pass.passes.inline import inline
@@ -48,7 +49,7 @@ from fp8pass.passes.spellings import (
     spelling_of,
 )
 from fp8pass.passes.state_inputs import Slot, Stateful, lift_state
-from fp8pass.recipes import DelayedScaling, DynamicScaling, Kind, Recipe, Role
+from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, Kind, MXFP8Scaling, Recipe, Role
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.slots import SlotTable
 
@@ -61,7 +62,7 @@ class Choice:
     """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
 
     wanted: the recipe and filter took it, and it could not be done: an error under `strict`. declined: those of its
-    matmuls, by kind, that are not annotated although the call is. fast_accum: those that may add up in less than float32.
+    matmuls, by kind, that are not annotated although the call is. fast_accum: those that may add up in less than f32.
     """
 
     name: str
@@ -264,6 +265,7 @@ class _Annotator:
             return
         if not self.names.owned:
             call = replace(call, recipe=_without_state(call.recipe))
+        _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         _Rewriter(self, call, choice, anchor).rewrite()
 
@@ -392,6 +394,17 @@ class _Rewriter:
         new = self.graph.call_function(target, args)
         new.meta.update(like.meta)
         return new
+
+
+def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> None:
+    """Say before anything is compiled that a recipe has no kernels on this device."""
+    if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)) and device is not None:
+        target = hardware.target_of(device, config.target)
+        if reason := hardware.why_no_block_kernel(recipe.name, device, target):
+            warn_once(
+                f"fp8pass: {reason}. Matmuls with this recipe are computed in high precision from the same FP8 values: "
+                "right, and not faster"
+            )
 
 
 def _without_state(recipe: Recipe) -> Recipe:

@@ -23,7 +23,7 @@ from fp8pass.passes.patterns import aten
 
 
 class Factor(NamedTuple):
-    """One FP8 operand of a matmul, as that has it, and its scales without the summed dimension: f32[(B,) M] or [(B,) N].
+    """One FP8 operand of a matmul, as that has it, and its scales without the summed dimension: f32[M] or f32[B, M].
 
     rows: None where one scale is enough. Of nodes, or of fake tensors.
     """

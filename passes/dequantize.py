@@ -238,7 +238,10 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     """The number or one-element tensor that `node` scales `x` by."""
     factor = one_number(y)
     if factor is None and is_tensor(y):
-        raise Reject("scale shape", f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number")
+        raise Reject(
+            "scale shape",
+            f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number, or one per row",
+        )
     if factor is None:
         what = "a complex number" if isinstance(y, complex) else "a symbolic size"
         raise Reject("scale", f"{at(node)} scales by {what}")

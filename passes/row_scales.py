@@ -32,34 +32,56 @@ class RowScale:
     factor: fx.Node
     moves: tuple[fx.Node, ...]
 
-    def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
-        """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M].
+    def check(self, dim: int, mode: FakeTensorMode) -> None:
+        """Raise Reject if the scale may change along the dimension `dim`, over which the matmul sums."""
+        rows = self._without(dim, mode)
+        shape = f"{at(self.node)} scales by a tensor of shape {list(val(self.factor).shape)}"
+        if rows is None:
+            raise Reject("scale shape", f"{shape}, which may change along the sum")
+        if len(_known(rows)) < rows.dim() - 1 or not (self._is_whole(rows) or _is_static(val(self.node))):
+            raise Reject("scale shape", f"{shape}, of a symbolic size")
 
-        Raises Reject if it may change along that dimension.
-        """
-        rows = self._selected(dim, lambda target, *args, **kwargs: compute(mode, target, args, kwargs))
-        scale = self._factor(emit)
-        if rows.is_contiguous() and rows.storage_offset() == 0 and rows.numel() == val(self.factor).numel():
-            return emit(aten.reshape.default, scale, list(rows.shape))  # nothing but sizes of 1 came and went
-        return self._selected(dim, emit)
+    def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
+        """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M]."""
+        rows = self._without(dim, mode)
+        assert rows is not None, self
+        if self._is_whole(rows):  # nothing but sizes of 1 came and went
+            shape = [size if isinstance(size, int) else -1 for size in rows.shape]
+            return emit(aten.reshape.default, self._factor(emit), shape)
+        return emit(aten.select.int, self._spread(emit), dim, 0)
+
+    def _without(self, dim: int, mode: FakeTensorMode) -> torch.Tensor | None:
+        """`moved`, on fake tensors; None if it can't be shown to be one number along `dim`."""
+        spread = self._spread(lambda target, *args, **kwargs: compute(mode, target, args, kwargs))
+        return spread.select(dim, 0) if statically_known_true(spread.stride(dim) == 0) else None
+
+    def _is_whole(self, rows: torch.Tensor) -> bool:
+        """Whether `rows` are the elements of the factor, in their order."""
+        same = rows.is_contiguous() and statically_known_true(rows.numel() == val(self.factor).numel())
+        return same and statically_known_true(rows.storage_offset() == 0)
+
+    def _spread(self, emit: Emit) -> Any:
+        """The scale in the operand's shape."""
+        scale = emit(aten.expand.default, self._factor(emit), list(val(self.node).shape))
+        for node in self.moves:
+            scale = movement.move(node, scale, torch.float32, emit)
+        return scale
 
     def _factor(self, emit: Emit) -> Any:
         scale = emit(prims.convert_element_type.default, self.factor, torch.float32)
         return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
 
-    def _selected(self, dim: int, emit: Emit) -> Any:
-        scale = emit(aten.expand.default, self._factor(emit), list(val(self.node).shape))
-        for node in self.moves:
-            scale = movement.move(node, scale, torch.float32, emit)
-        value = val(scale) if isinstance(scale, fx.Node) else scale
-        if not statically_known_true(value.stride(dim) == 0):
-            shape = f"a tensor of shape {list(val(self.factor).shape)}"
-            raise Reject("scale shape", f"{at(self.node)} scales by {shape}, which may change along the sum")
-        return emit(aten.select.int, scale, dim, 0)
+
+def _known(x: torch.Tensor) -> list[int]:
+    return [size for size in x.shape if isinstance(size, int)]
+
+
+def _is_static(x: torch.Tensor) -> bool:
+    return len(_known(x)) == x.dim()
 
 
 def scaled_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The FP8 side of a multiplication or division, and a scale that it has for some of its dimensions; None if none."""
+    """The FP8 side of a multiplication or division, and a scale that only some of its dimensions have; or None."""
     x, y = node.args
     if node.target in MULTIPLYING and is_tensor(x) and fp8_behind(x) is None:
         x, y = y, x

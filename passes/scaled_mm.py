@@ -68,10 +68,7 @@ def match(
     fakes: dict[fx.Node, Any],
     target: str | None = None,
 ) -> Match:
-    """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to.
-
-    Raises Reject for scales that change along the sum.
-    """
+    """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to."""
 
     def on_fakes(target: Any, *args: Any, **kwargs: Any) -> Any:
         return compute(mode, target, args, kwargs)
@@ -110,11 +107,15 @@ def _factors(
     return a, b
 
 
-def _try_dequantize(operand: fx.Node) -> Dequantize | Reject:
+def _try_dequantize(operand: fx.Node, dim: int, mode: FakeTensorMode) -> Dequantize | Reject:
+    """dim: the dimension that the matmul sums over, along which a scale must not change."""
     try:
-        return dequantize(operand)
+        captured = dequantize(operand)
+        if captured.rows is not None:
+            captured.rows.check(dim, mode)
     except Reject as reject:
         return reject
+    return captured
 
 
 def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
@@ -170,20 +171,22 @@ class ScaledMM:
             return 0
         target = context.config.target
         rewriter, applied = _Rewriter(graph, target), 0
+        mode = rewriter.build.mode
         fakes: dict[fx.Node, Any] = {}
         for node, gemm in context.gemms.items():
-            captured = [_try_dequantize(operand) for operand in operands(node)]
+            if gemm.status == "rewritten" or gemm.quantized:
+                continue  # has scales for blocks, and its verdict
+            captured = [
+                _try_dequantize(operand, dim, mode) for operand, dim in zip(operands(node), (-1, -2), strict=True)
+            ]
             types = [c.dtype if isinstance(c, Dequantize) else None for c in captured]
             rejects = [c for c in captured if isinstance(c, Reject)] + check_matmul(node, target) + check_types(types)
             if rejects:
                 rejects += check_batches(*(Factor(val(x)) for x in operands(node)))
             else:
                 dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
-                try:
-                    found = match(node, dq_a, dq_b, rewriter.build.mode, fakes, target)
-                    rejects = check_batches(found.a, found.b) + check_scale(found)
-                except Reject as reject:
-                    rejects = [reject]
+                found = match(node, dq_a, dq_b, mode, fakes, target)
+                rejects = check_batches(found.a, found.b) + check_scale(found)
             if rejects:
                 _decline(gemm, captured, rejects)
             else:

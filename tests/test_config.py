@@ -11,7 +11,7 @@ import torch
 
 import fp8pass
 from fp8pass.config import Config, make_config
-from fp8pass.recipes import DelayedScaling, DynamicScaling
+from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, Schedule, StaticScaling
 
 
 def test_defaults() -> None:
@@ -28,7 +28,10 @@ def test_defaults() -> None:
             {"recpie": "delayed"},
             r"unknown fp8pass option 'recpie': choose one of 'recipe', .*; did you mean 'recipe'\?",
         ),
-        ({"recipe": "delay"}, r"unknown recipe 'delay': choose one of 'delayed', 'dynamic'; did you mean 'delayed'\?"),
+        (
+            {"recipe": "delay"},
+            r"unknown recipe 'delay': choose one of 'delayed', 'dynamic', .*; did you mean 'delayed'\?",
+        ),
         ({"lowering": "triton"}, "unknown lowering 'triton': choose one of 'inductor', 'eager'"),
         ({"target": "h20"}, r"unknown target 'h20'.*did you mean 'h200'\?"),
         ({"mode": "max-autotun"}, r"unknown mode 'max-autotun': .*did you mean 'max-autotune'\?"),
@@ -48,7 +51,19 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         (lambda: DelayedScaling(amax_history_len=0), "amax_history_len=0: at least one step"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), "unknown amax_compute_algo 'mean'"),
         (lambda: DelayedScaling(on_nonfinite="ignore"), "unknown on_nonfinite 'ignore'"),
-        (lambda: DynamicScaling(fp8_format="e5m2"), "unknown fp8_format 'e5m2': choose one of 'hybrid', 'e4m3'"),
+        (lambda: DynamicScaling(fp8_format="e5m2"), "fp8_format='e5m2': no GPU multiplies e5m2 by e5m2"),
+        (lambda: DynamicScaling(fp8_format="e3m4"), "unknown fp8_format 'e3m4': choose one of 'hybrid', 'e4m3'"),
+        (lambda: DelayedScaling(margin=-1), "margin=-1: a negative one makes the largest values overflow"),
+        (
+            lambda: RowwiseScaling(high_precision="wgrad"),
+            "unknown matmul in high_precision 'wgrad': choose one of 'output'",
+        ),
+        (lambda: RowwiseScaling(fast_accum=("grads",)), "unknown matmul in fast_accum 'grads'"),
+        (lambda: StaticScaling({"up.input": 0.0}), r"scale 0.0 of 'up.input': it must be finite and above 0"),
+        (lambda: fp8pass.recipes.resolve("static"), r"the static recipe needs scales: StaticScaling\(scales\)"),
+        (lambda: fp8pass.recipes.resolve({"a.*": {"*": "delayed"}}), "the recipe of 'a.*' must be one recipe"),
+        (lambda: Schedule({10: "delayed"}), r"from step 0 on, not only at \[10\]"),
+        (lambda: Schedule({0: Schedule({0: None})}), "a schedule within a schedule"),
     ],
 )
 def test_wrong_recipes(make: Any, message: str) -> None:

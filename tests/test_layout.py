@@ -173,7 +173,7 @@ def _checked(i: Tensor) -> int:
 
 
 UNBACKED: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
-    "gate": (lambda a, b, g: (a.float() * g) @ b.float(), True, r"scales by a tensor of shape \[u\d+, 1\]"),
+    "gate": (lambda a, b, g: (a.float() * g) @ b.float(), True, ""),
     "epilogue": (lambda a, b, g: ((a.float() @ b.float()) * g.sum()).clamp(-448, 448).to(E4M3).float(), True, ""),
     "batch": (lambda a, b, g: torch.bmm(a.float()[:, None], b.float().expand(a.shape[0], -1, -1)), True, ""),
     "select": (lambda a, b, i: (a.float() * 0.5)[i.item()][None] @ b.float(), False, "index or to a size that depends on data"),

@@ -131,10 +131,11 @@ RULES: list[Rule] = [
         Case("chain of converts", lambda a, b, x: (a.bfloat16().float() * x) @ b.float(), (A, B, s())),
         Case("convert after the scale", lambda a, b, x: (a.bfloat16() * x).float() @ b.float(), (A, B, s(0.5, BF16))),
     ]),
-    Rule("P8", "shape of the scale", "only rank 0", "one number in any shape; rows and blocks declined", [
+    Rule("P8", "shape of the scale", "only rank 0", "one number in any shape, or one per row; blocks declined", [
         Case("one element", lambda a, b, x: (a.float() * x) @ (b.float() * x.view(1, 1)), (A, B, s().view(1))),
         Case("expanded", lambda a, b, x: (a.float() * x.expand(32, 64)) @ b.float(), (A, B, s())),
-        Case("one per row", lambda a, b, x: (a.float() * x) @ b.float(), (A, B, wide(32, 1)), 0, r"scales by a tensor of shape \[32, 1\]"),
+        Case("one per row", lambda a, b, x: (a.float() * x) @ b.float(), (A, B, wide(32, 1))),
+        Case("one per column", lambda a, b, x: (a.float() * x) @ b.float(), (A, B, wide(64)), 0, r"scales by a tensor of shape \[64\], which may change along the sum"),
         Case("one per block", lambda a, b, x: (a.float().view(32, 4, 16) * x).view(32, 64) @ b.float(), (A, B, wide(32, 4, 1)), 0, r"scales by a tensor of shape \[32, 4, 1\]"),
     ]),
     Rule("P9", "type of the scale", "accepts, converts to f32; 1/s in another type untested", "accepts, converts to f32", [
