@@ -7,7 +7,20 @@ from fp8pass.explainer import explain as explain
 from fp8pass.ops import qdq as qdq
 from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
-from fp8pass.slots import state as state
+from fp8pass.state_dict import state as state
+from fp8pass.static import calibrate as calibrate
+from fp8pass.steps import accumulate as accumulate
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Fp8Error", "dequantize", "explain", "qdq", "quantize", "recipes", "state"]
+__all__ = [
+    "Config",
+    "Fp8Error",
+    "accumulate",
+    "calibrate",
+    "dequantize",
+    "explain",
+    "qdq",
+    "quantize",
+    "recipes",
+    "state",
+]

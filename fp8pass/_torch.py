@@ -5,6 +5,7 @@ Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -19,19 +20,29 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+
+current_graph_task_id = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread; -1 outside of any."""
+
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost hooks for saved tensors, (pack, unpack), or None."""
 
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
 __all__ = [
     "FORCE_STRIDE_ORDER",
+    "CheckpointFunction",
     "ConstantSource",
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
     "TracingContext",
+    "_CheckpointFrame",
     "aot_autograd",
     "compile_fx",
+    "current_graph_task_id",
     "detect_fake_mode",
     "dynamo_config",
     "enable_python_dispatcher",
@@ -41,6 +52,7 @@ __all__ = [
     "make_boxed_func",
     "min_cut_partition",
     "select_decomp_table",
+    "top_saved_tensors_hooks",
     "trace_structured",
     "tracing",
     "unset_fake_temporarily",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import (
@@ -24,16 +24,15 @@ from fp8pass._torch import (
     select_decomp_table,
     tracing,
 )
+from fp8pass.compiled_graph import CompiledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.passes.annotate import Annotation
 from fp8pass.pipeline import Pipeline, annotated
-from fp8pass.slots import SlotGroup, SlotTable, registry
+from fp8pass.static import frozen_example
 
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-EAGER_FIRST_STEPS = 3
-"""So many steps of an instance may run eagerly, while some slot has no history; then the graph is compiled for it."""
 
 
 def fp8pass(
@@ -53,7 +52,7 @@ def fp8pass(
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
     annotation = annotated(module, config)
-    inputs = [*example_inputs, *_fake_state(annotation.tables, example_inputs)]
+    inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config)
     if not annotation.tables:
         return compiled
@@ -66,11 +65,14 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     return CompiledGraph(compiled, annotation, for_cold_slots)
 
 
-def _fake_state(tables: Sequence[SlotTable], example_inputs: Sequence[Any]) -> list[Tensor]:
+def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
+    """Examples of what the graph is called with behind Dynamo's inputs."""
     mode = detect_fake_mode(example_inputs)
-    assert mode is not None
-    with mode:  # each input a tensor of its own, also where calls pass aliases
-        return [x.clone() for table in tables for x in table.new_tensors().inputs()]
+    if mode is None:
+        return []
+    with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
+        state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
+        return [*state, *(frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)]
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
@@ -131,58 +133,6 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
 def _run_unseen(forward: Callable[..., Any], *args: Any) -> Any:
     """As compiled code does, write into inputs without autograd counting it: what is saved may be written again."""
     return forward(*(a.data if isinstance(a, Tensor) and not a.requires_grad else a for a in args))
-
-
-class CompiledGraph:
-    """A compiled graph with delayed-scaling state; what Dynamo calls.
-
-    The first step of an instance runs the annotated graph eagerly, each slot without history scaled by its tensor's own
-    amax. That needs no second compilation, and leaves every slot that saw data with a history. Where some slots see no
-    data for long (zeros, or no backward yet), the graph is compiled once more with that choice in it, which costs a
-    pass over each tensor, and is used until the last of them has a history.
-    """
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        annotation: Annotation,
-        for_cold_slots: Callable[[], Callable[..., Any]],
-    ) -> None:
-        self._compiled = compiled
-        self._annotation = annotation
-        self._compile_for_cold_slots = for_cold_slots
-        self._for_cold_slots: Callable[..., Any] | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
-        owned = [args[i] for i in self._annotation.owned]
-        groups = [registry.of(table, owned) for table in self._annotation.tables]
-        for group in groups:
-            group.begin()
-        waiting = [g for g in groups if g.table.training and not g.warm]
-        run = self._for_step_of(waiting) if waiting else self._compiled
-        return run(*args, *itertools.chain.from_iterable(g.tensors.inputs() for g in groups))
-
-    def _for_step_of(self, groups: list[SlotGroup]) -> Callable[..., Any]:
-        """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
-        cold = [name for group in groups for name in group.cold()]
-        if not cold:
-            return self._compiled
-        if max(group.cold_steps for group in groups) <= EAGER_FIRST_STEPS:
-            return self._annotation.bootstrapped().run
-        with self._lock:
-            if self._for_cold_slots is None:
-                log.warning(
-                    "%d FP8 slots have seen no data in %d steps (%s%s): compiling once more, to scale them by their "
-                    "own amax when they do. If they never will, leave them out with filter=",
-                    len(cold),
-                    EAGER_FIRST_STEPS,
-                    ", ".join(cold[:5]),
-                    ", ..." if len(cold) > 5 else "",
-                )
-                self._for_cold_slots = self._compile_for_cold_slots()
-        return self._for_cold_slots
 
 
 def reference(

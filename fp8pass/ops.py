@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from fp8pass import scaling
 from fp8pass.recipes import (
     BlockwiseScaling,
+    Calibration,
     DelayedScaling,
     DynamicScaling,
     MXFP8Scaling,
@@ -219,7 +220,10 @@ def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class Static:
-    """How one tensor is quantized with a scale that is fixed: entry `slot` in `scales`. Saturates; NaN stays NaN."""
+    """How one tensor is quantized with a scale that is fixed. Saturates; NaN stays NaN.
+
+    slot: column in `scales` f32[2, T], whose rows are the scales and their inverses.
+    """
 
     recipe: StaticScaling
     dtype: torch.dtype
@@ -227,11 +231,40 @@ class Static:
 
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
-        scale = scales[self.slot]
-        return scaling.dequantize(scaling.quantize(x, scale, self.dtype), scale.reciprocal(), x.dtype)
+        return self.dequantize(self.quantize(x, scales[0, self.slot]), x.dtype, scales)
+
+    def quantize(self, x: Tensor, scale: Tensor) -> Tensor:
+        """`x` in FP8."""
+        return scaling.quantize(x, scale, self.dtype)
+
+    def dequantize(self, x_q: Tensor, dtype: torch.dtype, scales: Tensor) -> Tensor:
+        """What was quantized in advance."""
+        return scaling.dequantize(x_q, scales[1, self.slot], dtype)
 
 
-Quantizer = Delayed | Dynamic | Rowwise | Blockwise | Static
+@dataclass(frozen=True)
+class Observe:
+    """How one tensor is looked at to calibrate a scale for it: its amax is recorded, as `Delayed` does it."""
+
+    recipe: Calibration
+    dtype: torch.dtype
+    slot: int = -1
+    index: int = -1
+
+    def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
+        """`x` itself."""
+        amax.copy_(record(amax, scaling.amax(x), self.index, self.recipe.on_nonfinite))
+        return x
+
+
+Quantizer = Delayed | Dynamic | Rowwise | Blockwise | Static | Observe
+Stateful = Delayed | Static | Observe
+"""Quantizers with a place in the state."""
+
+
+def frozen_operand(x_q: Tensor, quantizer: Static, dtype: torch.dtype, scales: Tensor) -> Tensor:
+    """An operand that was quantized in advance, dequantized to `dtype`."""
+    return quantizer.dequantize(x_q, dtype, scales)
 
 
 class _QDQ(torch.autograd.Function):

@@ -173,6 +173,19 @@ class StaticScaling(Recipe):
     def __hash__(self) -> int:
         return hash((self.high_precision, self.fast_accum, *sorted(self.scales.items())))
 
+    def __repr__(self) -> str:
+        """Without the scales, of which there are many."""
+        return f"{type(self).__name__}({{}})" if not self.scales else f"{type(self).__name__}({{...}})"
+
+    def has(self, slot: str) -> bool:
+        """Whether some instance may have a scale of this name, which is relative to the code that is compiled."""
+        return any(name == slot or name.endswith(f".{slot}") for name in self.scales)
+
+
+@dataclass(frozen=True, repr=False)
+class Calibration(DelayedScaling):
+    """What `fp8pass.calibrate` compiles with: amaxes are recorded, and nothing is quantized."""
+
 
 @dataclass(frozen=True)
 class ByModule:

@@ -48,8 +48,18 @@ from fp8pass.passes.spellings import (
     set_argument,
     spelling_of,
 )
-from fp8pass.passes.state_inputs import Slot, Stateful, lift_state
-from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, Kind, MXFP8Scaling, Recipe, Role
+from fp8pass.passes.state_inputs import Frozen, Slot, freeze, lift_state
+from fp8pass.recipes import (
+    BlockwiseScaling,
+    Calibration,
+    DelayedScaling,
+    DynamicScaling,
+    Kind,
+    MXFP8Scaling,
+    Recipe,
+    Role,
+    StaticScaling,
+)
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.slots import SlotTable
 
@@ -80,13 +90,14 @@ class Annotation:
     """An annotated copy of Dynamo's graph.
 
     owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
-    the order of the state inputs.
+    the order of the state inputs. frozen: the inputs behind those, parameters in FP8.
     """
 
     module: fx.GraphModule
     choices: list[Choice]
     owned: list[int]
     tables: list[SlotTable] = field(default_factory=list)
+    frozen: list[Frozen] = field(default_factory=list)
 
     def bootstrapped(self) -> Annotation:
         """A copy in which a slot without history is scaled by the tensor's own amax."""
@@ -225,6 +236,7 @@ class _Annotator:
         self.slots: list[Slot] = []
         self.choices: list[Choice] = []
         self.quantized: dict[Hashable, fx.Node] = {}
+        self.by_columns: set[fx.Node] = set()
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
@@ -236,10 +248,11 @@ class _Annotator:
             else:
                 self._visit(node, transform)
         tables = lift_state(self.graph, self.slots, tuple(self.names.owned.values()), self.device)
+        frozen = freeze(self.graph, tables, self.by_columns)
         self.graph.lint()
         self.module.recompile()
         owned = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
-        return Annotation(self.module, self.choices, owned, tables)
+        return Annotation(self.module, self.choices, owned, tables, frozen)
 
     def _visit(self, node: fx.Node, transform: str) -> None:
         if node.target is torch._C._set_grad_enabled:
@@ -259,12 +272,11 @@ class _Annotator:
                     "torch.func", f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself"
                 )
             self._check_device(node, spelling)
+            call = replace(call, recipe=_for_instance(call.recipe, choice.name, bool(self.names.owned)))
         except Reject as reject:
             choice.rule, choice.reason = reject.rule, str(reject)
             choice.wanted = not isinstance(reject, LeftOut)
             return
-        if not self.names.owned:
-            call = replace(call, recipe=_without_state(call.recipe))
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         _Rewriter(self, call, choice, anchor).rewrite()
@@ -320,7 +332,7 @@ class _Rewriter:
             # alpha belongs to an operand: behind the product it could come too late, float16 overflows
             first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
             found = self._quantizers(first, b, trains)
-            build = self._uniform if is_uniform(found) else self._routed
+            build = self._uniform if is_uniform(found, trains) else self._routed
             y = build(first, b, found, trains)
             if bias is not None:
                 y = self._call(_add_bias, (y, bias, node.meta["example_value"].dtype, beta), node)
@@ -375,16 +387,27 @@ class _Rewriter:
 
     def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
         """`x` quantized and dequantized, once for all matmuls that read it so."""
+        if isinstance(quantizer, ops.Observe):  # under each name that it has
+            return self._quantized(how, (x, quantizer), x, role)
         key = (x, how, quantizer, self.owner.grad_enabled)
         known = self.owner.quantized
         if key not in known:
-            known[key] = self._quantized(how, (x, quantizer), x, role)
+            freezes = isinstance(quantizer, ops.Static) and x in self.owner.names.owned and not self.owner.grad_enabled
+            known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
         return known[key]
+
+    def _frozen(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
+        """A parameter that nothing changes while it is used: quantized in advance."""
+        value = x.meta["example_value"]
+        node = self._quantized(ops.frozen_operand, (x, quantizer, value.dtype), x, role)
+        if value.dim() == 2 and self.call.dims.contracted("output")[int(role == "weight")] == (0,):
+            self.owner.by_columns.add(node)
+        return node
 
     def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
         """A call with quantizers among its arguments. One that has state gets a slot."""
         node, owner = self._call(how, args, like), self.owner
-        for quantizer in {a for a in args if isinstance(a, Stateful)}:
+        for quantizer in {a for a in args if isinstance(a, ops.Stateful)}:
             name = owner.names.slot(self.choice.name, role)
             place = "" if like in owner.names.owned else self.choice.source
             owner.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
@@ -407,10 +430,16 @@ def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> No
             )
 
 
-def _without_state(recipe: Recipe) -> Recipe:
-    """What stands in for a recipe with state, where there is no instance to keep it for."""
-    if not isinstance(recipe, DelayedScaling):
+def _for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
+    """The recipe where there may be no instance to keep state for. Raises LeftOut for scales that do not exist."""
+    if isinstance(recipe, StaticScaling):
+        absent = [f"{name}.{role}" for role in ("input", "weight") if not recipe.has(f"{name}.{role}")]
+        if absent or not has_owner:
+            raise LeftOut("not calibrated", f"no scale for {' and '.join(absent)} was calibrated")
+    if has_owner or not isinstance(recipe, DelayedScaling):
         return recipe
+    if isinstance(recipe, Calibration):
+        raise LeftOut("no parameters", "the graph has no parameters by which its scales could be named")
     return DynamicScaling(
         fp8_format=recipe.fp8_format, high_precision=recipe.high_precision, fast_accum=recipe.fast_accum
     )

@@ -18,6 +18,7 @@ from fp8pass import ops
 from fp8pass.passes.spellings import Dims
 from fp8pass.recipes import (
     BlockwiseScaling,
+    Calibration,
     DelayedScaling,
     DynamicScaling,
     Kind,
@@ -46,6 +47,8 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
     """
     if kind in recipe.high_precision:
         return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
+    if isinstance(recipe, (StaticScaling, Calibration)) and kind != "output":
+        return LeftOut("not calibrated", "static scales are for inference; no gradient was calibrated")
     factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
     try:
         first, second = (_quantizer(recipe, role, tensors[role], along, record) for role, along in factors)
@@ -54,10 +57,10 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
     return first, second
 
 
-def is_uniform(found: dict[Kind, Pair]) -> bool:
-    """Whether a tensor is quantized in one way for all matmuls that there are: for three, or for the output alone."""
-    if len(found) < len(FACTORS):
-        return list(found) == ["output"]
+def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
+    """Whether no matmul stays in high precision, and every tensor is quantized in one way for all that read it."""
+    if len(found) < (len(FACTORS) if trains else 1):
+        return False
     ways: dict[Role, set[ops.Quantizer]] = {}
     for kind, pair in found.items():
         for role, quantizer in zip(FACTORS[kind], pair, strict=True):
@@ -67,6 +70,8 @@ def is_uniform(found: dict[Kind, Pair]) -> bool:
 
 def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:
     dtype = recipe.dtype(role)
+    if isinstance(recipe, Calibration):
+        return ops.Observe(recipe, dtype)
     if isinstance(recipe, DelayedScaling):
         return ops.Delayed(recipe, dtype, slot=-1, index=-1, bootstrap=not record, record=record)
     if isinstance(recipe, StaticScaling):

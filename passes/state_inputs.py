@@ -10,6 +10,7 @@ changes  nothing: it says where the numbers live
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,19 @@ from fp8pass._torch import ConstantSource
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
 from fp8pass.slots import SlotTable
 
-Stateful = ops.Delayed | ops.Static
+
+@dataclass(frozen=True)
+class Frozen:
+    """An input of the graph that is a parameter in FP8, quantized in advance.
+
+    position: of the parameter among Dynamo's inputs; table, slot: where its scale is; by_columns: laid out so that its
+    first dimension, which the matmul sums over, is contiguous.
+    """
+
+    position: int
+    table: int
+    slot: int
+    by_columns: bool
 
 
 @dataclass
@@ -32,7 +45,7 @@ class Slot:
     role: Role
     anchor: int
     place: str
-    quantizer: Stateful
+    quantizer: ops.Stateful
     node: fx.Node
 
 
@@ -63,14 +76,31 @@ def lift_state(
     return tables
 
 
+def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -> list[Frozen]:
+    """Give the graph an input for each parameter that is quantized in advance, behind all others.
+
+    by_columns: the nodes whose matmul sums over the first dimension of the parameter.
+    """
+    positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    found: list[Frozen] = []
+    for node in [n for n in graph.nodes if n.target is ops.frozen_operand]:
+        weight, quantizer, *rest = node.args
+        table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
+        node.args = (_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
+        found.append(Frozen(positions[weight], table, quantizer.slot, node in by_columns))
+    return found
+
+
 def _place(graph: fx.Graph, table: SlotTable, slots: list[Slot], suffix: str) -> None:
-    names = ops.INPUTS if isinstance(table.recipe, DelayedScaling) else ("scale",)
+    names = ops.INPUTS if table.remembers else ("scales",)
     inputs = {name: _input(graph, f"fp8pass_{name}{suffix}") for name in names}
-    scales = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+    scales = inputs.get("scales") or inputs["scale"]
+    if table.training:
+        scales = _begin_step(graph, table.recipe, inputs)
     for i, slot in enumerate(slots):
         backward = i >= table.n_forward
-        placed: Stateful
-        if isinstance(slot.quantizer, ops.Delayed):
+        placed: ops.Stateful
+        if not isinstance(slot.quantizer, ops.Static):
             placed = replace(slot.quantizer, slot=i, index=i - table.n_forward if backward else i)
             state = [scales, inputs["amax_backward_late" if backward else "amax_forward"]]
         else:

@@ -465,13 +465,18 @@ def test_what_does_not_fit_is_an_error_that_names_it() -> None:
     missing = {k: v for k, v in saved.items() if not k.startswith("up.input.")}
     with pytest.raises(fp8pass.Fp8Error, match=r"Missing slots: \['up\.input'\]\. Unexpected slots: \[\]"):
         state.load_state_dict(missing)
-    extra = {**saved, **{f"gone.weight.{p}": torch.zeros(()) for p in ("scale", "amax", "amax_history")}}
+    gone = {part: torch.zeros(4 if part == "amax_history" else ()) for part in PARTS}
+    extra = {**saved, **{f"gone.weight.{part}": value for part, value in gone.items()}}
     with pytest.raises(fp8pass.Fp8Error, match=r"Missing slots: \[\]\. Unexpected slots: \['gone\.weight'\]"):
         state.load_state_dict(extra)
     with pytest.raises(fp8pass.Fp8Error, match="is no FP8 state: keys end in scale, amax_history, amax"):
         state.load_state_dict(model.state_dict())
     with pytest.raises(fp8pass.Fp8Error, match=r"slot 'up.input' lacks \['amax'\]"):
         state.load_state_dict({k: v for k, v in saved.items() if k != "up.input.amax"})
+    with pytest.raises(
+        fp8pass.Fp8Error, match=r"wrong sizes in the saved FP8 state: up.input.scale \[2\]; scale and amax"
+    ):
+        state.load_state_dict({**saved, "up.input.scale": torch.ones(2)})
     assert all(torch.equal(saved[k], v) for k, v in state.state_dict().items())
     with pytest.raises(TypeError, match="takes a module or a compiled module, not function"):
         fp8pass.state(lambda x: x)
@@ -528,9 +533,102 @@ def test_loading_between_forward_and_backward() -> None:
     assert state.state_dict()["up.grad_output.amax"] > 0
 
 
-def test_a_loaded_state_that_does_not_fit_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_loaded_state_that_does_not_fit_is_noticed_at_the_first_call(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make()
     names = {f"other.input.{part}": torch.zeros(4 if part == "amax_history" else ()) for part in PARTS}
-    fp8pass.state(model).load_state_dict(names)
+    fp8pass.state(model).load_state_dict(names, strict=strict)
+    if strict:
+        with pytest.raises(fp8pass.Fp8Error, match=r"Missing slots: \['up.input', .*strict=False, what fits of it"):
+            train(compiled(model), [1.0])
+        return
     train(compiled(model), [1.0])
     assert "the loaded FP8 state has nothing for up.input" in caplog.text
+
+
+def test_without_strict_what_fits_is_loaded() -> None:
+    model, other = make(), make()
+    train(compiled(model), [1.0, 2.0])
+    saved = fp8pass.state(model).state_dict()
+    part = {k: v for k, v in saved.items() if not k.startswith("up.input.")}
+    train(compiled(other), [50.0])
+    before = fp8pass.state(other).state_dict()
+    fp8pass.state(other).load_state_dict(
+        {**part, "gone.scale": torch.zeros(()), "gone.amax": torch.zeros(()), "gone.amax_history": torch.zeros(4)},
+        strict=False,
+    )
+    after = fp8pass.state(other).state_dict()
+    for key in before:
+        assert torch.equal(after[key], (before if key.startswith("up.input.") else saved)[key]), key
+
+
+@pytest.mark.parametrize("first", ["load", "train"])
+def test_a_state_of_another_recipe_names_both(first: str) -> None:
+    model, other = make(), make()
+    train(compiled(model, recipe=DelayedScaling(amax_history_len=4)), [1.0, 2.0])
+    saved = fp8pass.state(model).state_dict()
+    run = compiled(other, recipe=DelayedScaling(amax_history_len=8, fp8_format="e4m3", margin=1))
+    both = (
+        r"saved under DelayedScaling\(\), and this model is trained with DelayedScaling\(fp8_format='e4m3', margin=1\)"
+    )
+    state = fp8pass.state(other)
+    if first == "train":
+        train(run, [5.0])
+        with pytest.raises(fp8pass.Fp8Error, match=both):
+            state.load_state_dict(saved)
+    else:
+        state.load_state_dict(saved)
+        with pytest.raises(fp8pass.Fp8Error, match=both):
+            train(run, [5.0])
+    state.load_state_dict(saved, strict=False)
+    if first == "load":
+        with torch.no_grad():
+            run(torch.randn(16, 32))  # a graph claims it
+    mine = state.state_dict()
+    assert mine["up.input.amax_history"].tolist()[:4] == saved["up.input.amax_history"].tolist()
+    expected = oracle.scale_of(float(saved["up.input.amax_history"].max()), "e4m3", margin=1)
+    assert mine["up.input.scale"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_everything_has_a_fixed_size_and_loads_with_weights_only() -> None:
+    model = make()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4))
+    train(run, [1.0])
+    sizes = {k: (v.shape, v.dtype) for k, v in fp8pass.state(run).state_dict().items()}
+    train(run, [1.0, 2.0, 3.0])
+    saved = fp8pass.state(run).state_dict()
+    assert {k: (v.shape, v.dtype) for k, v in saved.items()} == sizes
+    assert sizes["recipe"] == (torch.Size([512]), torch.uint8)
+    assert saved["steps"].item() == 4
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)
+    assert all(torch.equal(saved[k], again[k]) for k in saved)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Stateful: `save` and `load` take it as it is. What is loaded is what the model has by then."""
+    import torch.distributed.checkpoint as dcp
+
+    model, other = make(), make()
+    run, again = compiled(model), compiled(other)
+    train(run, [1.0, 2.0, 3.0])
+    dcp.save({"fp8": fp8pass.state(run), "model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"fp8": fp8pass.state(other)}, checkpoint_id=tmp_path, no_dist=True)
+    assert "call the model once, with gradients, before" in caplog.text
+    again(torch.randn(16, 32))  # now it has its slots
+    weights = other.state_dict()
+    dcp.load({"fp8": fp8pass.state(other), "model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(weights)
+    for m in (model, other):
+        m.zero_grad()
+    for f in (run, again):
+        torch.manual_seed(1)
+        train(f, [4.0, 1.0])
+    mine, theirs = fp8pass.state(model).state_dict(), fp8pass.state(other).state_dict()
+    assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))

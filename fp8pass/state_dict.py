@@ -1,0 +1,286 @@
+"""`fp8pass.state(model)`: the delayed-scaling state of a module, saved and loaded by slot name.
+
+Gathers whatever belongs to a module's tensors, in whichever graphs, under the names that it has in that module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass.errors import Fp8Error
+from fp8pass.slots import PARTS, Entry, SlotGroup, registry
+
+log = logging.getLogger(__name__)
+
+RECIPE, STEPS = "recipe", "steps"
+"""Keys of a state dict that belong to no slot."""
+_RECIPE_BYTES = 512
+
+
+@dataclass
+class _Loaded:
+    """What `load_state_dict` got for slots that no graph has yet."""
+
+    entries: dict[str, Entry]
+    recipe: str
+    strict: bool
+
+
+class State:
+    """The delayed-scaling state of a module, by slot name. Stateful: `state_dict()`, `load_state_dict()`.
+
+    Each slot, `layers.0.mlp.up.weight` say, has three plain tensors: `....scale` f32[] (0 until the slot has seen
+    data), `....amax_history` f32[H], newest first, and `....amax` f32[], what the running step has recorded (-1:
+    nothing). With them are saved `steps` i64[], the training steps so far, and `recipe` u8[512], its text.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._unclaimed = _Loaded({}, "", True)
+        self._steps = 0
+
+    @property
+    def slots(self) -> list[str]:
+        """The names of all slots, sorted."""
+        return sorted(self._entries())
+
+    @property
+    def steps(self) -> int:
+        """The training steps that the module has begun, those before a load included."""
+        return max((self._steps, *(group.steps for group in self._groups())))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain tensors of fixed sizes, copied; {} before the first call. Loads with weights_only=True.
+
+        `torch.distributed.checkpoint.load` fills what this returns: call the model once, with gradients, before it.
+        """
+        entries = sorted(self._entries().items())
+        slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
+        if not slots and not self.steps:
+            return {}
+        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: _as_tensor(self._recipe())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Restore what `state_dict` returned, before or after the first call of the compiled module.
+
+        A history of another length keeps its newest entries. Raises Fp8Error, listing them, for keys that are no
+        slot's and for slots that are incomplete or of a wrong size; under `strict` also for slots that the module has
+        and the saved state has not, once the module has been trained for the other way round, and for a state that was
+        saved under another recipe. What is not known before the first call is checked then. Without `strict` what fits
+        is loaded, and where the recipe is another one scales are computed anew from the histories.
+        """
+        entries = _entries_of(state_dict)
+        saved = _as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
+        if not entries:
+            log.warning(
+                "an empty FP8 state is loaded; if one was saved, call the model once, with gradients, before that"
+            )
+        located = self._located()
+        if strict:
+            _check_recipe(saved, self._own_recipe())
+            known = {name for _, names in located for name in names}
+            missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
+            if missing or (extra and any(group.table.training for group, _ in located)):
+                raise Fp8Error(
+                    f"the saved FP8 state does not fit this model. Missing slots: {missing}. Unexpected slots: {extra}."
+                    " Load it into the model and recipe that it was saved from, or with strict=False, what fits of it."
+                )
+        self._steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
+        for group in self._groups():
+            group.steps = self._steps
+        taken = {name for group, names in located for name in names if group.table.training}
+        self._unclaimed = _Loaded({n: e for n, e in entries.items() if n not in taken}, saved, strict)
+        for group, names in located:
+            self._write(group, names, entries, saved)
+
+    def _write(self, group: SlotGroup, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
+        found = {inner: entries[name] for name, inner in names.items() if name in entries}
+        group.write(found, anew=bool(saved) and saved != _recipe_text([group]))
+
+    def _recipe(self) -> str:
+        return self._own_recipe() or self._unclaimed.recipe
+
+    def _own_recipe(self) -> str:
+        """The text of the recipes that the module is trained with; "" if that is not known yet."""
+        return _recipe_text(self._groups())
+
+    def _groups(self) -> list[SlotGroup]:
+        """All groups of the module, oldest first, those without slots included."""
+        module = self._module()
+        mine = {id(t) for t in itertools.chain(module.parameters(), module.buffers())} if module is not None else set()
+        groups = (g for g in registry.groups() if g.table.remembers)
+        return [g for g in groups if any(id(t) in mine for t in g.owned_tensors())]
+
+    def _located(self) -> list[tuple[SlotGroup, dict[str, str]]]:
+        """The groups that belong to this module, oldest first, with {name in this module: name in the group}.
+
+        Where two graphs give different slots one name, as two halves of a forward may, the later one's are numbered.
+        """
+        taken: dict[str, Any] = {}
+        located = []
+        module = self._module()
+        for group in self._groups():
+            inner = names_in(module, group)
+            if inner:
+                keys = dict(zip(group.table.names, group.keys(), strict=True))
+                located.append((group, {_free_name(name, keys[n], taken): n for n, name in inner.items()}))
+        return located
+
+    @torch.no_grad()
+    def _entries(self) -> dict[str, Entry]:
+        """Of a slot that several graphs have, the entry of the one trained last; evaluation only ever reads."""
+        entries = dict(self._unclaimed.entries)
+        for group, names in sorted(self._located(), key=lambda pair: (pair[0].table.training, pair[0].used)):
+            read = group.read()
+            entries.update({name: read[inner] for name, inner in names.items()})
+        return entries
+
+    def restore(self, group: SlotGroup) -> None:
+        """Give a group that is made after `load_state_dict` what was loaded for it.
+
+        Raises Fp8Error if that was to be strict, and does not fit.
+        """
+        if any(group is g for g in self._groups()):
+            group.steps = self._steps
+        loaded = self._unclaimed
+        if not loaded.entries:
+            return
+        for names in [names for located, names in self._located() if located is group]:
+            absent = [name for name in names if name not in loaded.entries]
+            if loaded.strict and group.table.training:
+                _check_recipe(loaded.recipe, _recipe_text([group]))
+                if absent:
+                    raise Fp8Error(
+                        f"the loaded FP8 state does not fit this model. Missing slots: {absent}. Load it into the "
+                        "model and recipe that it was saved from, or with strict=False, what fits of it."
+                    )
+            elif absent:
+                log.warning("the loaded FP8 state has nothing for %s; they begin without history", ", ".join(absent))
+            self._write(group, names, loaded.entries, loaded.recipe)
+            if group.table.training:
+                loaded.entries = {n: e for n, e in loaded.entries.items() if n not in names}
+
+
+def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
+    """{name in the group: name in `module`} of the group's slots that belong to the module.
+
+    A slot that goes with a parameter is named after the parameter; the others follow most of the parameters.
+    """
+    paths: dict[int, list[str]] = {}
+    if module is not None:
+        tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        for path, tensor in itertools.chain(*tensors):
+            paths.setdefault(id(tensor), []).append(path)
+    renames = [
+        _rename(relative, paths[id(mine)]) if id(mine) in paths else None
+        for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)
+    ]
+    votes = Counter(filter(None, renames))
+    if not votes:
+        return {}
+    usual = votes.most_common(1)[0][0]
+    slots = zip(group.table.names, group.table.anchors, strict=True)
+    pairs = ((name, usual if anchor < 0 else renames[anchor]) for name, anchor in slots)
+    return {name: rename(name) for name, rename in pairs if rename and name.startswith(rename.drop)}
+
+
+def _recipe_text(groups: Sequence[SlotGroup]) -> str:
+    """The recipes of groups, but for the length of their histories, which may change."""
+    recipes = (g.table.delayed for g in groups if g.table.names)
+    return " and ".join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
+
+
+def _check_recipe(saved: str, own: str) -> None:
+    if saved and own and saved != _as_text(_as_tensor(own)):
+        raise Fp8Error(
+            f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
+            "to keep its histories and compute scales anew, or train with the recipe that it was saved under."
+        )
+
+
+def _as_tensor(text: str) -> Tensor:
+    """u8[512]."""
+    return torch.tensor(list(text.encode()[:_RECIPE_BYTES].ljust(_RECIPE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _as_text(recipe: Tensor) -> str:
+    return bytes(recipe.tolist()).rstrip(b"\0").decode(errors="ignore")
+
+
+@dataclass(frozen=True)
+class _Rename:
+    add: str = ""
+    drop: str = ""
+
+    def __call__(self, name: str) -> str:
+        return self.add + name.removeprefix(self.drop)
+
+
+def _rename(relative: str, paths: Sequence[str]) -> _Rename:
+    """What makes of a parameter's name in the graph one of its paths in the module: the one that ends alike."""
+    for path in paths:
+        if path == relative or path.endswith(f".{relative}"):
+            return _Rename(add=path[: len(path) - len(relative)])
+        if relative.endswith(f".{path}"):
+            return _Rename(drop=relative[: len(relative) - len(path)])
+    stem = relative.removesuffix(".weight")
+    return _Rename(drop=stem, add=paths[0].removesuffix(".weight"))
+
+
+def _free_name(name: str, key: Any, taken: dict[str, Any]) -> str:
+    number = 0
+    while taken.setdefault(f"{name}~{number}" if number else name, key) != key:
+        number += 1
+    return f"{name}~{number}" if number else name
+
+
+def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for key, value in state_dict.items():
+        name, _, part = key.rpartition(".")
+        if key in (RECIPE, STEPS):
+            continue
+        if part not in PARTS:
+            raise Fp8Error(f"{key!r} is no FP8 state: keys end in {', '.join(PARTS)}")
+        entries.setdefault(name, {})[part] = value.detach().clone()
+    for name, entry in entries.items():
+        if set(entry) != set(PARTS):
+            raise Fp8Error(f"slot {name!r} lacks {sorted(set(PARTS) - set(entry))}")
+    dims = {"scale": 0, "amax_history": 1, "amax": 0}
+    wrong = [f"{n}.{p} {list(x.shape)}" for n, e in entries.items() for p, x in e.items() if x.dim() != dims[p]]
+    if wrong:
+        sizes = "scale and amax are f32[], a history f32[H]"
+        raise Fp8Error(f"wrong sizes in the saved FP8 state: {', '.join(wrong)}; {sizes}")
+    return entries
+
+
+_states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
+
+
+def _restore(group: SlotGroup) -> None:
+    for state in list(_states.values()):
+        state.restore(group)
+
+
+registry.on_new.append(_restore)
+
+
+def state(module: Any) -> State:
+    """The delayed-scaling state of a module, compiled or not; the same object each time.
+
+    Exists, and can be loaded, before the first call. Raises TypeError for what is not a module.
+    """
+    module = getattr(module, "_orig_mod", module)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"state() takes a module or a compiled module, not {type(module).__name__}")
+    with registry.lock:
+        return _states.setdefault(module, State(module))

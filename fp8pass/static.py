@@ -1,0 +1,137 @@
+"""Static scales, for inference: measured once by `calibrate`, and weights that are quantized once.
+
+Graphs are shared by instances, so scales are no constants in them, but inputs, as delayed scaling's are; and so are
+the FP8 weights, which are made anew when a parameter changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fp8pass import scaling
+from fp8pass.config import Config
+from fp8pass.errors import Fp8Error
+from fp8pass.passes.annotate import Annotation
+from fp8pass.passes.state_inputs import Frozen
+from fp8pass.pipeline import annotated
+from fp8pass.recipes import Calibration, StaticScaling
+from fp8pass.slots import SlotGroup, SlotTable, registry
+from fp8pass.state_dict import names_in
+
+_calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
+    """The scales for `StaticScaling`: of every tensor that a matmul of `model` reads, f32[] by slot name, on CPU.
+
+    batches: each a tensor or a tuple of arguments, or a dict of keyword arguments, of `model`, which is run on them in
+    high precision, in the mode (train or eval) that it is in. `scale = 448 / amax` over all batches; NaN and inf are
+    passed over. Raises TypeError for what is no module, ValueError without batches or matmuls.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"calibrate() takes a module or a compiled module, not {type(model).__name__}")
+    observer = _Observer(model)
+    run = torch.compile(model, backend=observer)
+    count = 0
+    for batch in batches:
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_as_args(batch), {})
+        run(*args, **kwargs)
+        count += 1
+    scales = observer.scales()
+    if not scales:
+        raise ValueError(f"no matmul with parameters was seen in {count} batches; pass the model's inputs in batches")
+    _calibrated.add(model)
+    return scales
+
+
+def _as_args(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+class _Observer:
+    """A backend that runs the graph as it is, and looks at the operands of its matmuls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.groups: dict[tuple[int, ...], SlotGroup] = {}
+        self.tables: list[SlotTable] = []
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        annotation = annotated(module, Config(recipe=Calibration()))
+        self.tables += annotation.tables  # groups go by their identity
+        return lambda *args: self._run(annotation, args)
+
+    def _run(self, annotation: Annotation, args: tuple[Any, ...]) -> Any:
+        owned = [args[i] for i in annotation.owned]
+        state: list[Tensor] = []
+        for table in annotation.tables:
+            key = (id(table), *map(id, owned))
+            if key not in self.groups:
+                self.groups[key] = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+            state += self.groups[key].tensors.inputs()
+        return annotation.run(*args, *state)
+
+    def scales(self) -> dict[str, Tensor]:
+        amaxes: dict[str, Tensor] = {}
+        for group in self.groups.values():
+            seen = dict(zip(group.table.names, group.amax().cpu(), strict=True))
+            for inner, name in names_in(self.model, group).items():
+                amaxes[name] = torch.maximum(seen[inner], amaxes.get(name, seen[inner]))
+        limit = scaling.fp8_max(scaling.E4M3)
+        return {name: scaling.scale_from_amax(amax, limit, 1.0) for name, amax in sorted(amaxes.items()) if amax >= 0}
+
+
+def _fill(group: SlotGroup) -> None:
+    """Give a new group of a static recipe its scales. Raises Fp8Error if there are none for some of its tensors."""
+    recipe = group.table.recipe
+    if not isinstance(recipe, StaticScaling):
+        return
+    names = _names(group, recipe)
+    absent = [name for name in names if name not in recipe.scales]
+    if absent:
+        raise Fp8Error(
+            f"no scales were calibrated for {', '.join(absent)}. Calibrate the model that is compiled, with inputs "
+            "that reach them; where its parts are compiled one by one, in this process, so that their names are known."
+        )
+    group.tensors.scale.copy_(torch.tensor([recipe.scales[name] for name in names]))
+
+
+def _names(group: SlotGroup, recipe: StaticScaling) -> list[str]:
+    """What the group's slots are called in the model that was calibrated."""
+    for module in _calibrated:
+        names = names_in(module, group)
+        if len(names) == len(group.table.names) and all(name in recipe.scales for name in names.values()):
+            return [names[inner] for inner in group.table.names]
+    return list(group.table.names)
+
+
+registry.on_new.append(_fill)
+
+
+def frozen_weights(frozen: Sequence[Frozen], args: Sequence[Any], groups: Sequence[SlotGroup]) -> list[Tensor]:
+    """The FP8 weights that a graph takes: made once, and again where a parameter has changed since."""
+    return [_frozen(f, args[f.position], groups[f.table]) for f in frozen]
+
+
+@torch.no_grad()
+def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
+    made_of = weight._version, weight.data_ptr()
+    if f not in group.weights or group.weights[f][0] != made_of:
+        x_q = scaling.quantize(weight, group.tensors.scale[f.slot], scaling.E4M3)
+        if f.by_columns:
+            x_q = x_q.t().contiguous().t()
+        group.weights[f] = made_of, x_q
+    return group.weights[f][1]
+
+
+def frozen_example(f: Frozen, weight: Tensor) -> Tensor:
+    """What a graph is compiled for: an FP8 tensor as `frozen_weights` makes it, of a parameter like `weight`."""
+    strides = (1, weight.shape[0]) if f.by_columns else torch.empty(weight.shape, device="meta").stride()
+    return torch.empty_strided(weight.shape, strides, dtype=scaling.E4M3, device=weight.device)
