@@ -47,11 +47,12 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
-    order = ["inline", "annotate", *(p.name for p in passes([]))]
+    on_dynamos = ["inline", "annotate", "lift_scale_states"]
+    order = [*on_dynamos, *(p.name for p in passes([]))]
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
     for name in order:
         doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
-        graph = "Dynamo's graph" if name in ("inline", "annotate") else "joint graph"
+        graph = "Dynamo's graph" if name in on_dynamos else "joint graph"
         rows.append(f"| [`{name}`](passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
     return "\n".join(rows)
 

@@ -5,6 +5,9 @@ from fp8pass.config import Config as Config
 from fp8pass.errors import Fp8Error as Fp8Error
 from fp8pass.explainer import explain as explain
 from fp8pass.ops import qdq as qdq
+from fp8pass.scale_state import ScaleState as ScaleState
+from fp8pass.scale_state import in_qdq as in_qdq
+from fp8pass.scale_state import out_qdq as out_qdq
 from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
 from fp8pass.state_dict import state as state
@@ -15,10 +18,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "Fp8Error",
+    "ScaleState",
     "accumulate",
     "calibrate",
     "dequantize",
     "explain",
+    "in_qdq",
+    "out_qdq",
     "qdq",
     "quantize",
     "recipes",

@@ -24,10 +24,13 @@ from fp8pass._torch import (
     select_decomp_table,
     tracing,
 )
-from fp8pass.compiled_graph import CompiledGraph
+from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
+from fp8pass.names import Names
 from fp8pass.passes.annotate import Annotation
 from fp8pass.pipeline import Pipeline, annotated
+from fp8pass.recipes import DelayedScaling, Schedule
+from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
 
 log = logging.getLogger(__name__)
@@ -51,11 +54,13 @@ def fp8pass(
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
+    if isinstance(config.recipe, Schedule):
+        return _scheduled(module, example_inputs, config, compile_graph)
     annotation = annotated(module, config)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config)
     if not annotation.tables:
-        return compiled
+        return _with_late_inputs(compiled, annotation)
     context = TracingContext.get()
 
     def for_cold_slots() -> Callable[..., Any]:
@@ -65,6 +70,24 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     return CompiledGraph(compiled, annotation, for_cold_slots)
 
 
+def _scheduled(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, compile_one: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The graph for the recipe of each step, compiled when the step comes."""
+    schedule, context = config.recipe, TracingContext.get()
+    assert isinstance(schedule, Schedule)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    owned = Names(placeholders).owned
+    counter = SlotTable((), 0, (), DelayedScaling(), torch.device("cpu"), tuple(owned.values()), (), (), training=True)
+
+    def compile_at(step: int) -> Callable[..., Any]:
+        with tracing(context):
+            run: Callable[..., Any] = compile_one(module, example_inputs, config.at_step(step))
+        return run
+
+    return ScheduledGraph(schedule, [i for i, p in enumerate(placeholders) if p in owned], counter, compile_at)
+
+
 def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
     """Examples of what the graph is called with behind Dynamo's inputs."""
     mode = detect_fake_mode(example_inputs)
@@ -72,7 +95,13 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
         return []
     with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
         state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
-        return [*state, *(frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)]
+        late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
+        return [*state, *(frozen_example(f, example_inputs[f.position]) for f in annotation.frozen), *late]
+
+
+def _with_late_inputs(run: Callable[..., Any], annotation: Annotation) -> Callable[..., Any]:
+    """What runs a graph that has no slots, called with Dynamo's inputs."""
+    return (lambda *args: run(*args, *annotation.late_inputs(args))) if annotation.late else run
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
@@ -139,9 +168,15 @@ def reference(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """A backend that runs the annotated graph eagerly: the numbers that the compiled graph is held to."""
-    annotation = annotated(module, make_config(options))
+    return _reference(module, example_inputs, make_config(options))
+
+
+def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+    if isinstance(config.recipe, Schedule):
+        return _scheduled(module, example_inputs, config, _reference)
+    annotation = annotated(module, config)
     if not annotation.tables:
-        return annotation.run
+        return _with_late_inputs(annotation.run, annotation)
     return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
 
 

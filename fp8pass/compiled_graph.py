@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass.passes.annotate import Annotation
-from fp8pass.slots import SlotGroup, registry
+from fp8pass.recipes import Schedule
+from fp8pass.slots import SlotGroup, SlotTable, registry
 from fp8pass.static import frozen_weights
 from fp8pass.steps import Pass, begin_step, checkpointed_region
 
@@ -58,20 +59,20 @@ class CompiledGraph:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
         owned = [args[i] for i in self._annotation.owned]
         groups = [registry.of(table, owned) for table in self._annotation.tables]
-        weights = frozen_weights(self._annotation.frozen, args, groups)
+        last = [*frozen_weights(self._annotation.frozen, args, groups), *self._annotation.late_inputs(args)]
         region = checkpointed_region() if groups else None
         if region is None:
             run = self._begin(groups)
-            return run(*args, *_inputs(groups), *weights)
+            return run(*args, *_inputs(groups), *last)
         (of, repeated), key = region, self._key(groups)
         if repeated is Pass.REPEATED and any(g.table.training for g in groups):
-            return self._repeat(of.next_forward(key), groups, args)
+            return self._repeat(of.next_forward(key), groups, args, last)
         if not torch.is_grad_enabled():
             for group in groups:
                 group.begin_trained_step(begin_step)
         run = self._begin(groups)
         scales: list[tuple[Sequence[Hashable], Tensor]] = [(g.keys(), g.tensors.scale) for g in groups]
-        result = run(*args, *_inputs(groups), *weights)
+        result = run(*args, *_inputs(groups), *last)
         trains = torch.is_grad_enabled()
         of.remember(key, _Forward(run if trains else None, [(k, s.clone()) for k, s in scales], recorded=trains))
         return result
@@ -88,7 +89,9 @@ class CompiledGraph:
         """Of the code and the instance; the same for its training and its evaluation."""
         return tuple((g.table.names[: g.table.n_forward], *map(id, g.owned_tensors())) for g in groups)
 
-    def _repeat(self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any]) -> Any:
+    def _repeat(
+        self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any], last: Sequence[Tensor]
+    ) -> Any:
         """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice."""
         if forward is None:  # of a region within a region: no later step can have begun, unless steps overlap
             forward = _Forward(None, [], recorded=True)
@@ -104,7 +107,7 @@ class CompiledGraph:
         cold = forward.run is None and any(bool((x == 0).any()) for x in inputs[:: len(inputs) // len(groups)])
         forward.recorded = True
         run = forward.run or (self._annotation.bootstrapped().run if cold else self._compiled)
-        return run(*args, *inputs)
+        return run(*args, *inputs, *last)
 
     def _for_step_of(self, groups: Sequence[SlotGroup]) -> Run:
         """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
@@ -125,6 +128,36 @@ class CompiledGraph:
                 )
                 self._for_cold_slots = self._compile_for_cold_slots()
         return self._for_cold_slots
+
+
+class ScheduledGraph:
+    """A graph whose recipe changes with the steps of the instance that it is called for; what Dynamo calls.
+
+    compile_at: compiles for the recipe of a step. table: without slots, by which the steps are counted.
+    """
+
+    def __init__(
+        self, schedule: Schedule, owned: Sequence[int], table: SlotTable, compile_at: Callable[[int], Run]
+    ) -> None:
+        self._schedule = schedule
+        self._owned = owned
+        self._table = table
+        self._compile_at = compile_at
+        self._runs: dict[int, Run] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the graph as it is at this step. Evaluation is as the last step was."""
+        counter = registry.of(self._table, [args[i] for i in self._owned])
+        region = checkpointed_region()
+        repeated = region is not None and region[1] is Pass.REPEATED
+        if not repeated and (torch.is_grad_enabled() or region is not None):
+            begin_step(counter)
+        begin = self._schedule.begin_of(max(counter.steps - 1, 0))
+        with self._lock:
+            if begin not in self._runs:
+                self._runs[begin] = self._compile_at(begin)
+        return self._runs[begin](*args)
 
 
 def _inputs(groups: Sequence[SlotGroup]) -> Iterator[Tensor]:

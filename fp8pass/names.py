@@ -25,6 +25,15 @@ class Names:
         self._keep_root = len({root for root, _ in paths.values()}) > 1
         self.owned = {p: self._join(*path) for p, path in paths.items()}
         self._taken: Counter[str] = Counter()
+        self._stands_for: dict[fx.Node, fx.Node] = {}
+
+    def alias(self, inner: fx.Node, outer: fx.Node) -> None:
+        """`inner`, an input of a graph within the graph, is given `outer`."""
+        self._stands_for[inner] = self._stands_for.get(outer, outer)
+
+    def is_owned(self, node: fx.Node) -> bool:
+        """Whether the node is one of `owned`, or stands for one."""
+        return self._stands_for.get(node, node) in self.owned
 
     def of(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[str, int]:
         """The name of a matmul, and which of `owned` it goes with, or -1.
@@ -32,8 +41,9 @@ class Names:
         That is the path of the parameter that is an operand, without "weight"; else the module's path and the op.
         """
         for operand in operands:
-            if isinstance(operand, fx.Node) and operand in self.owned:
-                return self.owned[operand].removesuffix(".weight"), list(self.owned).index(operand)
+            if isinstance(operand, fx.Node) and self.is_owned(operand):
+                parameter = self._stands_for.get(operand, operand)
+                return self.owned[parameter].removesuffix(".weight"), list(self.owned).index(parameter)
         stack = node.meta.get("nn_module_stack") or {}
         path = self._join(*_path(list(stack.values())[-1][0])) if stack else ""
         return f"{path}.{op}" if path else op, -1
@@ -50,13 +60,17 @@ class Names:
 
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
+_DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
+_WRAPPER = "_checkpoint_wrapped_module"
 
 
 def _path(source: str) -> tuple[str, str]:
     """("model", "layers.0.up.weight") of "L['model']._modules['layers']._modules['0']..." """
+    source = _DICT.sub(r".\1", source)
     head = re.match(r"[A-Z]\['([^']+)'\]", source)
     root, rest = (head[1], source[head.end() :]) if head else ("", source)
-    return root, ".".join(next(filter(None, step)).strip("'\"") for step in _STEP.findall(rest))
+    steps = (next(filter(None, step)).strip("'\"") for step in _STEP.findall(rest))
+    return root, ".".join(step for step in steps if step != _WRAPPER)
 
 
 def _source_name(placeholder: fx.Node) -> str:

@@ -1,6 +1,6 @@
 """The passes over the joint graph, in order, and what happens around each of them.
 
-The one file that knows the order. The annotate pass is not here: it runs on Dynamo's graph, before AOTAutograd.
+The one file that knows the order. `annotated` is what comes before: two passes on Dynamo's graph, ahead of AOTAutograd.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.expand_blocks import ExpandBlocks
+from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
@@ -34,8 +35,9 @@ log = logging.getLogger(__name__)
 
 
 def annotated(module: fx.GraphModule, config: Config) -> Annotation:
-    """Dynamo's graph with what the recipe inserts; as it is under recipe None."""
-    return Annotation(module, [], []) if config.recipe is None else annotate(module, config)
+    """Dynamo's graph with what the recipe inserts, nothing under recipe None, and the states that the user wrote."""
+    annotation = Annotation(module, [], []) if config.recipe is None else annotate(module, config)
+    return lift_scale_states(annotation)
 
 
 def passes(choices: list[Choice]) -> list[Pass]:

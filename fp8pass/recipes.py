@@ -268,6 +268,10 @@ class Schedule:
     def __repr__(self) -> str:
         return f"Schedule({dict(self.phases)!r})"
 
+    def begin_of(self, step: int) -> int:
+        """The step with which the phase of a step, counted from 0, begins."""
+        return max(begin for begin, _ in self.phases if begin <= step)
+
     def at(self, step: int) -> Plan:
         """The recipe of a step, counted from 0."""
-        return next(plan for begin, plan in reversed(self.phases) if step >= begin)
+        return dict(self.phases)[self.begin_of(step)]

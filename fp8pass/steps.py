@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fp8pass._torch import CheckpointFunction, _CheckpointFrame, current_graph_task_id, top_saved_tensors_hooks
+from fp8pass.scale_state import ScaleState
 from fp8pass.slots import SlotGroup
 
 
@@ -47,11 +48,16 @@ def accumulate(module: Any) -> Iterator[None]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
     mine = _Accumulation({id(t) for t in itertools.chain(module.parameters(), module.buffers())})
+    states = [m for m in module.modules() if isinstance(m, ScaleState)]
+    for state in states:
+        state.begin_accumulation()
     _accumulations.append(mine)
     try:
         yield
     finally:
         _accumulations.remove(mine)
+        for state in states:
+            state.end_accumulation()
 
 
 def begin_step(group: SlotGroup) -> None:

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
-from fp8pass import hardware, ops, scaling
+from fp8pass import hardware, ops, scale_state, scaling
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
 from fp8pass.graph import source_of
@@ -48,7 +49,7 @@ from fp8pass.passes.spellings import (
     set_argument,
     spelling_of,
 )
-from fp8pass.passes.state_inputs import Frozen, Slot, freeze, lift_state
+from fp8pass.passes.state_inputs import STATE_INPUTS, Frozen, Region, Slot, freeze, lift_state
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -63,6 +64,7 @@ from fp8pass.recipes import (
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.slots import SlotTable
 
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 KINDS: tuple[Kind, ...] = tuple(FACTORS)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,7 +92,8 @@ class Annotation:
     """An annotated copy of Dynamo's graph.
 
     owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
-    the order of the state inputs. frozen: the inputs behind those, parameters in FP8.
+    the order of the state inputs. Behind those come `frozen`, parameters in FP8, and `late`, positions of inputs that
+    the graph takes once more, for its backward to write.
     """
 
     module: fx.GraphModule
@@ -98,18 +101,39 @@ class Annotation:
     owned: list[int]
     tables: list[SlotTable] = field(default_factory=list)
     frozen: list[Frozen] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
     def bootstrapped(self) -> Annotation:
         """A copy in which a slot without history is scaled by the tensor's own amax."""
-        module = _copy(self.module)
-        for node in module.graph.nodes:
-            node.args = tuple(replace(a, bootstrap=True) if isinstance(a, ops.Delayed) else a for a in node.args)
-        module.recompile()
+        module = copy_to_edit(self.module)
+        for part in filter(_is_graph, module.modules()):
+            for node in part.graph.nodes:
+                node.args = tuple(replace(a, bootstrap=True) if isinstance(a, ops.Delayed) else a for a in node.args)
+            part.recompile()
         return replace(self, module=module)
+
+    def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
+        """What the graph, called with Dynamo's `args`, takes last: see `SlotTensors.inputs`."""
+        return [args[i].data for i in self.late]
 
     def run(self, *args: Any) -> Any:
         """The graph, eagerly."""
-        return fx.Interpreter(self.module).run(*args)
+        return _Eager(self.module).run(*args)
+
+
+class _Eager(fx.Interpreter):
+    """Runs checkpointed regions as eager checkpoints, for which state, which changes meanwhile, is no argument."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not CHECKPOINT:
+            return super().call_function(target, args, kwargs)
+        body, *inputs = args
+        first_state = len(inputs) - body.meta.get(STATE_INPUTS, 0)
+        state = inputs[first_state:]
+        if (context := body.meta.get("_checkpoint_context_fn")) is not None:
+            kwargs = {**kwargs, "context_fn": context}
+        kwargs = {**kwargs, "use_reentrant": False}
+        return checkpoint(lambda *a: _Eager(body).run(*a, *state), *inputs[:first_state], **kwargs)
 
 
 @dataclass(frozen=True)
@@ -206,6 +230,8 @@ _ELEMENTWISE_OR_VIEW = re.compile(
 def _comes_from_fp8(node: fx.Node) -> bool:
     """Whether the user dequantized this operand: casts, scales and views lead from an FP8 tensor to it."""
     while True:
+        if node.target in (scale_state.qdq_operand, scale_state.qdq_unrecorded):
+            return True
         value = node.meta.get("example_value")
         if isinstance(value, Tensor) and value.dtype in (*scaling.FP8_DTYPES, *scaling.FNUZ_DTYPES):
             return True
@@ -227,7 +253,7 @@ def annotate(module: fx.GraphModule, config: Config) -> Annotation:
 
 class _Annotator:
     def __init__(self, module: fx.GraphModule, config: Config) -> None:
-        self.module = _copy(module)
+        self.module = copy_to_edit(module)
         self.graph = self.module.graph
         self.config = config
         self.grad_enabled = torch.is_grad_enabled()
@@ -237,22 +263,45 @@ class _Annotator:
         self.choices: list[Choice] = []
         self.quantized: dict[Hashable, fx.Node] = {}
         self.by_columns: set[fx.Node] = set()
+        self.regions: list[Region] = []
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
+        self._visit_all("")
+        owned = tuple(self.names.owned.values())
+        tables = lift_state(self.graph, self.slots, self.regions, owned, self.device)
+        frozen = freeze(self.graph, tables, self.by_columns)
+        for module in (self.module, *(region.body for region in self.regions)):
+            module.graph.lint()
+            module.recompile()
+        positions = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
+        return Annotation(self.module, self.choices, positions, tables, frozen)
+
+    def _visit_all(self, transform: str) -> None:
         inline(self.module)
-        transform = next(filter(None, map(_function_transform, self.graph.nodes)), "")
+        transform = next(filter(None, map(_function_transform, self.graph.nodes)), transform)
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
-                self._visit_region(getattr(self.module, str(node.target), None), node)
+                self._list_region(getattr(self.module, str(node.target), None), node)
+            elif node.target is CHECKPOINT:
+                self._enter(node, transform)
             else:
                 self._visit(node, transform)
-        tables = lift_state(self.graph, self.slots, tuple(self.names.owned.values()), self.device)
-        frozen = freeze(self.graph, tables, self.by_columns)
-        self.graph.lint()
-        self.module.recompile()
-        owned = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
-        return Annotation(self.module, self.choices, owned, tables, frozen)
+
+    def _enter(self, call: fx.Node, transform: str) -> None:
+        """Annotate the body of a region of activation checkpointing, as a part of this graph."""
+        body = getattr(self.module, str(call.args[0].target))  # type: ignore[union-attr]
+        self.regions.append(Region(self.graph, call, body))
+        inputs = (n for n in body.graph.nodes if n.op == "placeholder")
+        for inner, outer in zip(inputs, call.args[1:], strict=True):
+            if isinstance(outer, fx.Node):
+                self.names.alias(inner, outer)
+        around = self.module, self.graph, self.quantized, self.grad_enabled
+        self.module, self.graph, self.quantized = body, body.graph, {}
+        self._visit_all(transform)
+        self.module, self.graph, self.quantized, self.grad_enabled = around
+        if any(map(mutates, body.graph.nodes)):
+            self.quantized.clear()
 
     def _visit(self, node: fx.Node, transform: str) -> None:
         if node.target is torch._C._set_grad_enabled:
@@ -281,14 +330,14 @@ class _Annotator:
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         _Rewriter(self, call, choice, anchor).rewrite()
 
-    def _visit_region(self, region: Any, holder: fx.Node) -> None:
-        """Matmuls in a graph of its own, of activation checkpointing or control flow: listed, not annotated."""
-        if not isinstance(region, fx.GraphModule):
+    def _list_region(self, region: Any, holder: fx.Node) -> None:
+        """Matmuls in a graph of its own, of control flow: listed, not annotated."""
+        if not isinstance(region, fx.GraphModule) or any(user.target is CHECKPOINT for user in holder.users):
             return
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
         for node in region.graph.nodes:
             if node.op == "get_attr":
-                self._visit_region(getattr(region, str(node.target), None), holder)
+                self._list_region(getattr(region, str(node.target), None), holder)
             elif spelling := spelling_of(node):
                 choice, _ = self._choice(node, spelling)
                 choice.wanted, choice.rule = True, "region"
@@ -409,7 +458,7 @@ class _Rewriter:
         node, owner = self._call(how, args, like), self.owner
         for quantizer in {a for a in args if isinstance(a, ops.Stateful)}:
             name = owner.names.slot(self.choice.name, role)
-            place = "" if like in owner.names.owned else self.choice.source
+            place = "" if owner.names.is_owned(like) else self.choice.source
             owner.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
         return node
 
@@ -445,6 +494,10 @@ def _for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
     )
 
 
+def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
+    return isinstance(module, fx.GraphModule)
+
+
 def _function_transform(node: fx.Node) -> str:
     name = str(getattr(node.target, "__name__", ""))
     return name if node.op == "call_function" and name in _TRANSFORMS else ""
@@ -461,7 +514,7 @@ def _add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> T
     return y + (bias if beta in (0, 1) else beta * bias)
 
 
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
+def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     """A copy to edit: Dynamo goes on using its own graph's placeholders. Carries over what AOTAutograd reads of it."""
     graph = fx.Graph()
     twin: dict[fx.Node, fx.Node] = {}
@@ -470,6 +523,9 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
     copy = fx.GraphModule(module, graph)
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule) and hasattr(copy, name):
+            setattr(copy, name, copy_to_edit(child))
     copy.meta = dict(module.meta)
     if hasattr(module, "_param_name_to_source"):
         copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[arg-type, assignment]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph import Builder, compute, val
@@ -227,6 +228,8 @@ class _Rewriter:
             y = self._add_bias(y, m)
         for node in m.after.reshapes:
             y = movement.move(node, y, m.after.dtype, self._emit)
+        if m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:  # by a policy that says to save matmuls
+            y.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self._replace(m.after.end, y)
         gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note
         gemm.scaling = gemm.scaling or "user"

@@ -24,6 +24,15 @@ from fp8pass.slots import SlotTable
 
 
 @dataclass(frozen=True)
+class Region:
+    """A graph within the graph, of activation checkpointing: `call`, in the graph `outer`, runs `body`."""
+
+    outer: fx.Graph
+    call: fx.Node
+    body: fx.GraphModule
+
+
+@dataclass(frozen=True)
 class Frozen:
     """An input of the graph that is a parameter in FP8, quantized in advance.
 
@@ -35,6 +44,10 @@ class Frozen:
     table: int
     slot: int
     by_columns: bool
+
+
+STATE_INPUTS = "fp8pass_state_inputs"
+"""In the meta of a region's body: how many of its inputs, the last ones, are state."""
 
 
 @dataclass
@@ -50,9 +63,12 @@ class Slot:
 
 
 def lift_state(
-    graph: fx.Graph, slots: list[Slot], owned: tuple[str, ...], device: torch.device | None
+    graph: fx.Graph, slots: list[Slot], regions: list[Region], owned: tuple[str, ...], device: torch.device | None
 ) -> list[SlotTable]:
-    """Give the graph the state inputs of each recipe, and every quantizer its place in them."""
+    """Give the graph the state inputs of each recipe, and every quantizer its place in them.
+
+    regions: outer ones before inner ones; their bodies get as inputs of their own what is read in there.
+    """
     by_recipe: dict[DelayedScaling | StaticScaling, list[Slot]] = {}
     for slot in slots:
         by_recipe.setdefault(slot.quantizer.recipe, []).append(slot)
@@ -71,7 +87,7 @@ def lift_state(
             places=tuple(s.place for s in ordered),
             training=any(isinstance(s.quantizer, ops.Delayed) and s.quantizer.record for s in ordered),
         )
-        _place(graph, table, ordered, f"_{len(tables)}" if tables else "")
+        _place(graph, table, ordered, regions, f"_{len(tables)}" if tables else "")
         tables.append(table)
     return tables
 
@@ -86,30 +102,41 @@ def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -
     for node in [n for n in graph.nodes if n.target is ops.frozen_operand]:
         weight, quantizer, *rest = node.args
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-        node.args = (_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
+        node.args = (state_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
         found.append(Frozen(positions[weight], table, quantizer.slot, node in by_columns))
     return found
 
 
-def _place(graph: fx.Graph, table: SlotTable, slots: list[Slot], suffix: str) -> None:
+def _place(graph: fx.Graph, table: SlotTable, slots: list[Slot], regions: list[Region], suffix: str) -> None:
     names = ops.INPUTS if table.remembers else ("scales",)
-    inputs = {name: _input(graph, f"fp8pass_{name}{suffix}") for name in names}
-    scales = inputs.get("scales") or inputs["scale"]
-    if table.training:
-        scales = _begin_step(graph, table.recipe, inputs)
+    inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
+    read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late")}
+    if table.remembers:
+        read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+    within = {graph: read}
+    for region in regions:
+        within[region.body.graph] = _thread(region, within[region.outer], suffix)
     for i, slot in enumerate(slots):
-        backward = i >= table.n_forward
+        backward, of = i >= table.n_forward, within[slot.node.graph]
         placed: ops.Stateful
-        if not isinstance(slot.quantizer, ops.Static):
-            placed = replace(slot.quantizer, slot=i, index=i - table.n_forward if backward else i)
-            state = [scales, inputs["amax_backward_late" if backward else "amax_forward"]]
+        if isinstance(slot.quantizer, ops.Static):
+            placed, state = replace(slot.quantizer, slot=i), [of["scales"]]
         else:
-            placed, state = replace(slot.quantizer, slot=i), [scales]
+            placed = replace(slot.quantizer, slot=i, index=i - table.n_forward if backward else i)
+            state = [of["scales"], of["amax_backward_late" if backward else "amax_forward"]]
         args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
         slot.node.args = args
 
 
-def _input(graph: fx.Graph, name: str) -> fx.Node:
+def _thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:
+    """Hand state on into the body of a region; returns what it is called there."""
+    region.call.args = (*region.call.args, *outer.values())
+    region.body.meta[STATE_INPUTS] = region.body.meta.get(STATE_INPUTS, 0) + len(outer)
+    return {name: state_input(region.body.graph, f"fp8pass_{name}{suffix}") for name in outer}
+
+
+def state_input(graph: fx.Graph, name: str) -> fx.Node:
+    """A new input of the graph, behind all others."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)

@@ -25,8 +25,11 @@ def test_public_names_have_docstrings() -> None:
     assert sorted(fp8pass.__all__) == [
         "Config",
         "Fp8Error",
+        "ScaleState",
         "dequantize",
         "explain",
+        "in_qdq",
+        "out_qdq",
         "qdq",
         "quantize",
         "recipes",
