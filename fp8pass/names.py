@@ -61,7 +61,8 @@ class Names:
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
 _DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
-_WRAPPER = "_checkpoint_wrapped_module"
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+"""What `checkpoint_wrapper` puts into paths, and takes out of the names in a state dict."""
 
 
 def _path(source: str) -> tuple[str, str]:
@@ -70,7 +71,7 @@ def _path(source: str) -> tuple[str, str]:
     head = re.match(r"[A-Z]\['([^']+)'\]", source)
     root, rest = (head[1], source[head.end() :]) if head else ("", source)
     steps = (next(filter(None, step)).strip("'\"") for step in _STEP.findall(rest))
-    return root, ".".join(step for step in steps if step != _WRAPPER)
+    return root, ".".join(step for step in steps if step != CHECKPOINT_WRAPPER)
 
 
 def _source_name(placeholder: fx.Node) -> str:

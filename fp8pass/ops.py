@@ -8,7 +8,7 @@ depend on whether it is being compiled.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
-from fp8pass._torch import current_graph_task_id
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -272,7 +271,7 @@ class _QDQ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
-        return _once(quantizer)(x, *state)
+        return quantizer(x, *state)
 
     @staticmethod
     @once_differentiable
@@ -323,14 +322,7 @@ def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
 
 def operand(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
     """`x`, quantized and dequantized if there is a quantizer; no gradient passes."""
-    return x.detach() if quantizer is None else _once(quantizer)(x.detach(), *state)
-
-
-def _once(quantizer: Quantizer) -> Quantizer:
-    """A forward that an eager backward runs again, of activation checkpointing, records nothing a second time."""
-    if isinstance(quantizer, Delayed) and current_graph_task_id() != -1:
-        return replace(quantizer, record=False)
-    return quantizer
+    return x.detach() if quantizer is None else quantizer(x.detach(), *state)
 
 
 def route(

@@ -1,6 +1,6 @@
 """The passes over the joint graph, in order, and what happens around each of them.
 
-The one file that knows the order. `annotated` is what comes before: two passes on Dynamo's graph, ahead of AOTAutograd.
+The one file that knows the order. `annotated` comes first: passes on Dynamo's graph, ahead of AOTAutograd.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ log = logging.getLogger(__name__)
 def annotated(module: fx.GraphModule, config: Config) -> Annotation:
     """Dynamo's graph with what the recipe inserts, nothing under recipe None, and the states that the user wrote."""
     annotation = Annotation(module, [], []) if config.recipe is None else annotate(module, config)
+    for choice in annotation.choices:
+        if config.strict and choice.rule == "region":
+            raise Fp8Error(
+                f"strict: output of {choice.name} at {choice.source} does not run in FP8: {choice.reason}. Leave it "
+                "out with filter=, or drop strict."
+            )
     return lift_scale_states(annotation)
 
 

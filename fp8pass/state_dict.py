@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass.errors import Fp8Error
+from fp8pass.names import CHECKPOINT_WRAPPER
 from fp8pass.slots import PARTS, Entry, SlotGroup, registry
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
     if module is not None:
         tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         for path, tensor in itertools.chain(*tensors):
-            paths.setdefault(id(tensor), []).append(path)
+            paths.setdefault(id(tensor), []).append(path.replace(f"{CHECKPOINT_WRAPPER}.", ""))
     renames = [
         _rename(relative, paths[id(mine)]) if id(mine) in paths else None
         for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)

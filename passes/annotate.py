@@ -21,6 +21,7 @@ dynamically.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,18 +123,32 @@ class Annotation:
 
 
 class _Eager(fx.Interpreter):
-    """Runs checkpointed regions as eager checkpoints, for which state, which changes meanwhile, is no argument."""
+    """Runs checkpointed regions as eager checkpoints, for which state, which changes meanwhile, is no argument.
+
+    record: false where the backward runs a region again.
+    """
+
+    def __init__(self, module: fx.GraphModule, record: bool = True) -> None:
+        super().__init__(module)
+        self.record = record
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is not CHECKPOINT:
-            return super().call_function(target, args, kwargs)
-        body, *inputs = args
+        if target is CHECKPOINT:
+            return self._checkpoint(*args, **kwargs)
+        if not self.record and target in (ops.qdq_operand, ops.operand):  # a gradient is quantized by its backward only
+            args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
+        return super().call_function(target, args, kwargs)
+
+    def _checkpoint(self, body: fx.GraphModule, *inputs: Any, **kwargs: Any) -> Any:
         first_state = len(inputs) - body.meta.get(STATE_INPUTS, 0)
-        state = inputs[first_state:]
+        runs = itertools.count()
+
+        def run(*args: Any) -> Any:
+            return _Eager(body, record=self.record and next(runs) == 0).run(*args, *inputs[first_state:])
+
         if (context := body.meta.get("_checkpoint_context_fn")) is not None:
-            kwargs = {**kwargs, "context_fn": context}
-        kwargs = {**kwargs, "use_reentrant": False}
-        return checkpoint(lambda *a: _Eager(body).run(*a, *state), *inputs[:first_state], **kwargs)
+            kwargs["context_fn"] = context
+        return checkpoint(run, *inputs[:first_state], **{**kwargs, "use_reentrant": False})
 
 
 @dataclass(frozen=True)

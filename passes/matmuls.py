@@ -83,8 +83,7 @@ class Matmuls:
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
         if index is None and recipe is not None:
-            choice.rule = "composite"
-            choice.reason = f"comes from {_origin(node)}, which fp8pass does not quantize; write it as a matmul"
+            choice.rule, choice.reason = _why_unknown(node)
         declined = choice.declined.get(kind)
         return Gemm(
             kind=kind,
@@ -186,6 +185,14 @@ def _custom(node: fx.Node) -> dict[str, Any]:
     """What the annotate pass left on the call that this node comes of."""
     custom = node.meta.get("custom")
     return custom if isinstance(custom, dict) else {}
+
+
+def _why_unknown(node: fx.Node) -> tuple[str, str]:
+    """The rule and the reason of a matmul that the annotate pass has not seen."""
+    origin = _origin(node)
+    if origin == str(node.target):
+        return "region", "inside a graph of its own, which fp8pass does not enter; compile its inside by itself"
+    return "composite", f"comes from {origin}, which fp8pass does not quantize; write it as a matmul"
 
 
 def _origin(node: fx.Node) -> str:

