@@ -59,12 +59,12 @@ def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
 def reshape(x: Any, shape: Any, emit: Emit) -> Any:
     """A view of `x`, if need be of a copy: one that Inductor makes by itself may have another layout than it says."""
     value = val(x) if isinstance(x, fx.Node) else x
-    if not _is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
+    if not is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
         x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
     return emit(aten.view.default, x, shape)
 
 
-def _is_view(x: torch.Tensor, shape: Any) -> bool:
+def is_view(x: torch.Tensor, shape: Any) -> bool:
     """Whether `x.view(shape)` exists. Without sizes of 1, for there fake tensors say yes too often."""
     try:
         x.squeeze().view(shape)

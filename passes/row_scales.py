@@ -34,42 +34,70 @@ class RowScale:
 
     def check(self, dim: int, mode: FakeTensorMode) -> None:
         """Raise Reject if the scale may change along the dimension `dim`, over which the matmul sums."""
-        rows = self._without(dim, mode)
-        shape = f"{at(self.node)} scales by a tensor of shape {list(val(self.factor).shape)}"
-        if rows is None:
-            raise Reject("scale shape", f"{shape}, which may change along the sum")
-        if len(_known(rows)) < rows.dim() - 1 or not (self._is_whole(rows) or _is_static(val(self.node))):
-            raise Reject("scale shape", f"{shape}, of a symbolic size")
+        scales = f"{at(self.node)} scales by a tensor of shape {list(val(self.factor).shape)}"
+        found = self._without(dim, mode)
+        if found is None:
+            raise Reject("scale shape", f"{scales}, which may change along the sum")
+        rows, whole = found
+        if len(_known(rows)) < rows.dim() - 1 or not (whole or _is_static(val(self.node))):
+            raise Reject("scale shape", f"{scales}, of a symbolic size")
 
     def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
         """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M]."""
-        rows = self._without(dim, mode)
-        assert rows is not None, self
-        if self._is_whole(rows):  # nothing but sizes of 1 came and went
+        found = self._without(dim, mode)
+        assert found is not None, self
+        rows, whole = found
+        if whole:  # nothing but sizes of 1 came and went
             shape = [size if isinstance(size, int) else -1 for size in rows.shape]
             return emit(aten.reshape.default, self._factor(emit), shape)
-        return emit(aten.select.int, self._spread(emit), dim, 0)
+        return emit(aten.select.int, self._spread(self._factor(emit), emit), dim, 0)
 
-    def _without(self, dim: int, mode: FakeTensorMode) -> torch.Tensor | None:
-        """`moved`, on fake tensors; None if it can't be shown to be one number along `dim`."""
-        spread = self._spread(lambda target, *args, **kwargs: compute(mode, target, args, kwargs))
-        return spread.select(dim, 0) if statically_known_true(spread.stride(dim) == 0) else None
+    def _without(self, dim: int, mode: FakeTensorMode) -> tuple[torch.Tensor, bool] | None:
+        """`moved`, on fake tensors, and whether it has the elements of the factor in their order.
 
-    def _is_whole(self, rows: torch.Tensor) -> bool:
-        """Whether `rows` are the elements of the factor, in their order."""
-        same = rows.is_contiguous() and statically_known_true(rows.numel() == val(self.factor).numel())
-        return same and statically_known_true(rows.storage_offset() == 0)
+        None if it can't be shown to be one number along `dim`.
+        """
 
-    def _spread(self, emit: Emit) -> Any:
-        """The scale in the operand's shape."""
-        scale = emit(aten.expand.default, self._factor(emit), list(val(self.node).shape))
-        for node in self.moves:
-            scale = movement.move(node, scale, torch.float32, emit)
-        return scale
+        def on_fakes(target: Any, *args: Any, **kwargs: Any) -> Any:
+            return compute(mode, target, args, kwargs)
+
+        factor = self._factor(on_fakes)
+        spread = self._spread(factor, on_fakes)
+        if not statically_known_true(spread.stride(dim) == 0):
+            return None
+        rows = spread.select(dim, 0)
+        same = rows.is_contiguous() and statically_known_true(rows.numel() == factor.numel())
+        view = rows.untyped_storage()._cdata == factor.untyped_storage()._cdata
+        return rows, view and same and factor.is_contiguous() and statically_known_true(rows.storage_offset() == 0)
 
     def _factor(self, emit: Emit) -> Any:
         scale = emit(prims.convert_element_type.default, self.factor, torch.float32)
         return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
+
+    def _spread(self, factor: Any, emit: Emit) -> Any:
+        """The scale in the operand's shape."""
+        scale = emit(aten.expand.default, factor, list(val(self.node).shape))
+        for node in self.moves:
+            if node.target in (aten.view.default, aten.reshape.default):
+                scale = _viewable(scale, node.args[1], emit)
+            scale = movement.move(node, scale, torch.float32, emit)
+        return scale
+
+
+def _viewable(scale: Any, shape: Any, emit: Emit) -> Any:
+    """`scale`, laid out so that a view of this shape exists, and as many of its dimensions as can be are repeated."""
+    value = val(scale) if isinstance(scale, fx.Node) else scale
+    repeated = [d for d, stride in enumerate(value.stride()) if stride == 0 and value.shape[d] != 1]
+    if not _is_static(value) or movement.is_view(value, shape):
+        return scale
+    for keep in (repeated, *([r for r in repeated if r != d] for d in repeated)):
+        small = [1 if d in keep else size for d, size in enumerate(value.shape)]
+        if movement.is_view(torch.empty(small, device="meta").expand(value.shape), shape):
+            for d in keep:
+                scale = emit(aten.slice.Tensor, scale, d, 0, 1)
+            scale = emit(aten.clone.default, scale, memory_format=torch.contiguous_format)
+            return emit(aten.expand.default, scale, list(value.shape))
+    return scale
 
 
 def _known(x: torch.Tensor) -> list[int]:

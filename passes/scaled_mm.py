@@ -247,12 +247,13 @@ class _Rewriter:
     def _row_scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
         """The product with a scale for each row of either operand."""
         products = self.batches.products(a, b)
-        factor, one = self._scale_inv(m.after.scale, a.x), self._scale_inv(UNSCALED, a.x)
+        one = self._scale_inv(UNSCALED, a.x)
+        factor = None if m.after.scale == UNSCALED else self._scale_inv(m.after.scale, a.x)
         self.at = m.after.end
         bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
         results = []
         for p in products:
-            scale_a, scale_b = self._rows(p.rows_a, p.a, factor), self._rows(p.rows_b, p.b, one)
+            scale_a, scale_b = self._rows(p.rows_a, p.a, factor), self._rows(p.rows_b, p.b, None)
             column = self._emit(aten.view.default, scale_a, [self.batches.layout.size(scale_a, 0), 1])
             if m.by_row == "kernel":
                 row = self._emit(aten.view.default, scale_b, [1, self.batches.layout.size(scale_b, 0)])
@@ -265,18 +266,18 @@ class _Rewriter:
             results.append(y)
         return self.batches.assembled(results, a, b)
 
-    def _rows(self, rows: fx.Node | None, x: fx.Node, factor: fx.Node) -> fx.Node:
+    def _rows(self, rows: fx.Node | None, x: fx.Node, factor: fx.Node | None) -> fx.Node:
         """f32[R], contiguous: the scale of each row of `x` f8[R, K], times `factor`; padded as `x` is."""
         if rows is None:
-            rows = self._emit(aten.expand.default, factor, [self.batches.layout.size(x, 0)])
-        else:
+            scale = self._scale_inv(UNSCALED, x) if factor is None else factor
+            rows = self._emit(aten.expand.default, scale, [self.batches.layout.size(x, 0)])
+        elif factor is not None:
             rows = self._emit(aten.mul.Tensor, rows, factor)
         if not statically_known_true(val(rows).shape[0] == val(x).shape[0]):
             rows = self.batches.layout.pad(rows, (-1,))
         # of a buffer, and not of an expression: of that Inductor makes a view with strides that CPU kernels refuse
-        return self._emit(
-            FORCE_STRIDE_ORDER, self._emit(aten.clone.default, rows, memory_format=torch.contiguous_format), [1]
-        )
+        contiguous = self._emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
+        return self._emit(FORCE_STRIDE_ORDER, contiguous, [1])
 
     def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if val(x).dtype == dtype else self._emit(prims.convert_element_type.default, x, dtype)

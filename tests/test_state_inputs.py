@@ -1,0 +1,83 @@
+"""State as inputs of the annotated graph: which there are, in which order, and inside regions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass import ops
+from fp8pass.config import Config
+from fp8pass.passes.annotate import Annotation, annotate
+from fp8pass.passes.state_inputs import STATE_INPUTS, Frozen
+from fp8pass.recipes import DelayedScaling, StaticScaling
+
+
+def annotation(model: nn.Module, recipe: Any, training: bool = True) -> Annotation:
+    made: list[Annotation] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        made.append(annotate(module, Config(recipe=recipe)))
+        return module.forward
+
+    with torch.set_grad_enabled(training):
+        torch.compile(model, backend=backend, fullgraph=True)(torch.randn(16, 32))
+    (only,) = made
+    return only
+
+
+def state_inputs(graph: fx.Graph) -> list[str]:
+    return [n.name for n in graph.nodes if n.op == "placeholder" and n.name.startswith("fp8pass_")]
+
+
+def test_a_recipe_without_state_has_no_inputs() -> None:
+    for recipe in ("dynamic", "rowwise"):
+        a = annotation(nn.Linear(32, 48), recipe)
+        assert (a.tables, state_inputs(a.module.graph)) == ([], [])
+
+
+def test_each_recipe_has_inputs_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    a = annotation(model, {"0": DelayedScaling(margin=1), "1": DelayedScaling(), "*": None})
+    names = [f"fp8pass_{n}" for n in ops.INPUTS]
+    assert state_inputs(a.module.graph) == [*names, *(f"{n}_1" for n in names)]
+    assert [t.names for t in a.tables] == [
+        ("0.input", "0.weight", "0.grad_output"), ("1.input", "1.weight", "1.grad_output"),
+    ]  # fmt: skip
+    steps = [n for n in a.module.graph.nodes if n.target is ops.begin_step]
+    assert {n.args[0] for n in steps} == {DelayedScaling(margin=1), DelayedScaling()}
+
+
+def test_a_region_gets_what_is_read_in_it() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.a(x)
+            return checkpoint(lambda y: checkpoint(self.b, y, use_reentrant=False).sin(), y, use_reentrant=False) + 1
+
+    a = annotation(Inner(), "delayed")
+    bodies = [m for m in a.module.modules() if isinstance(m, fx.GraphModule)][1:]
+    assert len(bodies) == 2
+    for body in bodies:
+        assert state_inputs(body.graph) == ["fp8pass_amax_forward", "fp8pass_amax_backward_late", "fp8pass_scales"]
+        assert body.meta[STATE_INPUTS] == 3
+    (table,) = a.tables
+    assert table.names == ("a.input", "a.weight", "b.input", "b.weight", "a.grad_output", "b.grad_output")
+    assert table.anchors == (0, 0, 2, 2, 0, 2)
+    placed = {n.args[1].slot for m in (a.module, *bodies) for n in m.graph.nodes if n.target is ops.qdq_operand}
+    assert placed == {0, 1, 2, 3}
+
+
+def test_static_scales_and_frozen_weights() -> None:
+    scales = {"weight.input": 2.0, "weight.weight": 4.0}
+    a = annotation(nn.Linear(32, 48), StaticScaling(scales), training=False)
+    assert state_inputs(a.module.graph) == ["fp8pass_scales", "fp8pass_frozen_0"]
+    assert a.frozen == [Frozen(position=0, table=0, slot=1, by_columns=False)]
+    training = annotation(nn.Linear(32, 48), StaticScaling(scales))
+    assert training.frozen == []  # weights change
+    assert state_inputs(training.module.graph) == ["fp8pass_scales"]
