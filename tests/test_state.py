@@ -614,17 +614,18 @@ def test_everything_has_a_fixed_size_and_loads_with_weights_only() -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Stateful: `save` and `load` take it as it is. What is loaded is what the model has by then."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     model, other = make(), make()
     run, again = compiled(model), compiled(other)
     train(run, [1.0, 2.0, 3.0])
-    dcp.save({"fp8": fp8pass.state(run), "model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    dcp.load({"fp8": fp8pass.state(other)}, checkpoint_id=tmp_path, no_dist=True)
+    save({"fp8": fp8pass.state(run), "model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    load({"fp8": fp8pass.state(other)}, checkpoint_id=tmp_path, no_dist=True)
     assert "call the model once, with gradients, before" in caplog.text
     again(torch.randn(16, 32))  # now it has its slots
     weights = other.state_dict()
-    dcp.load({"fp8": fp8pass.state(other), "model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    load({"fp8": fp8pass.state(other), "model": weights}, checkpoint_id=tmp_path, no_dist=True)
     other.load_state_dict(weights)
     for m in (model, other):
         m.zero_grad()
