@@ -62,6 +62,11 @@ def first_step() -> str:
     return run(sys.executable, "bench/first_step.py")
 
 
+def recipes() -> str:
+    """The table of bench/recipes.py."""
+    return run(sys.executable, "bench/recipes.py")
+
+
 def block(text: str, language: str = "") -> str:
     """A fenced block."""
     return f"```{language}\n{text}\n```"
@@ -73,6 +78,7 @@ SECTIONS = {
     "qdq": lambda: example("qdq.py"),
     "passes": table_of_passes,
     "first_step": first_step,
+    "recipes": recipes,
 }
 
 

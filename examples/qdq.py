@@ -18,8 +18,9 @@ def mlp(x, up, up_scale, down, down_scales):
 
 x = torch.randn(512, 256, dtype=BF16)
 up, down = (torch.randn(1024, 256) * 8).to(E4M3), (torch.randn(2048, 256) * 8).to(E4M3)
-one_scale, one_per_row = torch.tensor(1 / 128), torch.rand(2048, 1, dtype=BF16)
+one_scale, one_per_column = torch.tensor(1 / 128), torch.rand(256, dtype=BF16)
+one_per_row = torch.rand(2048, 1, dtype=BF16)  # rows of `down` are what the matmul sums over
 
 config = fp8pass.Config(recipe=None)
-for scales in one_scale, one_per_row:
+for scales in one_scale, one_per_column, one_per_row:
     print(fp8pass.explain(mlp, x, up, one_scale, down, scales, config=config), end="\n\n")

@@ -97,7 +97,7 @@ _CPU_SCALES_ROWS = _cpu_scales_rows()
 
 
 def scales_rows(device: torch.device, target: Target | None) -> bool:
-    """Whether `_scaled_mm` takes a scale for each row there: from sm_90 on, on CPU from torch 2.12 on.
+    """Whether `_scaled_mm` takes a scale for each row there: from sm_90 on, on CPU by torch's version.
 
     sm_89 has it, but up to torch 2.11 on the wrong stream (pytorch issue 177651).
     """

@@ -1,0 +1,76 @@
+"""Every recipe on the demo's language model: its final loss against BF16's, all from the same weights and batches.
+
+    python bench/recipes.py [--steps 200] [--recipes delayed rowwise ...]
+
+Prints a table, one row as soon as a run is done. On CPU blockwise and mxfp8 multiply the FP8 values in high precision:
+their losses are those of the recipe, their kernels are not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from typing import Any
+
+import torch
+
+import fp8pass
+from fp8pass.demo import load_text, new_run, train
+from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, Schedule
+from fp8pass.report import collect
+
+RECIPES: dict[str, Any] = {
+    "delayed": "delayed",
+    "delayed, e4m3": DelayedScaling(fp8_format="e4m3"),
+    "delayed, history 16, most_recent": DelayedScaling(amax_history_len=16, amax_compute_algo="most_recent"),
+    "delayed, grad_weight in BF16": DelayedScaling(high_precision="grad_weight"),  # type: ignore[arg-type]
+    "dynamic": "dynamic",
+    "dynamic, power of 2": DynamicScaling(power_of_2=True),
+    "rowwise": "rowwise",
+    "rowwise, any scale": RowwiseScaling(power_of_2=False),
+    "rowwise_gw_hp": "rowwise_gw_hp",
+    "blockwise": "blockwise",
+    "mxfp8": "mxfp8",
+    "rowwise in attention, else delayed": {"blocks.*.qkv": "rowwise", "blocks.*.projection": "rowwise", "*": "delayed"},
+    "BF16 for a quarter, then delayed": None,  # made below: it depends on the number of steps
+}
+
+
+def final_loss(recipe: Any, steps: int) -> tuple[float, str]:
+    """Validation loss after `steps`, and how much of the matmuls' arithmetic was in FP8."""
+    torch._dynamo.reset()
+    options = {} if recipe == "BF16" else {"backend": "fp8pass", "options": {"recipe": recipe, "min_speedup": 0}}
+    run, text = new_run(str(recipe), "cpu", **options), load_text()
+    with collect() as report:
+        for _ in train([run], text, steps, "cpu"):
+            pass
+    run.validate(text, "cpu")
+    total, emulated = (sum(g.flops for g in gemms) for gemms in (report.gemms, _emulated(report)))
+    done = sum(g.flops for g in report.rewritten)
+    share = f"{(done + emulated) / total:.0%}" + (" (dequantized)" if emulated else "") if total else ""
+    return run.validation, share
+
+
+def _emulated(report: fp8pass.report.Report) -> list[Any]:
+    return [g for g in report.declined if g.rule == "no kernel"]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="fp8pass: (blockwise|mxfp8) kernels exist")
+    baseline, _ = final_loss("BF16", arguments.steps)
+    print(f"validation loss of the demo's GPT after {arguments.steps} steps, torch {torch.__version__}\n")
+    print("| recipe | matmul FLOPs in FP8 | validation loss | against BF16 |\n|---|---|---|---|")
+    print(f"| BF16 | | {baseline:.4f} | |", flush=True)
+    for name in arguments.recipes:
+        switch = Schedule({0: None, arguments.steps // 4: "delayed"})
+        loss, share = final_loss(RECIPES[name] or switch, arguments.steps)
+        print(f"| {name} | {share} | {loss:.4f} | {loss / baseline - 1:+.2%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
