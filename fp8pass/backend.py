@@ -30,6 +30,7 @@ from fp8pass.names import Names
 from fp8pass.passes.annotate import Annotation
 from fp8pass.pipeline import Pipeline, annotated
 from fp8pass.recipes import DelayedScaling, Schedule
+from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
 
@@ -181,7 +182,14 @@ def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
 
 
 def explain_only(config: Config) -> Callable[..., Any]:
-    """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged."""
+    """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged.
+
+    Of a schedule it shows the last phase.
+    """
+    if isinstance(config.recipe, Schedule):
+        step, _ = config.recipe.phases[-1]
+        publish(Report(notes=[f"the verdicts are those of the schedule from step {step} on"]))
+        config = config.at_step(step)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compile_graph(module, example_inputs, replace(config, lowering="eager"))

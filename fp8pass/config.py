@@ -75,7 +75,7 @@ class Config:
 
     def cache_key(self) -> str:
         """What the passes on the joint graph depend on; the rest has left its traces in that graph already."""
-        return repr((self.recipe is None, self.strict, self.target))
+        return repr((self.recipe, self.strict, self.target))
 
 
 _FIELDS = tuple(f.name for f in fields(Config))

@@ -6,6 +6,7 @@ Triton kernel of that code is compiled to a cubin. Patches torch and Triton all 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import importlib
@@ -203,11 +204,25 @@ def compile_kernels(code: str) -> int:
 
 
 def training_step(recipe: str) -> list[str]:
-    """Forward and backward of a block with a width that needs padding."""
+    """Forward and backward of a block, with a width that needs padding where that can be."""
+    from fp8pass import hardware
     from tests.models import Block
 
-    model, x = Block(512, 1000).bfloat16(), torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
-    return generated(model, x, recipe=recipe, min_speedup=0, target="sm_90", strict=True)
+    blocks = recipe in ("blockwise", "mxfp8")
+    model = Block(512, 1024 if blocks else 1000).bfloat16()
+    x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
+    options = {"recipe": recipe, "min_speedup": 0, "target": "sm_100" if recipe == "mxfp8" else "sm_90", "strict": True}
+
+    def why(recipe: str, _: torch.device, target: Any) -> str:  # the tensors are on CPU until code is generated
+        return hardware_says(recipe, GPU, target)
+
+    hardware_says = hardware.why_no_block_kernel
+    with (
+        mock.patch("fp8pass.passes.block_scaled_mm.why_no_block_kernel", why),
+        mock.patch("fp8pass.hardware.why_no_block_kernel", why),
+        mock.patch.object(torch.version, "cuda", None),
+    ):
+        return generated(model, x, **options)
 
 
 def rules() -> list[str]:
@@ -251,15 +266,35 @@ def main() -> None:
         print(json.dumps(launches_behind()))
         return
     codes = rules() if what == "rules" else training_step(what)
-    second = re.compile(
-        r"_scaled_mm\((?:reinterpret_tensor\([^()]*\([^()]*\), \([^()]*\), \d+\)|\w+), reinterpret_tensor\(\w+, \([^()]*\), (\([^()]*\))"
-    )
+    calls = [[arguments(c) for c in code.split("extern_kernels._scaled_mm(")[1:]] for code in codes]
     print(json.dumps({
         "kernels": [compile_kernels(code) for code in codes],
-        "scaled_mm": [code.count("extern_kernels._scaled_mm(") for code in codes],
-        "column_major": [sum(s.startswith("(1, ") for s in second.findall(code)) for code in codes],
+        "scaled_mm": [len(of) for of in calls],
+        "column_major": [sum(str(strides(b)).startswith("(1, ") for _, b, *_ in of) for of in calls],
+        "scales": [[strides(x) for call in of for x in call[2:4]] for of in calls],
         "record_ops": sum(code.count("fp8pass") for code in codes),
     }))  # fmt: skip
+
+
+def arguments(call: str) -> list[str]:
+    """The texts of the arguments of a call, given what follows its opening bracket."""
+    found, depth = [""], 0
+    for c in call:
+        depth += (c in "([") - (c in ")]")
+        if depth < 0:
+            break
+        if c == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += c
+    return [argument.strip() for argument in found]
+
+
+def strides(argument: str) -> Any:
+    """Of `reinterpret_tensor(buffer, sizes, strides, offset)`, its strides; None for a buffer as it is."""
+    if not argument.startswith("reinterpret_tensor("):
+        return None
+    return ast.literal_eval(arguments(argument.partition("(")[2])[2])
 
 
 if __name__ == "__main__":

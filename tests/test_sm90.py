@@ -23,11 +23,28 @@ def pretend(what: str) -> Any:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
-def test_every_triton_kernel_compiles_and_every_second_operand_is_column_major(recipe: str) -> None:
-    """A width of 1000 needs padding; forward has two GEMMs, backward four."""
+# Strides of the scales of both operands, of the two GEMMs of the forward and the four of the backward. None: a buffer.
+SCALES: dict[str, list[list[Any]]] = {
+    "delayed": [[None] * 4, [None] * 8],
+    "dynamic": [[None] * 4, [None] * 8],
+    "rowwise": [  # [M, 1] and [1, N]; a width of 1000 needs padding, where it is N
+        [[1, 1], [1008, 1], [1, 1], [512, 1]],
+        [[1, 1], [1008, 1], [1, 1], [1008, 1], [1, 1], [512, 1], [1, 1], [512, 1]],
+    ],
+    "blockwise": [  # [M, K/128] by columns; 128x128 by columns, 1x128 of the second operand by rows
+        [[1, 256], [1, 4], [1, 256], [1, 8]],
+        [[1, 256], [1, 4], [1, 512], None, [1, 256], [1, 8], [1, 1024], None],
+    ],
+    "mxfp8": [[None] * 4, [None] * 8],
+}
+
+
+@pytest.mark.parametrize("recipe", SCALES)
+def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_kernels_read_them(recipe: str) -> None:
     found = pretend(recipe)
     assert found["scaled_mm"] == found["column_major"] == [2, 4]
+    for actual, expected in zip(found["scales"], SCALES[recipe], strict=True):
+        assert sorted(map(str, actual)) == sorted(map(str, expected))
     assert all(n > 5 for n in found["kernels"])
     assert found["record_ops"] == 0
 
