@@ -13,7 +13,7 @@ from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -34,6 +34,7 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 __all__ = [
     "FORCE_STRIDE_ORDER",
     "CheckpointFunction",
+    "CompileContext",
     "ConstantSource",
     "CustomGraphPass",
     "FakeTensor",

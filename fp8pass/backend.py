@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import (
+    CompileContext,
     TracingContext,
     aot_autograd,
     compile_fx,
@@ -79,7 +80,10 @@ def _scheduled(
     assert isinstance(schedule, Schedule)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     owned = Names(placeholders).owned
-    counter = SlotTable((), 0, (), DelayedScaling(), torch.device("cpu"), tuple(owned.values()), (), (), training=True)
+    compile_id = CompileContext.current_compile_id()
+    code = str(compile_id.frame_id) if compile_id is not None else ""
+    paths, cpu = tuple(owned.values()), torch.device("cpu")
+    counter = SlotTable((), 0, (), DelayedScaling(), cpu, paths, (), (), training=True, code=code)
 
     def compile_at(step: int) -> Callable[..., Any]:
         with tracing(context):
@@ -186,13 +190,15 @@ def explain_only(config: Config) -> Callable[..., Any]:
 
     Of a schedule it shows the last phase.
     """
+    notes: list[str] = []
     if isinstance(config.recipe, Schedule):
         step, _ = config.recipe.phases[-1]
-        publish(Report(notes=[f"the verdicts are those of the schedule from step {step} on"]))
+        notes.append(f"the verdicts are those of the schedule from step {step} on")
         config = config.at_step(step)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compile_graph(module, example_inputs, replace(config, lowering="eager"))
+        publish(Report(notes=notes))
         return module.forward
 
     return backend

@@ -35,7 +35,7 @@ class _Forward:
     """
 
     run: Run | None
-    scales: list[tuple[Sequence[Hashable], Tensor]]
+    scales: list[tuple[list[tuple[Any, ...]], Tensor]]
     recorded: bool
 
 
@@ -67,14 +67,15 @@ class CompiledGraph:
         (of, repeated), key = region, self._key(groups)
         if repeated is Pass.REPEATED and any(g.table.training for g in groups):
             return self._repeat(of.next_forward(key), groups, args, last)
-        if not torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        if repeated is Pass.FIRST and not trains:
             for group in groups:
                 group.begin_trained_step(begin_step)
         run = self._begin(groups)
-        scales: list[tuple[Sequence[Hashable], Tensor]] = [(g.keys(), g.tensors.scale) for g in groups]
         result = run(*args, *_inputs(groups), *last)
-        trains = torch.is_grad_enabled()
-        of.remember(key, _Forward(run if trains else None, [(k, s.clone()) for k, s in scales], recorded=trains))
+        if repeated is Pass.FIRST:
+            scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
+            of.remember(key, _Forward(run if trains else None, scales, recorded=trains))
         return result
 
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
@@ -95,11 +96,11 @@ class CompiledGraph:
         """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice."""
         if forward is None:  # of a region within a region: no later step can have begun, unless steps overlap
             forward = _Forward(None, [], recorded=True)
-        scales = {key: scale for keys, vector in forward.scales for key, scale in zip(keys, vector, strict=True)}
         inputs: list[Tensor] = []
         for group in groups:
-            own, t = group.keys(), group.tensors
-            scale = torch.stack([scales.get(key, old) for key, old in zip(own, t.scale, strict=True)])
+            t, scale = group.tensors, group.tensors.scale.clone()
+            for keys, then in forward.scales:
+                group.copy_slots(keys, then, scale)
             amax_forward = torch.full_like(t.amax_forward, scaling.NOTHING) if forward.recorded else t.amax_forward
             held = torch.ones_like(t.held)
             inputs += t._replace(scale=scale, amax_forward=amax_forward, held=held).inputs()

@@ -37,7 +37,7 @@ class SlotTable:
     owned: paths, relative to the graph's root, of the inputs that belong to the instance: parameters, or else buffers.
     anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
     places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
-    training: whether the graph records at all.
+    training: whether the graph records at all. code: for a table without slots, by which steps are counted, whose.
     """
 
     names: tuple[str, ...]
@@ -49,6 +49,7 @@ class SlotTable:
     anchors: tuple[int, ...]
     places: tuple[str, ...]
     training: bool
+    code: str = ""
 
     @property
     def delayed(self) -> DelayedScaling:
@@ -180,9 +181,7 @@ class SlotGroup:
     @torch.no_grad()
     def _take(self, other: SlotGroup) -> None:
         """Copy scale and history of the common slots; a running amax moves over to the one that will roll it."""
-        theirs = {key: i for i, key in enumerate(other.keys())}
-        pairs = [(i, theirs[key]) for i, key in enumerate(self.keys()) if key in theirs]
-        mine_, theirs_ = torch.tensor(pairs, device=self.table.device).unbind(1)
+        mine_, theirs_ = self._common(other.keys())
         self.tensors.scale[mine_] = other.tensors.scale[theirs_]
         self.tensors.amax_history[:, mine_] = other.tensors.amax_history[:, theirs_]
         if self.table.training:
@@ -191,6 +190,18 @@ class SlotGroup:
             their_amax[theirs_] = scaling.NOTHING
             self._set_amax(amax)
             other._set_amax(their_amax)
+
+    def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """The slots that are among `keys`: their places here, and there."""
+        there = {key: i for i, key in enumerate(keys)}
+        pairs = [(i, there[key]) for i, key in enumerate(self.keys()) if key in there]
+        here, elsewhere = torch.tensor(pairs, device=self.table.device, dtype=torch.long).reshape(-1, 2).unbind(1)
+        return here, elsewhere
+
+    def copy_slots(self, keys: Sequence[Any], values: Tensor, into: Tensor) -> None:
+        """Copy `values`, one for each key, to where these slots are in `into` f32[T]."""
+        here, there = self._common(keys)
+        into[here] = values[there]
 
     def _set_amax(self, amax: Tensor) -> None:
         self.tensors.amax_forward.copy_(amax[: self.table.n_forward])
@@ -201,7 +212,8 @@ class SlotGroup:
         if self.table.remembers:
             return self.tensors.inputs()
         if self.fixed is None:
-            self.fixed = self.table.inputs(self.tensors)
+            with torch.inference_mode(False), torch.no_grad():
+                self.fixed = self.table.inputs(self.tensors)
         return self.fixed
 
     def read(self) -> dict[str, Entry]:
@@ -265,6 +277,9 @@ class StateRegistry:
         self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
         with torch.no_grad(), torch.inference_mode(False):
             group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+        mine = set(map(id, owned))
+        kin = (g.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors()))
+        group.steps = max(max(kin, default=0) - 1, 0)  # the step that others may have begun is to be counted here too
         keys = set(group.keys())
         for other in self._groups:
             if keys & set(other.keys()):

@@ -151,7 +151,7 @@ class State:
         Raises Fp8Error if that was to be strict, and does not fit.
         """
         if any(group is g for g in self._groups()):
-            group.steps = self._steps
+            group.steps = max(group.steps, self._steps)
         loaded = self._unclaimed
         if not loaded.entries:
             return

@@ -120,14 +120,12 @@ def frozen_weights(frozen: Sequence[Frozen], args: Sequence[Any], groups: Sequen
     return [_frozen(f, args[f.position], groups[f.table]) for f in frozen]
 
 
-@torch.no_grad()
 def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
-    made_of = weight._version, weight.data_ptr()
-    if f not in group.weights or group.weights[f][0] != made_of:
-        x_q = scaling.quantize(weight, group.tensors.scale[f.slot], scaling.E4M3)
-        if f.by_columns:
-            x_q = x_q.t().contiguous().t()
-        group.weights[f] = made_of, x_q
+    made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
+    if f not in group.weights or group.weights[f][0] != made_of or weight.is_inference():  # that has no version
+        with torch.inference_mode(False), torch.no_grad():
+            x_q = scaling.quantize(weight.clone(), group.tensors.scale[f.slot], scaling.E4M3)
+            group.weights[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
     return group.weights[f][1]
 
 

@@ -140,3 +140,10 @@ def test_decisions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert any("declined N=1: no matrix product" in line for line in lines)
     assert any("2 of 5 matmuls in FP8" in line for line in lines)
+
+
+def test_a_schedule_is_explained_as_it_ends() -> None:
+    schedule = fp8pass.recipes.Schedule({0: None, 5: "delayed", 9: {"up": "rowwise"}})
+    report = fp8pass.explain(make(), torch.randn(16, 32), config=fp8pass.Config(recipe=schedule))
+    assert {(g.name, g.scaling) for g in report.gemms} == {("up", "rowwise"), ("down", "")}
+    assert report.notes == ["the verdicts are those of the schedule from step 9 on"]
