@@ -277,6 +277,7 @@ class _Annotator:
         self.slots: list[Slot] = []
         self.choices: list[Choice] = []
         self.quantized: dict[Hashable, fx.Node] = {}
+        self.mutated: set[fx.Node] = set()
         self.by_columns: set[fx.Node] = set()
         self.regions: list[Region] = []
         self.device: torch.device | None = None
@@ -323,6 +324,7 @@ class _Annotator:
             self.grad_enabled = bool(node.args[0])
         if mutates(node):
             self.quantized.clear()  # what was quantized before may not be what the name stands for now
+            self.mutated.update(node.all_input_nodes)
         spelling = spelling_of(node)
         if spelling is None:
             return
@@ -392,10 +394,12 @@ class _Rewriter:
         a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         trains = self.owner.grad_enabled and node.meta["example_value"].requires_grad
+        found = self._quantizers(a, b, trains)
+        if not found:
+            return
         with self.graph.inserting_before(node):
             # alpha belongs to an operand: behind the product it could come too late, float16 overflows
             first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
-            found = self._quantizers(first, b, trains)
             build = self._uniform if is_uniform(found, trains) else self._routed
             y = build(first, b, found, trains)
             if bias is not None:
@@ -456,9 +460,13 @@ class _Rewriter:
         key = (x, how, quantizer, self.owner.grad_enabled)
         known = self.owner.quantized
         if key not in known:
-            freezes = isinstance(quantizer, ops.Static) and x in self.owner.names.owned and not self.owner.grad_enabled
+            freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
             known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
         return known[key]
+
+    def _is_constant(self, x: fx.Node) -> bool:
+        """Whether `x` is a parameter that only the user can change, between two calls."""
+        return x in self.owner.names.owned and x not in self.owner.mutated and not self.owner.grad_enabled
 
     def _frozen(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
         """A parameter that nothing changes while it is used: quantized in advance."""

@@ -259,3 +259,13 @@ def test_einsum_and_broadcast_operands() -> None:
         for exact, reference, actual in zip(*results, strict=True):
             assert sqnr(exact, reference) > 24
             assert sqnr(reference, actual) > 100
+
+
+def test_a_call_of_which_nothing_is_left_stays_as_it_is() -> None:
+    x, layer = torch.randn(16, 40, requires_grad=True), nn.Linear(40, 24)
+    for recipe in ("blockwise", RowwiseScaling(high_precision=ALL)):
+        with verdicts() as report:
+            y = annotated(layer, recipe=recipe)(x)
+            compiled(layer, recipe=recipe)(x).sum().backward()
+        assert torch.equal(y, layer(x))
+        assert {g.rule for g in report.gemms} == {"block size" if recipe == "blockwise" else "high precision"}

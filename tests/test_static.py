@@ -228,3 +228,22 @@ def test_arguments_of_calibrate() -> None:
         fp8pass.calibrate(lambda x: x, [x])
     with pytest.raises(ValueError, match="no matmul with parameters was seen in 0 batches"):
         fp8pass.calibrate(Two(), [])
+
+
+def test_a_weight_that_the_graph_itself_changes_is_not_frozen() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(48, 32), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.mul_(0.5)
+            return x @ self.weight.t()
+
+    model, (x,) = Changing(), data(1, 16, 32)
+    scales = fp8pass.calibrate(model, [x])
+    run = compiled(model, recipe=StaticScaling(scales))
+    with torch.no_grad():
+        for _ in range(2):
+            y = run(x)
+            assert sqnr(x @ model.weight.t(), y) > 27
