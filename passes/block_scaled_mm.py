@@ -72,6 +72,8 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
     rows, columns = x_q.shape
     along = (rows, columns) if dim == -1 else (columns, rows)
     strides = (columns, 1) if dim == -1 else (1, columns)
+    if moved.dim() == 3 and moved.shape[0] == 1:
+        moved = moved.select(0, 0)
     if moved.dim() != 2:
         raise Reject("batches", f"{at(node)} has a scale for each block, and is one of {moved.shape[0]} matrices")
     if moved.untyped_storage()._cdata != x_q.untyped_storage()._cdata:
@@ -180,7 +182,8 @@ def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
     columns = emit(aten.permute.default, rows(b), [1, 0])
     # no fast accumulation: these kernels add up in float32
     y = emit(aten._scaled_mm.default, rows(a), columns, scale_a, scale_b, None, None, out_dtype, False)
-    return y if out_dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
+    y = y if out_dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
+    return y if val(node).dim() == 2 else emit(aten.view.default, y, list(val(node).shape))
 
 
 def _by_columns(scale_inv: Tensor) -> Tensor:

@@ -237,6 +237,8 @@ def _is_the_factor(x: Any, y: Any) -> bool:
 def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     """The number or one-element tensor that `node` scales `x` by."""
     factor = one_number(y)
+    if factor is None and is_tensor(y) and fp8_behind(y) is not None:
+        raise Reject("scale shape", f"{at(node)} scales by {y.name}, which comes from float8 itself")
     if factor is None and is_tensor(y):
         raise Reject(
             "scale shape",

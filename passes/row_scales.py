@@ -34,13 +34,12 @@ class RowScale:
 
     def check(self, dim: int, mode: FakeTensorMode) -> None:
         """Raise Reject if the scale may change along the dimension `dim`, over which the matmul sums."""
-        scales = f"{at(self.node)} scales by a tensor of shape {list(val(self.factor).shape)}"
         found = self._without(dim, mode)
         if found is None:
-            raise Reject("scale shape", f"{scales}, which may change along the sum")
+            raise Reject("scale shape", f"{self._name()}, which may change along the sum")
         rows, whole = found
         if len(_known(rows)) < rows.dim() - 1 or not (whole or _is_static(val(self.node))):
-            raise Reject("scale shape", f"{scales}, of a symbolic size")
+            raise Reject("scale shape", f"{self._name()}, of a symbolic size")
 
     def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
         """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M]."""
@@ -71,7 +70,9 @@ class RowScale:
         return rows, view and same and factor.is_contiguous() and statically_known_true(rows.storage_offset() == 0)
 
     def _factor(self, emit: Emit) -> Any:
-        scale = emit(prims.convert_element_type.default, self.factor, torch.float32)
+        """f32; or f64, which is not left before all scales are multiplied."""
+        dtype = torch.float64 if val(self.factor).dtype == torch.float64 else torch.float32
+        scale = emit(prims.convert_element_type.default, self.factor, dtype)
         return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
 
     def _spread(self, factor: Any, emit: Emit) -> Any:
@@ -79,25 +80,29 @@ class RowScale:
         scale = emit(aten.expand.default, factor, list(val(self.node).shape))
         for node in self.moves:
             if node.target in (aten.view.default, aten.reshape.default):
-                scale = _viewable(scale, node.args[1], emit)
+                scale = self._viewable(scale, node.args[1], emit)
             scale = movement.move(node, scale, torch.float32, emit)
         return scale
 
-
-def _viewable(scale: Any, shape: Any, emit: Emit) -> Any:
-    """`scale`, laid out so that a view of this shape exists, and as many of its dimensions as can be are repeated."""
-    value = val(scale) if isinstance(scale, fx.Node) else scale
-    repeated = [d for d, stride in enumerate(value.stride()) if stride == 0 and value.shape[d] != 1]
-    if not _is_static(value) or movement.is_view(value, shape):
+    def _viewable(self, scale: Any, shape: Any, emit: Emit) -> Any:
+        """`scale`, laid out so that a view of this shape exists, and as many dimensions as can be are repeated."""
+        value = val(scale) if isinstance(scale, fx.Node) else scale
+        if movement.is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
+            return scale
+        if not _is_static(value):
+            raise Reject("scale shape", f"{self._name()}, of a symbolic size, and is rearranged")
+        repeated = [d for d, stride in enumerate(value.stride()) if stride == 0 and value.shape[d] != 1]
+        for keep in (repeated, *([r for r in repeated if r != d] for d in repeated)):
+            small = [1 if d in keep else size for d, size in enumerate(value.shape)]
+            if movement.is_view(torch.empty(small, device="meta").expand(value.shape), shape):
+                for d in keep:
+                    scale = emit(aten.slice.Tensor, scale, d, 0, 1)
+                scale = emit(aten.clone.default, scale, memory_format=torch.contiguous_format)
+                return emit(aten.expand.default, scale, list(value.shape))
         return scale
-    for keep in (repeated, *([r for r in repeated if r != d] for d in repeated)):
-        small = [1 if d in keep else size for d, size in enumerate(value.shape)]
-        if movement.is_view(torch.empty(small, device="meta").expand(value.shape), shape):
-            for d in keep:
-                scale = emit(aten.slice.Tensor, scale, d, 0, 1)
-            scale = emit(aten.clone.default, scale, memory_format=torch.contiguous_format)
-            return emit(aten.expand.default, scale, list(value.shape))
-    return scale
+
+    def _name(self) -> str:
+        return f"{at(self.node)} scales by a tensor of shape {list(val(self.factor).shape)}"
 
 
 def _known(x: torch.Tensor) -> list[int]:
@@ -119,6 +124,6 @@ def scaled_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         y = first(y)
     if one_number(y) is not None:
         return None
-    floating = val(y).dtype.is_floating_point and val(y).device == val(x).device
+    real = not val(y).dtype.is_complex and val(y).device == val(x).device
     broadcasts = val(y).dim() < val(x).dim() or any(isinstance(size, int) and size == 1 for size in val(y).shape)
-    return (x, y) if floating and broadcasts and val(x).shape == val(node).shape else None
+    return (x, y) if real and broadcasts and val(x).shape == val(node).shape else None

@@ -248,12 +248,15 @@ class _Rewriter:
         """The product with a scale for each row of either operand."""
         products = self.batches.products(a, b)
         one = self._scale_inv(UNSCALED, a.x)
-        factor = None if m.after.scale == UNSCALED else self._scale_inv(m.after.scale, a.x)
+        of_a, of_b = m.dq_a.scale, m.dq_b.scale
+        if m.after.scale != of_a * of_b:
+            of_a, of_b = m.after.scale, UNSCALED
+        factor_a, factor_b = (None if s == UNSCALED else self._scale_inv(s, a.x) for s in (of_a, of_b))
         self.at = m.after.end
         bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
         results = []
         for p in products:
-            scale_a, scale_b = self._rows(p.rows_a, p.a, factor), self._rows(p.rows_b, p.b, None)
+            scale_a, scale_b = self._rows(p.rows_a, p.a, factor_a), self._rows(p.rows_b, p.b, factor_b)
             column = self._emit(aten.view.default, scale_a, [self.batches.layout.size(scale_a, 0), 1])
             if m.by_row == "kernel":
                 row = self._emit(aten.view.default, scale_b, [1, self.batches.layout.size(scale_b, 0)])
@@ -273,6 +276,7 @@ class _Rewriter:
             rows = self._emit(aten.expand.default, scale, [self.batches.layout.size(x, 0)])
         elif factor is not None:
             rows = self._emit(aten.mul.Tensor, rows, factor)
+        rows = self._cast(rows, torch.float32)
         if not statically_known_true(val(rows).shape[0] == val(x).shape[0]):
             rows = self.batches.layout.pad(rows, (-1,))
         # of a buffer, and not of an expression: of that Inductor makes a view with strides that CPU kernels refuse

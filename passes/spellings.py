@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,7 @@ class Sizes:
 
 
 Letters = tuple[str, ...]
+BATCH = "batch"
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,9 @@ class Dims:
         """The sizes of the 2-D products that the call comes down to, for operands of these shapes."""
         size = {**dict(zip(self.b, b.shape, strict=True)), **dict(zip(self.a, a.shape, strict=True))}
         in_a, in_b, out = set(self.a), set(self.b), set(self.out)
+        of_a, of_b = ({c for c in out & (x - y) if c.startswith(BATCH)} for x, y in ((in_a, in_b), (in_b, in_a)))
+        if of_a and of_b:  # each repeats the other, and there is a product for every pair
+            in_a, in_b = in_a | of_b, in_b | of_a
 
         def product(letters: set[str]) -> Any:
             return math.prod(size[c] for c in sorted(letters))
@@ -153,7 +158,7 @@ def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Letters, Letters, Le
     """Letters of dimensions that broadcast, counted from the right; one of size 1 is not the other's."""
     in_a, in_b, out = [], [], []
     for i in reversed(range(max(len(a), len(b)))):
-        shared = f"batch{i}"
+        shared = f"{BATCH}{i}"
         x, y = (sizes[-1 - i] if i < len(sizes) else None for sizes in (a, b))
         a_is_one, b_is_one = _is_one(x) and y is not None, _is_one(y) and x is not None
         if x is not None:
@@ -176,8 +181,13 @@ def _einsum_dims(equation: str, a: Tensor, b: Tensor) -> Dims:
     of_a, of_b = (x.shape[len(s) :][:n] for s, n, x in zip(starts, spare, (a, b), strict=True))
     dots_a, dots_b, dots = _broadcast(of_a, of_b)
     left, right = _letters(terms[0], dots_a), _letters(terms[1], dots_b)
+    size_a, size_b = dict(zip(left, a.shape, strict=True)), dict(zip(right, b.shape, strict=True))
+    repeated = {c for c in left if c in size_b and _is_one(size_a[c]) != _is_one(size_b[c])}
+    left = tuple(f"{c} of a" if c in repeated and _is_one(size_a[c]) else c for c in left)
+    right = tuple(f"{c} of b" if c in repeated and _is_one(size_b[c]) else c for c in right)
     if not arrow:  # torch's rule: dimensions of the ellipsis, then the letters that appear once
-        output = "..." + "".join(sorted(c for c in set(left + right) if len(c) == 1 and (left + right).count(c) == 1))
+        once = Counter(inputs.replace(",", "").replace("...", ""))
+        output = "..." + "".join(sorted(c for c, n in once.items() if n == 1))
     out = _letters(output, dots) if "..." in output else tuple(output)
     if not (set(left) & set(right)) - set(out):
         raise Reject("form", f"einsum {equation!r} contracts nothing; it is no matmul")
@@ -204,6 +214,8 @@ def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
     left, right = [f"m{i}" for i in range(a.dim())], [f"n{i}" for i in range(b.dim())]
     for i, (d, e) in enumerate(zip(in_a, in_b, strict=True)):
         left[d] = right[e] = f"k{i}"
+    if any(_is_one(a.shape[d]) != _is_one(b.shape[e]) for d, e in zip(in_a, in_b, strict=True)):
+        raise Reject("form", "tensordot takes a sum before it multiplies; do that first, by itself")
     k = math.prod(a.shape[d] for d in in_a)
     if not isinstance(k, int) or k == 0:
         raise Reject("form", f"tensordot contracts {k} elements")
@@ -213,29 +225,34 @@ def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
 def mutates(node: fx.Node) -> bool:
     """Whether the call may write into one of its inputs."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+    if name in _MUTATING_METHODS or (name.endswith("_") and not name.endswith("__")):
         return True
     if node.op != "call_function":
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True  # a graph, or a kernel of the user's: not worth finding out
     if getattr(node.target, "__module__", "") == "_operator":
         return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__") and name not in _PURE)
     return node.kwargs.get("out") is not None or _inplace_argument(node)
 
 
 _PURE = {"index", "inv", "invert"}
+_MUTATING_METHODS = {"__setitem__", *(n for n in dir(torch.Tensor) if n.startswith("__i") and hasattr(operator, n))}
+_MUTATING_METHODS -= {"__index__", "__inv__", "__invert__"}
 
 
 def _inplace_argument(node: fx.Node) -> bool:
-    """`inplace=True`, by keyword or by position."""
-    if any(a is True for a in node.args) and inspect.isroutine(node.target):
-        try:
-            bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-        except (
-            TypeError,
-            ValueError,
-        ):  # a builtin without a signature: take it that a True among its arguments is this
-            return True
-        return bound.arguments.get("inplace") is True
-    return node.kwargs.get("inplace") is True
+    """`inplace=True`, or embedding's `max_norm`, by keyword or by position."""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("max_norm") is not None:
+        return True
+    if not inspect.isroutine(node.target) or not any(a is True or isinstance(a, float) for a in node.args):
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):  # a builtin without a signature: take it that a True among its arguments is this
+        return any(a is True for a in node.args)
+    return bound.arguments.get("inplace") is True or bound.arguments.get("max_norm") is not None
