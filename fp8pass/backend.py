@@ -61,8 +61,8 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     annotation = annotated(module, config)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config)
-    if not annotation.tables:
-        return _with_late_inputs(compiled, annotation)
+    if not annotation.tables and not annotation.states:
+        return compiled
     context = TracingContext.get()
 
     def for_cold_slots() -> Callable[..., Any]:
@@ -102,11 +102,6 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
         state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
         late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
         return [*state, *(frozen_example(f, example_inputs[f.position]) for f in annotation.frozen), *late]
-
-
-def _with_late_inputs(run: Callable[..., Any], annotation: Annotation) -> Callable[..., Any]:
-    """What runs a graph that has no slots, called with Dynamo's inputs."""
-    return (lambda *args: run(*args, *annotation.late_inputs(args))) if annotation.late else run
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
@@ -180,8 +175,8 @@ def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
     if isinstance(config.recipe, Schedule):
         return _scheduled(module, example_inputs, config, _reference)
     annotation = annotated(module, config)
-    if not annotation.tables:
-        return _with_late_inputs(annotation.run, annotation)
+    if not annotation.tables and not annotation.states:
+        return annotation.run
     return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fp8pass.passes.annotate import Annotation
 from fp8pass.recipes import Schedule
 from fp8pass.slots import SlotGroup, SlotTable, registry
 from fp8pass.static import frozen_weights
-from fp8pass.steps import Pass, begin_step, checkpointed_region
+from fp8pass.steps import Pass, begin_step, checkpointed_region, join_step
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,20 @@ Run = Callable[..., Any]
 
 @dataclass
 class _Forward:
-    """A call in the forward of a checkpointed region: what ran, with which scales.
+    """A call in the forward of a checkpointed region: what ran, with which scales, and how it is to be repeated.
 
-    recorded: whether its amaxes are in the state already, as they are not after a forward without gradients.
+    run: None after a forward without gradients, of another graph; eager: whether that ran op by op. states: the scales
+    of the scale states that the user wrote, a list per state.
     """
 
     run: Run | None
+    eager: bool
     scales: list[tuple[list[tuple[Any, ...]], Tensor]]
-    recorded: bool
+    states: list[Tensor]
+
+
+_unrecorded: Counter[Hashable] = Counter()
+"""Forwards without gradients whose amaxes no repetition has recorded yet, by graph and instance."""
 
 
 class CompiledGraph:
@@ -59,24 +65,31 @@ class CompiledGraph:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
         owned = [args[i] for i in self._annotation.owned]
         groups = [registry.of(table, owned) for table in self._annotation.tables]
-        last = [*frozen_weights(self._annotation.frozen, args, groups), *self._annotation.late_inputs(args)]
-        region = checkpointed_region() if groups else None
-        if region is None:
-            run = self._begin(groups)
-            return run(*args, *_inputs(groups), *last)
-        (of, repeated), key = region, self._key(groups)
-        if repeated is Pass.REPEATED and any(g.table.training for g in groups):
-            return self._repeat(of.next_forward(key), groups, args, last)
-        trains = torch.is_grad_enabled()
-        if repeated is Pass.FIRST and not trains:
+        found = checkpointed_region()
+        if found is None:
+            return self._begin(groups)(*args, *self._state(groups, args))
+        (region, how), key = found, self._key(groups)
+        if how is Pass.REPEATED:
+            return self._repeat(region.next_forward(key), key, groups, args)
+        if how is Pass.AHEAD:
+            _unrecorded[key] += 1
             for group in groups:
                 group.begin_trained_step(begin_step)
         run = self._begin(groups)
-        result = run(*args, *_inputs(groups), *last)
-        if repeated is Pass.FIRST:
-            scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
-            of.remember(key, _Forward(run if trains else None, scales, recorded=trains))
+        eager = how is Pass.AHEAD and not all(g.is_trained() for g in groups)
+        if eager:  # as its repetition will, which has to draw the same random numbers
+            run = self._annotation.run
+        result = run(*args, *self._state(groups, args))
+        scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
+        states = [args[state[0]].clone() for state in self._annotation.states]
+        region.remember(key, _Forward(run if how is Pass.FIRST else None, eager, scales, states))
         return result
+
+    def _state(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
+        """What the graph is called with behind `args`, Dynamo's."""
+        state = [x for group in groups for x in group.inputs()]
+        weights = frozen_weights(self._annotation.frozen, args, groups)
+        return [*state, *weights, *self._annotation.late_inputs(args)]
 
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
         for group in groups:
@@ -88,27 +101,47 @@ class CompiledGraph:
 
     def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
         """Of the code and the instance; the same for its training and its evaluation."""
-        return tuple((g.table.names[: g.table.n_forward], *map(id, g.owned_tensors())) for g in groups)
+        names = tuple((g.table.names[: g.table.n_forward], *map(id, g.owned_tensors())) for g in groups)
+        return names or id(self)
 
-    def _repeat(
-        self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any], last: Sequence[Tensor]
-    ) -> Any:
-        """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice."""
-        if forward is None:  # of a region within a region: no later step can have begun, unless steps overlap
-            forward = _Forward(None, [], recorded=True)
+    def _repeat(self, forward: _Forward | None, key: Hashable, groups: Sequence[SlotGroup], args: Sequence[Any]) -> Any:
+        """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice.
+
+        forward: None in a region within a region, which is another one each time: then the newest scales are taken.
+        """
+        record = key in _unrecorded
+        if record:
+            _unrecorded[key] -= 1
+            if not _unrecorded[key]:
+                del _unrecorded[key]
         inputs: list[Tensor] = []
+        cold = False
         for group in groups:
+            join_step(group)
+            if not group.table.remembers:
+                inputs += group.inputs()
+                continue
             t, scale = group.tensors, group.tensors.scale.clone()
-            for keys, then in forward.scales:
+            for keys, then in forward.scales if forward else ():
                 group.copy_slots(keys, then, scale)
-            amax_forward = torch.full_like(t.amax_forward, scaling.NOTHING) if forward.recorded else t.amax_forward
-            held = torch.ones_like(t.held)
-            inputs += t._replace(scale=scale, amax_forward=amax_forward, held=held).inputs()
+            cold |= not group.warm and bool((scale == 0).any())
+            amax_forward = t.amax_forward if record else torch.full_like(t.amax_forward, scaling.NOTHING)
+            inputs += t._replace(scale=scale, amax_forward=amax_forward, held=torch.ones_like(t.held)).inputs()
             group.steps = max(group.steps, 1)
-        cold = forward.run is None and any(bool((x == 0).any()) for x in inputs[:: len(inputs) // len(groups)])
-        forward.recorded = True
-        run = forward.run or (self._annotation.bootstrapped().run if cold else self._compiled)
-        return run(*args, *inputs, *last)
+        run = forward.run if forward else None
+        if run is None:
+            run = self._annotation.bootstrapped().run if (forward.eager if forward else cold) else self._compiled
+        late = self._annotation.late_inputs(args)
+        return run(*self._with_held_states(args, forward), *inputs, *late)
+
+    def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
+        """Dynamo's inputs, with scale states that neither roll nor record, and have the scales of then."""
+        held = list(args)
+        for i, (scale, history, amax, step_ended, flag) in enumerate(self._annotation.states):
+            held[scale] = (forward.states[i] if forward else args[scale]).clone()
+            held[history], held[amax] = args[history].clone(), torch.full_like(args[amax], scaling.NOTHING)
+            held[step_ended], held[flag] = torch.zeros_like(args[step_ended]), torch.ones_like(args[flag])
+        return held
 
     def _for_step_of(self, groups: Sequence[SlotGroup]) -> Run:
         """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
@@ -150,16 +183,16 @@ class ScheduledGraph:
     def __call__(self, *args: Any) -> Any:
         """Call the graph as it is at this step. Evaluation is as the last step was."""
         counter = registry.of(self._table, [args[i] for i in self._owned])
-        region = checkpointed_region()
-        repeated = region is not None and region[1] is Pass.REPEATED
-        if not repeated and (torch.is_grad_enabled() or region is not None):
+        found, key = checkpointed_region(), (self._table.code, *map(id, counter.owned_tensors()))
+        region, how = found or (None, None)
+        begin = region.next_forward(key) if region is not None and how is Pass.REPEATED else None
+        if how is not Pass.REPEATED and (region is not None or torch.is_grad_enabled()):
             begin_step(counter)
-        begin = self._schedule.begin_of(max(counter.steps - 1, 0))
+        if begin is None:
+            begin = self._schedule.begin_of(max(counter.steps - 1, 0))
+        if region is not None and how is not Pass.REPEATED:
+            region.remember(key, begin)
         with self._lock:
             if begin not in self._runs:
                 self._runs[begin] = self._compile_at(begin)
         return self._runs[begin](*args)
-
-
-def _inputs(groups: Sequence[SlotGroup]) -> Iterator[Tensor]:
-    return itertools.chain.from_iterable(g.inputs() for g in groups)

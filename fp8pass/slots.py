@@ -37,7 +37,8 @@ class SlotTable:
     owned: paths, relative to the graph's root, of the inputs that belong to the instance: parameters, or else buffers.
     anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
     places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
-    training: whether the graph records at all. code: for a table without slots, by which steps are counted, whose.
+    training: whether the graph records at all. records: for each slot whether it does; the others never have a history.
+    code: for a table without slots, by which steps are counted, whose.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class SlotTable:
     anchors: tuple[int, ...]
     places: tuple[str, ...]
     training: bool
+    records: tuple[bool, ...] = ()
     code: str = ""
 
     @property
@@ -132,7 +134,8 @@ class SlotGroup:
         amax = self.amax()
         rolls = torch.isfinite(amax) & (amax > 0) & ~self.tensors.held
         cold = ((self.tensors.scale == 0) & ~rolls).tolist()
-        names = [name for name, is_cold in zip(self.table.names, cold, strict=True) if is_cold]
+        rows = zip(self.table.names, cold, self.table.records, strict=True)
+        names = [name for name, is_cold, records in rows if is_cold and records]
         self.warm = not names
         if names and self.cold_since is None:
             self.cold_since = self.steps
@@ -157,12 +160,22 @@ class SlotGroup:
 
         begin: decides which slots roll.
         """
-        trained = [r for r in self.relatives if r.table.training]
-        if trained:
-            newest = max(trained, key=lambda r: r.used)
+        newest = self._trained()
+        if newest is None:
+            begin(self)
+        else:
             begin(newest)
             ops.begin_step(newest.table.delayed, *newest.tensors)
             newest.used = next(_clock)
+
+    def is_trained(self) -> bool:
+        """Whether no slot is cold in the graph that trains these."""
+        trained = self._trained()
+        return not self.table.remembers or (trained is not None and trained.warm)
+
+    def _trained(self) -> SlotGroup | None:
+        """The newest group of a training graph that shares slots with this one."""
+        return max((r for r in self.relatives if r.table.training), key=lambda r: r.used, default=None)
 
     def amax(self) -> Tensor:
         """The running amax of all slots, a copy: f32[T]."""

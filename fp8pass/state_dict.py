@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 RECIPE, STEPS = "recipe", "steps"
 """Keys of a state dict that belong to no slot."""
 _RECIPE_BYTES = 512
+AND = " and "
 
 
 @dataclass
 class _Loaded:
-    """What `load_state_dict` got for slots that no graph has yet."""
+    """What `load_state_dict` got; graphs that are made later take theirs from it."""
 
     entries: dict[str, Entry]
     recipe: str
@@ -46,7 +47,7 @@ class State:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._unclaimed = _Loaded({}, "", True)
+        self._loaded = _Loaded({}, "", True)
         self._steps = 0
 
     @property
@@ -98,17 +99,16 @@ class State:
         self._steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
         for group in self._groups():
             group.steps = self._steps
-        taken = {name for group, names in located for name in names if group.table.training}
-        self._unclaimed = _Loaded({n: e for n, e in entries.items() if n not in taken}, saved, strict)
+        self._loaded = _Loaded(entries, saved, strict)
         for group, names in located:
             self._write(group, names, entries, saved)
 
     def _write(self, group: SlotGroup, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
-        group.write(found, anew=bool(saved) and saved != _recipe_text([group]))
+        group.write(found, anew=bool(saved) and _recipe_text([group]) not in saved.split(AND))
 
     def _recipe(self) -> str:
-        return self._own_recipe() or self._unclaimed.recipe
+        return self._own_recipe() or self._loaded.recipe
 
     def _own_recipe(self) -> str:
         """The text of the recipes that the module is trained with; "" if that is not known yet."""
@@ -139,7 +139,7 @@ class State:
     @torch.no_grad()
     def _entries(self) -> dict[str, Entry]:
         """Of a slot that several graphs have, the entry of the one trained last; evaluation only ever reads."""
-        entries = dict(self._unclaimed.entries)
+        entries = {name: {p: x.clone() for p, x in entry.items()} for name, entry in self._loaded.entries.items()}
         for group, names in sorted(self._located(), key=lambda pair: (pair[0].table.training, pair[0].used)):
             read = group.read()
             entries.update({name: read[inner] for name, inner in names.items()})
@@ -152,10 +152,17 @@ class State:
         """
         if any(group is g for g in self._groups()):
             group.steps = max(group.steps, self._steps)
-        loaded = self._unclaimed
+        loaded = self._loaded
         if not loaded.entries:
             return
         for names in [names for located, names in self._located() if located is group]:
+            several = [name for name in names if f"{name}~1" in loaded.entries or "~" in name]
+            if several:
+                log.warning(
+                    "%s: several graphs give these slots one name, and take the loaded states in the order in which "
+                    "they run first; let that be the order of the run that saved them",
+                    ", ".join(several),
+                )
             absent = [name for name in names if name not in loaded.entries]
             if loaded.strict and group.table.training:
                 _check_recipe(loaded.recipe, _recipe_text([group]))
@@ -167,8 +174,6 @@ class State:
             elif absent:
                 log.warning("the loaded FP8 state has nothing for %s; they begin without history", ", ".join(absent))
             self._write(group, names, loaded.entries, loaded.recipe)
-            if group.table.training:
-                loaded.entries = {n: e for n, e in loaded.entries.items() if n not in names}
 
 
 def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
@@ -180,7 +185,9 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
     if module is not None:
         tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         for path, tensor in itertools.chain(*tensors):
-            paths.setdefault(id(tensor), []).append(path.replace(f"{CHECKPOINT_WRAPPER}.", ""))
+            paths.setdefault(id(tensor), []).append(
+                path.replace(f"{CHECKPOINT_WRAPPER}.", "").replace("_orig_mod.", "")
+            )
     renames = [
         _rename(relative, paths[id(mine)]) if id(mine) in paths else None
         for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)
@@ -197,11 +204,11 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
 def _recipe_text(groups: Sequence[SlotGroup]) -> str:
     """The recipes of groups, but for the length of their histories, which may change."""
     recipes = (g.table.delayed for g in groups if g.table.names)
-    return " and ".join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
+    return AND.join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
 
 
 def _check_recipe(saved: str, own: str) -> None:
-    if saved and own and saved != _as_text(_as_tensor(own)):
+    if saved and own and not set(own.split(AND)) <= set(saved.split(AND)) and own != saved:
         raise Fp8Error(
             f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
             "to keep its histories and compute scales anew, or train with the recipe that it was saved under."

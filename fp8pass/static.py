@@ -7,13 +7,15 @@ the FP8 weights, which are made anew when a parameter changes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fp8pass import scaling
+from fp8pass._torch import dynamo_config
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
 from fp8pass.passes.annotate import Annotation
@@ -39,16 +41,31 @@ def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
         raise TypeError(f"calibrate() takes a module or a compiled module, not {type(model).__name__}")
     observer = _Observer(model)
     run = torch.compile(model, backend=observer)
+    unlimited = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     count = 0
-    for batch in batches:
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_as_args(batch), {})
-        run(*args, **kwargs)
-        count += 1
+    with unlimited, _uncompiled(model):
+        for batch in batches:
+            args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_as_args(batch), {})
+            run(*args, **kwargs)
+            count += 1
     scales = observer.scales()
     if not scales:
         raise ValueError(f"no matmul with parameters was seen in {count} batches; pass the model's inputs in batches")
     _calibrated.add(model)
     return scales
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Within it, modules that were compiled in place (`module.compile()`) run as they were written."""
+    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def _as_args(batch: Any) -> tuple[Any, ...]:

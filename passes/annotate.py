@@ -94,7 +94,8 @@ class Annotation:
 
     owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
     the order of the state inputs. Behind those come `frozen`, parameters in FP8, and `late`, positions of inputs that
-    the graph takes once more, for its backward to write.
+    the graph takes once more, for its backward to write. states: of each scale state that the user wrote, the positions
+    of its scale, amax_history, amax, step_ended and held.
     """
 
     module: fx.GraphModule
@@ -103,6 +104,7 @@ class Annotation:
     tables: list[SlotTable] = field(default_factory=list)
     frozen: list[Frozen] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    states: list[tuple[int, ...]] = field(default_factory=list)
 
     def bootstrapped(self) -> Annotation:
         """A copy in which a slot without history is scaled by the tensor's own amax."""

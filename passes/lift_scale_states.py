@@ -32,7 +32,7 @@ def lift_scale_states(annotation: Annotation) -> Annotation:
         lifter.visit(node)
     module.graph.lint()
     module.recompile()
-    return replace(annotation, module=module, late=lifter.late)
+    return replace(annotation, module=module, late=lifter.late, states=lifter.states)
 
 
 class _Lifter:
@@ -42,6 +42,7 @@ class _Lifter:
         self.begun: dict[fx.Node, fx.Node] = {}
         """By `amax`, which stands for the state: its scale in this graph."""
         self.late: list[int] = []
+        self.states: list[tuple[int, ...]] = []
         self.inputs: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
@@ -63,6 +64,9 @@ class _Lifter:
         else:
             node.target = scale_state.begin_graph
             self.begun[amax] = node
+            scale, amax_history, _, _, step_ended, held, *_ = node.args
+            state = scale, amax_history, amax, step_ended, held
+            self.states.append(tuple(map(self.placeholders.index, state)))
 
     def _late(self, amax: fx.Node) -> fx.Node:
         if amax not in self.inputs:

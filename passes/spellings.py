@@ -232,7 +232,7 @@ def mutates(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())
+        return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())  # type: ignore[no-untyped-call]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True  # a graph, or a kernel of the user's: not worth finding out
     if getattr(node.target, "__module__", "") == "_operator":

@@ -75,7 +75,9 @@ def lift_state(
     tables: list[SlotTable] = []
     for recipe, of_recipe in by_recipe.items():
         assert device is not None
-        ordered = sorted(of_recipe, key=lambda s: s.role == "grad_output")
+        twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe)) is not None}
+        own = [s for i, s in enumerate(of_recipe) if i not in twins]
+        ordered = sorted(own, key=lambda s: s.role == "grad_output")
         table = SlotTable(
             names=tuple(s.name for s in ordered),
             n_forward=sum(s.role != "grad_output" for s in ordered),
@@ -85,9 +87,12 @@ def lift_state(
             owned=owned,
             anchors=tuple(s.anchor for s in ordered),
             places=tuple(s.place for s in ordered),
-            training=any(isinstance(s.quantizer, ops.Delayed) and s.quantizer.record for s in ordered),
+            training=any(map(_records, ordered)),
+            records=tuple(map(_records, ordered)),
         )
-        _place(graph, table, ordered, regions, f"_{len(tables)}" if tables else "")
+        places = {id(s): i for i, s in enumerate(ordered)}
+        places |= {id(of_recipe[i]): places[id(twin)] for i, twin in twins.items()}
+        _place(graph, table, [(s, places[id(s)]) for s in of_recipe], regions, f"_{len(tables)}" if tables else "")
         tables.append(table)
     return tables
 
@@ -107,7 +112,21 @@ def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -
     return found
 
 
-def _place(graph: fx.Graph, table: SlotTable, slots: list[Slot], regions: list[Region], suffix: str) -> None:
+def _records(slot: Slot) -> bool:
+    return isinstance(slot.quantizer, ops.Delayed) and slot.quantizer.record
+
+
+def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
+    """Of a parameter that is read without gradients too: the slot of where it is read with them."""
+    if _records(slot) or slot.place or slot.role == "grad_output":
+        return None
+    same = (o for o in others if _records(o) and (o.anchor, o.place, o.role) == (slot.anchor, "", slot.role))
+    return next(same, None)
+
+
+def _place(
+    graph: fx.Graph, table: SlotTable, slots: list[tuple[Slot, int]], regions: list[Region], suffix: str
+) -> None:
     names = ops.INPUTS if table.remembers else ("scales",)
     inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
     read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late")}
@@ -116,7 +135,7 @@ def _place(graph: fx.Graph, table: SlotTable, slots: list[Slot], regions: list[R
     within = {graph: read}
     for region in regions:
         within[region.body.graph] = _thread(region, within[region.outer], suffix)
-    for i, slot in enumerate(slots):
+    for slot, i in slots:
         backward, of = i >= table.n_forward, within[slot.node.graph]
         placed: ops.Stateful
         if isinstance(slot.quantizer, ops.Static):

@@ -275,6 +275,17 @@ def test_paths_with_numbers() -> None:
     assert names(annotation(model, torch.randn(4, 8)))[2:4] == ["1.0.matmul.input", "1.0.matmul.weight"]
 
 
+@torch.library.custom_op("fp8pass_test::bump", mutates_args={"x"})
+def bump(x: Tensor) -> None:
+    """Writes into its argument."""
+    x.mul_(3)
+
+
+@bump.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -286,6 +297,12 @@ def test_paths_with_numbers() -> None:
         lambda x: torch.relu_(x),
         lambda x: x.__setitem__(0, 0.0),
         lambda x: torch.add(x, 1, out=x),
+        lambda x: x.__iadd__(30),
+        lambda x: torch.Tensor.__imul__(x, -3),
+        lambda x: torch.ops.fp8pass_test.bump(x),
+        lambda x: F.embedding(torch.arange(8), x, max_norm=0.5),
+        lambda x: F.embedding(torch.arange(8), x, None, 0.5),
+        lambda x: F.embedding_bag(torch.arange(8).view(4, 2), x, max_norm=0.5),
     ],
 )
 def test_what_was_quantized_is_not_used_after_it_changed_in_place(change: Callable[[Tensor], Any]) -> None:

@@ -242,6 +242,8 @@ def test_einsum_and_broadcast_operands() -> None:
         (lambda a, b: torch.einsum("bik,bjk->bij", a, b), (2, 16, 32), (2, 24, 32)),
         (lambda a, b: torch.einsum("...k,kn->...n", a, b), (2, 3, 16, 32), (32, 24)),
         (lambda a, b: torch.einsum("bshd,hdm->bsm", a, b), (2, 16, 4, 8), (4, 8, 24)),
+        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (1, 16, 32), (3, 32, 48)),
+        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (3, 16, 32), (1, 32, 48)),
         (lambda a, b: a @ b, (2, 1, 16, 32), (3, 32, 24)),
         (lambda a, b: a @ b, (16, 32), (3, 32, 24)),
         (lambda a, b: torch.tensordot(a, b, dims=([0, 2], [1, 0])), (8, 16, 4), (4, 8, 24)),
@@ -269,3 +271,18 @@ def test_a_call_of_which_nothing_is_left_stays_as_it_is() -> None:
             compiled(layer, recipe=recipe)(x).sum().backward()
         assert torch.equal(y, layer(x))
         assert {g.rule for g in report.gemms} == {"block size" if recipe == "blockwise" else "high precision"}
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul")
+def test_sums_and_many_products_are_left_out_before_anything_is_quantized() -> None:
+    cases: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+        "takes a diagonal or a sum": (lambda a, b: torch.einsum("ihj,hjk->ik", a, b), (16, 4, 32), (1, 32, 48)),
+        "takes a sum before": (lambda a, b: torch.tensordot(a, b, dims=([1], [0])), (16, 32), (1, 48)),
+        "1600 products of": (lambda a, b: a @ b, (40, 1, 16, 32), (40, 32, 48)),
+    }
+    for reason, (function, shape_a, shape_b) in cases.items():
+        a, b = torch.randn(shape_a), torch.randn(shape_b)
+        with verdicts() as report:
+            y = compiled(function, recipe="rowwise")(a, b)
+        assert sqnr(function(a, b), y) > 100
+        assert {reason in g.reason for g in report.gemms} == {True}, report.reasons()

@@ -635,3 +635,114 @@ def test_distributed_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture)
     mine, theirs = fp8pass.state(model).state_dict(), fp8pass.state(other).state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in mine)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Aux(nn.Module):
+    """One of its layers is in two graphs that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor, aux: bool = False) -> Tensor:
+        y: Tensor = self.a(x)
+        return self.b(y) if aux else y
+
+
+def test_slots_in_two_trained_graphs_resume() -> None:
+    model, resumed = make(Aux), make(Aux)
+    run, again = compiled(model), compiled(resumed)
+
+    def steps(f: Callable[..., Tensor]) -> None:
+        for aux in (False, True, False):
+            f(torch.full((16, 32), 3.0), aux).sum().backward()
+
+    steps(run)
+    fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
+    steps(run)
+    steps(again)
+    mine, other = fp8pass.state(model).state_dict(), fp8pass.state(resumed).state_dict()
+    assert all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_two_delayed_recipes_resume(when: str) -> None:
+    recipe = {"up": DelayedScaling(amax_history_len=4, margin=1), "down": DelayedScaling(amax_history_len=4)}
+    model, resumed = make(), make()
+    run, again = compiled(model, recipe=recipe), compiled(resumed, recipe=recipe)
+    train(run, [1.0, 2.0, 3.0])
+    saved = fp8pass.state(model).state_dict()
+    if when == "after":
+        train(again, [9.0])
+    fp8pass.state(resumed).load_state_dict(saved)
+    for f in (run, again):
+        torch.manual_seed(3)
+        train(f, [4.0, 1.0])
+    mine, other = fp8pass.state(model).state_dict(), fp8pass.state(resumed).state_dict()
+    assert all(torch.equal(mine[k], other[k]) for k in mine)
+    assert saved["recipe"].tolist() == mine["recipe"].tolist()
+
+
+def test_states_whose_order_matters_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            torch._dynamo.graph_break()
+            out: Tensor = self.fc(y * 1e-3)
+            return out
+
+    model, resumed = make(Twice), make(Twice)
+    train(compiled(model), [1.0, 2.0])
+    fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
+    assert "fc.input" not in caplog.text
+    train(compiled(resumed), [1.0])
+    assert "fc.input, fc.grad_output: several graphs give these slots one name" in caplog.text.replace(
+        "fc.grad_output, fc.input", "fc.input, fc.grad_output"
+    )
+
+
+def test_what_is_loaded_is_not_shared() -> None:
+    model, other = make(), make()
+    train(compiled(model), [1.0])
+    state = fp8pass.state(other)
+    state.load_state_dict(fp8pass.state(model).state_dict())
+    state.state_dict()["up.input.amax_history"].fill_(9.0)
+    assert state.state_dict()["up.input.amax_history"].max() == 0
+
+
+def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixture) -> None:
+    """A weight has one slot; an input that never records is none to wait for."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.fc(x * 2).tanh()
+            out: Tensor = self.fc(x) - target
+            return out
+
+    model = make(Both)
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4))
+    for _ in range(6):
+        x = torch.randn(16, 32)
+        assert sqnr(model(x), run(x)) > 18
+        run(x).square().sum().backward()
+    assert [s for s in fp8pass.state(model).slots if "weight" in s] == ["fc.weight"]
+    assert "compiling once more" not in caplog.text
+    assert all(g.warm for g in registry.groups() if g.owned_tensors()[0] is model.fc.weight)
+
+
+def test_a_compiled_part_has_the_names_of_a_part() -> None:
+    whole, in_parts = nn.Sequential(make(), make(seed=1)), nn.Sequential(make(), make(seed=1))
+    for i, part in enumerate(list(in_parts)):
+        in_parts[i] = torch.compile(part, backend="fp8pass", options={"lowering": "eager"})  # type: ignore[call-overload]
+    train(compiled(whole), [1.0])
+    train(in_parts, [1.0])
+    assert fp8pass.state(whole).slots == fp8pass.state(in_parts).slots

@@ -247,3 +247,34 @@ def test_a_weight_that_the_graph_itself_changes_is_not_frozen() -> None:
         for _ in range(2):
             y = run(x)
             assert sqnr(x @ model.weight.t(), y) > 27
+
+
+def test_calibrating_again_and_again() -> None:
+    (x,) = data(1, 16, 32)
+    for i in range(12):
+        model = make(Block, seed=i)
+        assert len(fp8pass.calibrate(model, [x, x * 2])) == 4
+    named = Named()
+    assert float(fp8pass.calibrate(named, [(x / x.abs().max() * i, f"{i}") for i in range(1, 15)])["fc.input"]) == 32
+
+
+class Named(nn.Module):
+    """Compiled anew for every name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        y: Tensor = self.fc(x) + len(name)
+        return y
+
+
+def test_calibrating_a_model_that_is_compiled_in_place() -> None:
+    model, xs = make(Transformer), data()
+    expected = fp8pass.calibrate(make(Transformer), xs)
+    model.compile(backend="eager")
+    model.layers[0].compile(backend="eager")
+    call = model._compiled_call_impl
+    assert fp8pass.calibrate(model, xs) == expected
+    assert model._compiled_call_impl is call

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any
 
 import pytest
@@ -166,6 +168,63 @@ def test_scale_states_accumulate_too() -> None:
     assert [round(h, 4) for h in model.s.amax_history.tolist()] == [4.0, 0.0, 0.0, 0.0]
 
 
+def test_accumulations_within_one_another_are_the_outer_one() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.s = nn.Linear(32, 48, bias=False), fp8pass.ScaleState(amax_history_len=4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.up(fp8pass.qdq(x, 1.0, torch.float8_e4m3fn) * 0 + x)
+            return y + fp8pass.in_qdq(x, self.s).sum()
+
+    model = make(Own)
+    run = compiled(model, recipe=RECIPE)
+    with fp8pass.accumulate(model):
+        for amax in (1.0, 5.0, 2.0):
+            with fp8pass.accumulate(model):
+                run(scaled(amax)).sum().backward()
+    assert history(model) == [0.0] * 4
+    assert model.s.amax_history.tolist() == [0.0] * 4
+    for amax in (3.0, 4.0):
+        run(scaled(amax)).sum().backward()
+    assert history(model) == [3.0, 5.0, 0.0, 0.0]
+    assert [round(h, 4) for h in model.s.amax_history.tolist()] == [3.0, 5.0, 0.0, 0.0]
+
+
+def test_accumulating_a_part_holds_the_slots_of_that_part() -> None:
+    model = nn.Sequential(make(Plain), nn.Linear(48, 32))
+    run = compiled(model, recipe=RECIPE)
+    with fp8pass.accumulate(model[0]):
+        for amax in (1.0, 2.0, 3.0):
+            run(scaled(amax)).sum().backward()
+    assert history(model, "0.up.input") == [0.0] * 4
+    assert sum(h > 0 for h in history(model, "1.input")) == 2
+    assert fp8pass.state(model).steps == 3
+
+
+def test_a_graph_break_in_an_accumulation_of_a_schedule() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            torch._dynamo.graph_break()
+            out: Tensor = self.fc(y * 1e-3)
+            return out
+
+    for accumulates in (False, True):
+        model = make(Two)
+        run = compiled(model, recipe=fp8pass.recipes.Schedule({0: None, 2: RECIPE}))
+        for _ in range(4):
+            with fp8pass.accumulate(model) if accumulates else contextlib.nullcontext():
+                run(scaled(1.0)).sum().backward()
+        assert fp8pass.state(model).steps == 4
+        assert "fc.input~1" in fp8pass.state(model).slots
+
+
 def test_accumulate_takes_modules_only() -> None:
     with (
         pytest.raises(TypeError, match="takes a module or a compiled module, not function"),
@@ -182,7 +241,6 @@ def test_accumulate_takes_modules_only() -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_interleaved_forwards(how: How, accumulates: bool, schedule: str) -> None:
     """Every backward uses the scales of its own forward: gradients are those of running one after the other."""
-    import contextlib
 
     def run_all(order: str) -> tuple[list[Tensor], dict[str, Tensor]]:
         model = make()
@@ -558,5 +616,149 @@ def test_the_whole_transformer_under_accumulation_and_checkpoints() -> None:
                         y = checkpoint(layer, y, use_reentrant=False) if wrap else layer(y)
                     y.square().sum().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(steps(True), steps(False), strict=True))
+
+
+# What is inside a region, and is no part of its forward
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_evaluating_a_region_changes_nothing(reentrant: bool) -> None:
+    for recipe in (RECIPE, fp8pass.recipes.Schedule({0: RECIPE})):
+        model = make()
+        run = compiled(model, recipe=recipe)
+        for _ in range(2):
+            run(scaled(1.0)).sum().backward()
+        before = fp8pass.state(model).state_dict()
+        with torch.no_grad():
+            for _ in range(2):
+                checkpoint(run, scaled(9.0).requires_grad_(), use_reentrant=reentrant)
+        after = fp8pass.state(model).state_dict()
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_a_call_without_gradients_in_a_region_is_evaluation() -> None:
+    model = make(Plain)
+    run = compiled(model, recipe=RECIPE)
+
+    def region(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = run(x * 100).abs().amax() * 0
+        out: Tensor = run(x) + scale
+        return out
+
+    for amax in (1.0, 2.0, 3.0):
+        checkpoint(region, scaled(amax), use_reentrant=False).square().sum().backward()
+    assert history(model) == [2.0, 1.0, 0.0, 0.0]
+    assert fp8pass.state(model).steps == 3
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["inner hooks", "inner reentrant"])
+@pytest.mark.parametrize("outer", [False, True], ids=["outer hooks", "outer reentrant"])
+def test_a_region_within_a_region(outer: bool, inner: bool) -> None:
+    def steps(wrap: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        a, b = make(Block, seed=0), make(Block, seed=1)
+        run_a, run_b = annotated(a, recipe=RECIPE), annotated(b, recipe=RECIPE)
+        if not wrap:
+            return run_steps(lambda x: run_b(run_a(x)), nn.ModuleList([a, b]))
+
+        def region(x: Tensor) -> Tensor:
+            y: Tensor = run_b(checkpoint(run_a, x, use_reentrant=inner))
+            return y
+
+        return run_steps(functools.partial(checkpoint, region, use_reentrant=outer), nn.ModuleList([a, b]))
+
+    assert same(steps(True), steps(False))
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_reentrant_repetition_draws_the_same_random_numbers(lowering: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32))
+    run, outputs = compiled(model, recipe=RECIPE, lowering=lowering), []
+
+    def region(x: Tensor) -> Tensor:
+        outputs.append(run(x))
+        return outputs[-1]
+
+    for i in range(3):
+        outputs.clear()
+        checkpoint(region, scaled(1.0, i).requires_grad_(), use_reentrant=True).sum().backward()
+        assert sqnr(outputs[0], outputs[1]) > 40
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_the_very_first_step_in_microbatches_and_regions(reentrant: bool) -> None:
+    model = make(Plain)
+    run = annotated(model, recipe=RECIPE)
+    with fp8pass.accumulate(model):
+        for amax in (1.0, 2.0, 3.0):
+            checkpoint(run, scaled(amax).requires_grad_(), use_reentrant=reentrant).sum().backward()
+    state = fp8pass.state(model)
+    for slot in ("up.input", "up.grad_output"):
+        assert history(model, slot) == [0.0] * 4
+    assert running(model, "up.input") == pytest.approx(3.0)
+    assert state.steps == 1
+
+
+def test_hooks_of_any_kind() -> None:
+    model = make()
+    run = compiled(model, recipe=RECIPE)
+
+    captured = torch.ones(())
+    of_cell = lambda x: x * captured  # noqa: E731
+    empty = FunctionType(of_cell.__code__, {"__builtins__": {}}, closure=(CellType(),))
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(empty, lambda x: x), hooks(lambda x: x, lambda x: x):
+        run(scaled(1.0)).square().sum().backward()
+    with hooks(empty, lambda x: x), pytest.raises(NameError, match="captured"):  # torch's own call of it, not ours
+        run(scaled(1.0))
+    for pack in (functools.partial(torch.mul, other=1), torch.clone):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            run(scaled(1.0)).square().sum().backward()
+
+
+def test_static_and_delayed_in_a_region() -> None:
+    model = make()
+    scales = fp8pass.calibrate(model, [scaled(1.0)])
+    recipe = {"up": fp8pass.recipes.StaticScaling(scales), "down": RECIPE}
+    twin = make()
+    run, plain = annotated(model, recipe=recipe), annotated(twin, recipe=recipe)
+    region = functools.partial(checkpoint, run, use_reentrant=False)
+    assert same(run_steps(region, model), run_steps(plain, twin))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_scale_states_in_a_region(how: How) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(48, 32))
+            self.x, self.w, self.g = (fp8pass.ScaleState(amax_history_len=4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = fp8pass.in_qdq(x, self.x) @ fp8pass.in_qdq(self.weight, self.w).t()
+            return fp8pass.out_qdq(y, self.g)
+
+    for recipe in (None, RECIPE):
+        model, twin = make(Own), make(Own)
+        run, plain = how(model, recipe=recipe), how(twin, recipe=recipe)
+        region = functools.partial(checkpoint, run, use_reentrant=False)
+        checkpointed, straight = run_steps(region, model), run_steps(plain, twin)
+        assert all(torch.equal(a, b) for a, b in zip(checkpointed[0], straight[0], strict=True))
+        for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_a_schedule_switches_between_forwards_under_way() -> None:
+    def steps(wrap: bool) -> list[Tensor]:
+        model = make()
+        run = annotated(model, recipe=fp8pass.recipes.Schedule({0: None, 1: RECIPE}))
+        xs = [scaled(1.0 + i, i).requires_grad_() for i in range(3)]
+        region = functools.partial(checkpoint, run, use_reentrant=False) if wrap else run
+        losses = [region(x).square().sum() for x in xs]
+        for loss in losses:
+            loss.backward()
+        return [x.grad for x in xs if x.grad is not None]
 
     assert all(torch.equal(a, b) for a, b in zip(steps(True), steps(False), strict=True))
