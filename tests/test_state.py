@@ -725,14 +725,14 @@ def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixtur
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 target = self.fc(x * 2).tanh()
-            out: Tensor = self.fc(x) - target
+            out: Tensor = self.fc(x) + target  # no cancellation
             return out
 
     model = make(Both)
     run = compiled(model, recipe=DelayedScaling(amax_history_len=4))
     for _ in range(6):
         x = torch.randn(16, 32)
-        assert sqnr(model(x), run(x)) > 18
+        assert sqnr(model(x), run(x)) > 22
         run(x).square().sum().backward()
     assert [s for s in fp8pass.state(model).slots if "weight" in s] == ["fc.weight"]
     assert "compiling once more" not in caplog.text
@@ -742,7 +742,7 @@ def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixtur
 def test_a_compiled_part_has_the_names_of_a_part() -> None:
     whole, in_parts = nn.Sequential(make(), make(seed=1)), nn.Sequential(make(), make(seed=1))
     for i, part in enumerate(list(in_parts)):
-        in_parts[i] = torch.compile(part, backend="fp8pass", options={"lowering": "eager"})  # type: ignore[call-overload]
+        in_parts[i] = torch.compile(part, backend="fp8pass", options={"lowering": "eager"})  # type: ignore[assignment]
     train(compiled(whole), [1.0])
     train(in_parts, [1.0])
     assert fp8pass.state(whole).slots == fp8pass.state(in_parts).slots
