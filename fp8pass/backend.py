@@ -133,7 +133,9 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
     """The same graphs, run op by op."""
 
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
-        return make_boxed_func(functools.partial(_run_unseen, graph_module.forward))
+        inputs = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+        replaced = {inputs.index(n.args[0]) for n in graph_module.graph.nodes if _replaces_input(n)}
+        return make_boxed_func(functools.partial(_run_unseen, graph_module.forward, replaced))
 
     def rewrite(graph_module: fx.GraphModule) -> None:
         for part in reversed(list(graph_module.modules())):  # branches and loop bodies first, as Inductor does it
@@ -159,9 +161,22 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
     return compiler(module, inputs)
 
 
-def _run_unseen(forward: Callable[..., Any], *args: Any) -> Any:
-    """As compiled code does, write into inputs without autograd counting it: what is saved may be written again."""
-    return forward(*(a.data if isinstance(a, Tensor) and not a.requires_grad else a for a in args))
+def _replaces_input(node: fx.Node) -> bool:
+    """`input.data = ...`: gives the tensor object itself another storage."""
+    source = node.args[0] if node.args else None
+    return str(node.target).startswith("aten.set_.") and isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _run_unseen(forward: Callable[..., Any], replaced: set[int], *args: Any) -> Any:
+    """As compiled code does, write into inputs without autograd counting it: what is saved may be written again.
+
+    replaced: the inputs that get another storage, which an alias would get in their place.
+    """
+
+    def unseen(i: int, x: Any) -> Any:
+        return x.data if isinstance(x, Tensor) and not x.requires_grad and i not in replaced else x
+
+    return forward(*(unseen(i, x) for i, x in enumerate(args)))
 
 
 def reference(

@@ -76,6 +76,8 @@ def lift_state(
     for recipe, of_recipe in by_recipe.items():
         assert device is not None
         twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe)) is not None}
+        for i, twin in twins.items():
+            twin.name = min(twin.name, of_recipe[i].name, key=len)  # without a number, if one has none
         own = [s for i, s in enumerate(of_recipe) if i not in twins]
         ordered = sorted(own, key=lambda s: s.role == "grad_output")
         table = SlotTable(

@@ -692,3 +692,18 @@ def test_gradients_pass_straight_through_what_users_quantize(dtype: torch.dtype,
         results.append((x.grad, w.grad))
     for expected, actual in zip(*results, strict=True):
         assert sqnr(expected, actual) > 45
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_data_that_is_replaced_in_compiled_code(lowering: str) -> None:
+    def replace(y: Tensor) -> None:
+        y.data = y.data * -3
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x.clone()
+        first = y @ w
+        replace(y)
+        return first + y @ w
+
+    x, w = torch.randn(16, 32), torch.randn(32, 48)
+    assert sqnr(function(x, w), compiled(function, recipe=None, lowering=lowering)(x, w)) > 100
