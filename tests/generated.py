@@ -80,6 +80,7 @@ class _Operand:
         self.draw, self.inputs, self.dtype, self.q = draw, inputs, dtype, q
         self.text: list[str] = []
         self.bad: list[str] = []
+        self.rows = False
         self.steps: list[Callable[[Tensor, Any, list[Tensor]], Tensor]] = []
         for _ in range(draw(st.integers(0, 5))):
             shape = self._step(shape)
@@ -101,6 +102,7 @@ class _Operand:
         kinds = [
             "scale",
             "scale",
+            "rows",
             "cast",
             "neg",
             "transpose",
@@ -138,6 +140,21 @@ class _Operand:
             return x / s if divide else x * s
 
         self._add(f"{name} {form} {dtype}", step)
+        return shape
+
+    def _rows(self, shape: Shape) -> Shape:
+        """A scale that differs along some dimensions, which the matmul may sum over."""
+        varies = [self.draw(st.booleans()) for _ in shape]
+        sizes = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
+        scale = self.inputs.add(torch.rand(sizes, generator=self.inputs.generator) + 0.5)
+        divide = self.draw(st.booleans())
+        self.rows = True
+
+        def step(x: Tensor, wide: Any, inputs: list[Tensor]) -> Tensor:
+            s = _wide(scale(inputs), wide)
+            return x / s if divide else x * s
+
+        self._add(f"{'div' if divide else 'mul'} {sizes}", step)
         return shape
 
     def _cast(self, shape: Shape) -> Shape:
@@ -310,6 +327,7 @@ def programs(draw: Callable[..., Any]) -> Program:
     if q_a is q_b is E5M2:
         bad.append("e5m2 twice")
     unclear = kind in ("bmm", "einsum") and batch > 16  # one operand may be the same for all of the batch
+    unclear |= a.rows or b.rows  # which scales may or may not change along the sum
     text = [
         f"{q_a} {a.shape}: {', '.join(a.text)}",
         f"{q_b} {b.shape}: {', '.join(b.text)}",
