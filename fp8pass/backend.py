@@ -30,7 +30,7 @@ from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.passes.annotate import Annotation
 from fp8pass.pipeline import Pipeline, annotated
-from fp8pass.recipes import DelayedScaling, Schedule
+from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
@@ -82,8 +82,7 @@ def _scheduled(
     owned = Names(placeholders).owned
     compile_id = CompileContext.current_compile_id()
     code = str(compile_id.frame_id) if compile_id is not None else ""
-    paths, cpu = tuple(owned.values()), torch.device("cpu")
-    counter = SlotTable((), 0, (), DelayedScaling(), cpu, paths, (), (), training=True, code=code)
+    counter = SlotTable.counter(tuple(owned.values()), code)
 
     def compile_at(step: int) -> Callable[..., Any]:
         with tracing(context):
@@ -133,8 +132,8 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
     """The same graphs, run op by op."""
 
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
-        inputs = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
-        replaced = {inputs.index(n.args[0]) for n in graph_module.graph.nodes if _replaces_input(n)}
+        placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+        replaced = {placeholders.index(n.args[0]) for n in graph_module.graph.nodes if _replaces_input(n)}
         return make_boxed_func(functools.partial(_run_unseen, graph_module.forward, replaced))
 
     def rewrite(graph_module: fx.GraphModule) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +40,6 @@ class _Forward:
     states: list[Tensor]
 
 
-_unrecorded: Counter[Hashable] = Counter()
-"""Forwards without gradients whose amaxes no repetition has recorded yet, by graph and instance."""
-
-
 class CompiledGraph:
     """A compiled graph with state; what Dynamo calls.
 
@@ -70,10 +65,10 @@ class CompiledGraph:
             return self._begin(groups)(*args, *self._state(groups, args))
         (region, how), key = found, self._key(groups)
         if how is Pass.REPEATED:
-            return self._repeat(region.next_forward(key), key, groups, args)
+            return self._repeat(region.next_forward(key), groups, args)
         if how is Pass.AHEAD:
-            _unrecorded[key] += 1
             for group in groups:
+                group.ahead += 1
                 group.begin_trained_step(begin_step)
         run = self._begin(groups)
         eager = how is Pass.AHEAD and not all(g.is_trained() for g in groups)
@@ -87,9 +82,11 @@ class CompiledGraph:
 
     def _state(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
         """What the graph is called with behind `args`, Dynamo's."""
-        state = [x for group in groups for x in group.inputs()]
-        weights = frozen_weights(self._annotation.frozen, args, groups)
-        return [*state, *weights, *self._annotation.late_inputs(args)]
+        return [*(x for group in groups for x in group.inputs()), *self._last(groups, args)]
+
+    def _last(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
+        """What the graph is called with behind the state."""
+        return [*frozen_weights(self._annotation.frozen, args, groups), *self._annotation.late_inputs(args)]
 
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
         for group in groups:
@@ -104,16 +101,11 @@ class CompiledGraph:
         names = tuple((g.table.names[: g.table.n_forward], *map(id, g.owned_tensors())) for g in groups)
         return names or id(self)
 
-    def _repeat(self, forward: _Forward | None, key: Hashable, groups: Sequence[SlotGroup], args: Sequence[Any]) -> Any:
+    def _repeat(self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any]) -> Any:
         """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice.
 
         forward: None in a region within a region, which is another one each time: then the newest scales are taken.
         """
-        record = key in _unrecorded
-        if record:
-            _unrecorded[key] -= 1
-            if not _unrecorded[key]:
-                del _unrecorded[key]
         inputs: list[Tensor] = []
         cold = False
         for group in groups:
@@ -125,14 +117,14 @@ class CompiledGraph:
             for keys, then in forward.scales if forward else ():
                 group.copy_slots(keys, then, scale)
             cold |= not group.warm and bool((scale == 0).any())
-            amax_forward = t.amax_forward if record else torch.full_like(t.amax_forward, scaling.NOTHING)
+            nothing = torch.full_like(t.amax_forward, scaling.NOTHING)
+            amax_forward = t.amax_forward if group.catch_up() else nothing
             inputs += t._replace(scale=scale, amax_forward=amax_forward, held=torch.ones_like(t.held)).inputs()
             group.steps = max(group.steps, 1)
         run = forward.run if forward else None
         if run is None:
             run = self._annotation.bootstrapped().run if (forward.eager if forward else cold) else self._compiled
-        late = self._annotation.late_inputs(args)
-        return run(*self._with_held_states(args, forward), *inputs, *late)
+        return run(*self._with_held_states(args, forward), *inputs, *self._last(groups, args))
 
     def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
         """Dynamo's inputs, with scale states that neither roll nor record, and have the scales of then."""
@@ -167,7 +159,7 @@ class CompiledGraph:
 class ScheduledGraph:
     """A graph whose recipe changes with the steps of the instance that it is called for; what Dynamo calls.
 
-    compile_at: compiles for the recipe of a step. table: without slots, by which the steps are counted.
+    compile_at: compiles for the recipe of a step. table: without slots; its group counts the steps.
     """
 
     def __init__(

@@ -83,6 +83,15 @@ class Builder:
         results = traced.graph.output_node().args[0]
         return [twin[n] for n in (results if isinstance(results, (list, tuple)) else [results])]  # type: ignore[index]
 
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Put `new` in the place of `old`, whose metadata it inherits and whose dtype, shape and strides it has."""
+        was, now = val(old), val(new)
+        assert (was.dtype, was.shape, was.stride()) == (now.dtype, now.shape, now.stride()), (old, was, now)
+        for key, value in old.meta.items():
+            new.meta.setdefault(key, value)
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
     def _stamp(self, node: fx.Node, like: fx.Node) -> fx.Node:
         for key in ("stack_trace", "nn_module_stack", "seq_nr"):
             if key in like.meta:

@@ -26,8 +26,8 @@ class Target:
 
     @property
     def needs_k_major(self) -> bool:
-        """Whether both FP8 operands must be contiguous along K: cuBLASLt has only TN kernels before sm_100."""
-        return self.capability < (10, 0)
+        """Whether both FP8 operands must be contiguous along K: cuBLASLt has only TN kernels, but for sm_100."""
+        return not (10, 0) <= self.capability < (12, 0)
 
 
 # From NVIDIA's data sheets of the A100 SXM, L40S, H100 SXM, H200 SXM and HGX B200 (sparse figures halved).
@@ -107,7 +107,7 @@ def scales_rows(device: torch.device, target: Target | None) -> bool:
 
 
 # Compute capabilities and CUDA versions with a kernel for the scales of `torch._scaled_mm` (cuBLASLt's documentation).
-_BLOCK_KERNELS = {"blockwise": ((9, 0), (10, 0), (12, 9)), "mxfp8": ((10, 0), (13, 0), (12, 8))}
+_BLOCK_KERNELS = {"blockwise": ((9, 0), (10, 0), (12, 9)), "mxfp8": ((10, 0), (12, 0), (12, 8))}
 
 
 def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None) -> str:

@@ -31,8 +31,9 @@ def choose(what: str, value: object, valid: tuple[str, ...]) -> None:
 class Recipe:
     """Common to all recipes: which of the matmuls "output", "grad_input" and "grad_weight" are done how.
 
-    high_precision: those that stay as they are. fast_accum: those that may add up in less than float32, as Hopper's
-    tensor cores do it faster. Both take one name or several. Raises ValueError for any other.
+    high_precision: those that stay as they are. fast_accum: those that use fast accumulation (`use_fast_accum`), with
+    which Hopper's tensor cores add up in less than float32. Either takes one name or several. Raises ValueError for a
+    name that is none of the three.
     """
 
     high_precision: tuple[str, ...] = field(default=(), kw_only=True)
@@ -246,9 +247,9 @@ def resolve(recipe: Any) -> Plan | Schedule:
 class Schedule:
     """Recipes by step: `Schedule({0: None, 1000: "delayed", 9000: {"head": None, "*": "delayed"}})`.
 
-    From each step on, whatever `recipe=` may be. Steps are the model's own training steps, which are saved with its
-    state. Delayed scaling keeps its state through the steps in which it is not used. Raises ValueError for a schedule
-    that does not begin at step 0, or is nested.
+    From each step on, whatever `recipe=` may be. Each compiled graph of an instance counts the training steps in which
+    it runs; they are saved with its state. Delayed scaling keeps its state through the steps in which it is not used.
+    Raises ValueError for a schedule that does not begin at step 0, or is nested.
     """
 
     def __init__(self, phases: Mapping[int, Any]) -> None:

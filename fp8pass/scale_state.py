@@ -119,7 +119,7 @@ class ScaleState(nn.Module):
     def _resized(self, state_dict: dict[str, Any], prefix: str, saved: Tensor) -> dict[str, Tensor]:
         """What changes in `state_dict` if its history `saved` becomes as long as this one's."""
         length = len(self.amax_history)
-        history = torch.cat([saved[:length], saved.new_zeros(max(0, length - len(saved)))])
+        history = scaling.resized_history(saved, length)
         amax = scaling.amax_of_history(history.unsqueeze(1), self.recipe.amax_compute_algo)[0]
         scale, fp8_max = (state_dict.get(f"{prefix}{part}") for part in ("scale", "fp8_max"))
         if scale is None or fp8_max is None:  # torch reports it

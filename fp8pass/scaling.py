@@ -79,7 +79,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
 
 
 def float_from_e8m0(code: Tensor) -> Tensor:
-    """The f32 value of e8m0 codes, u8: `2**(code - 127)`; 0 for code 0, which only blocks of zeros have; 255 is NaN."""
+    """The f32 value of e8m0 codes, u8: `2**(code - 127)`; 0 for code 0, under which all values are 0; 255 is NaN."""
     value = (code.to(torch.int32) << 23).view(torch.float32)
     return torch.where(code == 255, float("nan"), value)
 
@@ -128,6 +128,11 @@ def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> 
         return history[0]
     assert callable(algo)
     return torch.vmap(algo, in_dims=1)(history)
+
+
+def resized_history(history: Tensor, length: int) -> Tensor:
+    """The newest `length` amaxes of `history` f32[H], with zeros behind them where it had fewer."""
+    return torch.cat([history[:length], history.new_zeros(max(0, length - len(history)))])
 
 
 def roll_history(

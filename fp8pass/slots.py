@@ -1,4 +1,4 @@
-"""Delayed-scaling state: who owns it, where it lives, how it is saved.
+"""State of delayed and static scaling: who owns it, and where it lives. `state_dict.py` saves it.
 
 A compiled graph has T slots, one per quantized tensor, named by module path and role (`layers.0.mlp.up.weight`). Dynamo
 reuses one compiled graph for every instance of a class, so a graph owns no state: it takes the state tensors as inputs,
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fp8pass import ops, scaling
-from fp8pass.errors import Fp8Error
 from fp8pass.ops import SlotTensors
 from fp8pass.recipes import DelayedScaling, StaticScaling
 
@@ -38,7 +37,7 @@ class SlotTable:
     anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
     places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
     training: whether the graph records at all. records: for each slot whether it does; the others never have a history.
-    code: for a table without slots, by which steps are counted, whose.
+    code: identifies the compiled code, in a table without slots.
     """
 
     names: tuple[str, ...]
@@ -52,6 +51,11 @@ class SlotTable:
     training: bool
     records: tuple[bool, ...] = ()
     code: str = ""
+
+    @classmethod
+    def counter(cls, owned: tuple[str, ...], code: str) -> SlotTable:
+        """A table without slots: the steps of its groups are all that matters."""
+        return cls((), 0, (), DelayedScaling(), torch.device("cpu"), owned, (), (), training=True, code=code)
 
     @property
     def delayed(self) -> DelayedScaling:
@@ -93,6 +97,8 @@ class SlotGroup:
     """When this group's graph was last called in training, by `_clock`."""
     seen: int = 0
     """The newest `used` of a relative that this group has taken in."""
+    ahead: int = 0
+    """Forwards without gradients, of checkpointed regions, that no backward has repeated yet."""
     steps: int = 0
     """How many steps the instance has begun with this graph."""
     warm: bool = False
@@ -168,6 +174,17 @@ class SlotGroup:
             ops.begin_step(newest.table.delayed, *newest.tensors)
             newest.used = next(_clock)
 
+    def catch_up(self) -> bool:
+        """Whether a backward repeats what ran ahead without gradients, and recorded nothing."""
+        ahead = next((g for g in (self, *self._kin()) if g.ahead), None)
+        if ahead is not None:
+            ahead.ahead -= 1
+        return ahead is not None
+
+    def _kin(self) -> list[SlotGroup]:
+        with registry.lock:
+            return list(self.relatives)
+
     def is_trained(self) -> bool:
         """Whether no slot is cold in the graph that trains these."""
         trained = self._trained()
@@ -175,7 +192,7 @@ class SlotGroup:
 
     def _trained(self) -> SlotGroup | None:
         """The newest group of a training graph that shares slots with this one."""
-        return max((r for r in self.relatives if r.table.training), key=lambda r: r.used, default=None)
+        return max((r for r in self._kin() if r.table.training), key=lambda r: r.used, default=None)
 
     def amax(self) -> Tensor:
         """The running amax of all slots, a copy: f32[T]."""
@@ -183,7 +200,7 @@ class SlotGroup:
 
     def begin(self) -> None:
         """Before every call: bring in what other graphs have learnt since about the slots they share with this one."""
-        newer = [r for r in self.relatives if r.used > self.seen]
+        newer = [r for r in self._kin() if r.used > self.seen]
         for other in sorted(newer, key=lambda r: r.used):
             self._take(other)
             self.seen = other.used
@@ -246,7 +263,7 @@ class SlotGroup:
             if name in entries:
                 scale, history, amax[slot] = (entries[name][part].to(t.scale.device) for part in PARTS)
                 if anew or len(history) != len(t.amax_history):
-                    history = _resized(history, len(t.amax_history))
+                    history = scaling.resized_history(history, len(t.amax_history))
                     scale = self._scale_of(history, slot, scale)
                 t.scale[slot], t.amax_history[:, slot] = scale, history
         self._set_amax(amax)
@@ -256,10 +273,6 @@ class SlotGroup:
         recipe = self.table.delayed
         amax = scaling.amax_of_history(history.unsqueeze(1), recipe.amax_compute_algo)[0]
         return scaling.scale_from_amax(amax, self.table.fp8_max[slot], keep, recipe.margin)
-
-
-def _resized(history: Tensor, length: int) -> Tensor:
-    return torch.cat([history[:length], history.new_zeros(max(0, length - len(history)))])
 
 
 class StateRegistry:
@@ -302,7 +315,7 @@ class StateRegistry:
         try:
             for restore in self.on_new:
                 restore(group)
-        except Fp8Error:
+        except BaseException:
             self._groups.remove(group)
             raise
         return group

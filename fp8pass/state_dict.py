@@ -26,6 +26,7 @@ RECIPE, STEPS = "recipe", "steps"
 """Keys of a state dict that belong to no slot."""
 _RECIPE_BYTES = 512
 AND = " and "
+_WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
 
 
 @dataclass
@@ -35,6 +36,7 @@ class _Loaded:
     entries: dict[str, Entry]
     recipe: str
     strict: bool
+    steps: int
 
 
 class State:
@@ -47,7 +49,7 @@ class State:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._loaded = _Loaded({}, "", True)
+        self._loaded = _Loaded({}, "", True, 0)
         self._steps = 0
 
     @property
@@ -74,38 +76,42 @@ class State:
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Restore what `state_dict` returned, before or after the first call of the compiled module.
 
-        A history of another length keeps its newest entries. Raises Fp8Error, listing them, for keys that are no
-        slot's and for slots that are incomplete or of a wrong size; under `strict` also for slots that the module has
-        and the saved state has not, once the module has been trained for the other way round, and for a state that was
-        saved under another recipe. What is not known before the first call is checked then. Without `strict` what fits
-        is loaded, and where the recipe is another one scales are computed anew from the histories.
+        A history of another length keeps its newest entries. Raises Fp8Error, listing them, for keys that belong to no
+        slot, and for incomplete or wrong-sized slots. With `strict` also for slots of the module that the state lacks;
+        once the module has been trained, for slots of the state that the module lacks; and for a state of another
+        recipe. What is not known before the first call is checked then. Without `strict` what fits is loaded, the rest
+        is named in a warning, and where the recipe is another one scales are computed anew from the histories.
         """
         entries = _entries_of(state_dict)
         saved = _as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
-        if not entries:
+        if not state_dict:
             log.warning(
                 "an empty FP8 state is loaded; if one was saved, call the model once, with gradients, before that"
             )
         located = self._located()
+        known = {name for _, names in located for name in names}
+        missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
+        trained = any(group.table.training for group, _ in located)
         if strict:
             _check_recipe(saved, self._own_recipe())
-            known = {name for _, names in located for name in names}
-            missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
-            if missing or (extra and any(group.table.training for group, _ in located)):
+            if missing or (extra and trained):
                 raise Fp8Error(
                     f"the saved FP8 state does not fit this model. Missing slots: {missing}. Unexpected slots: {extra}."
                     " Load it into the model and recipe that it was saved from, or with strict=False, what fits of it."
                 )
+        elif missing or (extra and trained):
+            log.warning("the loaded FP8 state has nothing for %s; of what it has, %s is left out", missing, extra)
+            entries = {name: entry for name, entry in entries.items() if name in known or not trained}
         self._steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
         for group in self._groups():
             group.steps = self._steps
-        self._loaded = _Loaded(entries, saved, strict)
+        self._loaded = _Loaded(entries, saved, strict, self._steps)
         for group, names in located:
             self._write(group, names, entries, saved)
 
     def _write(self, group: SlotGroup, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
-        group.write(found, anew=bool(saved) and _recipe_text([group]) not in saved.split(AND))
+        group.write(found, anew=bool(saved) and not _is_among(_recipe_text([group]), saved))
 
     def _recipe(self) -> str:
         return self._own_recipe() or self._loaded.recipe
@@ -164,7 +170,8 @@ class State:
                     ", ".join(several),
                 )
             absent = [name for name in names if name not in loaded.entries]
-            if loaded.strict and group.table.training:
+            # what begins in a later step, as a phase of a schedule may, the saved run had not begun either
+            if loaded.strict and group.table.training and self.steps <= loaded.steps + 1:
                 _check_recipe(loaded.recipe, _recipe_text([group]))
                 if absent:
                     raise Fp8Error(
@@ -208,11 +215,17 @@ def _recipe_text(groups: Sequence[SlotGroup]) -> str:
 
 
 def _check_recipe(saved: str, own: str) -> None:
-    if saved and own and not set(own.split(AND)) <= set(saved.split(AND)) and own != saved:
+    if saved and own and not _is_among(own, saved):
         raise Fp8Error(
             f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
             "to keep its histories and compute scales anew, or train with the recipe that it was saved under."
         )
+
+
+def _is_among(own: str, saved: str) -> bool:
+    """Whether all recipes of one text are in the other, which may have been cut."""
+    cut = len(saved.encode()) >= _RECIPE_BYTES - 1
+    return cut or set(own.split(AND)) <= set(saved.split(AND))
 
 
 def _as_tensor(text: str) -> Tensor:
@@ -258,16 +271,16 @@ def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
         if key in (RECIPE, STEPS):
             continue
         if part not in PARTS:
-            raise Fp8Error(f"{key!r} is no FP8 state: keys end in {', '.join(PARTS)}")
+            raise Fp8Error(f"{key!r} is no FP8 state: keys end in {', '.join(PARTS)}; {_WHAT}")
         entries.setdefault(name, {})[part] = value.detach().clone()
     for name, entry in entries.items():
         if set(entry) != set(PARTS):
-            raise Fp8Error(f"slot {name!r} lacks {sorted(set(PARTS) - set(entry))}")
+            raise Fp8Error(f"slot {name!r} lacks {sorted(set(PARTS) - set(entry))}; {_WHAT}")
     dims = {"scale": 0, "amax_history": 1, "amax": 0}
     wrong = [f"{n}.{p} {list(x.shape)}" for n, e in entries.items() for p, x in e.items() if x.dim() != dims[p]]
     if wrong:
         sizes = "scale and amax are f32[], a history f32[H]"
-        raise Fp8Error(f"wrong sizes in the saved FP8 state: {', '.join(wrong)}; {sizes}")
+        raise Fp8Error(f"wrong sizes in the saved FP8 state: {', '.join(wrong)}; {sizes}; {_WHAT}")
     return entries
 
 

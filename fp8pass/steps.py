@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import CellType, FrameType
@@ -46,27 +46,34 @@ def accumulate(module: Any) -> Iterator[None]:
     """Within it, all forwards and backwards of a module, compiled or not, are one step of delayed scaling.
 
     The microbatches of one optimizer step: their amaxes merge by max, and the history rolls once. Within another
-    `accumulate` that covers the module it changes nothing. Raises TypeError for what is not a module.
+    `accumulate` that covers the module it changes nothing. It holds for all threads. Raises TypeError for what is not a
+    module.
     """
     module = getattr(module, "_orig_mod", module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
     mine = _Accumulation({id(t) for t in itertools.chain(module.parameters(), module.buffers())})
     states = [m for m in module.modules() if isinstance(m, ScaleState)]
-    for state in states:
-        if not _held[state]:
-            state.begin_accumulation()
-        _held[state] += 1
-    _accumulations.append(mine)
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(_holding(state))
+        _accumulations.append(mine)
+        stack.callback(_accumulations.remove, mine)
+        yield
+
+
+@contextmanager
+def _holding(state: ScaleState) -> Iterator[None]:
+    if not _held[state]:
+        state.begin_accumulation()
+    _held[state] += 1
     try:
         yield
     finally:
-        _accumulations.remove(mine)
-        for state in states:
-            _held[state] -= 1
-            if not _held[state]:
-                del _held[state]
-                state.end_accumulation()
+        _held[state] -= 1
+        if not _held[state]:
+            del _held[state]
+            state.end_accumulation()
 
 
 def begin_step(group: SlotGroup) -> None:

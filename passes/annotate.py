@@ -326,7 +326,7 @@ class _Annotator:
             self.grad_enabled = bool(node.args[0])
         if mutates(node):
             self.quantized.clear()  # what was quantized before may not be what the name stands for now
-            self.mutated.update(node.all_input_nodes)
+            self.mutated.update(_sources(node))
         spelling = spelling_of(node)
         if spelling is None:
             return
@@ -517,6 +517,16 @@ def _for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
     return DynamicScaling(
         fp8_format=recipe.fp8_format, high_precision=recipe.high_precision, fast_accum=recipe.fast_accum
     )
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """All nodes that `node` comes of: what it writes into may be a view of any of them."""
+    found, todo = set(), [node]
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in found]
+        found.update(new)
+        todo += new
+    return found
 
 
 def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:

@@ -30,8 +30,6 @@ from fp8pass.passes.patterns import ADDING_MATMULS, at, aten, dtype_name, prims
 from fp8pass.rewrite import Context, Reject
 from fp8pass.scaling import E4M3
 
-MX_BLOCK = 32
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -45,6 +43,11 @@ class Blocks:
     transposed: bool
     size: int
     square: bool
+
+    @property
+    def is_e8m0(self) -> bool:
+        """Whether the scales are codes of e8m0: those of MXFP8."""
+        return val(self.scale_inv).dtype == torch.uint8
 
     @property
     def rows(self) -> int:
@@ -99,9 +102,9 @@ def match(captured: Sequence[Dequantize | None], mode: FakeTensorMode) -> tuple[
 def check(a: Blocks, b: Blocks, node: fx.Node, target: str | None) -> None:
     """Raise Reject if there is no kernel for two operands with such blocks, on this device, for `node`."""
     device = val(node).device
-    kind = "mxfp8" if a.size == MX_BLOCK else "blockwise"
+    kind = "mxfp8" if a.is_e8m0 else "blockwise"
     sizes = f"[{a.rows}, {a.k}] by [{a.k}, {b.rows}]"
-    if a.size != b.size:
+    if (a.size, a.is_e8m0) != (b.size, b.is_e8m0):
         raise Reject("block layout", f"blocks of {a.size} can't be multiplied with blocks of {b.size}")
     if reason := why_no_block_kernel(kind, device, target_of(device, target)):
         raise Reject("no kernel", f"{reason}; the same FP8 values are multiplied in high precision")
@@ -139,7 +142,7 @@ class BlockScaledMM:
             except Reject as reject:
                 gemm.rule, gemm.reason, gemm.quantized = reject.rule, str(reject), None not in captured
             else:
-                _replace(graph, node, _scaled(build, node, a, b))
+                build.replace(node, _scaled(build, node, a, b))
                 gemm.status, gemm.rule, gemm.reason, gemm.fast_accum = "rewritten", "", "", False
                 gemm.dtypes = short(E4M3), short(E4M3), gemm.dtypes[2]
                 applied += 1
@@ -152,15 +155,6 @@ def _try_dequantize(operand: fx.Node) -> Dequantize | None:
         return dequantize(operand)
     except Reject:
         return None
-
-
-def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    was, now = val(old), val(new)
-    assert (was.dtype, was.shape, was.stride()) == (now.dtype, now.shape, now.stride()), (old, was, now)
-    for key, value in old.meta.items():
-        new.meta.setdefault(key, value)
-    old.replace_all_uses_with(new)
-    graph.erase_node(old)
 
 
 def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
@@ -177,7 +171,7 @@ def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
 
     dtype = val(node).dtype
     out_dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-    layout_a, layout_b = (tiles, tiles) if a.size == MX_BLOCK else (_layout_of_a(a), _layout_of_b(b))
+    layout_a, layout_b = (tiles, tiles) if a.is_e8m0 else (_layout_of_a(a), _layout_of_b(b))
     (scale_a,), (scale_b,) = build.inline(node, layout_a, a.scale_inv), build.inline(node, layout_b, b.scale_inv)
     columns = emit(aten.permute.default, rows(b), [1, 0])
     # no fast accumulation: these kernels add up in float32

@@ -242,7 +242,7 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     if factor is None and is_tensor(y):
         raise Reject(
             "scale shape",
-            f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number, or one per row",
+            f"{at(node)} scales by a tensor of shape {list(val(y).shape)}, not by one number, or once by one per row",
         )
     if factor is None:
         what = "a complex number" if isinstance(y, complex) else "a symbolic size"
@@ -301,7 +301,7 @@ def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     return Reject(
         "op between",
         f"{at(node)} = {op} stands between {x_q.name} and the matmul; only movement of elements, negation and scaling "
-        "by one number can change places with it",
+        "by one number, or one per row, can change places with it",
     )
 
 

@@ -86,22 +86,20 @@ def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...
     assert isinstance(recipe, BlockwiseScaling), recipe
     if role == "weight" and x.dim() == 2:
         for dim in (0, 1):
-            _check_blocks(recipe, role, x, (dim,), BLOCK)
+            _check_blocks(recipe, role, x, (dim,), BLOCK, f"{x.shape[dim]} rows or columns to cut into squares")
         return ops.Blockwise(recipe, dtype, BLOCK, square=True)
     _check_blocks(recipe, role, x, contracted, BLOCK)
     return ops.Blockwise(recipe, dtype, BLOCK, dims=contracted)
 
 
-def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int) -> None:
-    """Blocks must come out even; a size that is not known when the graph is compiled may not."""
+def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int, cut: str = "") -> None:
+    """Blocks must come out even; a size that is not known when the graph is compiled may not. cut: into what."""
     size: Any = math.prod(x.shape[d] for d in along)
-    if not isinstance(size, int):
-        raise Reject(
-            "block size", f"{recipe.name} needs multiples of {block}, and {role} has {size} elements along the sum"
-        )
-    if size % block:
-        raise Reject(
-            "block size",
-            f"{recipe.name} scales blocks of {block}, and {role} {list(x.shape)} has {size} elements along the sum, no "
-            f"multiple of {block}; choose such a size, or another recipe for this module",
-        )
+    known = size if isinstance(size, int) else size.node.maybe_as_int()
+    what = cut or f"{size} elements along the sum"
+    shape = f"{recipe.name} scales blocks of {block}, and {role} {list(x.shape)}"
+    if known is None:
+        raise Reject("block size", f"{shape} has {what}, which is not known when the graph is compiled")
+    if known % block:
+        advice = "choose such a size, or another recipe for this module"
+        raise Reject("block size", f"{shape} has {what}, no multiple of {block}; {advice}")

@@ -71,8 +71,8 @@ def match(
 ) -> Match:
     """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to."""
 
-    def on_fakes(target: Any, *args: Any, **kwargs: Any) -> Any:
-        return compute(mode, target, args, kwargs)
+    def on_fakes(op: Any, *args: Any, **kwargs: Any) -> Any:
+        return compute(mode, op, args, kwargs)
 
     a, b = _factors(dq_a, dq_b, mode, on_fakes, fakes)
     a, b = (Factor(*(val(t) if isinstance(t, fx.Node) else t for t in f)) for f in (a, b))
@@ -230,7 +230,7 @@ class _Rewriter:
             y = movement.move(node, y, m.after.dtype, self._emit)
         if m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:  # by a policy that says to save matmuls
             y.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        self._replace(m.after.end, y)
+        self.build.replace(m.after.end, y)
         gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note
         gemm.scaling = gemm.scaling or "user"
         gemm.dtypes = short(m.a.x.dtype), short(m.b.x.dtype), short(m.after.dtype)
@@ -248,11 +248,12 @@ class _Rewriter:
         """The product with a scale for each row of either operand."""
         products = self.batches.products(a, b)
         one = self._scale_inv(UNSCALED, a.x)
-        of_a, of_b = m.dq_a.scale, m.dq_b.scale
-        if m.after.scale != of_a * of_b:
-            of_a, of_b = m.after.scale, UNSCALED
-        factor_a, factor_b = (None if s == UNSCALED else self._scale_inv(s, a.x) for s in (of_a, of_b))
+        folded = m.after.scale != m.dq_a.scale * m.dq_b.scale
+        of_both = (UNSCALED, UNSCALED) if folded else (m.dq_a.scale, m.dq_b.scale)
+        factor_a, factor_b = (None if s == UNSCALED else self._scale_inv(s, a.x) for s in of_both)
         self.at = m.after.end
+        if folded:  # may be made of what stands behind the matmul, so not for others to share
+            factor_a = self._make_scale_inv(m.after.scale, val(a.x).device)
         bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
         results = []
         for p in products:
@@ -272,8 +273,11 @@ class _Rewriter:
     def _rows(self, rows: fx.Node | None, x: fx.Node, factor: fx.Node | None) -> fx.Node:
         """f32[R], contiguous: the scale of each row of `x` f8[R, K], times `factor`; padded as `x` is."""
         if rows is None:
-            scale = self._scale_inv(UNSCALED, x) if factor is None else factor
-            rows = self._emit(aten.expand.default, scale, [self.batches.layout.size(x, 0)])
+            size = self.batches.layout.size(x, 0)
+            if factor is None:
+                rows = self._emit(aten.full.default, [size], 1.0, dtype=torch.float32, device=val(x).device)
+            else:
+                rows = self._emit(aten.expand.default, factor, [size])
         elif factor is not None:
             rows = self._emit(aten.mul.Tensor, rows, factor)
         rows = self._cast(rows, torch.float32)
@@ -288,14 +292,6 @@ class _Rewriter:
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.build.emit(self.at, target, *args, **kwargs)
-
-    def _replace(self, old: fx.Node, new: fx.Node) -> None:
-        was, now = val(old), val(new)
-        assert (was.dtype, was.shape, was.stride()) == (now.dtype, now.shape, now.stride()), (old, was, now)
-        for key, value in old.meta.items():
-            new.meta.setdefault(key, value)
-        old.replace_all_uses_with(new)
-        self.graph.erase_node(old)
 
     def _scales(self, m: Match, a: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The scales of both operands; where something was folded all in the first, for a part might be no float32."""

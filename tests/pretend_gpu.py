@@ -220,6 +220,7 @@ def training_step(recipe: str) -> list[str]:
     with (
         mock.patch("fp8pass.passes.block_scaled_mm.why_no_block_kernel", why),
         mock.patch("fp8pass.hardware.why_no_block_kernel", why),
+        mock.patch("fp8pass.hardware._CPU_SCALES_ROWS", True),
         mock.patch.object(torch.version, "cuda", None),
     ):
         return generated(model, x, **options)

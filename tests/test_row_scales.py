@@ -35,9 +35,17 @@ def rows(n: int, *shape: int) -> Tensor:
     return torch.rand(n, *shape) + 0.5
 
 
+@pytest.fixture
+def with_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs of newer torch versions, and GPUs."""
+    monkeypatch.setattr("fp8pass.hardware._CPU_SCALES_ROWS", True)
+    monkeypatch.setattr("fp8pass.passes.epilogue.casts_saturate", lambda *_: True)
+
+
 # 1. Graph
 
 
+@pytest.mark.usefixtures("with_row_kernels")
 def test_graph_of_a_kernel_with_scales_for_rows() -> None:
     module, _ = detect(
         lambda a, x, b, y: (a.to(BF16) * x) @ (b.to(BF16) * y).t(),
@@ -176,6 +184,7 @@ def test_an_older_gpu_gets_its_scales_behind() -> None:
             assert node.args[2].meta["val"].numel() == numel
 
 
+@pytest.mark.usefixtures("with_row_kernels")
 def test_float8_output_stays_behind_and_says_so() -> None:
     def function(a: Tensor, s: Tensor, b: Tensor) -> Tensor:
         return ((a.float() * s) @ b.float()).clamp(-448, 448).to(E4M3).float()
@@ -206,8 +215,8 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "along the sum": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(64), fp8(64, 48)), r"scales by a tensor of shape \[64\], which may change along the sum"),
     "along the sum of b": (lambda a, s, b: a.float() @ (b.float() * s), (fp8(32, 64), rows(64, 1), fp8(64, 48)), r"shape \[64, 1\], which may change along the sum"),
     "a square matrix, turned": (lambda a, s, b: (a.float() * s).t() @ b.float(), (fp8(64, 64), rows(64, 1), fp8(64, 48)), "may change along the sum"),
-    "full": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(32, 64), fp8(64, 48)), "not by one number, or one per row"),
-    "twice": (lambda a, s, b: (a.float() * s * s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48)), "not by one number, or one per row"),
+    "full": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(32, 64), fp8(64, 48)), "not by one number, or once by one per row"),
+    "twice": (lambda a, s, b: (a.float() * s * s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48)), "or once by one per row"),
     "blocks": (lambda a, s, b: (a.float().view(32, 4, 16) * s).view(32, 64) @ b.float(), (fp8(32, 64), rows(32, 4, 1), fp8(64, 48)), "may change along the sum"),
     "joined": (lambda a, s, b: torch.cat([a.float() * s, a.float() * s]) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48)), "joins tensors that have more than one scale each"),
     "padded": (lambda a, s, b: torch.nn.functional.pad(a.float() * s, (0, 16)) @ b.float(), (fp8(32, 48), rows(32, 1), fp8(64, 48)), "may change along the sum"),
@@ -239,3 +248,18 @@ def test_a_scale_of_one_side_only_in_a_chain() -> None:
     assert [g.status for g in gemms] == ["rewritten", "declined"]
     for actual, expected in zip(module(*inputs), function(*inputs), strict=True):
         assert sqnr(expected, actual) > 120
+
+
+def test_a_scale_that_is_made_behind_the_matmul() -> None:
+    """It is folded, and no other matmul may read it where it does not exist yet."""
+
+    def function(a: Tensor, s: Tensor, b: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        y = ((a.to(BF16) * s) @ b.to(BF16)).float()
+        late = z.exp().sum().to(BF16)
+        return (y.to(BF16) * late).float(), (a.to(BF16) * s * late) @ b.to(BF16)
+
+    inputs = fp8(32, 64), rows(32, 1).to(BF16), fp8(64, 48), torch.rand(8)
+    module, gemms = detect(function, *inputs)
+    assert [g.status for g in gemms] == ["rewritten", "rewritten"]
+    for actual, expected in zip(module(*inputs), function(*inputs), strict=True):
+        assert sqnr(expected, actual) > 40

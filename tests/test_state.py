@@ -746,3 +746,35 @@ def test_a_compiled_part_has_the_names_of_a_part() -> None:
     train(compiled(whole), [1.0])
     train(in_parts, [1.0])
     assert fp8pass.state(whole).slots == fp8pass.state(in_parts).slots
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {0: DelayedScaling(amax_history_len=4), 4: DelayedScaling(amax_history_len=4, margin=1)},
+        {0: {"up": None, "*": DelayedScaling(amax_history_len=4)}, 4: DelayedScaling(amax_history_len=4)},
+        {0: None, 4: DelayedScaling(amax_history_len=4)},
+    ],
+)
+def test_a_schedule_resumes_before_a_phase_that_has_not_begun(schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, resumed = make(), make()
+    run, again = (compiled(m, recipe=fp8pass.recipes.Schedule(schedule)) for m in (model, resumed))
+    train(run, [1.0, 2.0])
+    fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
+    assert "an empty FP8 state" not in caplog.text
+    for f in (run, again):
+        torch.manual_seed(2)
+        train(f, [3.0, 4.0, 5.0, 6.0])
+    mine, other = fp8pass.state(model).state_dict(), fp8pass.state(resumed).state_dict()
+    assert all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+def test_many_recipes_are_recognised_after_a_cut() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
+    recipe: Any = {f"{i}": DelayedScaling(amax_history_len=4, margin=i, on_nonfinite="freeze") for i in range(12)}
+    run = compiled(model, recipe=recipe)
+    train(run, [1.0, 2.0])
+    state = fp8pass.state(model)
+    saved = state.state_dict()
+    state.load_state_dict(saved)
+    assert all(torch.equal(saved[k], v) for k, v in state.state_dict().items())

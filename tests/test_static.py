@@ -278,3 +278,42 @@ def test_calibrating_a_model_that_is_compiled_in_place() -> None:
     call = model._compiled_call_impl
     assert fp8pass.calibrate(model, xs) == expected
     assert model._compiled_call_impl is call
+
+
+@pytest.mark.parametrize("change", ["view", "item"])
+def test_a_weight_that_is_changed_through_a_view_is_not_frozen(change: str) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(48, 32), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if change == "view":
+                self.weight.view(-1).mul_(0.5)
+            else:
+                self.weight.data[:24] = 0
+            return x @ self.weight.t()
+
+    model, (x,) = Changing(), data(1, 16, 32)
+    run = compiled(model, recipe=StaticScaling(fp8pass.calibrate(model, [x])))
+    with torch.no_grad():
+        y = run(x)
+        assert sqnr(x @ model.weight.t(), y) > 27
+
+
+def test_frozen_weights_in_a_region_that_is_repeated() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.a(x)
+            out: Tensor = self.b(x).sin() + target
+            return out
+
+    model, (x,) = Both(), data(1, 16, 32)
+    run = compiled(model, recipe=StaticScaling(fp8pass.calibrate(model, [x])))
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert model.b.weight.grad is not None
