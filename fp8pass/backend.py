@@ -25,10 +25,10 @@ from fp8pass._torch import (
     select_decomp_table,
     tracing,
 )
+from fp8pass.annotation import Annotation
 from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
-from fp8pass.passes.annotate import Annotation
 from fp8pass.pipeline import Pipeline, annotated
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish

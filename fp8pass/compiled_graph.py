@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import scaling
-from fp8pass.passes.annotate import Annotation
+from fp8pass.annotation import Annotation
 from fp8pass.recipes import Schedule
 from fp8pass.slots import SlotGroup, SlotTable, registry
 from fp8pass.static import frozen_weights

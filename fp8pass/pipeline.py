@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from fp8pass._torch import CustomGraphPass, get_hash_for_files, trace_structured
+from fp8pass.annotation import Annotation, Choice
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph import readable
 from fp8pass.passes import __file__ as passes_file
-from fp8pass.passes.annotate import Annotation, Choice, annotate
+from fp8pass.passes.annotate import annotate
 from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize

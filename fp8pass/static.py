@@ -16,10 +16,9 @@ from torch import Tensor, fx, nn
 
 from fp8pass import scaling
 from fp8pass._torch import dynamo_config
+from fp8pass.annotation import Annotation, Frozen
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
-from fp8pass.passes.annotate import Annotation
-from fp8pass.passes.state_inputs import Frozen
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration, StaticScaling
 from fp8pass.slots import SlotGroup, SlotTable, registry

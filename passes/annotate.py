@@ -21,17 +21,16 @@ dynamically.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.checkpoint import checkpoint
 
 from fp8pass import hardware, ops, scale_state, scaling
+from fp8pass.annotation import CHECKPOINT, Annotation, Choice, copy_to_edit
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
 from fp8pass.graph import source_of
@@ -50,7 +49,7 @@ from fp8pass.passes.spellings import (
     set_argument,
     spelling_of,
 )
-from fp8pass.passes.state_inputs import STATE_INPUTS, Frozen, Region, Slot, freeze, lift_state
+from fp8pass.passes.state_inputs import Region, Slot, freeze, lift_state
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -63,94 +62,9 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
-from fp8pass.slots import SlotTable
 
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 KINDS: tuple[Kind, ...] = tuple(FACTORS)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class Choice:
-    """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
-
-    wanted: the recipe and filter took it, and it could not be done: an error under `strict`. declined: those of its
-    matmuls, by kind, that are not annotated although the call is. fast_accum: those that may add up in less than f32.
-    """
-
-    name: str
-    source: str
-    scaling: str = ""
-    reason: str = ""
-    rule: str = ""
-    wanted: bool = False
-    declined: dict[str, Reject] = field(default_factory=dict)
-    fast_accum: tuple[str, ...] = ("output",)
-
-
-@dataclass
-class Annotation:
-    """An annotated copy of Dynamo's graph.
-
-    owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
-    the order of the state inputs. Behind those come `frozen`, parameters in FP8, and `late`, positions of inputs that
-    the graph takes once more, for its backward to write. states: of each scale state that the user wrote, the positions
-    of its scale, amax_history, amax, step_ended and held.
-    """
-
-    module: fx.GraphModule
-    choices: list[Choice]
-    owned: list[int]
-    tables: list[SlotTable] = field(default_factory=list)
-    frozen: list[Frozen] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)
-    states: list[tuple[int, ...]] = field(default_factory=list)
-
-    def bootstrapped(self) -> Annotation:
-        """A copy in which a slot without history is scaled by the tensor's own amax."""
-        module = copy_to_edit(self.module)
-        for part in filter(_is_graph, module.modules()):
-            for node in part.graph.nodes:
-                node.args = tuple(replace(a, bootstrap=True) if isinstance(a, ops.Delayed) else a for a in node.args)
-            part.recompile()
-        return replace(self, module=module)
-
-    def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
-        """What the graph, called with Dynamo's `args`, takes last: see `SlotTensors.inputs`."""
-        return [args[i].data for i in self.late]
-
-    def run(self, *args: Any) -> Any:
-        """The graph, eagerly."""
-        return _Eager(self.module).run(*args)
-
-
-class _Eager(fx.Interpreter):
-    """Runs checkpointed regions as eager checkpoints, for which state, which changes meanwhile, is no argument.
-
-    record: false where the backward runs a region again.
-    """
-
-    def __init__(self, module: fx.GraphModule, record: bool = True) -> None:
-        super().__init__(module)
-        self.record = record
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is CHECKPOINT:
-            return self._checkpoint(*args, **kwargs)
-        if not self.record and target in (ops.qdq_operand, ops.operand):  # a gradient is quantized by its backward only
-            args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
-        return super().call_function(target, args, kwargs)
-
-    def _checkpoint(self, body: fx.GraphModule, *inputs: Any, **kwargs: Any) -> Any:
-        first_state = len(inputs) - body.meta.get(STATE_INPUTS, 0)
-        runs = itertools.count()
-
-        def run(*args: Any) -> Any:
-            return _Eager(body, record=self.record and next(runs) == 0).run(*args, *inputs[first_state:])
-
-        if (context := body.meta.get("_checkpoint_context_fn")) is not None:
-            kwargs["context_fn"] = context
-        return checkpoint(run, *inputs[:first_state], **{**kwargs, "use_reentrant": False})
 
 
 @dataclass(frozen=True)
@@ -529,10 +443,6 @@ def _sources(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
-    return isinstance(module, fx.GraphModule)
-
-
 def _function_transform(node: fx.Node) -> str:
     name = str(getattr(node.target, "__name__", ""))
     return name if node.op == "call_function" and name in _TRANSFORMS else ""
@@ -547,21 +457,3 @@ def _add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> T
         bias = torch.where(torch.zeros_like(bias, dtype=torch.bool), bias, 0)
     bias = bias.to(dtype)
     return y + (bias if beta in (0, 1) else beta * bias)
-
-
-def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy to edit: Dynamo goes on using its own graph's placeholders. Carries over what AOTAutograd reads of it."""
-    graph = fx.Graph()
-    twin: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, twin))
-    for old, new in twin.items():
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-    copy = fx.GraphModule(module, graph)
-    for name, child in module.named_children():
-        if isinstance(child, fx.GraphModule) and hasattr(copy, name):
-            setattr(copy, name, copy_to_edit(child))
-    copy.meta = dict(module.meta)
-    if hasattr(module, "_param_name_to_source"):
-        copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[arg-type, assignment]
-    return copy

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass import ops, scale_state
-from fp8pass.passes.annotate import Annotation, copy_to_edit
+from fp8pass.annotation import Annotation, copy_to_edit
 from fp8pass.passes.state_inputs import state_input
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass.annotation import Choice
 from fp8pass.graph import source_of, val
-from fp8pass.passes.annotate import Choice
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.patterns import (
     ADDING_MATMULS,

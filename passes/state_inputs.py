@@ -19,6 +19,7 @@ from torch import fx
 
 from fp8pass import ops, scaling
 from fp8pass._torch import ConstantSource
+from fp8pass.annotation import STATE_INPUTS, Frozen
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
 from fp8pass.slots import SlotTable
 
@@ -30,24 +31,6 @@ class Region:
     outer: fx.Graph
     call: fx.Node
     body: fx.GraphModule
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """An input of the graph that is a parameter in FP8, quantized in advance.
-
-    position: of the parameter among Dynamo's inputs; table, slot: where its scale is; by_columns: laid out so that its
-    first dimension, which the matmul sums over, is contiguous.
-    """
-
-    position: int
-    table: int
-    slot: int
-    by_columns: bool
-
-
-STATE_INPUTS = "fp8pass_state_inputs"
-"""In the meta of a region's body: how many of its inputs, the last ones, are state."""
 
 
 @dataclass

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fp8pass import ops
+from fp8pass.annotation import Annotation
 from fp8pass.config import Config
-from fp8pass.passes.annotate import Annotation, annotate
+from fp8pass.passes.annotate import annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from tests import oracle
 from tests.harness import annotated, expect_graph, sqnr

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8pass import ScaleState, in_qdq, ops, out_qdq, scale_state
+from fp8pass.annotation import Annotation
 from fp8pass.config import Config
-from fp8pass.passes.annotate import Annotation
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.pipeline import annotated
 from tests.harness import count

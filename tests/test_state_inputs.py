@@ -9,9 +9,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import ops
+from fp8pass.annotation import STATE_INPUTS, Annotation, Frozen
 from fp8pass.config import Config
-from fp8pass.passes.annotate import Annotation, annotate
-from fp8pass.passes.state_inputs import STATE_INPUTS, Frozen
+from fp8pass.passes.annotate import annotate
 from fp8pass.recipes import DelayedScaling, StaticScaling
 
 
