@@ -70,7 +70,7 @@ class RowScale:
         return rows, view and same and factor.is_contiguous() and statically_known_true(rows.storage_offset() == 0)
 
     def _factor(self, emit: Emit) -> Any:
-        """f32; or f64, which is not left before all scales are multiplied."""
+        """f32; or f64, which stays so until it has been multiplied with the tensor's own scale."""
         dtype = torch.float64 if val(self.factor).dtype == torch.float64 else torch.float32
         scale = emit(prims.convert_element_type.default, self.factor, dtype)
         return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
