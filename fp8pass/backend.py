@@ -163,7 +163,8 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
 def _replaces_input(node: fx.Node) -> bool:
     """`input.data = ...`: gives the tensor object itself another storage."""
     source = node.args[0] if node.args else None
-    return str(node.target).startswith("aten.set_.") and isinstance(source, fx.Node) and source.op == "placeholder"
+    replaces = str(node.target).startswith(("aten.set_.", "aten.shallow_copy_data_."))  # the latter from 2.15 on
+    return replaces and isinstance(source, fx.Node) and source.op == "placeholder"
 
 
 def _run_unseen(forward: Callable[..., Any], replaced: set[int], *args: Any) -> Any:
