@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass import ops, scaling
+from fp8pass.errors import warn_once
 from fp8pass.passes.quantizers import is_uniform, quantizers
 from fp8pass.passes.spellings import Dims
 from fp8pass.recipes import (
@@ -261,6 +262,19 @@ def test_einsum_and_broadcast_operands() -> None:
         for exact, reference, actual in zip(*results, strict=True):
             assert sqnr(exact, reference) > 24
             assert sqnr(reference, actual) > 100
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_a_recipe_without_kernels_says_so_before_compiling_once(name: str) -> None:
+    warn_once.cache_clear()
+    layer, x = nn.Linear(128, 128), torch.randn(128, 128)
+    with pytest.warns(
+        UserWarning, match=f"{name} kernels exist on sm_.* not on cpu. .* right, and not faster"
+    ) as caught:
+        compiled(layer, recipe=name)(x)
+    assert len([w for w in caught if "kernels exist" in str(w.message)]) == 1
+    with pytest.raises(Exception, match=f"strict: output of .* does not run in FP8: {name} kernels exist"):
+        compiled(nn.Linear(128, 128), recipe=name, strict=True)(x)
 
 
 def test_a_call_of_which_nothing_is_left_stays_as_it_is() -> None:
