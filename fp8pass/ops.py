@@ -231,15 +231,7 @@ class Static:
 
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
-        return self.dequantize(self.quantize(x, scales[0, self.slot]), x.dtype, scales)
-
-    def quantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        """`x` in FP8."""
-        return scaling.quantize(x, scale, self.dtype)
-
-    def dequantize(self, x_q: Tensor, dtype: torch.dtype, scales: Tensor) -> Tensor:
-        """What was quantized in advance."""
-        return scaling.dequantize(x_q, scales[1, self.slot], dtype)
+        return frozen_operand(scaling.quantize(x, scales[0, self.slot], self.dtype), self, x.dtype, scales)
 
 
 @dataclass(frozen=True)
@@ -264,7 +256,7 @@ Stateful = Delayed | Static | Observe
 
 def frozen_operand(x_q: Tensor, quantizer: Static, dtype: torch.dtype, scales: Tensor) -> Tensor:
     """An operand that was quantized in advance, dequantized to `dtype`."""
-    return quantizer.dequantize(x_q, dtype, scales)
+    return scaling.dequantize(x_q, scales[1, quantizer.slot], dtype)
 
 
 class _QDQ(torch.autograd.Function):

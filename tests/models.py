@@ -52,6 +52,36 @@ class Transformer(nn.Module):
         return x
 
 
+class Parts(nn.Module):
+    """Two layers; the first may be called by itself, as a second entry point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def part(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.part(x))
+        return y
+
+
+class AcrossABreak(nn.Module):
+    """One layer, on both sides of a graph break, on inputs of very different size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        torch._dynamo.graph_break()
+        out: Tensor = self.fc(y * 1e-3)
+        return out
+
+
 def make(kind: Callable[[], nn.Module] = Block, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model with the weights that `seed` gives."""
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from fp8pass.recipes import DelayedScaling
 from fp8pass.slots import PARTS, registry
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr
-from tests.models import Block, make
+from tests.models import AcrossABreak, Block, Parts, make
 
 
 class Product(nn.Module):
@@ -213,20 +213,7 @@ def test_graph_breaks_and_recompiles_keep_state_by_name() -> None:
 
 
 def test_entry_points_that_share_slots_share_their_state() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-
-        def part(self, x: Tensor) -> Tensor:
-            y: Tensor = self.a(x)
-            return y
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.b(self.part(x))
-            return y
-
-    model = Two()
+    model = make(Parts)
     whole, half = compiled(model), compiled(model.part)
     for i, run in enumerate((whole, whole, half, half, whole), 1):
         run(torch.full((16, 32), float(i))).sum().backward()
@@ -684,18 +671,7 @@ def test_two_delayed_recipes_resume(when: str) -> None:
 
 
 def test_states_whose_order_matters_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(32, 32, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.fc(x)
-            torch._dynamo.graph_break()
-            out: Tensor = self.fc(y * 1e-3)
-            return out
-
-    model, resumed = make(Twice), make(Twice)
+    model, resumed = make(AcrossABreak), make(AcrossABreak)
     train(compiled(model), [1.0, 2.0])
     fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
     assert "fc.input" not in caplog.text
