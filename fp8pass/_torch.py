@@ -14,9 +14,10 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -37,6 +38,7 @@ __all__ = [
     "CompileContext",
     "ConstantSource",
     "CustomGraphPass",
+    "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
     "TracingContext",
@@ -49,6 +51,7 @@ __all__ = [
     "enable_python_dispatcher",
     "functorch_config",
     "get_hash_for_files",
+    "inductor_config",
     "list_mode_options",
     "make_boxed_func",
     "min_cut_partition",

@@ -19,9 +19,9 @@ from fp8pass._torch import (
     compile_fx,
     detect_fake_mode,
     functorch_config,
+    inductor_config,
     list_mode_options,
     make_boxed_func,
-    min_cut_partition,
     select_decomp_table,
     tracing,
 )
@@ -29,6 +29,7 @@ from fp8pass.annotation import Annotation
 from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
+from fp8pass.partition import Partition
 from fp8pass.pipeline import Pipeline, annotated
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
@@ -113,7 +114,8 @@ def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callabl
 
 def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     config = pipeline.config
-    patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline}
+    own = inductor_config.custom_partitioner_fn
+    patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline, "custom_partitioner_fn": Partition(own)}
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
     caches = {}
@@ -148,7 +150,7 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         rewrite(joint)
-        return min_cut_partition(joint, joint_inputs, **kwargs)
+        return Partition()(joint, joint_inputs, **kwargs)
 
     compiler = aot_autograd(
         fw_compiler=boxed,

@@ -17,6 +17,8 @@ from torch.fx.node import Argument, Target
 from fp8pass._torch import FakeTensorMode, detect_fake_mode, enable_python_dispatcher, select_decomp_table
 
 MADE_BY = "fp8pass"
+SAVED = "fp8pass_saved"
+"""The key in `node.meta` of what the forward computes and only the backward reads: see `partition.py`."""
 
 
 def val(node: object) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
@@ -55,6 +56,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
         BlockScaledMM(),
         ExpandBlocks(),  # after it, which knows blocks by the op
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
+        SaveTransposes(),  # behind it, which lays operands out
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]
 

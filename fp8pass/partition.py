@@ -1,0 +1,64 @@
+"""The cut between forward and backward: torch's own, with some tensors saved that it would compute again.
+
+Torch's partitioner saves what costs the least memory, and takes what is computed elementwise from saved tensors for
+free. It keeps no node that only the backward reads in the forward, whatever its tags say. So while it cuts, such nodes
+pose as outputs of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fp8pass._torch import CustomPartitionerFn, get_hash_for_files, min_cut_partition
+from fp8pass.graph import SAVED
+
+Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+class Partition(CustomPartitionerFn):
+    """Inductor's `custom_partitioner_fn`. own: the one that the user has configured, if any."""
+
+    def __init__(self, own: Any = None) -> None:
+        self.own = own
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The graphs of forward and backward; nodes marked SAVED are in the former, and read by the latter."""
+        cut: Partitioner = self.own or min_cut_partition
+        saved = [n for n in gm.graph.nodes if SAVED in n.meta]
+        _insert_outputs(gm.graph, num_fwd_outputs, saved)
+        forward, backward = cut(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs + len(saved), **kwargs)
+        _remove_outputs(forward, num_fwd_outputs, len(saved))
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """Changes with this file, and with the user's own partitioner."""
+        return get_hash_for_files((__file__,)), self.own.uuid() if self.own is not None else None
+
+
+def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> None:
+    output = graph.output_node()
+    values, descriptions = list(output.args[0]), output.meta.get("desc")  # type: ignore[arg-type]
+    output.args = ((*values[:position], *nodes, *values[position:]),)
+    if descriptions is not None:  # one for each output; what they say of these is read by nobody
+        described = list(descriptions)
+        output.meta["desc"] = [*described[:position], *described[:1] * len(nodes), *described[position:]]
+
+
+def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
+    if not count:
+        return
+    output = module.graph.output_node()
+    for holder, key in ((output.args[0], None), (output.meta.get("desc"), "desc"), (output.meta.get("output_stack_traces"), "output_stack_traces")):
+        if holder is None:
+            continue
+        left = [*holder[:position], *holder[position + count :]]  # type: ignore[index]
+        if key is None:
+            output.args = (tuple(left),)
+        else:
+            output.meta[key] = left
+    module.recompile()
