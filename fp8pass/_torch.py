@@ -16,9 +16,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims, list_mode_options
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.triton import FixedTritonConfig
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V as Virtualized
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -41,10 +44,14 @@ __all__ = [
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
+    "FixedTritonConfig",
+    "InductorChoices",
     "TracingContext",
+    "Virtualized",
     "_CheckpointFrame",
     "aot_autograd",
     "compile_fx",
+    "compile_fx_inner",
     "current_graph_task_id",
     "detect_fake_mode",
     "dynamo_config",

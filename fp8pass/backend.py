@@ -26,11 +26,12 @@ from fp8pass._torch import (
     tracing,
 )
 from fp8pass.annotation import Annotation
+from fp8pass.choices import with_choices
 from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
-from fp8pass.pipeline import Pipeline, annotated
+from fp8pass.pipeline import KernelPasses, Pipeline, annotated
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
@@ -115,7 +116,11 @@ def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callabl
 def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     config = pipeline.config
     own = inductor_config.custom_partitioner_fn
-    patches: dict[str, Any] = {"joint_custom_pre_pass": pipeline, "custom_partitioner_fn": Partition(own)}
+    patches: dict[str, Any] = {
+        "joint_custom_pre_pass": pipeline,
+        "custom_partitioner_fn": Partition(own),
+        "post_grad_custom_pre_pass": KernelPasses(config),
+    }
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
     caches = {}
@@ -123,7 +128,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):
-        compiled = compile_fx(module, inputs, config_patches=patches)
+        compiled = compile_fx(module, inputs, inner_compile=with_choices, config_patches=patches)
     if not pipeline.report.graphs:
         log.info("a graph was taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them")
     assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for

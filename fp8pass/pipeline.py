@@ -27,6 +27,7 @@ from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.report import Gemm, Report, publish
@@ -61,6 +62,28 @@ def passes(choices: list[Choice]) -> list[Pass]:
     ]
 
 
+def kernel_passes() -> list[Pass]:
+    """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
+    return [QuantizeTiles()]
+
+
+class KernelPasses(CustomGraphPass):
+    """Inductor's `post_grad_custom_pre_pass`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def uuid(self) -> bytes:
+        """Changes with the passes' sources."""
+        return _sources_hash()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Run the passes over the graph of a forward or of a backward."""
+        context = Context(self.config)
+        for p in kernel_passes():
+            _run(p, graph, context)
+
+
 class Pipeline(CustomGraphPass):
     """Inductor's `joint_custom_pre_pass`: forward and backward in one graph, before anything else has touched it.
 
@@ -86,17 +109,7 @@ class Pipeline(CustomGraphPass):
         for i, p in enumerate(passes(self.choices)):
             before = readable(module) if self.config.dump_dir else ""
             started = time.perf_counter()
-            try:
-                applied = p.run(graph, context)
-                if applied:
-                    verify(graph)
-            except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
-                raise Fp8Error(
-                    f"a fault of fp8pass in its pass {p.name}: {error}. Please report it, with what FP8PASS_DUMP=dir "
-                    "writes. To go on, leave the matmul out with filter=."
-                ) from error
-            if applied:
-                module.recompile()
+            applied = _run(p, graph, context)
             self._dump(i, p.name, applied, time.perf_counter() - started, before, module)
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
         self.parts += 1
@@ -132,6 +145,22 @@ class Pipeline(CustomGraphPass):
         diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
         for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
             (folder / f"{i:02d}.{name}.{suffix}").write_text(head + text)
+
+
+def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
+    """Run a pass, and check what it leaves. Returns how often it was applied."""
+    try:
+        applied = p.run(graph, context)
+        if applied:
+            verify(graph)
+    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise Fp8Error(
+            f"a fault of fp8pass in its pass {p.name}: {str(error).partition(chr(10))[0]}. Please report it, with what "
+            "FP8PASS_DUMP=dir writes. To go on, leave the matmul out with filter=."
+        ) from error
+    if applied and graph.owning_module is not None:
+        graph.owning_module.recompile()
+    return applied
 
 
 def _raise_if_declined(context: Context, choices: list[Choice]) -> None:

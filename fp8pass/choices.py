@@ -1,0 +1,90 @@
+"""What Inductor decides by heuristics that do not know FP8: how kernels are cut into programs and tiles.
+
+Inductor asks its `InductorChoices` about the node at hand; for nodes that our passes made, and kernels that hold them,
+the answers are here. All others are Inductor's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass._torch import FixedTritonConfig, InductorChoices, Virtualized, compile_fx_inner
+from fp8pass.graph import MADE_BY, WITH_AMAX
+
+TILES = "quantize_tiles"
+"""The pass whose kernels walk down columns."""
+
+_TILE = {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1}
+"""64 columns by 64 rows: loads of 128 bytes, and stores of 64 in either orientation."""
+
+
+class Choices(InductorChoices):
+    """Installed while a graph is lowered: see `with_choices`."""
+
+    def triton_kernel_kwargs(
+        self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Tiles for kernels that store FP8 in both orientations."""
+        if features.is_reduction() and any(map(_is_tiled, _origins(features.scheduler_nodes()))):
+            tile = FixedTritonConfig(_TILE)
+            return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
+        return kernel_kwargs
+
+    @staticmethod
+    def reduction_split_factor(
+        device: torch.device, reduction_numel_hint: Any, numel_hint: Any, inner_reduction: bool
+    ) -> Any:
+        """No second stage for what has few enough elements, or was cut already, and is one launch without."""
+        node = Virtualized.graph.current_node
+        if node is not None and (_is_tiled(node) or _is_second_stage(node)) and reduction_numel_hint <= MAX_PARTIALS:
+            return 1
+        return InductorChoices.reduction_split_factor(device, reduction_numel_hint, numel_hint, inner_reduction)
+
+
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """Nothing fuses the two orientations of a tensor before either is fused with its amax.
+
+        The amax decides the order of loops, and can't change that of a pair.
+        """
+        nodes = node1, node2
+        if not any(n.is_reduction() for n in nodes) and all(map(_waits_for_amax, nodes)):
+            return False
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+
+MAX_PARTIALS = 1 << 16
+"""So many amaxes one program may go through: 128 KB, about what one SM reads from L2 in the time of a launch."""
+
+
+def _is_tiled(node: fx.Node) -> bool:
+    return node.meta.get(MADE_BY) == TILES
+
+
+def _is_second_stage(node: fx.Node) -> bool:
+    """Whether this is the amax of amaxes of rows or columns."""
+    amax = torch.ops.aten.amax.default
+    return node.target is amax and getattr(node.args[0], "target", None) is amax
+
+
+def _waits_for_amax(node: Any) -> bool:
+    return any(WITH_AMAX in origin.meta for origin in _origins(node.get_nodes()))
+
+
+def _origins(nodes: Iterable[Any]) -> Iterable[fx.Node]:
+    return (origin for node in nodes if node.node is not None for origin in node.node.get_origins())
+
+
+def with_choices(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+    """Inductor's `compile_fx_inner`, with our choices."""
+    with choices():
+        return compile_fx_inner(module, example_inputs, **kwargs)
+
+
+def choices() -> Any:
+    """A context in which Inductor has our choices."""
+    return Virtualized.set_choices_handler(Choices())
