@@ -34,19 +34,15 @@ class Choices(InductorChoices):
             return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
         return kernel_kwargs
 
-    @staticmethod
-    def reduction_split_factor(
-        device: torch.device, reduction_numel_hint: Any, numel_hint: Any, inner_reduction: bool
-    ) -> Any:
+    def reduction_split_factor(self, device: torch.device, reduction_numel_hint: Any, *sizes: Any, **how: Any) -> Any:
         """No second stage for what has few enough elements, or was cut already, and is one launch without."""
         node = Virtualized.graph.current_node
         if node is not None and (_is_tiled(node) or _is_second_stage(node)) and reduction_numel_hint <= MAX_PARTIALS:
             return 1
-        return InductorChoices.reduction_split_factor(device, reduction_numel_hint, numel_hint, inner_reduction)
+        return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
 
 
-    @staticmethod
-    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """Nothing fuses the two orientations of a tensor before either is fused with its amax.
 
         The amax decides the order of loops, and can't change that of a pair.
@@ -54,7 +50,7 @@ class Choices(InductorChoices):
         nodes = node1, node2
         if not any(n.is_reduction() for n in nodes) and all(map(_waits_for_amax, nodes)):
             return False
-        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+        return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
 
 MAX_PARTIALS = 1 << 16

@@ -156,11 +156,13 @@ class _Rewriter:
     def move(self) -> None:
         """Make the copy where the tensor is quantized, so that both are in one kernel."""
         x_q, emit = self.m.quantize.x_q, functools.partial(self.build.emit, self.m.quantize.x_q.next)
-        matrix = emit(aten.reshape.default, x_q, [self.m.rows, self.m.columns])
-        turned = emit(aten.permute.default, matrix, [1, 0])
+        shape = val(x_q).shape
+        if shape[-1] != self.m.columns:
+            return
+        turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
         turned = emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
-        turned = emit(FORCE_STRIDE_ORDER, turned, [self.m.rows, 1])
-        self.m.copy.replace_all_uses_with(turned)
+        turned = emit(FORCE_STRIDE_ORDER, turned, list(val(turned).stride()))
+        self.m.copy.replace_all_uses_with(emit(aten.reshape.default, turned, [self.m.columns, self.m.rows]))
 
     def _made_here(self, x: fx.Node) -> fx.Node:
         """`x` as a buffer that stands here: what is read late, Inductor would make late, and fuse with nothing."""

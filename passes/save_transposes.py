@@ -82,7 +82,7 @@ def _made_of(x_q: fx.Node) -> set[fx.Node]:
 
 def _is_elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target in VIEWS | CASTS
+    return torch.Tag.pointwise in tags or (node.target in VIEWS | CASTS and is_tensor(node.args[0]))
 
 
 def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool:

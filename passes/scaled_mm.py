@@ -216,12 +216,13 @@ class _Rewriter:
         self.graph = graph
         self.build = Builder(graph, ScaledMM.name)
         self.batches = Batches(self._emit, target)
-        self.at = next(iter(graph.nodes))
+        self.matmul = self.at = next(iter(graph.nodes))
+        self.emitted: dict[Hashable, fx.Node] = {}
         self.moved: dict[fx.Node, Any] = {}
         self.scales: dict[Hashable, fx.Node] = {}
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:
-        self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
+        self.matmul = self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
         a, b = _factors(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
         y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)
         if m.bias is not None and m.after.bias is None:
@@ -291,7 +292,12 @@ class _Rewriter:
         return x if val(x).dtype == dtype else self._emit(prims.convert_element_type.default, x, dtype)
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.build.emit(self.at, target, *args, **kwargs)
+        if self.at is not self.matmul:
+            return self.build.emit(self.at, target, *args, **kwargs)
+        key = target, repr((args, kwargs))  # the same view is written once for each matmul that reads it
+        if key not in self.emitted:
+            self.emitted[key] = self.build.emit(self.at, target, *args, **kwargs)
+        return self.emitted[key]
 
     def _scales(self, m: Match, a: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The scales of both operands; where something was folded all in the first, for a part might be no float32."""
