@@ -21,6 +21,7 @@ from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V as Virtualized
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -45,7 +46,10 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FixedTritonConfig",
+    "ForeachKernelSchedulerNode",
+    "FusedSchedulerNode",
     "InductorChoices",
+    "SchedulerNode",
     "TracingContext",
     "Virtualized",
     "_CheckpointFrame",

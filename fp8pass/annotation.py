@@ -75,6 +75,8 @@ class Annotation:
         module = copy_to_edit(self.module)
         for part in filter(_is_graph, module.modules()):
             for node in part.graph.nodes:
+                if node.target is ops.usable:
+                    node.replace_all_uses_with(node.args[0])
                 node.args = tuple(replace(a, bootstrap=True) if isinstance(a, ops.Delayed) else a for a in node.args)
             part.recompile()
         return replace(self, module=module)

@@ -6,14 +6,16 @@ the answers are here. All others are Inductor's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from fp8pass._torch import FixedTritonConfig, InductorChoices, Virtualized, compile_fx_inner
-from fp8pass.graph import MADE_BY, WITH_AMAX
+from fp8pass.combine import combining
+from fp8pass.graph import MADE_BY, ONE_STAGE, WITH_AMAX
 
 TILES = "quantize_tiles"
 """The pass whose kernels walk down columns."""
@@ -37,10 +39,9 @@ class Choices(InductorChoices):
     def reduction_split_factor(self, device: torch.device, reduction_numel_hint: Any, *sizes: Any, **how: Any) -> Any:
         """No second stage for what has few enough elements, or was cut already, and is one launch without."""
         node = Virtualized.graph.current_node
-        if node is not None and (_is_tiled(node) or _is_second_stage(node)) and reduction_numel_hint <= MAX_PARTIALS:
+        if node is not None and (_is_tiled(node) or ONE_STAGE in node.meta) and reduction_numel_hint <= MAX_PARTIALS:
             return 1
         return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
-
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """Nothing fuses the two orientations of a tensor before either is fused with its amax.
@@ -53,18 +54,15 @@ class Choices(InductorChoices):
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
 
+MEMORY_GATES = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
+"""Settings of Inductor, in some versions, that would have it choose groups by memory; small kernels take none."""
+
 MAX_PARTIALS = 1 << 16
 """So many amaxes one program may go through: 128 KB, about what one SM reads from L2 in the time of a launch."""
 
 
 def _is_tiled(node: fx.Node) -> bool:
     return node.meta.get(MADE_BY) == TILES
-
-
-def _is_second_stage(node: fx.Node) -> bool:
-    """Whether this is the amax of amaxes of rows or columns."""
-    amax = torch.ops.aten.amax.default
-    return node.target is amax and getattr(node.args[0], "target", None) is amax
 
 
 def _waits_for_amax(node: Any) -> bool:
@@ -81,6 +79,8 @@ def with_choices(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> 
         return compile_fx_inner(module, example_inputs, **kwargs)
 
 
-def choices() -> Any:
+@contextlib.contextmanager
+def choices() -> Iterator[None]:
     """A context in which Inductor has our choices."""
-    return Virtualized.set_choices_handler(Choices())
+    with Virtualized.set_choices_handler(Choices()), combining():
+        yield

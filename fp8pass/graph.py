@@ -19,6 +19,8 @@ from fp8pass._torch import FakeTensorMode, detect_fake_mode, enable_python_dispa
 MADE_BY = "fp8pass"
 SAVED = "fp8pass_saved"
 """The key in `node.meta` of what the forward computes and only the backward reads: see `partition.py`."""
+ONE_STAGE = "fp8pass_one_stage"
+"""The key of reductions that are to be one launch, and not cut up for more parallelism: see `choices.py`."""
 WITH_AMAX = "fp8pass_with_amax"
 """The key of what belongs into one kernel with the amax of the tensor that it quantizes: see `choices.py`."""
 

@@ -83,7 +83,8 @@ class Delayed:
     """How one tensor of a graph is quantized with a scale from its slot.
 
     slot: entry in `scales`; index: entry in the `amax` that it is called with. bootstrap: a slot without history
-    is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it by 1.
+    is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it
+    `scales` are those of `usable`.
     record: whether this use counts (training) or only reads the scale (evaluation).
     """
 
@@ -98,10 +99,9 @@ class Delayed:
         """`x` quantized and dequantized; records its amax in `amax`, in place."""
         new = scaling.amax(x)
         scale = scales[self.slot]
-        fallback: Tensor | float = 1.0
         if self.bootstrap:
-            fallback = scaling.scale_from_amax(new, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
-        scale = torch.where(scale == 0, fallback, scale)
+            own = scaling.scale_from_amax(new, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+            scale = torch.where(scale == 0, own, scale)
         x_q = scaling.quantize(x, scale, self.dtype)
         if self.record:
             amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
@@ -357,6 +357,11 @@ def begin_step(
     amax_forward.copy_(left[: len(amax_forward)])
     amax_backward.copy_(left[len(amax_forward) :])
     return scales
+
+
+def usable(scales: Tensor) -> Tensor:
+    """`scales` f32[T], with 1 for slots that have no history yet: for all of them at once."""
+    return torch.where(scales == 0, 1.0, scales)
 
 
 def qdq(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,11 @@ def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
     if not count:
         return
     output = module.graph.output_node()
-    for holder, key in ((output.args[0], None), (output.meta.get("desc"), "desc"), (output.meta.get("output_stack_traces"), "output_stack_traces")):
+    for holder, key in (
+        (output.args[0], None),
+        (output.meta.get("desc"), "desc"),
+        (output.meta.get("output_stack_traces"), "output_stack_traces"),
+    ):
         if holder is None:
             continue
         left = [*holder[:position], *holder[position + count :]]  # type: ignore[index]

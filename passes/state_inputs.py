@@ -4,7 +4,7 @@ before   x_ = qdq_operand(x, Delayed(slot=-1))
 after    graph(..., scale: f32[T], amax_history: f32[H, T], amax_forward: f32[F], amax_backward: f32[T-F], held: b8[T],
                amax_backward_late: f32[T-F])
          scales = begin_step(scale, amax_history, amax_forward, amax_backward, held)
-         x_ = qdq_operand(x, Delayed(slot=3, index=3), scales, amax_forward)
+         x_ = qdq_operand(x, Delayed(slot=3, index=3), usable(scales), amax_forward)
 changes  nothing: it says where the numbers live
 """
 
@@ -117,6 +117,9 @@ def _place(
     read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late")}
     if table.remembers:
         read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+        if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
+            with graph.inserting_after(read["scales"]):
+                read["usable"] = graph.call_function(ops.usable, (read["scales"],))
     within = {graph: read}
     for region in regions:
         within[region.body.graph] = _thread(region, within[region.outer], suffix)
@@ -127,7 +130,8 @@ def _place(
             placed, state = replace(slot.quantizer, slot=i), [of["scales"]]
         else:
             placed = replace(slot.quantizer, slot=i, index=i - table.n_forward if backward else i)
-            state = [of["scales"], of["amax_backward_late" if backward else "amax_forward"]]
+            begun = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
+            state = [of["usable" if begun else "scales"], of["amax_backward_late" if backward else "amax_forward"]]
         args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
         slot.node.args = args
 

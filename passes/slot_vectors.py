@@ -1,0 +1,93 @@
+"""What is computed for all slots of a graph at once is computed once, and in one piece.
+
+before   amax: f32[T] = cat([amax_forward: f32[F], amax_backward: f32[T - F]])
+         scale: f32[T] = where(...);  copy_(scale_buffer, scale)
+after    amax          = where(arange(T) < F, pad(amax_forward), pad(amax_backward))
+         scale         = force_stride_order(where(...));  copy_(scale_buffer, scale)
+changes  nothing
+
+A cat of inputs is a launch of its own, which an elementwise op is not. And what is written to a buffer Inductor would
+compute again in every kernel that reads an element of it, from the buffer as it was, which then has to be kept.
+
+Runs on the graphs of forward and backward, after they were cut apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.graph import ONE_STAGE, Builder, is_tensor, val
+from fp8pass.passes.patterns import aten
+from fp8pass.rewrite import Context
+
+MOST = 1 << 12
+"""Elements of a vector that is worth it."""
+MOST_PARTS = 8
+MOST_AMAXES = 1 << 21
+"""Of the histories of 2,048 slots in 1,024 steps."""
+
+
+class SlotVectors:
+    """Small cats, and small values that are written to buffers."""
+
+    name = "slot_vectors"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite all of them."""
+        cats = [n for n in graph.nodes if _is_small_cat(n)]
+        written = [v for n in graph.nodes if (v := _vector(n)) is not None]
+        build = Builder(graph, self.name)
+        for cat in cats:
+            (joined,) = build.inline(cat, _joined, *cat.args[0])
+            cat.replace_all_uses_with(joined)
+            graph.erase_node(cat)
+        for value in dict.fromkeys(v for v in written if v not in cats):
+            self._make_here(build, value)
+        for node in filter(_is_small_amax, graph.nodes):
+            node.meta[ONE_STAGE] = True
+        return len(cats) + len(written)
+
+    def _make_here(self, build: Builder, value: fx.Node) -> None:
+        made = build.emit(value.next, FORCE_STRIDE_ORDER, value, list(val(value).stride()))
+        value.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+
+
+def _is_small_cat(node: fx.Node) -> bool:
+    if node.target is not aten.cat.default or val(node).dim() != 1:
+        return False
+    parts: Any = node.args[0]
+    return len(parts) <= MOST_PARTS and _is_small(val(node)) and len({val(p).dtype for p in parts}) == 1
+
+
+def _is_small_amax(node: fx.Node) -> bool:
+    """Of a history, or of the amaxes of rows or columns."""
+    return node.target is aten.amax.default and val(node.args[0]).numel() <= MOST_AMAXES and val(node).numel() <= MOST
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    index = torch.arange(sum(map(len, parts)), device=parts[0].device)
+    result, end = parts[0][index.clamp(max=len(parts[0]) - 1)], len(parts[0])
+    for part in parts[1:]:
+        result = torch.where(index < end, result, part[(index - end).clamp(0, len(part) - 1)])
+        end += len(part)
+    return result
+
+
+def _vector(node: fx.Node) -> fx.Node | None:
+    """A small value that is computed in the graph, and that `node` reads a part of or writes to an input."""
+    if node.target is aten.copy_.default and is_tensor(node.args[1]) and len(node.args[1].users) > 1:
+        value = node.args[1]
+    elif node.target in (aten.select.int, aten.slice.Tensor) and is_tensor(node.args[0]):
+        value = node.args[0]
+    else:
+        return None
+    computed = value.op == "call_function" and value.target is not FORCE_STRIDE_ORDER
+    return value if computed and val(value).dim() > 0 and _is_small(val(value)) else None
+
+
+def _is_small(x: Tensor) -> bool:
+    return isinstance(x.numel(), int) and x.numel() <= MOST
