@@ -40,6 +40,7 @@ class Choice:
 
     wanted: the recipe and filter took it, and it could not be done: an error under `strict`. declined: those of its
     matmuls, by kind, that are not annotated although the call is. fast_accum: those that may add up in less than f32.
+    predicted_speedup: of all its matmuls together (roofline.py); None without a target.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Choice:
     wanted: bool = False
     declined: dict[str, Reject] = field(default_factory=dict)
     fast_accum: tuple[str, ...] = ("output",)
+    predicted_speedup: float | None = None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a GPU can do, and about how fast: decides legality and layout, and whether FP8 pays."""
+"""What a GPU can do, and about how fast: decides legality and layout. Whether FP8 pays: roofline.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,32 @@ from fp8pass.scaling import FP8_DTYPES
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of device. Peaks are without sparsity, in operations per second; bandwidth in bytes per second."""
+    """One kind of device. Peaks are without sparsity, in operations per second; bandwidth in bytes per second.
+
+    What kernels get of that, for `roofline.py`: shares of a peak from 0 to 1, and times in seconds. The defaults are
+    the same for all devices; a machine that was measured has its own (`roofline.load_machine`).
+    """
 
     name: str
     capability: tuple[int, int]
     bf16_peak: float
     fp8_peak: float
     bandwidth: float
+    # These two are fitted: bench/roofline.py prints to what, and docs/roofline.md has it.
+    gemm_share: float = 0.64
+    """Of the arithmetic peak, in a large matmul."""
+    gemm_start: float = 4e-6
+    """What a matmul takes besides: launch, first loads, last stores, idle multiprocessors."""
+    # 2.2 of 2.4 TB/s in large Triton kernels on an H100: torchao/testing/training/roofline_utils.py.
+    memory_share: float = 0.92
+    """Of the bandwidth, in a kernel that reads and writes in order."""
+    # A tiled transpose on a GH200: https://github.com/pytorch/pytorch/pull/194310. Inductor's cast with transposed copy
+    # reached 1.4 of 2.4 TB/s in 2024 (0.58): https://github.com/pytorch/pytorch/issues/133242.
+    transposed_share: float = 0.75
+    """Of the bandwidth, in a kernel that writes a transposed copy."""
+    # A Triton kernel that moves one element, on an H100: torchao/testing/training/roofline_utils.py.
+    launch: float = 2e-6
+    """The shortest that any other kernel takes."""
 
     @property
     def has_fp8(self) -> bool:
@@ -35,7 +54,9 @@ _A100 = Target("a100", (8, 0), 312e12, 312e12, 2.039e12)
 _L40S = Target("sm_89", (8, 9), 362e12, 733e12, 0.864e12)
 _H100 = Target("h100", (9, 0), 989e12, 1979e12, 3.35e12)
 _H200 = Target("h200", (9, 0), 989e12, 1979e12, 4.8e12)
-_B200 = Target("b200", (10, 0), 2250e12, 4500e12, 8.0e12)
+# The data sheet rounds the bandwidth to 7.7 or 8 TB/s; the driver says 7680 bits at 3996 MHz, twice a cycle:
+# https://github.com/pytorch/ao/pull/4002.
+_B200 = Target("b200", (10, 0), 2250e12, 4500e12, 7.672e12)
 TARGETS = {
     "a100": _A100,
     "sm_80": _A100,
@@ -122,28 +143,3 @@ def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None
     if torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split(".")[:2])) < cuda:
         return f"{wanted}, and this torch is built with CUDA {torch.version.cuda}"
     return ""
-
-
-# Shares of the peaks that large kernels reach, and the cost of a launch: torchao's roofline model of 2025.
-_GEMM_SHARE, _MEMORY_SHARE, _LAUNCH = 0.78, 0.92, 2e-6
-
-
-def predicted_speedup(m: int, k: int, n: int, element_size: int, training: bool, target: Target) -> float:
-    """Time of a matmul in high precision over its time in FP8 with all that quantizing costs. M, K, N in elements.
-
-    A roofline: each kernel takes the longest of its arithmetic, its bytes and a launch. In training the three GEMMs are
-    counted together, and each operand is read once in high precision and written twice in FP8 (once transposed).
-    """
-    rounds = 3 if training else 1
-    copies = 2 if training else 1
-    elements = (m * k, k * n, *((m * n,) if training else ()))
-
-    def gemm(peak: float, size: int) -> float:
-        traffic = size * (m * k + k * n) + element_size * m * n
-        return max(2 * m * k * n / (peak * _GEMM_SHARE), traffic / (target.bandwidth * _MEMORY_SHARE), _LAUNCH)
-
-    quantize: float = sum(
-        max(e * (element_size + copies) / (target.bandwidth * _MEMORY_SHARE), _LAUNCH) for e in elements
-    )
-    high_precision, fp8 = gemm(target.bf16_peak, element_size), gemm(target.fp8_peak, 1)
-    return rounds * high_precision / (rounds * fp8 + quantize)

@@ -49,6 +49,8 @@ class Gemm:
     """Whether its kernel may add up in less than float32."""
     choice: int | None = None
     """Which call of the annotated graph it comes from."""
+    predicted_speedup: float | None = None
+    """Of that call's matmuls together, with all quantization, on the target; a prediction. None on CPU without one."""
 
     @property
     def flops(self) -> int:
@@ -107,7 +109,10 @@ class Report:
 
     def __str__(self) -> str:
         reasons = {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
-        lines = _align([_HEADER, *(_row(g, reasons) for g in self.gemms)])
+        rows = [_HEADER, *(_row(g, reasons) for g in self.gemms)]
+        if all(g.predicted_speedup is None for g in self.gemms):
+            rows = [(*row[:_PREDICTED], *row[_PREDICTED + 1 :]) for row in rows]
+        lines = _align(rows)
         lines.insert(1, "-" * max(map(len, lines)))
         if reasons:
             lines += ["", *(f"[{i}] {reason}" for reason, i in reasons.items())]
@@ -117,14 +122,17 @@ class Report:
         return "\n".join([*lines, "", *self.notes, self.summary()])
 
 
-_HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "status", "source")
+_HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "status", "source")
+_PREDICTED = _HEADER.index("predicted")
 
 
 def _row(g: Gemm, reasons: dict[str, int]) -> tuple[str, ...]:
     batches = "" if g.batches == 1 else f"{g.batches} x "
     a, b, out = g.dtypes
     status = f"{g.status} [{reasons[g.reason]}]" if g.reason else g.status
-    return g.name or "-", g.kind, f"{batches}{g.M} x {g.K} x {g.N}", f"{a} @ {b} -> {out}", g.scaling, status, g.source
+    shape, dtypes = f"{batches}{g.M} x {g.K} x {g.N}", f"{a} @ {b} -> {out}"
+    predicted = "" if g.predicted_speedup is None else f"{g.predicted_speedup:.2f}x"
+    return g.name or "-", g.kind, shape, dtypes, g.scaling, predicted, status, g.source
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

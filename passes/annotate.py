@@ -62,6 +62,7 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
+from fp8pass.roofline import predicted_speedup
 
 KINDS: tuple[Kind, ...] = tuple(FACTORS)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,12 +70,17 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Call:
-    """A matmul call of Dynamo's graph that nothing is against, and its recipe."""
+    """A matmul call of Dynamo's graph that nothing is against, and its recipe.
+
+    speedup: predicted, None without a target. sizes: examples of M, K, N.
+    """
 
     node: fx.Node
     spelling: Spelling
     dims: Dims
     recipe: Recipe
+    speedup: float | None
+    sizes: tuple[int, int, int]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,15 +112,22 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
     target = hardware.target_of(a.device, config.target)
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
-    if target is not None and config.min_speedup > 0:
-        gain = hardware.predicted_speedup(m, k, n, a.element_size(), training, target)
-        if gain < config.min_speedup:
-            raise LeftOut(
-                "min_speedup",
-                f"predicted speed-up on {target.name} is {gain:.2f}, below min_speedup={config.min_speedup:g}: "
-                f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization",
-            )
-    return Call(node, spelling, dims, recipe)
+    size = node.meta["example_value"].element_size()
+    gain = None if target is None else predicted_speedup(target, m, k, n, recipe, size, training)
+    return Call(node, spelling, dims, recipe, gain, (m, k, n))
+
+
+def check_speedup(call: Call, device: torch.device, config: Config) -> None:
+    """Raise LeftOut if the call is predicted to gain less than the user wants."""
+    if call.speedup is not None and call.speedup < config.min_speedup:
+        target = hardware.target_of(device, config.target)
+        assert target is not None
+        m, k, n = call.sizes
+        raise LeftOut(
+            "min_speedup",
+            f"predicted speed-up on {target.name} is {call.speedup:.2f}, below min_speedup={config.min_speedup:g}: "
+            f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization",
+        )
 
 
 def _check_operands(a: Tensor, b: Tensor) -> None:
@@ -249,6 +262,8 @@ class _Annotator:
             return  # quantized by the user: the detector's business
         try:
             call = check(node, spelling, choice.name, self.config, self.grad_enabled)
+            choice.predicted_speedup = call.speedup
+            check_speedup(call, argument(node, spelling.a).meta["example_value"].device, self.config)
             if transform:
                 raise Reject(
                     "torch.func", f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself"

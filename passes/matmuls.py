@@ -99,6 +99,7 @@ class Matmuls:
             reason=choice.reason if declined is None else str(declined),
             fast_accum=kind in choice.fast_accum,
             choice=index,
+            predicted_speedup=choice.predicted_speedup,
         )
 
 

@@ -1,0 +1,346 @@
+"""How far the predictions of fp8pass/roofline.py are from what others measured and published.
+
+python bench/roofline.py [--measured FILE.json ...] [--machine FILE.json] [--write]
+
+    --measured   measurements of one's own, instead of the published ones: a list of objects with op ("gemm" or
+                 "linear_fwd_bwd"), m, k, n, recipe, gpu, seconds_bf16, seconds_fp8
+    --machine    the target of all of them, as `fp8pass.roofline.load_machine` reads it
+    --write      put the tables into docs/roofline.md
+
+bench/measured_points.json holds the published points, each with its source. Its ops, all in bfloat16:
+
+    gemm             matmuls alone, of operands that are FP8 already
+    linear_fwd       one matmul, and the quantization of both operands for all that training needs of them
+    linear_fwd_bwd   the three matmuls of a layer, and all quantization
+    relu_linear_fwd  inference: a ReLU, which quantizes, and a matmul; the weight is FP8 already
+
+A point has m, k and n, or products, which were measured together; seconds, or tflops, or only the speedup. sum_loss:
+the program was `linear(x).sum().backward()`, again and again. Its time has more in it, in BF16 and FP8: the sum reads
+the output, and gradients are added to those that are there, reading two and writing one. The gradient of the output is
+one number for all elements: BF16 writes it out in full, quantization need not read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from fp8pass.hardware import TARGETS, Target
+from fp8pass.recipes import NAMED, Recipe
+from fp8pass.roofline import (
+    call_seconds,
+    gemm_seconds,
+    load_machine,
+    memory_seconds,
+    overhead_seconds,
+    predicted_speedup,
+    quantize_seconds,
+    scaling_of,
+)
+from fp8pass.scaling import E4M3
+
+ROOT = Path(__file__).parent.parent
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement. products: (M, K, N) each. seconds: None where it was not published."""
+
+    op: str
+    products: tuple[tuple[int, int, int], ...]
+    recipe: str
+    gpu: str
+    target: Target
+    fast_accum: tuple[str, ...] | None = None
+    sum_loss: bool = False
+    seconds_bf16: float | None = None
+    seconds_fp8: float | None = None
+    published: float | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of the forward."""
+        return sum(2 * m * k * n for m, k, n in self.products)
+
+    @property
+    def speedup(self) -> float | None:
+        """As measured."""
+        if self.seconds_bf16 is None or self.seconds_fp8 is None:
+            return self.published
+        return self.seconds_bf16 / self.seconds_fp8
+
+    def predicted(self) -> tuple[float, float]:
+        """Seconds in BF16 and in FP8, by the model."""
+        recipe = NAMED[self.recipe]()
+        if self.fast_accum is not None:
+            recipe = replace(recipe, fast_accum=self.fast_accum)
+        times = [self._product(shape, recipe) for shape in self.products]
+        return sum(wide for wide, _ in times), sum(narrow for _, narrow in times)
+
+    def _product(self, shape: tuple[int, int, int], recipe: Recipe) -> tuple[float, float]:
+        target, (m, k, n) = self.target, shape
+        if self.op == "linear_fwd_bwd":
+            wide = call_seconds(target, *shape, None, 2, True)
+            narrow = call_seconds(target, *shape, recipe, 2, True)
+            if not self.sum_loss:
+                return wide, narrow + overhead_seconds(target, *shape, recipe, 2, True)
+            narrow += quantize_seconds(target, m * k, recipe, "input", 2, both=True)
+            narrow += quantize_seconds(target, k * n, recipe, "weight", 2, both=True)
+            narrow += memory_seconds(target, 2 * m * n, transposed=True)
+            both = memory_seconds(target, 6 * (m * k + k * n) + 2 * m * n)
+            return wide + memory_seconds(target, 2 * m * n) + both, narrow + both
+        wide = gemm_seconds(target, *shape, BF16, 2)
+        narrow = gemm_seconds(target, *shape, E4M3, 2, scaling_of(recipe), "output" in recipe.fast_accum)
+        if self.op == "linear_fwd":
+            narrow += quantize_seconds(target, m * k, recipe, "input", 2, both=True)
+            narrow += quantize_seconds(target, k * n, recipe, "weight", 2, both=True)
+        if self.op == "relu_linear_fwd":
+            wide += memory_seconds(target, 4 * m * k)
+            narrow += memory_seconds(target, (2 + 1 + 1 / 32) * m * k)
+        return wide, narrow
+
+
+def load(path: Path, machine: Target | None) -> list[Point]:
+    """The points of a file: the published ones, or a list of one's own."""
+    data = json.loads(path.read_text())
+    if isinstance(data, list):
+        return [_point(row, row["gpu"], machine or _named(row["gpu"])) for row in data]
+    gpus = {name: _target(name, values) for name, values in data["gpus"].items()}
+    return [
+        _point(row, source["gpu"], machine or gpus[source["gpu"]])
+        for source in data["sources"]
+        for row in source["points"]
+    ]
+
+
+def _target(name: str, values: dict[str, Any]) -> Target:
+    """A known target, with what differs."""
+    changed = {key: value for key, value in values.items() if key not in ("target", "source")}
+    return replace(TARGETS[values["target"]], name=name, **changed)
+
+
+def _named(gpu: str) -> Target:
+    """The target of a GPU by the name that CUDA gives it."""
+    for name, target in TARGETS.items():
+        if name.upper() in gpu.upper():
+            return target
+    raise SystemExit(f"no target for the GPU {gpu!r}: describe it in a file, and give that as --machine")
+
+
+def _point(row: dict[str, Any], gpu: str, target: Target) -> Point:
+    products = row.get("products") or [[row["m"], row["k"], row["n"]]]
+    shapes = tuple((int(m), int(k), int(n)) for m, k, n in products)
+    flops = sum(2 * m * k * n for m, k, n in shapes)
+    seconds = {
+        name: flops / row[f"tflops_{name}"] / 1e12 if f"tflops_{name}" in row else row.get(f"seconds_{name}")
+        for name in ("bf16", "fp8")
+    }
+    fast = row.get("fast_accum", ["output"] if row["op"] != "linear_fwd_bwd" else None)
+    return Point(
+        row["op"],
+        shapes,
+        row["recipe"],
+        gpu,
+        target,
+        None if fast is None else tuple(fast),
+        row.get("sum_loss", False),
+        seconds["bf16"],
+        seconds["fp8"],
+        row.get("speedup"),
+    )
+
+
+def errors(points: list[Point]) -> str:
+    """Predicted over measured, by GPU, op and recipe: median and worst, of the speed-ups and of the times."""
+    groups: dict[tuple[str, str, str], list[Point]] = defaultdict(list)
+    for point in points:
+        recipe = scaling_of(NAMED[point.recipe]()) if point.op == "gemm" else point.recipe
+        groups[point.gpu, point.op, recipe].append(point)
+    lines = [
+        "| GPU | op | recipe | points | measured speed-up | its prediction: median, worst "
+        "| BF16 time: median, worst | FP8 time: median, worst |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (gpu, op, recipe), group in sorted(groups.items()):
+        gains = [p.speedup for p in group if p.speedup is not None]
+        span = f"{min(gains):.2f} to {max(gains):.2f}" if gains else ""
+        cells = (gpu, f"`{op}`", recipe, str(len(group)), span, *(_ratios(r) for r in _all_ratios(group)))
+        lines.append(f"| {' | '.join(cells)} |")
+    for name, chosen in (("all alone", alone(points)), ("all with quantization", with_quantization(points))):
+        if chosen:
+            cells = (f"**{name}**", "", "", str(len(chosen)), "", *(_ratios(r) for r in _all_ratios(chosen)))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def alone(points: list[Point]) -> list[Point]:
+    """The points of matmuls without quantization."""
+    return [p for p in points if p.op == "gemm"]
+
+
+def with_quantization(points: list[Point]) -> list[Point]:
+    """The others."""
+    return [p for p in points if p.op != "gemm"]
+
+
+def decisions(points: list[Point]) -> str:
+    """How often the model says rightly whether FP8 pays."""
+    chosen = [(p.speedup, wide / narrow) for p in with_quantization(points) for wide, narrow in [p.predicted()]]
+    known = [(measured, predicted) for measured, predicted in chosen if measured is not None]
+    right = sum((measured >= 1) == (predicted >= 1) for measured, predicted in known)
+    slower = sum(measured < 1 for measured, _ in known)
+    return (
+        f"Of {len(known)} points with quantization, {slower} are slower in FP8 than in BF16. The model says of {right} "
+        f"rightly whether FP8 pays."
+    )
+
+
+def _all_ratios(points: Iterable[Point]) -> tuple[list[float], list[float], list[float]]:
+    """Predicted over measured of the speed-up, and of the time in BF16 and in FP8."""
+    gains, wides, narrows = [], [], []
+    for point in points:
+        wide, narrow = point.predicted()
+        if point.speedup is not None:
+            gains.append(wide / narrow / point.speedup)
+        if point.seconds_bf16 is not None:
+            wides.append(wide / point.seconds_bf16)
+        if point.seconds_fp8 is not None:
+            narrows.append(narrow / point.seconds_fp8)
+    return gains, wides, narrows
+
+
+def _ratios(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    return f"{median(ratios):.2f}, {max(ratios, key=lambda r: abs(math.log(r))):.2f}"
+
+
+# Multiprocessors, and tiles of a matmul's output with the share of the peak that their kernels get, for `waves`.
+_MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
+_TILES = ((256, 256, 1.0), (128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 128, 0.8), (64, 64, 0.6))
+
+
+def times_alone(points: list[Point]) -> list[tuple[Point, bool, float]]:
+    """Each published time of matmuls without quantization once, and whether it is one in FP8."""
+    found = {
+        (p.gpu, p.products, scaling_of(NAMED[p.recipe]()) if fp8 else "", seconds): (p, fp8, seconds)
+        for p in alone(points)
+        for fp8, seconds in ((False, p.seconds_bf16), (True, p.seconds_fp8))
+        if seconds is not None
+    }
+    return list(found.values())
+
+
+def fit(points: list[Point]) -> str:
+    """The two constants that are fitted, and whether whole waves of tiles would fit better."""
+    times = times_alone(points)
+    lines = [
+        f"Fitted to {len(times)} times of matmuls alone: two constants, by the mean of the absolute logarithm of "
+        "predicted over measured.",
+        "",
+        "| model | gemm_share | gemm_start | mean error |",
+        "|---|---|---|---|",
+    ]
+    for name, tiles in (("roofline", False), ("roofline with waves of tiles", True)):
+        log, share, start = min(
+            (error(times, share / 100, start * 1e-6, tiles), share / 100, start)
+            for share in range(50, 91)
+            for start in range(9)
+        )
+        lines.append(f"| {name} | {share:.2f} | {start} us | {math.exp(log) - 1:.0%} |")
+    return "\n".join(lines)
+
+
+def error(times: list[tuple[Point, bool, float]], share: float, start: float, tiles: bool) -> float:
+    """Mean of the absolute logarithm of predicted over measured, with these two constants."""
+    logs = []
+    for point, fp8, seconds in times:
+        target = replace(point.target, gemm_share=share, gemm_start=start)
+        scaling, dtype = scaling_of(NAMED[point.recipe]()), E4M3 if fp8 else BF16
+        shapes = [_whole_waves(target, *shape) if tiles else shape for shape in point.products]
+        predicted = sum(gemm_seconds(target, *shape, dtype, 2, scaling) for shape in shapes)
+        logs.append(abs(math.log(predicted / seconds)))
+    return mean(logs)
+
+
+def _whole_waves(target: Target, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """The product that takes as long as this one if each multiprocessor takes one tile after another: a larger M."""
+    count = _MULTIPROCESSORS[target.capability]
+    area = min(
+        math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / count) * count * rows * columns / share
+        for rows, columns, share in _TILES
+    )
+    return max(m, round(area / n)), k, n
+
+
+SHAPES = [
+    (16, 8192, 8192),
+    (256, 8192, 8192),
+    (1024, 8192, 8192),
+    (8192, 8192, 8192),
+    (8192, 4096, 14336),
+    (8192, 1024, 1024),
+    (16384, 8192, 1280),
+]
+
+
+def predictions() -> str:
+    """Predicted speed-ups in training, by shape and recipe, without and with fused quantization."""
+    names = list(NAMED)
+    lines = [f"| GPU | M, K, N | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for gpu in ("h100", "h200", "b200"):
+        for shape in SHAPES:
+            cells = [_both(TARGETS[gpu], shape, NAMED[name]()) for name in names]
+            lines.append(f"| {gpu} | {', '.join(map(str, shape))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _both(target: Target, shape: tuple[int, int, int], recipe: Recipe) -> str:
+    gains = [predicted_speedup(target, *shape, recipe, fused=fused) for fused in (False, True)]
+    return " to ".join(f"{gain:.2f}" for gain in gains if gain is not None) or "no kernel"
+
+
+def write(tables: dict[str, str]) -> None:
+    """Put tables between `<!-- name -->` and `<!-- /name -->` of docs/roofline.md."""
+    page = ROOT / "docs" / "roofline.md"
+    text = page.read_text()
+    for name, table in tables.items():
+        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        assert pattern.search(text), f"{page} has no markers for {name!r}"
+        before, after = pattern.split(text)[0], pattern.split(text)[-1]
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
+    page.write_text(text)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, nargs="+")
+    parser.add_argument("--machine", type=Path)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    machine = load_machine(arguments.machine) if arguments.machine else None
+    files = arguments.measured or [ROOT / "bench" / "measured_points.json"]
+    points = [point for file in files for point in load(file, machine)]
+    tables = {"errors": f"{errors(points)}\n\n{decisions(points)}"}
+    if arguments.measured is None:
+        tables |= {"fit": fit(points), "predictions": predictions()}
+    for name, table in tables.items():
+        print(f"{name}\n\n{table}\n")
+    if arguments.write:
+        write(tables)
+
+
+if __name__ == "__main__":
+    main()

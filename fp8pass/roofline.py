@@ -1,0 +1,269 @@
+"""How long matmuls take in high precision and in FP8, and what quantizing costs besides: predictions, not measurements.
+
+A roofline: a matmul takes a fixed time, and the longer of its arithmetic and its bytes; any other kernel takes as long
+as its bytes, or as a launch. What is assumed and how far measurements are from it: docs/roofline.md. Where constants
+come from: there, here and in hardware.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from fp8pass.hardware import Target, scales_rows, why_no_block_kernel
+from fp8pass.recipes import (
+    BlockwiseScaling,
+    Calibration,
+    DynamicScaling,
+    Kind,
+    MXFP8Scaling,
+    Recipe,
+    Role,
+    RowwiseScaling,
+    StaticScaling,
+)
+from fp8pass.scaling import E4M3, FP8_DTYPES
+
+# Speed of a large kernel by its scales, against one with a scale for the tensor.
+KERNEL_SHARE = {
+    "tensorwise": 1.0,
+    # Most shapes within 90-100% of tensorwise: https://github.com/pytorch/pytorch/issues/147971, of CUTLASS's kernels;
+    # cuBLAS's are about as fast: https://github.com/pytorch/pytorch/pull/157905.
+    "rowwise": 0.9,
+    # 1.75 times BF16 of 2 at best: NVIDIA's "Boosting Matrix Multiplication Speed and Flexibility with cuBLAS 12.9".
+    "blockwise": 0.875,
+    # 6.812 against 7.161 ms on a B300: TransformerEngine's docs/examples/gemm_profiling/gemm_profiling.rst.
+    "mxfp8": 0.95,
+}
+# Without fast accumulation, before sm_100, whose tensor cores add up in float32: fast is 1.1 to 1.2 times as fast,
+# https://github.com/pytorch/ao/issues/2377.
+SLOW_ACCUM_SHARE = 1 / 1.15
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# For each matmul its operands, and whether each is needed along its other dimension than the one that the output sums.
+_OPERANDS: dict[Kind, dict[Role, bool]] = {
+    "output": {"input": False, "weight": False},
+    "grad_input": {"grad_output": False, "weight": True},
+    "grad_weight": {"input": True, "grad_output": True},
+}
+
+
+def memory_seconds(target: Target, bytes_moved: float, transposed: bool = False) -> float:
+    """Time of a kernel that reads and writes so many bytes in all. transposed: it writes a transposed copy."""
+    share = target.transposed_share if transposed else target.memory_share
+    return max(bytes_moved / (target.bandwidth * share), target.launch)
+
+
+def gemm_seconds(
+    target: Target,
+    m: int,
+    k: int,
+    n: int,
+    operand_dtype: torch.dtype,
+    out_itemsize: int,
+    scaling: str = "tensorwise",
+    fast_accum: bool = True,
+) -> float:
+    """Time of one [M, K] by [K, N] product. scaling, fast_accum: of FP8 operands; see `KERNEL_SHARE`.
+
+    float32 counts at the rate of TF32, half of BF16's; torch's default for it is slower still.
+    """
+    rate = target.bf16_peak * target.gemm_share
+    if operand_dtype in FP8_DTYPES:
+        rate = target.fp8_peak * target.gemm_share * KERNEL_SHARE[scaling]
+        if not fast_accum and target.capability < (10, 0):
+            rate *= SLOW_ACCUM_SHARE
+    elif operand_dtype == torch.float32:
+        rate /= 2
+    moved = operand_dtype.itemsize * (m * k + k * n) + out_itemsize * m * n
+    return target.gemm_start + max(2 * m * k * n / rate, moved / (target.bandwidth * target.memory_share))
+
+
+def scaling_of(recipe: Recipe) -> str:
+    """Which of `KERNEL_SHARE` its kernels are."""
+    of_type: dict[type[Recipe], str] = {
+        RowwiseScaling: "rowwise",
+        BlockwiseScaling: "blockwise",
+        MXFP8Scaling: "mxfp8",
+    }
+    return of_type.get(type(recipe), "tensorwise")
+
+
+def has_kernel(recipe: Recipe, target: Target) -> bool:
+    """Whether a GPU of this kind multiplies with the recipe's scales."""
+    scaling, cuda = scaling_of(recipe), torch.device("cuda")
+    if scaling in ("blockwise", "mxfp8"):
+        return not why_no_block_kernel(scaling, cuda, target)
+    return scaling == "tensorwise" or scales_rows(cuda, target)
+
+
+class _Kernel(NamedTuple):
+    """Of a kernel that quantizes: bytes that it moves for each element, and whether it writes a transposed copy."""
+
+    bytes: float
+    transposed: bool = False
+
+
+def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int, target: Target) -> list[_Kernel]:
+    """What quantizes one tensor. ways: see `_OPERANDS`; size: bytes of an element; first: bytes of its first reading.
+
+    tensorwise  one kernel reads it, takes the amax, and writes FP8 once for each layout; a dynamic scale needs the amax
+                first, so one kernel more reads it. From sm_100 on, matmuls take one copy in either layout.
+    rowwise     each way from the original. Rows are done in one kernel; columns need one for their amaxes first.
+    blockwise   each way from the original, with a float32 for 128 elements; squares of weights serve both ways
+    mxfp8       each way from the original, with a byte for 32 elements
+    """
+    if isinstance(recipe, RowwiseScaling):
+        rows, columns = [_Kernel(first + 1)], [_Kernel(size), _Kernel(size + 1, True)]
+        return [kernel for way in sorted(ways) for kernel in (columns if way else rows)]
+    if isinstance(recipe, BlockwiseScaling) and role == "weight":
+        return [_Kernel(first + len(ways), True in ways)]
+    if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
+        scale = 4 / 128 if isinstance(recipe, BlockwiseScaling) else 1 / 32
+        return [_Kernel((size if way else first) + 1 + scale, way) for way in sorted(ways)]
+    copies = len(ways) if target.needs_k_major else 1
+    transposed = True in ways and target.needs_k_major
+    if isinstance(recipe, DynamicScaling):
+        return [*([_Kernel(first)] if first else []), _Kernel(size + copies, transposed)]
+    return [_Kernel(first + copies, transposed)]
+
+
+def quantize_seconds(
+    target: Target, elements: int, recipe: Recipe, role: Role, element_size: int, both: bool, fused: bool = False
+) -> float:
+    """Time to quantize one tensor: as one matmul reads it, or `both`, as the two that it is in do in training.
+
+    fused: the kernel that makes it quantizes it too, so the first reading is free.
+    """
+    return _seconds(target, elements, recipe, role, element_size, {False, True} if both else {False}, fused)
+
+
+def _seconds(
+    target: Target, elements: int, recipe: Recipe, role: Role, size: int, ways: set[bool], fused: bool
+) -> float:
+    kernels = _kernels(recipe, role, ways, size, 0 if fused else size, target)
+    return sum(memory_seconds(target, kernel.bytes * elements, kernel.transposed) for kernel in kernels)
+
+
+def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
+    """The matmuls of a call that run in FP8."""
+    forward_only = not training or isinstance(recipe, (StaticScaling, Calibration))
+    return [kind for kind in (KINDS[:1] if forward_only else KINDS) if kind not in recipe.high_precision]
+
+
+def overhead_seconds(
+    target: Target,
+    m: int,
+    k: int,
+    n: int,
+    recipe: Recipe,
+    element_size: int,
+    training: bool,
+    fused: bool = False,
+) -> float:
+    """Time of all that a recipe does around the matmuls of one call, [M, K] by [K, N], in high precision's bytes.
+
+    fused: the kernels that make the input and the gradient of the output quantize them too. Inductor does so behind a
+    norm or an activation function, not behind a matmul; without it, this is the most that quantizing can cost.
+    """
+    sizes: dict[Role, int] = {"input": m * k, "weight": k * n, "grad_output": m * n}
+    ways: dict[Role, set[bool]] = {}
+    for kind in _fp8_kinds(recipe, training):
+        for role, way in _OPERANDS[kind].items():
+            ways.setdefault(role, set()).add(way)
+    if isinstance(recipe, StaticScaling) and not training:
+        ways.pop("weight", None)  # quantized in advance
+    return sum(
+        _seconds(target, sizes[role], recipe, role, element_size, ways[role], fused and role != "weight")
+        for role in ways
+    )
+
+
+def call_seconds(
+    target: Target, m: int, k: int, n: int, recipe: Recipe | None, element_size: int, training: bool
+) -> float:
+    """Time of the matmuls of one call: one, or three in training. recipe: None for high precision."""
+    wide = torch.float32 if element_size == 4 else torch.bfloat16
+    shapes: dict[Kind, tuple[int, int, int]] = {
+        "output": (m, k, n),
+        "grad_input": (m, n, k),
+        "grad_weight": (k, m, n),
+    }
+    narrow = _fp8_kinds(recipe, training) if recipe is not None else []
+    total = 0.0
+    for kind in KINDS if training else KINDS[:1]:
+        if recipe is not None and kind in narrow:
+            fast = kind in recipe.fast_accum
+            total += gemm_seconds(target, *shapes[kind], E4M3, element_size, scaling_of(recipe), fast)
+        else:
+            total += gemm_seconds(target, *shapes[kind], wide, element_size)
+    return total
+
+
+def predicted_speedup(
+    target: Target,
+    m: int,
+    k: int,
+    n: int,
+    recipe: Recipe,
+    element_size: int = 2,
+    training: bool = True,
+    fused: bool = False,
+) -> float | None:
+    """Time of a call in high precision over its time in FP8 with all that quantizing costs; see `overhead_seconds`.
+
+    M, K, N in elements; in training the call's three matmuls are counted together. None where the recipe has no kernel
+    on this kind of GPU.
+    """
+    if not has_kernel(recipe, target):
+        return None
+    fp8 = call_seconds(target, m, k, n, recipe, element_size, training)
+    overhead = overhead_seconds(target, m, k, n, recipe, element_size, training, fused)
+    return call_seconds(target, m, k, n, None, element_size, training) / (fp8 + overhead)
+
+
+def load_machine(path: str | Path) -> Target:
+    """The target that a JSON file describes: an object with the fields of `Target`, those with defaults optional.
+
+    capability is [major, minor]; numbers are in the units of `Target`, so with peaks that were measured `gemm_share` is
+    1. Raises ValueError, which names the field, for one that is missing, unknown, or no such value.
+    """
+    try:
+        values = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold one object, with the fields {', '.join(_CHECKS)}")
+    for name in values:
+        if name not in _CHECKS:
+            raise ValueError(f"{path}: unknown field {name!r}; valid ones are {', '.join(_CHECKS)}")
+    for name in (f.name for f in fields(Target) if f.default is MISSING):
+        if name not in values:
+            raise ValueError(f"{path}: the field {name!r} is missing")
+    for name, value in values.items():
+        wanted, good = _CHECKS[name]
+        if not good(value):
+            raise ValueError(f"{path}: {name} must be {wanted}, not {json.dumps(value)}")
+    return Target(**{**values, "capability": tuple(values["capability"])})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_capability(value: Any) -> bool:
+    return isinstance(value, list) and [type(part) for part in value] == [int, int]
+
+
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    f.name: ("a finite number above 0", _is_number) for f in fields(Target)
+}
+_CHECKS["name"] = ("text", lambda value: isinstance(value, str))
+_CHECKS["capability"] = ("[major, minor]", _is_capability)
+for _name in (f.name for f in fields(Target) if f.name.endswith("_share")):
+    _CHECKS[_name] = ("a number above 0, and at most 1", lambda value: _is_number(value) and value <= 1)
