@@ -146,7 +146,7 @@ def _point(row: dict[str, Any], gpu: str, target: Target) -> Point:
         name: flops / row[f"tflops_{name}"] / 1e12 if f"tflops_{name}" in row else row.get(f"seconds_{name}")
         for name in ("bf16", "fp8")
     }
-    fast = row.get("fast_accum", ["output"] if row["op"] != "linear_fwd_bwd" else None)
+    fast = row.get("fast_accum")
     return Point(
         row["op"],
         shapes,
@@ -195,14 +195,15 @@ def with_quantization(points: list[Point]) -> list[Point]:
 
 
 def decisions(points: list[Point]) -> str:
-    """How often the model says rightly whether FP8 pays."""
+    """How often the model says rightly whether FP8 pays, and of how many that do not."""
     chosen = [(p.speedup, wide / narrow) for p in with_quantization(points) for wide, narrow in [p.predicted()]]
     known = [(measured, predicted) for measured, predicted in chosen if measured is not None]
-    right = sum((measured >= 1) == (predicted >= 1) for measured, predicted in known)
-    slower = sum(measured < 1 for measured, _ in known)
+    faster = [predicted for measured, predicted in known if measured >= 1]
+    slower = [predicted for measured, predicted in known if measured < 1]
     return (
-        f"Of {len(known)} points with quantization, {slower} are slower in FP8 than in BF16. The model says of {right} "
-        f"rightly whether FP8 pays."
+        f"Of {len(known)} points with quantization, {len(faster)} are faster in FP8 than in BF16, of which the model "
+        f"takes {sum(p >= 1 for p in faster)}, and {len(slower)} are slower, of which it declines "
+        f"{sum(p < 1 for p in slower)}."
     )
 
 
