@@ -156,11 +156,21 @@ def generate(codes: list[str], module: fx.GraphModule, inputs: list[Any], is_bac
 
 def generated(function: Callable[..., Any], *inputs: Any, backward: bool = True, **options: Any) -> list[str]:
     """The generated code of `function(*inputs)`, and with `backward` of the backward of its sum."""
-    backend = importlib.import_module("fp8pass.backend")
     codes: list[str] = []
 
     def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **_: Any) -> Callable[..., Any]:
         return generate(codes, module, inputs, is_backward)
+
+    with lowered_by(inner):
+        result = torch.compile(function, backend="fp8pass", options=options)(*inputs)
+        if backward:
+            result.sum().backward()
+    return codes
+
+
+@contextlib.contextmanager
+def lowered_by(inner: Callable[..., Any]) -> Iterator[None]:
+    """Within it, `inner` is Inductor's inner_compile for fp8pass, and first steps are compiled."""
 
     def compile_here(module: fx.GraphModule, inputs: list[Any], config_patches: Any) -> Any:
         return compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=config_patches)
@@ -168,12 +178,9 @@ def generated(function: Callable[..., Any], *inputs: Any, backward: bool = True,
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-        stack.enter_context(mock.patch.object(backend, "compile_fx", compile_here))
+        stack.enter_context(mock.patch.object(importlib.import_module("fp8pass.backend"), "compile_fx", compile_here))
         stack.enter_context(mock.patch("fp8pass.slots.SlotGroup.cold", return_value=[]))
-        result = torch.compile(function, backend="fp8pass", options=options)(*inputs)
-        if backward:
-            result.sum().backward()
-    return codes
+        yield
 
 
 def compile_kernels(code: str) -> int:

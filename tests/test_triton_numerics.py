@@ -1,0 +1,89 @@
+"""The Triton code for sm_90 computes what its graph says, without a GPU: see triton_on_cpu.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+
+from tests.triton_on_cpu import convert_float
+
+ROOT = Path(__file__).parent.parent
+MATMULS = [2, 4]
+"""Of a forward and of a backward."""
+
+
+def steps(*arguments: str) -> list[list[dict[str, Any]]]:
+    """For each call of a graph in training, the tensors that its code and the graph op by op were compared by."""
+    command = [sys.executable, "-m", "tests.triton_on_cpu", *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    calls: list[list[dict[str, Any]]] = json.loads(run.stdout.splitlines()[-1])
+    for i, call in enumerate(calls):
+        kinds = Counter(of["what"] for of in call)
+        assert kinds["operand"] == kinds["scale"] == 2 * MATMULS[i % 2]
+        assert kinds["output"] > 4 and kinds["input"] > 4
+    return calls
+
+
+@pytest.mark.parametrize(("recipe", "n"), [("delayed", 2), ("rowwise", 1)])
+def test_with_the_rounding_of_single_ops_every_bit_is_that_of_the_graph(recipe: str, n: int) -> None:
+    """bfloat16: outputs, gradients, FP8 operands, scales and the state. Of delayed also a step that uses history."""
+    calls = steps(recipe, "bfloat16", str(n), "emulate")
+    assert len(calls) == 2 * n
+    for call in calls:
+        for of in call:
+            if (of["what"], of["dtype"], of["shape"]) == ("output", "float32", [16, 1]):  # rsqrt of a mean of squares
+                assert of["error"] <= 2**-22, of  # one float32 step or two: sums have another order
+            else:
+                assert of["differing"] == 0, of
+
+
+def test_without_it_float32_differs_by_float32_rounding() -> None:
+    """The code as users get it. In bfloat16 it keeps more digits between ops than the graph, op by op, does."""
+    calls = steps("delayed", "float32", "2")
+    assert len(calls) == 4
+    for call in calls:
+        for of in call:
+            if of["dtype"].startswith("float8"):
+                assert of["steps"] <= 1 and of["differing"] < 1e-3, of  # where float32 rounding decides a tie
+            elif of["what"] == "scale":
+                assert of["error"] <= 2**-22, of
+            else:
+                assert of["error"] <= 1e-6 or of["sqnr"] > 50, of  # a matmul sums what a step of FP8 changes
+
+
+BELOW_HALF = [2.0**-10, 1.5 * 2.0**-9, -0.0]
+CASES = {
+    tl.bfloat16: (torch.bfloat16, [1 + 2**-8, 1 + 3 * 2**-8, 1.999, float("inf"), float("nan")]),
+    tl.float8e4nv: (torch.float8_e4m3fn, [31.64, 17.0, 19.0, 448.0, 1e9, float("-inf"), float("nan"), *BELOW_HALF]),
+    tl.float8e5: (torch.float8_e5m2, [31.64, 9.0, 11.0, 57344.0, 1e9, float("-inf"), float("nan"), *BELOW_HALF]),
+}
+ROUNDED = {
+    tl.bfloat16: [1.0, 1 + 2**-6, 2.0, float("inf"), float("nan")],
+    tl.float8e4nv: [32.0, 16.0, 20.0, 448.0, 448.0, -448.0, float("nan"), 0.0, 2.0**-8, -0.0],
+    tl.float8e5: [32.0, 8.0, 12.0, 57344.0, 57344.0, -57344.0, float("nan"), 2.0**-10, 1.5 * 2.0**-9, -0.0],
+}
+
+
+@pytest.mark.parametrize("target", CASES, ids=str)
+def test_casts_are_those_of_sm_90(target: Any) -> None:
+    """To nearest, ties to even, carries kept; FP8 saturates. Triton's interpreter casts otherwise."""
+    dtype, values = CASES[target]
+    codes = convert_float(np.array(values, dtype=np.float32), tl.float32, target, None)
+    back = torch.from_numpy(codes.view(np.uint8).copy()).view(dtype).double()
+    expected = torch.tensor(ROUNDED[target], dtype=torch.float64)
+    assert torch.equal(back.nan_to_num(-1), expected.nan_to_num(-1))
+    assert torch.equal(back.signbit(), expected.signbit() | back.isnan() & back.signbit())  # NaN has any sign
+    again = convert_float(codes.view(f"u{dtype.itemsize}"), target, tl.float32, None).view(np.float32)
+    assert torch.equal(torch.from_numpy(again.copy()).double().nan_to_num(-1), expected.nan_to_num(-1))

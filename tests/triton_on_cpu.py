@@ -1,0 +1,240 @@
+"""Run the Triton code that Inductor generates for sm_90 on CPU tensors; run as a script, prints JSON.
+
+Needs TRITON_INTERPRET=1. A model is trained on the CPU, and each graph that Inductor would compile runs twice on the
+same inputs: op by op, and as the code for sm_90, whose kernels Triton's interpreter runs with their own grids and blocks.
+`torch._scaled_mm` is the CPU's in both. Patches torch and Triton all over: a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor, fx
+from torch._inductor import async_compile, config, select_algorithm
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_heuristics
+from triton.runtime import interpreter
+
+from tests import pretend_gpu
+
+DTYPES = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+
+
+def convert_float(values: Any, source: Any, target: Any, _: Any) -> Any:
+    """The bits of floating-point numbers in another type, rounded to nearest even, as sm_90 does it.
+
+    In place of the interpreter's own, which cuts bfloat16 off, rounds ties away from zero, and loses the carry of a
+    mantissa that rounds up to the next power of two: 31.64 becomes 16 in e4m3. The cast to FP8 saturates, as
+    `cvt.rn.satfinite` does.
+    """
+    of, to = DTYPES[source], DTYPES[target]
+    x = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view("u1").copy()).view(of)
+    if to.itemsize == 1:
+        limit = torch.finfo(to).max
+        x = x.float().clamp(-limit, limit)
+    return x.to(to).view(torch.uint8).numpy().view(f"u{to.itemsize}").reshape(np.shape(values))
+
+
+class Kernel:
+    """A generated kernel, with the first of its configurations."""
+
+    def __init__(self, tuner: Any) -> None:
+        self.tuner = tuner
+
+    def run(self, *args: Any, stream: int) -> None:
+        """What the generated code calls."""
+        function, choice = self.tuner.fn, self.tuner.configs[0]
+        names = [name for name in function.arg_names if name not in choice.kwargs]
+        given = dict(zip(names, args, strict=True))
+        grid = triton_heuristics.GridExpr.from_meta(self.tuner.inductor_meta, choice).eval_slow(given)
+        function[grid](**given, **choice.kwargs)
+
+
+def load_kernel(_: Any, name: str, source: str, device_str: str) -> Kernel:
+    """In place of `AsyncCompile.triton`."""
+    file = Path(tempfile.mkdtemp()) / f"{name}.py"
+    file.write_text(source)  # the interpreter reads it again
+    module = types.ModuleType(name)
+    vars(module)["__file__"] = str(file)
+    with pretend_gpu.pretended():
+        exec(compile(source, file, "exec"), vars(module))
+    vars(module)["libdevice"] = tl.math  # NVIDIA's library of the same functions is none for the interpreter
+    return Kernel(getattr(module, name))
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within it, generated code loads, and its memory is the CPU's."""
+    guards: Any = torch._C._dynamo.guards
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (async_compile.AsyncCompile, "triton", load_kernel),
+            (guards, "_empty_strided_cuda", guards._empty_strided_cpu),
+            (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+            (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
+            (torch.cuda, "set_device", lambda _: None),
+            (interpreter, "_convert_float", convert_float),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A tensor as the code for sm_90 makes it, against the same of the graph run op by op.
+
+    what: "output", "input" (state that the graph writes), "operand" or "scale" of a scaled matmul.
+    error: the largest difference, relative to the largest element; sqnr: in dB, 300 for equal tensors.
+    differing: share of elements. steps: the largest difference of FP8 codes, 0 for other types.
+    """
+
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    error: float
+    sqnr: float
+    differing: float
+    steps: int
+
+
+def compare(what: str, wanted: Tensor, got: Tensor) -> Compared:
+    from tests.harness import sqnr
+
+    assert (wanted.dtype, wanted.shape) == (got.dtype, got.shape)
+    steps = 0
+    if wanted.dtype.itemsize == 1 and wanted.is_floating_point():
+        steps = int((_place(wanted) - _place(got)).abs().max())
+    w, g = wanted.detach().double(), got.detach().double()
+    error = float((w - g).abs().max() / w.abs().max().clamp(min=1e-30)) if w.numel() else 0.0
+    name, shape = str(wanted.dtype).removeprefix("torch."), tuple(wanted.shape)
+    return Compared(what, name, shape, error, sqnr(w, g), float((w != g).double().mean()), steps)
+
+
+def _place(x: Tensor) -> Tensor:
+    """Of FP8 numbers, their places among all of the format, in order; both zeros are 0."""
+    code = x.contiguous().view(torch.uint8).int()
+    return torch.where(code < 128, code, 128 - code)
+
+
+Matmul = tuple[Tensor, ...]
+"""Both operands and both scales of a call of `_scaled_mm`."""
+
+
+class OpByOp(fx.Interpreter):
+    """Runs a graph, and keeps what its scaled matmuls are called with."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.matmuls: list[Matmul] = []
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._scaled_mm.default:
+            self.matmuls.append(tuple(x.clone() for x in args[:4]))
+        return super().call_function(target, args, kwargs)
+
+
+def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterator[Compared]:
+    """Each call of the one with the call of the other that is nearest to it: their order is up to Inductor."""
+    left = list(got)
+    for of_graph in wanted:
+        shapes = [x.shape for x in of_graph]
+        fitting = [i for i, m in enumerate(left) if [x.shape for x in m] == shapes]
+        each = [
+            [
+                compare("operand" if j < 2 else "scale", w, g)
+                for j, (w, g) in enumerate(zip(of_graph, left[i], strict=True))
+            ]
+            for i in fitting
+        ]
+        nearest = max(range(len(fitting)), key=lambda i: sum(c.sqnr for c in each[i]))
+        del left[fitting[nearest]]
+        yield from each[nearest]
+    assert not left
+
+
+def run_code(code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
+    """Call generated code; returns its outputs and what its scaled matmuls were called with."""
+    matmuls: list[Matmul] = []
+    kernels: Any = select_algorithm.extern_kernels
+    real = kernels._scaled_mm
+
+    def scaled_mm(*args: Any, **kwargs: Any) -> Any:
+        matmuls.append(tuple(x.clone() for x in args[:4]))
+        return real(*args, **kwargs)
+
+    with on_cpu(), mock.patch.object(kernels, "_scaled_mm", scaled_mm):
+        return code(inputs), matmuls
+
+
+def both(found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Any:
+    """Inductor's inner_compile: what runs the graph op by op and its code, compares, and appends to `found`."""
+    graph = copy.deepcopy(module)
+    codes: list[str] = []
+    pretend_gpu.generate(codes, module, inputs, is_backward)
+    with on_cpu():
+        code = PyCodeCache.load(codes[0]).call
+
+    def call(args: list[Any]) -> Any:
+        inputs = [x.detach() if isinstance(x, Tensor) else x for x in args]
+        copies = copy.deepcopy(inputs)  # what shares memory shares it there, too
+        outputs, matmuls = run_code(code, list(copies))
+        reference = OpByOp(graph)
+        wanted = reference.run(*inputs)
+        pairs = [("output", w, g) for w, g in zip(wanted, outputs, strict=True)]
+        pairs += [("input", w, g) for w, g in zip(inputs, copies, strict=True)]
+        tensors = [compare(what, w, g) for what, w, g in pairs if isinstance(w, Tensor)]
+        found.append([*tensors, *compared_matmuls(reference.matmuls, matmuls)])
+        return wanted
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def train(recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
+    """Steps of a block with a bias, an odd width and a residual; for each call of a graph, what was compared."""
+    from tests.models import Block
+
+    found: list[list[Compared]] = []
+    model = Block(32, 24).to(dtype)
+
+    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **_: Any) -> Any:
+        return both(found, module, inputs, is_backward)
+
+    with pretend_gpu.lowered_by(inner):
+        run = torch.compile(model, backend="fp8pass", options={"recipe": recipe, "strict": True})
+        for _ in range(steps):
+            x = torch.randn(16, 32, dtype=dtype, requires_grad=True)
+            run(x).square().mean().backward()
+    return found
+
+
+def main() -> None:
+    pretend_gpu.install()
+    torch.manual_seed(0)
+    recipe, dtype, steps = sys.argv[1:4]
+    with config.patch(emulate_precision_casts="emulate" in sys.argv):
+        found = train(recipe, getattr(torch, dtype), int(steps))
+    print(json.dumps([[asdict(c) for c in call] for call in found]))
+
+
+if __name__ == "__main__":
+    main()
