@@ -30,6 +30,9 @@ from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 current_graph_task_id = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread; -1 outside of any."""
 
+EXACT_INPUTS = "eager_input_vals"
+"""Metadata of a node: the fake tensors (args, kwargs) whose strides Inductor gives its inputs."""
+
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost hooks for saved tensors, (pack, unpack), or None."""
 
@@ -37,6 +40,7 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
 __all__ = [
+    "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "CheckpointFunction",
     "CompileContext",

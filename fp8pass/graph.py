@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, Target
 
-from fp8pass._torch import FakeTensorMode, detect_fake_mode, enable_python_dispatcher, select_decomp_table
+from fp8pass._torch import EXACT_INPUTS, FakeTensorMode, detect_fake_mode, enable_python_dispatcher, select_decomp_table
 
 MADE_BY = "fp8pass"
 SAVED = "fp8pass_saved"
@@ -70,6 +70,10 @@ class Builder:
         """A new node in front of `before`, whose source line it inherits."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        if torch.Tag.needs_exact_strides in getattr(target, "tags", ()):
+            # without this, Inductor lays out the inputs of an op that a pass made as it likes: first operands of
+            # `_scaled_mm` by columns, for which there is no kernel before sm_100
+            node.meta[EXACT_INPUTS] = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         return self._stamp(node, before)
 
     def inline(self, before: fx.Node, function: Callable[..., Any], *inputs: fx.Node) -> list[fx.Node]:

@@ -274,12 +274,9 @@ def main() -> None:
         print(json.dumps(launches_behind()))
         return
     codes = rules() if what == "rules" else training_step(what)
-    calls = [[arguments(c) for c in code.split("extern_kernels._scaled_mm(")[1:]] for code in codes]
     print(json.dumps({
         "kernels": [compile_kernels(code) for code in codes],
-        "scaled_mm": [len(of) for of in calls],
-        "column_major": [sum(str(strides(b)).startswith("(1, ") for _, b, *_ in of) for of in calls],
-        "scales": [[strides(x) for call in of for x in call[2:4]] for of in calls],
+        "strides": [strides_of_scaled_mm(code) for code in codes],
         "record_ops": sum(code.count("fp8pass") for code in codes),
     }))  # fmt: skip
 
@@ -298,11 +295,29 @@ def arguments(call: str) -> list[str]:
     return [argument.strip() for argument in found]
 
 
-def strides(argument: str) -> Any:
-    """Of `reinterpret_tensor(buffer, sizes, strides, offset)`, its strides; None for a buffer as it is."""
-    if not argument.startswith("reinterpret_tensor("):
-        return None
-    return ast.literal_eval(arguments(argument.partition("(")[2])[2])
+def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
+    """For every call of `_scaled_mm`, the strides of both operands and both scales."""
+    before, *calls = code.split("extern_kernels._scaled_mm(")
+    found = []
+    for call in calls:
+        found.append([_strides(argument, before, code) for argument in arguments(call)[:4]])
+        before += call
+    return found
+
+
+def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
+    """Of a view, as it is written, or of a name, as it was made: last in `before`, or as an input. None: by an op."""
+    if not tensor.startswith("reinterpret_tensor("):
+        pattern = rf"^ +{tensor} = ((?:empty_strided_cuda|reinterpret_tensor|rand_strided)\(|buf\d+; del)(.*)"
+        made = re.findall(pattern, before, flags=re.MULTILINE) or re.findall(pattern, code, flags=re.MULTILINE)
+        if not made:
+            return None
+        tensor = "".join(made[-1])
+        if tensor.startswith("buf"):  # takes the memory of one that is done with
+            return _strides(tensor.partition(";")[0], before, code)
+    called, _, rest = tensor.partition("(")
+    strides: tuple[int, ...] = ast.literal_eval(arguments(rest)[2 if called == "reinterpret_tensor" else 1])
+    return strides
 
 
 if __name__ == "__main__":
