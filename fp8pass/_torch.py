@@ -17,7 +17,7 @@ from torch._guards import CompileContext, TracingContext, detect_fake_mode, trac
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.choices import InductorChoices
-from torch._inductor.codegen.triton import FixedTritonConfig
+from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -39,6 +39,7 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
+
 __all__ = [
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
@@ -55,6 +56,7 @@ __all__ = [
     "InductorChoices",
     "SchedulerNode",
     "TracingContext",
+    "TritonOverrides",
     "Virtualized",
     "_CheckpointFrame",
     "aot_autograd",

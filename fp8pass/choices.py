@@ -7,13 +7,15 @@ the answers are here. All others are Inductor's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass._torch import FixedTritonConfig, InductorChoices, Virtualized, compile_fx_inner
+from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
 from fp8pass.combine import combining
 from fp8pass.graph import MADE_BY, ONE_STAGE, WITH_AMAX
 
@@ -82,5 +84,30 @@ def with_choices(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> 
 @contextlib.contextmanager
 def choices() -> Iterator[None]:
     """A context in which Inductor has our choices."""
-    with Virtualized.set_choices_handler(Choices()), combining():
-        yield
+    _let_triton_compare()
+    token = _comparing.set(True)
+    try:
+        with Virtualized.set_choices_handler(Choices()), combining():
+            yield
+    finally:
+        _comparing.reset(token)
+
+
+_comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
+
+
+@functools.cache
+def _let_triton_compare() -> None:
+    """Once: within `choices`, Triton code compares and selects where torch from 2.14 on says `PropagateNan`.
+
+    That becomes `min.NaN` and `max.NaN`, beside which the assembler that Triton brings for sm_90 (ptxas 12.9) breaks
+    float8 tensors that one kernel stores both by rows and transposed: triton-lang/triton#11111. Same numbers.
+    """
+    for name, sign in (("minimum", "<"), ("maximum", ">")):
+        theirs = getattr(TritonOverrides, name)
+        if "PropagateNan" in theirs("a", "b"):
+            setattr(TritonOverrides, name, staticmethod(functools.partial(_selected, theirs, sign)))
+
+
+def _selected(theirs: Callable[[Any, Any], str], sign: str, a: Any, b: Any) -> str:
+    return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})" if _comparing.get() else theirs(a, b)

@@ -151,6 +151,7 @@ def generate(codes: list[str], module: fx.GraphModule, inputs: list[Any], is_bac
         ]
 
     call._boxed_call = True  # type: ignore[attr-defined]
+    call.lowering = lowering  # type: ignore[attr-defined]
     return call
 
 
@@ -171,9 +172,11 @@ def generated(function: Callable[..., Any], *inputs: Any, backward: bool = True,
 @contextlib.contextmanager
 def lowered_by(inner: Callable[..., Any]) -> Iterator[None]:
     """Within it, `inner` is Inductor's inner_compile for fp8pass, and first steps are compiled."""
+    from fp8pass._torch import without_min_nan
 
     def compile_here(module: fx.GraphModule, inputs: list[Any], config_patches: Any) -> Any:
-        return compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=config_patches)
+        guarded = without_min_nan(inner)
+        return compile_fx.compile_fx(module, inputs, inner_compile=guarded, config_patches=config_patches)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1))
@@ -277,6 +280,7 @@ def main() -> None:
     print(json.dumps({
         "kernels": [compile_kernels(code) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
+        "min_nan": sum(code.count("PropagateNan") for code in codes),
         "record_ops": sum(code.count("fp8pass") for code in codes),
     }))  # fmt: skip
 

@@ -53,6 +53,7 @@ def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_ke
         assert recipe == "mxfp8" or _first_by_rows_second_by_columns(calls)  # from sm_100 on, any layout
     assert all(n > 5 for n in found["kernels"])
     assert found["record_ops"] == 0
+    assert found["min_nan"] == 0  # triton-lang/triton#11111
 
 
 def test_movement_and_epilogues_compile() -> None:
