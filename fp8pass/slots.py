@@ -107,6 +107,8 @@ class SlotGroup:
     """The step in which a slot was found cold first."""
     held: tuple[bool, ...] = ()
     """What `tensors.held` holds; () for all false."""
+    flags: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)
+    """What `held` has been, on the device."""
     fixed: list[Tensor] | None = None
     """`inputs` of a static recipe."""
     weights: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
@@ -157,8 +159,10 @@ class SlotGroup:
         held = tuple(held) if any(held) else ()
         if held != self.held:
             self.held = held
-            flags = held or [False] * len(self.table.names)
-            self.tensors.held.copy_(torch.tensor(flags, device=self.table.device))
+            if held not in self.flags:  # a copy from the CPU would wait for the device, twice in each accumulated step
+                flags = held or [False] * len(self.table.names)
+                self.flags[held] = torch.tensor(flags, device=self.table.device)
+            self.tensors.held.copy_(self.flags[held])
 
     @torch.no_grad()
     def begin_trained_step(self, begin: Callable[[SlotGroup], None]) -> None:

@@ -26,7 +26,8 @@ import torch.utils._triton
 from torch import Tensor, fx
 from torch._dynamo import device_interface
 from torch._functorch import config as functorch_config
-from torch._inductor import compile_fx, config, debug
+from torch._inductor import compile_fx, config, cudagraph_utils, debug
+from torch._inductor import utils as inductor_utils
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
@@ -276,6 +277,9 @@ def main() -> None:
     if what == "behind":
         print(json.dumps(launches_behind()))
         return
+    if what == "cudagraphs":
+        print(json.dumps(cudagraphs(sys.argv[2])))
+        return
     codes = rules() if what == "rules" else training_step(what)
     print(json.dumps({
         "kernels": [compile_kernels(code) for code in codes],
@@ -283,6 +287,58 @@ def main() -> None:
         "min_nan": sum(code.count("PropagateNan") for code in codes),
         "record_ops": sum(code.count("fp8pass") for code in codes),
     }))  # fmt: skip
+
+
+def cudagraphs(recipe: str) -> list[dict[str, Any]]:
+    """What Inductor decides about CUDA graphs for the forward and backward of a training step, and for evaluation.
+
+    placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
+    """
+    from tests.models import Block
+
+    found: list[dict[str, Any]] = []
+
+    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **kwargs: Any) -> Any:
+        names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        call: Any = generate([], module, inputs, is_backward)
+        found.append(_decided(module, call.lowering, names, is_backward, **kwargs))
+        return call
+
+    model = Block(64, 128).bfloat16()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    options = {"recipe": recipe, "min_speedup": 0, "target": "sm_90", "strict": True, "mode": "reduce-overhead"}
+    with lowered_by(inner), mock.patch("fp8pass.hardware._CPU_SCALES_ROWS", True):
+        run = torch.compile(model, backend="fp8pass", options=options)
+        run(x).sum().backward()
+        with torch.no_grad():
+            run(x)
+    return found
+
+
+def _decided(
+    module: fx.GraphModule, lowering: GraphLowering, names: list[str], is_backward: bool, **kwargs: Any
+) -> dict[str, Any]:
+    mutated, static = list(lowering.mutated_input_idxs), list(kwargs["static_input_idxs"])
+    # behind a forward of several CUDA graphs, only what comes from outside of it counts as static
+    ways = [static, inductor_utils.get_static_bw_input_idxs(module)] if is_backward and _HAS_PARTS else [static]
+    reasons = [lowering.disable_cudagraphs_reason, inductor_utils.get_first_incompatible_cudagraph_node(module)]
+    reasons.append(cudagraph_utils.check_lowering_disable_cudagraph(dict(lowering.device_node_mapping)))
+    reasons += [
+        cudagraph_utils.check_for_mutation_ignore_cuda_graph_managed_tensor(
+            module, lowering.mutated_inputs, lowering.mutated_input_idxs, way
+        )
+        for way in ways
+    ]
+    return {
+        "wanted": bool(kwargs["cudagraphs"]),
+        "mutated": [names[i] for i in mutated],
+        "static": [names[i] for i in static],
+        "inputs": names,
+        "reasons": [str(r) for r in reasons if r is not None],
+    }
+
+
+_HAS_PARTS = hasattr(inductor_utils, "get_static_bw_input_idxs")
 
 
 def arguments(call: str) -> list[str]:

@@ -16,8 +16,8 @@ from tests.xla_rules import CASES
 ROOT = Path(__file__).parent.parent
 
 
-def pretend(what: str) -> Any:
-    command = [sys.executable, "-m", "tests.pretend_gpu", what]
+def pretend(*what: str) -> Any:
+    command = [sys.executable, "-m", "tests.pretend_gpu", *what]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

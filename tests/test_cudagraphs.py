@@ -1,0 +1,114 @@
+"""CUDA graphs: the state is where Inductor lets graphs write, stays at its address, and no step waits for the device.
+
+What Inductor decides at compile time is asked of its own functions, on the graphs for a pretended GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8pass
+from fp8pass.slots import registry
+from tests.harness import BF16, compiled
+from tests.models import Block, batches, make
+from tests.test_sm90 import pretend
+
+MUTATED = {"delayed": (4, 1), "rowwise": (0, 0)}
+"""State inputs that a forward writes (scale, history, both amaxes), and a backward (its amax once more)."""
+
+
+@pytest.mark.parametrize("recipe", MUTATED)
+def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str) -> None:
+    forward, backward, evaluation = pretend("cudagraphs", recipe)
+    for graph, n in zip((forward, backward, evaluation), (*MUTATED[recipe], 0), strict=True):
+        assert graph["wanted"] and graph["reasons"] == []
+        assert len(graph["mutated"]) == n and set(graph["mutated"]) <= set(graph["static"])
+    for graph in forward, evaluation:  # all but the batch
+        assert len(set(graph["inputs"]) - set(graph["static"])) == 1
+
+
+def test_state_stays_at_its_address() -> None:
+    """Each call passes other tensor objects; all that a recorded graph looks at are the addresses."""
+    models = [make(seed=seed) for seed in (0, 1)]
+    runs = [compiled(model) for model in models]
+    mine = {id(p) for model in models for p in model.parameters()}
+    pointers: list[list[int]] | None = None
+    for x in batches(3, 16, 32):
+        for run in runs:
+            run(x).square().mean().backward()
+        groups = [g for g in registry.groups() if mine & set(map(id, g.owned_tensors()))]
+        now = [[t.data_ptr() for t in group.inputs()] for group in groups]
+        pointers = pointers or now
+        assert now == pointers
+    assert pointers is not None
+    first, second = pointers
+    assert not set(first) & set(
+        second
+    )  # another instance has its own graph: torch records again where addresses change
+
+
+def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    run = compiled(model)
+
+    def step(x: Tensor) -> None:
+        run(x).square().mean().backward()
+
+    def accumulated(x: Tensor) -> None:
+        with fp8pass.accumulate(model):
+            step(x)
+            step(x)
+
+    data = batches(8, 16, 32)
+    for x in data[:4]:
+        step(x)
+        accumulated(x)
+
+    def waits(*_: Any, **__: Any) -> Any:
+        raise AssertionError("waits for the device")
+
+    for name in ("item", "tolist", "__bool__", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, waits)
+    monkeypatch.setattr(torch, "tensor", waits)  # a copy from the CPU, and a wait for it
+    for x in data[4:]:
+        step(x)
+        accumulated(x)
+
+
+@pytest.mark.gpu
+def test_steps_under_cuda_graphs_are_those_without() -> None:
+    """Two instances of one compiled graph, evaluation in between; bit for bit."""
+
+    def results(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        models = [make(Block, BF16, seed).cuda() for seed in (0, 1)]
+        runs: list[Callable[..., Any]] = [
+            compiled(m, lowering="inductor", strict=True, min_speedup=0, **options) for m in models
+        ]
+        found: list[Tensor] = []
+        for i, batch in enumerate(batches(20, 16, 32, dtype=BF16)):
+            x = batch.cuda()
+            for model, run in zip(models, runs, strict=True):
+                torch.compiler.cudagraph_mark_step_begin()
+                y = run(x)
+                y.float().square().mean().backward()
+                found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+                model.zero_grad()
+                if i % 5 == 4:
+                    with torch.no_grad():
+                        found.append(run(x).clone())
+        state = [e for m in models for _, e in sorted(fp8pass.state(m).state_dict().items()) if isinstance(e, Tensor)]
+        return found + [e.clone() for e in state]
+
+    skips = torch._dynamo.utils.counters["inductor"]
+    before = skips["cudagraph_skips"]
+    graphs, plain = results(mode="reduce-overhead"), results()
+    assert skips["cudagraph_skips"] == before
+    assert len(graphs) == len(plain) > 20 * 2 * 5
+    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
+        assert torch.equal(a, b), i
