@@ -113,13 +113,12 @@ class CompiledGraph:
             if not group.table.remembers:
                 inputs += group.inputs()
                 continue
-            t, scale = group.tensors, group.tensors.scale.clone()
+            t, again = group.tensors, group.for_repetition()
             for keys, then in forward.scales if forward else ():
-                group.copy_slots(keys, then, scale)
-            cold |= not group.warm and bool((scale == 0).any())
-            nothing = torch.full_like(t.amax_forward, scaling.NOTHING)
-            amax_forward = t.amax_forward if group.catch_up() else nothing
-            inputs += t._replace(scale=scale, amax_forward=amax_forward, held=torch.ones_like(t.held)).inputs()
+                group.copy_slots(keys, then, again.scale)
+            cold |= not group.warm and bool((again.scale == 0).any())
+            amax_forward = t.amax_forward if group.catch_up() else again.amax_forward
+            inputs += again._replace(amax_forward=amax_forward).inputs()
             group.steps = max(group.steps, 1)
         run = forward.run if forward else None
         if run is None:

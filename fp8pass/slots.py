@@ -109,6 +109,8 @@ class SlotGroup:
     """What `tensors.held` holds; () for all false."""
     flags: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)
     """What `held` has been, on the device."""
+    again: SlotTensors | None = None
+    """See `for_repetition`."""
     fixed: list[Tensor] | None = None
     """`inputs` of a static recipe."""
     weights: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
@@ -177,6 +179,21 @@ class SlotGroup:
             begin(newest)
             ops.begin_step(newest.table.delayed, *newest.tensors)
             newest.used = next(_clock)
+
+    def for_repetition(self) -> SlotTensors:
+        """What a forward that the backward repeats is called with: nothing rolls, and its amaxes are forgotten.
+
+        At the same addresses each time, or else CUDA graphs would be recorded for every repetition. Without records the
+        graph keeps the scales themselves for its backward, and needs some of its own.
+        """
+        t = self.tensors
+        if self.again is None or not self.table.training:
+            self.again = t._replace(
+                scale=t.scale.clone(), amax_forward=torch.empty_like(t.amax_forward), held=torch.ones_like(t.held)
+            )
+        self.again.scale.copy_(t.scale)
+        self.again.amax_forward.fill_(scaling.NOTHING)
+        return self.again
 
     def catch_up(self) -> bool:
         """Whether a backward repeats what ran ahead without gradients, and recorded nothing."""

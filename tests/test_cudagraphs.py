@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from fp8pass.ops import SlotTensors
 from fp8pass.slots import registry
 from tests.harness import BF16, compiled
 from tests.models import Block, batches, make
@@ -50,6 +52,28 @@ def test_state_stays_at_its_address() -> None:
     assert not set(first) & set(
         second
     )  # another instance has its own graph: torch records again where addresses change
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_repeats_a_forward_stays_at_its_address(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded graph is for the addresses of its state, and torch would record one for each repetition."""
+    seen: list[tuple[int, ...]] = []
+
+    def inputs(self: SlotTensors) -> list[Tensor]:
+        found = real(self)
+        seen.append(tuple(t.data_ptr() for t in found))
+        return found
+
+    real = SlotTensors.inputs
+    run, kept = compiled(make()), []
+    for i, x in enumerate(batches(6, 16, 32)):
+        if i == 2:
+            monkeypatch.setattr(SlotTensors, "inputs", inputs)
+        y = checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant)
+        y.square().mean().backward()
+        kept.append([torch.empty(6), torch.empty(4)])  # so that memory is not found again by chance
+    assert len(seen) == 2 * 4
+    assert len(set(seen)) == 2  # of forwards, and of repetitions
 
 
 def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
