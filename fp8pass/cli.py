@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from fp8pass import __version__, demo
+from fp8pass.errors import Fp8Error
+from fp8pass.inspect_table import show
+from fp8pass.inspector import PEERS, inspect
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,17 +20,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fp8pass", description="Train PyTorch models in FP8.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("demo", help="train a small language model in BF16 and in FP8, side by side")
+    _add_demo(commands.add_parser("demo", help="train a small language model in BF16 and in FP8, side by side"))
+    _add_inspect(commands.add_parser("inspect", help="the kernels, bytes and predicted time of a step on a GPU"))
+    args = parser.parse_args(argv)
+    if args.command == "inspect":
+        return _inspect(args)
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
+    return demo.main(args.steps, args.recipe, args.device, args.out)
+
+
+def _add_demo(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps", type=int, default=200, help="optimizer steps of each model (default: %(default)s)")
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
     command.add_argument("--device", default="cpu", help="torch device, cpu or cuda (default: %(default)s)")
     command.add_argument(
         "--out", type=Path, default=Path("fp8pass-demo"), help="folder for the plot (default: %(default)s)"
     )
-    args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
-    return demo.main(args.steps, args.recipe, args.device, args.out)
+
+
+def _add_inspect(command: argparse.ArgumentParser) -> None:
+    command.description = "Compile a model's training step for a GPU that need not be there. All times are predictions."
+    command.add_argument("spec", metavar="module:factory", help="a callable that returns (model, *inputs)")
+    command.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
+    command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
+    command.add_argument("--compare", metavar="PEER", help=f"one of {', '.join(PEERS)}: that too, if it is installed")
+    command.add_argument("--ptx", action="store_true", help="compile every Triton kernel to machine code")
+    command.add_argument("--machine", type=Path, help="file with a machine's measured speeds, instead of --target")
+    command.add_argument("--json", type=Path, help="file to write everything to")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    try:
+        found = inspect(
+            args.spec, args.target, args.recipe, peer=args.compare, ptx=args.ptx, machine=args.machine
+        )
+    except (Fp8Error, ValueError) as error:
+        print(f"fp8pass inspect: {error}", file=sys.stderr)
+        return 2
+    show(found)
+    if args.json is not None:
+        args.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

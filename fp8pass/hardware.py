@@ -9,6 +9,10 @@ import torch
 from fp8pass.scaling import FP8_DTYPES
 
 
+pretended_device: torch.device | None = None
+"""Where the tensors of the graphs will be, while graphs on the CPU are compiled for a GPU that is not there."""
+
+
 @dataclass(frozen=True)
 class Target:
     """One kind of device. Peaks are without sparsity, in operations per second; bandwidth in bytes per second.
@@ -86,6 +90,7 @@ def target_of(device: torch.device, name: str | None = None) -> Target | None:
 
 def why_no_fp8(device: torch.device, target: Target | None) -> str:
     """Why this device can't run `_scaled_mm`; "" if it can. Names the device."""
+    device = pretended_device or device
     if device.type not in ("cpu", "cuda"):
         return f"no FP8 matmul on {device.type} devices; fp8pass supports CPU and NVIDIA GPUs from sm_89 on"
     if device.type == "cuda" and torch.version.hip is not None:
@@ -102,7 +107,7 @@ _SATURATING_ON_CPU = {d for d in FP8_DTYPES if torch.full((), 1e9).to(d).float()
 
 def casts_saturate(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a matmul with FP8 output ends at the largest finite value: always on CUDA, on CPU by type and version."""
-    return device.type == "cuda" or dtype in _SATURATING_ON_CPU
+    return (pretended_device or device).type == "cuda" or dtype in _SATURATING_ON_CPU
 
 
 def _cpu_scales_rows() -> bool:
@@ -122,7 +127,7 @@ def scales_rows(device: torch.device, target: Target | None) -> bool:
 
     sm_89 has it, but up to torch 2.11 on the wrong stream (pytorch issue 177651).
     """
-    if device.type == "cpu" and not _CPU_SCALES_ROWS:
+    if (pretended_device or device).type == "cpu" and not _CPU_SCALES_ROWS:
         return False
     return target is None or target.capability >= (9, 0)
 
@@ -133,6 +138,7 @@ _BLOCK_KERNELS = {"blockwise": ((9, 0), (10, 0), (12, 9)), "mxfp8": ((10, 0), (1
 
 def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None) -> str:
     """Why the device has no kernel with scales for blocks, for recipe "blockwise" or "mxfp8"; "" if it has."""
+    device = pretended_device or device
     first, end, cuda = _BLOCK_KERNELS[recipe]
     wanted = f"{recipe} kernels exist on sm_{first[0]}{first[1]} with CUDA {cuda[0]}.{cuda[1]} or later"
     if device.type != "cuda" or target is None:

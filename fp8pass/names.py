@@ -74,6 +74,11 @@ def _path(source: str) -> tuple[str, str]:
     return root, ".".join(step for step in steps if step != CHECKPOINT_WRAPPER)
 
 
+def module_path(source: str) -> str:
+    """The path of a module, relative to the graph's root, of its entry in `nn_module_stack`."""
+    return _path(source)[1]
+
+
 def _source_name(placeholder: fx.Node) -> str:
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")

@@ -1,0 +1,169 @@
+"""The process behind `inspector.inspect`: pretends that the GPU is there, and compiles the model for it.
+
+Run as `python -m fp8pass.inspect_process REQUEST ANSWER`: the request as JSON, the path of a file for the answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fp8pass.errors import Fp8Error
+from fp8pass.hardware import TARGETS, Target
+from fp8pass.inspector import Inspection, Kernel, Run
+from fp8pass.kernels import kernel_rows
+from fp8pass.pretend import Generated, Pretended, fakes
+from fp8pass.roofline import load_machine
+from fp8pass.slots import SlotGroup, registry
+
+_BUILT = (
+    "It is built with fake tensors on the CPU, which have sizes but no values: the factory can load no weights and look "
+    "at no value"
+)
+_TRACED = "torch.compile(model, fullgraph=True)(*inputs) on the CPU, with its backward, shows where"
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to train the model: how it is called, what is done to the model, and the arguments of `torch.compile`."""
+
+    name: str
+    prepare: Callable[[Any], Any]
+    backend: str
+    options: dict[str, Any] | None = None
+
+
+@dataclass
+class _Work:
+    """What is being done, and what the user can do if it fails."""
+
+    answer: Path
+    doing: str
+    advice: str = ""
+
+    def failed(self, kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        """As `sys.excepthook`: one line for the user."""
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        if isinstance(error, Fp8Error):
+            text = reason
+        else:
+            text = ". ".join(part for part in (f"{self.doing}: {kind.__name__}: {reason}", self.advice) if part)
+        self.answer.write_text(json.dumps({"error": text}))
+
+
+def main(request: dict[str, Any], answer: Path) -> None:
+    """Compile what is asked for; write an `Inspection` as JSON, or {"error": one line}."""
+    spec = request["spec"]
+    work = _Work(answer, f"{request['machine']} is no machine file")
+    sys.excepthook = work.failed
+    target = load_machine(request["machine"]) if request["machine"] else TARGETS[request["target"]]
+    TARGETS[target.name] = target
+    gpu = Pretended(target)
+    registry.on_new.append(_has_history)
+    work.doing, work.advice = f"{spec} can't be imported", "Write module:factory, of the current directory or installed"
+    factory = _factory(spec)
+    notes: list[str] = []
+    runs = []
+    for way in _ways(request, target, notes):
+        work.doing, work.advice = f"{spec} can't be compiled with {way.name} for {target.name}", _TRACED
+        runs.append(_run(gpu, way, factory, request["ptx"], work))
+    found = Inspection(spec, target.name, torch.__version__, tuple(runs), tuple(notes))
+    answer.write_text(json.dumps(asdict(found)))
+
+
+def _has_history(group: SlotGroup) -> None:
+    """State counts as if the first step, which compiles nothing, was behind it."""
+    group.warm = True
+
+
+def _factory(spec: str) -> Callable[[], Any]:
+    module, _, name = spec.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise Fp8Error(f"{spec} is no callable: write module:factory, a function that returns (model, *inputs)")
+    factory: Callable[[], Any] = found
+    return factory
+
+
+def _ways(request: dict[str, Any], target: Target, notes: list[str]) -> Iterator[_Way]:
+    options = {**request["options"], "target": target.name}
+    yield _Way(f"fp8pass {options['recipe']}", lambda model: model, "fp8pass", options)
+    yield _Way("bf16", lambda model: model, "inductor")
+    if request["peer"] is None:
+        return
+    package, _, recipe = request["peer"].partition(":")
+    if importlib.util.find_spec(package) is None:
+        notes.append(f"{package} is not installed, so not compared with: pip install {package}")
+        return
+    yield _Way(f"{package} {recipe}", lambda model: _torchao(model, recipe), "inductor")
+
+
+def _torchao(model: Any, recipe: str) -> Any:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if not isinstance(model, nn.Module):
+        raise Fp8Error("torchao converts modules: let the factory return an nn.Module, or drop --compare")
+    return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def _run(gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work: _Work) -> Run:
+    torch._dynamo.reset()
+    with fakes(), gpu.compiles() as found, warnings.catch_warnings(record=True) as caught:
+        traced = replace(work)
+        work.doing, work.advice = "the model can't be built", _BUILT
+        model, *inputs = _built(factory)
+        model = way.prepare(model)
+        work.doing, work.advice = traced.doing, traced.advice
+        result = torch.compile(model, backend=way.backend, options=way.options)(*inputs)
+        _backward(result)
+    if not found:
+        raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
+    kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
+    notes = dict.fromkeys(str(w.message) for w in caught if str(w.message).startswith("fp8pass: "))
+    return Run(way.name, tuple(kernels), sum(graph.bytes_saved for graph in found), tuple(notes))
+
+
+def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
+    built = factory()
+    if not isinstance(built, tuple) or len(built) < 2 or not callable(built[0]):
+        raise Fp8Error(f"the factory returned {type(built).__name__}: let it return a tuple (model, *inputs)")
+    return built
+
+
+def _backward(result: Any) -> None:
+    """Backward of the sum of all results that have a gradient."""
+    sums = [x.sum() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    if sums:
+        torch.stack([x.float() for x in sums]).sum().backward()
+
+
+def _names(found: list[Generated]) -> list[str]:
+    """What each graph is called."""
+    names, counts = [], Counter[str]()
+    for graph in found:
+        kind = "backward" if graph.is_backward else "forward"
+        counts[kind] += 1
+        names.append(kind if counts[kind] == 1 else f"{kind} {counts[kind]}")
+    return names
+
+
+def _kernels(gpu: Pretended, graph: Generated, name: str, ptx: bool) -> list[Kernel]:
+    rows = kernel_rows(graph, name, gpu.target)
+    compiled = gpu.compile_kernels(graph.code) if ptx else {}
+    return [replace(row, compiled=compiled.get(row.name)) for row in rows]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

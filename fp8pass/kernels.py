@@ -1,0 +1,240 @@
+"""What each kernel of generated code does, moves and takes: rows of `fp8pass inspect`.
+
+Reads Inductor's scheduler, whose names are private to torch, after it has generated code: see `pretend.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
+
+from fp8pass.graph import MADE_BY
+from fp8pass.hardware import Target
+from fp8pass.inspector import Kernel
+from fp8pass.names import module_path
+from fp8pass.pretend import Generated, Launch
+from fp8pass.roofline import gemm_seconds, memory_seconds
+from fp8pass.scaling import FP8_DTYPES
+
+ATTENTION_SHARE = 0.35
+"""Of the BF16 peak, what FlashAttention-2 reaches on an H100, as the paper of FlashAttention-3 says in its abstract."""
+
+aten = torch.ops.aten
+
+
+def kernel_rows(generated: Generated, graph: str, target: Target) -> list[Kernel]:
+    """All kernels of one graph, in the order they run in."""
+    with V.set_graph_handler(generated.lowering):
+        nodes = [n for n in generated.lowering.scheduler.nodes if not isinstance(n, NopKernelSchedulerNode)]
+        order = {node: i for i, node in enumerate(generated.module.graph.nodes)}
+        return [row for node in nodes for row in _rows(node, generated.launches, graph, order, target)]
+
+
+def _rows(
+    node: BaseSchedulerNode, launches: Sequence[Launch], graph: str, order: dict[fx.Node, int], target: Target
+) -> Iterator[Kernel]:
+    read, written = _bytes(node)
+    origins = _origins(node, order)
+    if node.is_extern():
+        if origin := _extern_op(node, origins):
+            yield _extern(origin, graph, read, written, target)
+        return
+    mine = [launch for launch in launches if launch.node is node]
+    scratch = sum(launch.scratch for launch in mine)
+    first = Kernel(
+        graph, "triton", mine[0].name, _what(node, origins), _modules(origins), read, written, scratch,
+        memory_seconds(target, read + written + scratch),
+    )  # fmt: skip
+    yield first
+    for launch in mine[1:]:  # counted by the scheduler with the first
+        op = launch.name.startswith("aten.")
+        what = f"{launch.name.removeprefix('aten.')} of partial results" if op else f"{first.what}, continued"
+        yield replace(
+            first, kind="extern" if op else "triton", name=launch.name, what=what, bytes_read=0, bytes_written=0,
+            scratch=launch.scratch, seconds=memory_seconds(target, launch.scratch),
+        )  # fmt: skip
+
+
+def _bytes(node: BaseSchedulerNode) -> tuple[int, int]:
+    """(read, written): the terms of `get_read_write_buffers_sizes`. What a kernel writes it need not read again."""
+    moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    own = {dep.name for dep in node.read_writes.writes}
+    written = sum(size for name, size in moved.items() if name in own)
+    return sum(moved.values()) - written, written
+
+
+def _origins(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The nodes of the graph that a kernel computes, in the graph's order."""
+    found = {o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()}
+    return sorted((o for o in found if o in order), key=order.__getitem__)
+
+
+# --- GEMMs, attention, other ops of ATen
+
+
+def _extern_op(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> fx.Node | None:
+    """The graph's node of a call of ATen; None for what only takes such a call's outputs apart."""
+    if type(node.node).__name__ == "MultiOutput":
+        return None
+    origin = node.node.get_origin_node() if node.node is not None else None
+    return origin or (origins[-1] if origins else None)
+
+
+def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) -> Kernel:
+    name = str(op.target).removesuffix(".default")
+    if (gemm := _gemm(op)) is not None:
+        kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
+    else:
+        kind, what, seconds = "extern", _called(op) or name.removeprefix("aten."), memory_seconds(target, read + written)
+        if "scaled_dot_product" in name:
+            seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * ATTENTION_SHARE))
+    return Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    batches: int
+    m: int
+    k: int
+    n: int
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    scaling: str
+
+    def text(self) -> str:
+        """Its size and types in words."""
+        times = f"{self.batches} x " if self.batches > 1 else ""
+        kinds = f"{_short(self.a)} x {_short(self.b)}" if self.a.itemsize == 1 else _short(self.a)
+        return f"{times}[{self.m}, {self.k}] x [{self.k}, {self.n}] {kinds}{f' {self.scaling}' if self.scaling else ''}"
+
+    def seconds(self, target: Target) -> float:
+        """Predicted."""
+        scaling = self.scaling or "tensorwise"
+        return self.batches * gemm_seconds(target, self.m, self.k, self.n, self.a, self.out.itemsize, scaling)
+
+
+_MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+
+
+def _gemm(op: fx.Node) -> _Gemm | None:
+    name = getattr(op.target, "__name__", "").partition(".")[0]
+    first = _MATRICES.get(name)
+    if first is None or getattr(op.target, "namespace", "") != "aten":
+        return None
+    a, b = (_val(op.args[i]) for i in (first, first + 1))
+    scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else ""
+    batches = a.shape[0] if a.dim() == 3 else 1
+    return _Gemm(batches, *a.shape[-2:], b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
+
+
+def _scaling(scale: Tensor, a: Tensor) -> str:
+    """The recipe's word for what one scale belongs to."""
+    if scale.numel() == 1:
+        return "tensorwise"
+    if scale.dtype == torch.float8_e8m0fnu:
+        return "mxfp8"
+    return "rowwise" if scale.numel() == a.shape[0] else "blockwise"
+
+
+def _val(node: Any) -> Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _attention_flops(op: fx.Node) -> float:
+    """Of all GEMMs in attention: two in forward, five in backward; half of each if it is causal."""
+    names = [a.name for a in op.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    q, k, v = (_val(given[name]) for name in ("query", "key", "value"))
+    one = 2 * math.prod(q.shape[:-1]) * k.shape[-2]
+    forward, backward = one * (q.shape[-1] + v.shape[-1]), one * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return (backward if "backward" in str(op.target) else forward) * (0.5 if given.get("is_causal") else 1)
+
+
+# --- words
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+    return names.get(dtype) or str(dtype).removeprefix("torch.float8_").removeprefix("torch.").removesuffix("fn")
+
+
+_QUIET = {
+    "Linear", "_qdq_operand", "_scaled_mm", "_to_copy", "_unsafe_view", "abs", "addmm", "alias", "amax", "as_strided",
+    "baddbmm", "bfloat16", "bitwise_and", "bmm", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone",
+    "constant_pad_nd", "contiguous", "convert_element_type", "copy_", "detach", "empty", "eq", "expand", "fill",
+    "flatten", "float", "full", "full_like", "getitem", "gt", "inductor_force_stride_order", "linear", "lt", "matmul",
+    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply",
+    "qdq_gradient", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "route", "scalar_tensor", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "transpose", "type_as", "unbind", "unflatten",
+    "unsqueeze", "view", "view_as", "where", "zeros_like",
+}  # fmt: skip
+"""Movement, conversions and the parts of quantizing: `_what` says of those what a kernel reads and writes."""
+_CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+
+
+def _what(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> str:
+    """In a few words: the user's functions, what becomes of the scales' state, and the FP8 that is made."""
+    computed = [o for o in origins if o.target not in _CONSTANTS]
+    words = list(dict.fromkeys(filter(None, map(_word, computed))))
+    reductions = {getattr(part.node.data, "reduction_type", "") for part in node.get_nodes() if part.is_reduction()}
+    if "max" in reductions and "begin_step" not in words:
+        words.append("amax")
+    if any(o.target is aten.reciprocal.default and not _word(o) for o in computed):
+        words.append("scales")
+    words += _fp8_made(node)
+    return ", ".join(words) or ("scales" if _bytes(node)[1] <= 16 else "copy")
+
+
+def _fp8_made(node: BaseSchedulerNode) -> list[str]:
+    """What becomes of FP8: quantized, or copied where nothing else is read; twice where one copy is transposed."""
+    moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    types = {name: V.graph.get_dtype(name) for name in moved}
+    own = {dep.name for dep in node.read_writes.writes}
+    verb = "copy" if all(types[name].itemsize == 1 for name in moved if name not in own) else "quantize"
+    made = [types[name] for name in moved if name in own]
+    return [f"{verb} {_short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
+
+
+def _word(origin: fx.Node) -> str:
+    return "record amax" if origin.meta.get(MADE_BY) == "batch_records" else _called(origin)
+
+
+_NAME = re.compile(r"<(?:built-in )?(?:function|method|class) '?([\w.]+)")
+_NUMBER = re.compile(r"_\d+$")
+
+
+def _called(origin: fx.Node) -> str:
+    """The function in the user's graph that a node comes from; "" for movement, conversions and quantizing."""
+    if origin.meta.get(MADE_BY):
+        return ""
+    backward = origin.meta.get("partitioner_tag") == "is_backward"
+    stack, history = origin.meta.get("fwd_source_fn_stack"), origin.meta.get("from_node")
+    if backward and stack:
+        name = _NUMBER.sub("", stack[-1][0])
+    elif history and (match := _NAME.match(str(history[0].target))):
+        name = match[1].rpartition(".")[2]
+    else:
+        name = str(origin.meta.get("original_aten") or origin.target).removeprefix("aten.").partition(".")[0]
+    name = name.removesuffix("_backward")
+    return "" if name in _QUIET else f"{name} backward" if backward else name
+
+
+def _modules(origins: Sequence[fx.Node]) -> str:
+    """The modules that the nodes come from, at most three."""
+    found: dict[str, None] = {}
+    for origin in origins:
+        stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack") or {}
+        if stack and (path := module_path(list(stack.values())[-1][0])):
+            found[path] = None
+    return ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else "")
