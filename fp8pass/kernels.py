@@ -48,6 +48,8 @@ def _rows(
             yield _extern(origin, graph, read, written, target)
         return
     mine = [launch for launch in launches if launch.node is node]
+    if not mine:  # the second half of a reduction that the kernel before it does in another way
+        return
     scratch = sum(launch.scratch for launch in mine)
     first = Kernel(
         graph, "triton", mine[0].name, _what(node, origins), _modules(origins), read, written, scratch,
@@ -174,7 +176,7 @@ _QUIET = {
     "baddbmm", "bfloat16", "bitwise_and", "bmm", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone",
     "constant_pad_nd", "contiguous", "convert_element_type", "copy_", "detach", "empty", "eq", "expand", "fill",
     "flatten", "float", "full", "full_like", "getitem", "gt", "inductor_force_stride_order", "linear", "lt", "matmul",
-    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply",
+    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply", "trampoline_autograd_apply",
     "qdq_gradient", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "route", "scalar_tensor", "select",
     "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "transpose", "type_as", "unbind", "unflatten",
     "unsqueeze", "view", "view_as", "where", "zeros_like",

@@ -210,24 +210,25 @@ class Pretended:
             yield
 
     @contextlib.contextmanager
-    def compiles(self) -> Iterator[list[Generated]]:
+    def compiles(self, instead: Callable[..., Any] | None = None) -> Iterator[list[Generated]]:
         """Within it, Inductor compiles for the GPU whatever graph it is given, and what it compiles returns garbage.
 
-        Collects the generated code, one item per graph. The tensors of the graphs are fake ones on the CPU.
+        Collects the generated code, one item per graph. The tensors of the graphs are fake ones on the CPU. instead:
+        called with Inductor's arguments for each graph, in place of all that.
         """
         found: list[Generated] = []
 
         def compile_one(
             module: fx.GraphModule, inputs: Sequence[Any], *_: Any, is_backward: bool = False, **__: Any
         ) -> Callable[..., Any]:
-            generated = self._generate(module, inputs, is_backward)
+            generated = self.generate(module, inputs, is_backward)
             found.append(generated)
-            return _returns(generated.outputs)
+            return returns(generated.outputs)
 
         with (
             config.patch(fx_graph_cache=False, compile_threads=1),
             functorch_config.patch(enable_autograd_cache=False),
-            replaced((compile_fx, "_compile_fx_inner", compile_one), (hardware, "pretended_device", GPU)),
+            replaced((compile_fx, "_compile_fx_inner", instead or compile_one), (hardware, "pretended_device", GPU)),
         ):
             yield found
 
@@ -257,7 +258,7 @@ class Pretended:
                 found[name] = _compiled(kernel.asm["ptx"], kernel.asm["cubin"], len(tuner.configs), Path(folder))
         return found
 
-    def _generate(self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Generated:
+    def generate(self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Generated:
         mode = next(v.fake_mode for v in inputs if isinstance(v, Tensor))
         with mode:
             on_gpu = [_moved(v) for v in inputs]
@@ -397,7 +398,7 @@ def _moved(value: Any) -> Any:
     return GPU if value == CPU and isinstance(value, torch.device) else value
 
 
-def _returns(outputs: Sequence[Any]) -> Callable[..., Any]:
+def returns(outputs: Sequence[Any]) -> Callable[..., Any]:
     def call(_: Any) -> list[Any]:
         return [
             torch.empty_strided(o.size(), o.stride(), dtype=o.dtype) if isinstance(o, Tensor) else o for o in outputs
