@@ -8,86 +8,85 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TOKENS, WIDTH = 8192, 4096
+TOKENS, WIDTH, DTYPE = 8192, 4096, torch.bfloat16
 
 
 class LlamaMLP(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))), as in Llama-3-8B: bf16[TOKENS, 4096]."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))), as in Llama-3-8B."""
 
     def __init__(self, width: int = WIDTH, hidden: int = 14336) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=1e-6, dtype=DTYPE)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False, dtype=DTYPE) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False, dtype=DTYPE)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: bf16[..., width]."""
         y = self.norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        hidden: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + hidden
 
 
 class LlamaBlock(nn.Module):
-    """A layer of Llama-3-8B: grouped-query attention with rotary positions, then the MLP: bf16[batch, length, 4096]."""
+    """A layer of Llama-3-8B: attention of 32 heads over 8 for keys and values, rotary positions, then the MLP."""
 
-    def __init__(self, width: int = WIDTH, hidden: int = 14336, heads: int = 32, kv_heads: int = 8, length: int = 8192, variant="") -> None:
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, width: int = WIDTH, hidden: int = 14336, heads: int = 32, kv_heads: int = 8) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
-        self.variant=variant
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, kv_heads * self.size, bias=False) for _ in range(2))
+        self.size = width // heads
+        self.norm = nn.RMSNorm(width, eps=1e-6, dtype=DTYPE)
+        self.q, self.o = (nn.Linear(width, width, bias=False, dtype=DTYPE) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, kv_heads * self.size, bias=False, dtype=DTYPE) for _ in range(2))
         self.mlp = LlamaMLP(width, hidden)
-        angles = torch.outer(torch.arange(length), 5e5 ** (-torch.arange(0, self.size, 2) / self.size))
-        self.register_buffer("cos", torch.cat([angles, angles], -1).cos())
-        self.register_buffer("sin", torch.cat([angles, angles], -1).sin())
+        angles = torch.outer(torch.arange(TOKENS), 5e5 ** (-torch.arange(0, self.size, 2) / self.size))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return x * self.cos + torch.cat([-x[..., half:], x[..., :half]], -1) * self.sin
+    def rotated(self, x: Tensor) -> Tensor:
+        """Rotary positions, in float32. x: bf16[batch, heads, TOKENS, size]."""
+        a, b = x.float().chunk(2, -1)
+        return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: bf16[batch, length, width]."""
+        """x: bf16[batch, TOKENS, width]."""
         y = self.norm(x)
-        q, k, v = (f(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = (self._rotated(t).to(x.dtype) for t in (q, k))
-        if "noattn" in self.variant: a = q*k*v
-        else: a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.mlp(x + self.o(a.transpose(1, 2).flatten(2)))
+        q, k, v = (linear(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = self.rotated(q), self.rotated(k)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        result: Tensor = self.mlp(x + self.o(attended.transpose(1, 2).flatten(2)))
+        return result
 
 
 class GPT2MLP(nn.Module):
-    """x + proj(gelu(fc(norm(x)))), with biases, as in GPT-2: bf16[TOKENS, 4096]."""
+    """x + proj(gelu(fc(norm(x)))), with biases, as in GPT-2."""
 
-    def __init__(self, width: int = WIDTH, hidden: int = 16384) -> None:
+    def __init__(self, width: int = WIDTH, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.norm, self.fc, self.proj = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm = nn.LayerNorm(width, dtype=DTYPE)
+        self.fc, self.proj = nn.Linear(width, hidden, dtype=DTYPE), nn.Linear(hidden, width, dtype=DTYPE)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: bf16[..., width]."""
-        return x + self.proj(F.gelu(self.fc(self.norm(x)), approximate="tanh"))
+        hidden: Tensor = self.proj(F.gelu(self.fc(self.norm(x)), approximate="tanh"))
+        return x + hidden
 
 
-def _with_input(model: nn.Module, *shape: int) -> tuple[Any, ...]:
-    return model.bfloat16(), torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+def _input(*batch: int) -> Tensor:
+    return torch.randn(*batch, TOKENS, WIDTH, dtype=DTYPE, requires_grad=True)
 
 
 def llama_mlp() -> tuple[Any, ...]:
-    """The MLP of a layer of Llama-3-8B."""
-    return _with_input(LlamaMLP(), TOKENS, WIDTH)
+    """The MLP of a layer of Llama-3-8B, on bf16[8192, 4096]."""
+    return LlamaMLP(), _input()
 
 
 def llama_block() -> tuple[Any, ...]:
-    """A layer of Llama-3-8B."""
-    return _with_input(LlamaBlock(), 1, TOKENS, WIDTH)
-
-def llama_block_mha() -> tuple[Any, ...]:
-    return _with_input(LlamaBlock(kv_heads=32), 1, TOKENS, WIDTH)
-def llama_block_b4() -> tuple[Any, ...]:
-    return _with_input(LlamaBlock(length=2048), 4, 2048, WIDTH)
-def llama_block_b4_mha() -> tuple[Any, ...]:
-    return _with_input(LlamaBlock(length=2048,kv_heads=32), 4, 2048, WIDTH)
+    """A layer of Llama-3-8B, on bf16[1, 8192, 4096]."""
+    return LlamaBlock(), _input(1)
 
 
 def gpt2_mlp() -> tuple[Any, ...]:
-    """An MLP as GPT-2's, four times as wide as its input."""
-    return _with_input(GPT2MLP(), TOKENS, WIDTH)
+    """The MLP of a layer like GPT-2's, on bf16[8192, 4096]."""
+    return GPT2MLP(), _input()

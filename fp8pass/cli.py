@@ -52,9 +52,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     try:
-        found = inspect(
-            args.spec, args.target, args.recipe, peer=args.compare, ptx=args.ptx, machine=args.machine
-        )
+        found = inspect(args.spec, args.target, args.recipe, peer=args.compare, ptx=args.ptx, machine=args.machine)
     except (Fp8Error, ValueError) as error:
         print(f"fp8pass inspect: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,6 @@ import torch
 
 from fp8pass.scaling import FP8_DTYPES
 
-
 pretended_device: torch.device | None = None
 """Where the tensors of the graphs will be, while graphs on the CPU are compiled for a GPU that is not there."""
 

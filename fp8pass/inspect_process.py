@@ -29,10 +29,13 @@ from fp8pass.roofline import load_machine
 from fp8pass.slots import SlotGroup, registry
 
 _BUILT = (
-    "It is built with fake tensors on the CPU, which have sizes but no values: the factory can load no weights and look "
-    "at no value"
+    "It is built with fake tensors on the CPU, which have sizes but no values: the factory can load no weights and "
+    "look at no value"
 )
 _TRACED = "torch.compile(model, fullgraph=True)(*inputs) on the CPU, with its backward, shows where"
+_NAMED = tuple(
+    f"{kind.__name__}: " for kind in (AttributeError, Fp8Error, KeyError, RuntimeError, TypeError, ValueError)
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,18 @@ class _Work:
     doing: str
     advice: str = ""
 
-    def failed(self, kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+    def failed(self, _: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
         """As `sys.excepthook`: one line for the user."""
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        self.answer.write_text(json.dumps({"error": self.line(error)}))
+
+    def line(self, error: BaseException) -> str:
+        """What went wrong and what to do next."""
+        lines = [line.strip() for line in str(error).splitlines()]
+        said = next((line for line in lines if line and not line.endswith("raised:")), "")
         if isinstance(error, Fp8Error):
-            text = reason
-        else:
-            text = ". ".join(part for part in (f"{self.doing}: {kind.__name__}: {reason}", self.advice) if part)
-        self.answer.write_text(json.dumps({"error": text}))
+            return said
+        reason = said if said.startswith(_NAMED) else f"{type(error).__name__}: {said}"
+        return ". ".join(part.rstrip(".") for part in (f"{self.doing}: {reason}", self.advice) if part)
 
 
 def main(request: dict[str, Any], answer: Path) -> None:
@@ -70,10 +77,10 @@ def main(request: dict[str, Any], answer: Path) -> None:
     sys.excepthook = work.failed
     target = load_machine(request["machine"]) if request["machine"] else TARGETS[request["target"]]
     TARGETS[target.name] = target
-    gpu = Pretended(target)
-    registry.on_new.append(_has_history)
     work.doing, work.advice = f"{spec} can't be imported", "Write module:factory, of the current directory or installed"
     factory = _factory(spec)
+    gpu = Pretended(target)
+    registry.on_new.append(_has_history)
     notes: list[str] = []
     runs = []
     for way in _ways(request, target, notes):
@@ -119,15 +126,15 @@ def _torchao(model: Any, recipe: str) -> Any:
 
 
 def _run(gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work: _Work) -> Run:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with fakes(), gpu.compiles() as found, warnings.catch_warnings(record=True) as caught:
         traced = replace(work)
         work.doing, work.advice = "the model can't be built", _BUILT
         model, *inputs = _built(factory)
         model = way.prepare(model)
         work.doing, work.advice = traced.doing, traced.advice
-        result = torch.compile(model, backend=way.backend, options=way.options)(*inputs)
-        _backward(result)
+        compiled: Any = torch.compile(model, backend=way.backend, options=way.options)
+        _backward(compiled(*inputs))
     if not found:
         raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
     kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
@@ -146,7 +153,7 @@ def _backward(result: Any) -> None:
     """Backward of the sum of all results that have a gradient."""
     sums = [x.sum() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
     if sums:
-        torch.stack([x.float() for x in sums]).sum().backward()
+        torch.stack([x.float() for x in sums]).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _names(found: list[Generated]) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8pass.config import make_config
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
 from fp8pass.recipes import choose
@@ -42,8 +43,8 @@ class Compiled:
 class Kernel:
     """One kernel of a training step, or one call of ATen.
 
-    graph: "forward" or "backward", numbered from the second graph on. kind: "triton", "gemm", or "extern" for another op
-    of ATen. name: of the Triton kernel or the op. what: what it computes. modules: where in the model that comes from.
+    graph: "forward" or "backward", numbered from the second graph on. kind: "triton", "gemm", or "extern" for another
+    op of ATen. name: of the Triton kernel or the op. what: what it computes. modules: where in the model that is.
     bytes_read, bytes_written: as Inductor's scheduler counts them, each tensor once. scratch: bytes of partial results
     written for the next kernel or read from the one before, not in the other two. seconds: a prediction.
     """
@@ -134,7 +135,7 @@ def inspect(
 
     spec: "module:factory", a callable without arguments that returns `(model, *inputs)`; the current directory can be
     imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. ptx: compile every Triton
-    kernel to machine code, for `Kernel.compiled`. options: further fields of `fp8pass.Config`.
+    kernel to machine code, for `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them.
     Raises ValueError for unknown names, Fp8Error where something is missing or the model can't be traced.
     """
     if machine is None:
@@ -143,14 +144,16 @@ def inspect(
         choose("peer", peer, PEERS)
     if ":" not in spec:
         raise ValueError(f"{spec!r} names no model: write module:factory, a callable that returns (model, *inputs)")
+    options = {**(options or {}), "recipe": recipe}
+    make_config(options)
     request = {
         "spec": spec, "target": target, "peer": peer, "ptx": ptx, "machine": str(machine) if machine else None,
-        "options": {"recipe": recipe, **(options or {})},
+        "options": options,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         paths = [str(Path.cwd()), *(p for p in sys.path if p)]
-        caches = {name: folder for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR")}
+        caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"), folder)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **caches}
         command = [sys.executable, "-m", "fp8pass.inspect_process", json.dumps(request), str(answer)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -177,4 +180,3 @@ def _kernel(found: dict[str, Any]) -> Kernel:
         return Kernel(**found)
     lists = {name: tuple(compiled[name]) for name in ("loads", "stores")}
     return Kernel(**{**found, "compiled": Compiled(**{**compiled, **lists})})
-

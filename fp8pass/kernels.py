@@ -1,6 +1,6 @@
 """What each kernel of generated code does, moves and takes: rows of `fp8pass inspect`.
 
-Reads Inductor's scheduler, whose names are private to torch, after it has generated code: see `pretend.py`.
+Reads Inductor's scheduler after it has generated code: see `pretend.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
-from torch._inductor.virtualized import V
 
 from fp8pass.graph import MADE_BY
 from fp8pass.hardware import Target
 from fp8pass.inspector import Kernel
 from fp8pass.names import module_path
-from fp8pass.pretend import Generated, Launch
+from fp8pass.pretend import BaseSchedulerNode, Generated, Launch, NopKernelSchedulerNode, V
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from fp8pass.scaling import FP8_DTYPES
 
@@ -95,7 +93,11 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
     if (gemm := _gemm(op)) is not None:
         kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
     else:
-        kind, what, seconds = "extern", _called(op) or name.removeprefix("aten."), memory_seconds(target, read + written)
+        kind, what, seconds = (
+            "extern",
+            _called(op) or name.removeprefix("aten."),
+            memory_seconds(target, read + written),
+        )
         if "scaled_dot_product" in name:
             seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * ATTENTION_SHARE))
     return Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
@@ -135,7 +137,8 @@ def _gemm(op: fx.Node) -> _Gemm | None:
     a, b = (_val(op.args[i]) for i in (first, first + 1))
     scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else ""
     batches = a.shape[0] if a.dim() == 3 else 1
-    return _Gemm(batches, *a.shape[-2:], b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
+    m, k = a.shape[-2:]
+    return _Gemm(batches, m, k, b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
 
 
 def _scaling(scale: Tensor, a: Tensor) -> str:
@@ -176,10 +179,10 @@ _QUIET = {
     "baddbmm", "bfloat16", "bitwise_and", "bmm", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone",
     "constant_pad_nd", "contiguous", "convert_element_type", "copy_", "detach", "empty", "eq", "expand", "fill",
     "flatten", "float", "full", "full_like", "getitem", "gt", "inductor_force_stride_order", "linear", "lt", "matmul",
-    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply", "trampoline_autograd_apply",
+    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply",
     "qdq_gradient", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "route", "scalar_tensor", "select",
-    "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "transpose", "type_as", "unbind", "unflatten",
-    "unsqueeze", "view", "view_as", "where", "zeros_like",
+    "slice", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "trampoline_autograd_apply",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros_like",
 }  # fmt: skip
 """Movement, conversions and the parts of quantizing: `_what` says of those what a kernel reads and writes."""
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
@@ -189,13 +192,19 @@ def _what(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> str:
     """In a few words: the user's functions, what becomes of the scales' state, and the FP8 that is made."""
     computed = [o for o in origins if o.target not in _CONSTANTS]
     words = list(dict.fromkeys(filter(None, map(_word, computed))))
-    reductions = {getattr(part.node.data, "reduction_type", "") for part in node.get_nodes() if part.is_reduction()}
+    reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
     if "max" in reductions and "begin_step" not in words:
         words.append("amax")
-    if any(o.target is aten.reciprocal.default and not _word(o) for o in computed):
+    made = _fp8_made(node)
+    if (reductions or not made) and any(o.target is aten.reciprocal.default and not _word(o) for o in computed):
         words.append("scales")
-    words += _fp8_made(node)
+    words += made
     return ", ".join(words) or ("scales" if _bytes(node)[1] <= 16 else "copy")
+
+
+def _reduction(node: BaseSchedulerNode) -> str:
+    """The kind of a reduction: "max", "sum", ..."""
+    return str(getattr(getattr(node.node, "data", None), "reduction_type", ""))
 
 
 def _fp8_made(node: BaseSchedulerNode) -> list[str]:

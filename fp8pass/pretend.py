@@ -2,7 +2,7 @@
 
 Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. Changes torch and
 Triton all over, so it belongs in a process of its own. What is written here takes the place of parts of torch, and so
-uses private names of torch beyond those in `_torch.py`. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+uses private names of torch beyond those in `_torch.py`; it is the only other file that does. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx, config, debug
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
+from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode
+from torch._inductor.scheduler import NopKernelSchedulerNode as NopKernelSchedulerNode
+from torch._inductor.virtualized import V as V
 from torch.utils import _pytree as pytree
 
 from fp8pass import hardware
@@ -86,7 +88,9 @@ def _load_guard() -> None:
     if torch.version.cuda is not None:
         return
     if shutil.which("g++") is None:
-        raise Fp8Error("a torch without CUDA needs a C++ compiler to pretend a GPU: install g++, or a CUDA build of torch")
+        raise Fp8Error(
+            "a torch without CUDA needs a C++ compiler to pretend a GPU: install g++, or a CUDA build of torch"
+        )
     folder, root = Path(tempfile.mkdtemp()), Path(torch.__path__[0])
     (folder / "guard.cpp").write_text(GUARD)
     command = ["g++", "-std=c++20", "-shared", "-fPIC", "guard.cpp", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
@@ -101,7 +105,7 @@ def _interface(target: Target) -> type[device_interface.DeviceInterface]:
     major, minor = target.capability
 
     class Interface(device_interface.CudaInterface):
-        class device:  # noqa: N801
+        class device:
             def __init__(self, *_: Any) -> None: ...
             def __enter__(self) -> None: ...
             def __exit__(self, *_: Any) -> None: ...
@@ -404,5 +408,5 @@ def returns(outputs: Sequence[Any]) -> Callable[..., Any]:
             torch.empty_strided(o.size(), o.stride(), dtype=o.dtype) if isinstance(o, Tensor) else o for o in outputs
         ]
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call._boxed_call = True
     return call

@@ -46,10 +46,10 @@ def imports(file: Path) -> set[str]:
     return modules | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
 
 
-def test_private_torch_modules_are_named_in_one_file() -> None:
+def test_private_torch_modules_are_named_in_two_files() -> None:
     for file in SOURCES:
         private = {m for m in imports(file) if re.match(r"torch\..*(^|\.)_|torch\._", m)}
-        assert not private or file.name == "_torch.py", (file, private)
+        assert not private or file.name in ("_torch.py", "pretend.py"), (file, private)
 
 
 def test_passes_know_the_frame_and_never_the_backend() -> None:

@@ -1,0 +1,69 @@
+"""What is read and written around the matmuls in one training step, and how many kernels that takes.
+
+    python bench/traffic.py [--target h100] [--blocks llama_mlp ...] [--json FILE]
+
+Prints a table. Nothing is measured: Inductor generates the code for the GPU, on any machine, and its scheduler counts
+the bytes; `fp8pass inspect bench.blocks:llama_mlp` shows kernel by kernel. Rows of torchao are left out where it is not
+installed. Launches are those of Triton kernels + those of ATen's that finish a sum. Matmuls are not counted, nor is attention: FlashAttention-2 reads and writes the same in all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # for bench.blocks, from wherever this is run
+
+from fp8pass.inspector import Inspection, Run, inspect  # noqa: E402
+
+BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
+ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", "fp8pass rowwise")
+
+
+def around_matmuls(run: Run) -> tuple[str, str]:
+    """(megabytes, launches) of everything but matmuls and attention."""
+    triton, others = run.of("triton"), [k for k in run.of("extern") if "attention" not in k.name]
+    moved = sum(k.bytes_moved for k in (*triton, *others))
+    return f"{moved / 1e6:.0f}", f"{len(triton)} + {len(others)}"
+
+
+def inspected(block: str, target: str) -> list[Inspection]:
+    """The block with either recipe, each beside torchao's of the same name."""
+    pairs = (("delayed", "torchao:tensorwise"), ("rowwise", "torchao:rowwise"))
+    return [inspect(f"bench.blocks:{block}", target, recipe, peer=peer) for recipe, peer in pairs]
+
+
+def table(found: dict[str, list[Inspection]]) -> str:
+    """As Markdown: for each block megabytes and launches."""
+    runs = {block: {run.name: run for i in of for run in i.runs} for block, of in found.items()}
+    lines = [
+        "| | " + " | ".join(f"{block} MB | launches" for block in runs) + " |",
+        "|---" + "|---:|---:" * len(runs) + "|",
+    ]
+    for row in ROWS:
+        if all(row in of for of in runs.values()):
+            cells = (cell for of in runs.values() for cell in around_matmuls(of[row]))
+            lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
+    parser.add_argument("--blocks", nargs="+", default=BLOCKS, help="factories in bench/blocks.py (default: all)")
+    parser.add_argument("--json", type=Path, help="file to write everything to")
+    args = parser.parse_args()
+    found = {block: inspected(block, args.target) for block in args.blocks}
+    print(table(found))
+    if args.json is not None:
+        everything = {block: [asdict(i) for i in of] for block, of in found.items()}
+        args.json.write_text(json.dumps(everything, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

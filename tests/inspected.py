@@ -1,0 +1,61 @@
+"""What test_inspector.py inspects: factories that return a model and its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _input(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def linear() -> tuple[Any, ...]:
+    """x[512, 256] to [512, 1024]; float32 first, as models are made."""
+    return nn.Linear(256, 1024, bias=False).bfloat16(), _input(512, 256)
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.qkv = nn.Linear(256, 32 * (heads + 2 * kv_heads), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self.qkv(x).unflatten(-1, (-1, 32)).transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        )
+        grouped = self.heads != self.kv_heads
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def attention() -> tuple[Any, ...]:
+    return Attention(8, 2).bfloat16(), _input(2, 128, 256)
+
+
+def large() -> tuple[Any, ...]:
+    """A weight of 2 TB: built and compiled without memory."""
+    return nn.Linear(1 << 20, 1 << 20, bias=False, dtype=torch.bfloat16), _input(16, 1 << 20)
+
+
+def no_tuple() -> Any:
+    return nn.Linear(16, 16)
+
+
+def looks_at_a_value() -> tuple[Any, ...]:
+    return nn.Linear(int(torch.ones(()).item()), 16), _input(16, 16)
+
+
+def wrong_shape() -> tuple[Any, ...]:
+    return nn.Linear(32, 16).bfloat16(), _input(16, 16)
+
+
+def prints() -> tuple[Any, ...]:
+    print("not JSON")
+    return linear()
+
+
+not_a_factory = 1
