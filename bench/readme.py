@@ -1,4 +1,4 @@
-"""Bring README.md's figures up to date: run what they come from and paste the output between its markers.
+"""Bring figures in README.md and docs/ up to date: run what they come from, paste the output between their markers.
 
 python bench/readme.py [name ...]        names of markers; all by default
 """
@@ -67,6 +67,19 @@ def recipes() -> str:
     return run(sys.executable, "bench/recipes.py")
 
 
+def inspect() -> str:
+    """`fp8pass inspect` of an MLP, with the middle of its table of kernels left out."""
+    command = ("inspect", "bench.blocks:llama_mlp", "--ptx")
+    lines = run(sys.executable, "-m", "fp8pass.cli", *command).splitlines()
+    rows = [i for i, line in enumerate(lines) if line.startswith(("forward", "backward"))]
+    return block("\n".join([*lines[: rows[-20]], f"... {len(rows) - 20} more above", *lines[rows[-20] :]]))
+
+
+def traffic() -> str:
+    """The table of bench/traffic.py."""
+    return run(sys.executable, "bench/traffic.py")
+
+
 def block(text: str, language: str = "") -> str:
     """A fenced block."""
     return f"```{language}\n{text}\n```"
@@ -79,19 +92,23 @@ SECTIONS = {
     "passes": table_of_passes,
     "first_step": first_step,
     "recipes": recipes,
+    "inspect": inspect,
+    "traffic": traffic,
 }
+FILES = {"inspect": "docs/inspect.md", "traffic": "docs/inspect.md"}
+"""Where a marker is, if not in README.md."""
 
 
 def main(names: list[str]) -> None:
     """Replace the text between `<!-- name -->` and `<!-- /name -->`."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
     for name in names or SECTIONS:
+        file = ROOT / FILES.get(name, "README.md")
+        text = file.read_text()
         pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        assert pattern.search(text), f"README.md has no markers for {name!r}"
+        assert pattern.search(text), f"{file} has no markers for {name!r}"
         before, after = pattern.split(text)[0], pattern.split(text)[-1]
         text = f"{before}<!-- {name} -->\n{SECTIONS[name]()}\n<!-- /{name} -->{after}"
-    readme.write_text(text)
+        file.write_text(text)
 
 
 if __name__ == "__main__":

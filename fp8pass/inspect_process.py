@@ -146,6 +146,11 @@ def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
     built = factory()
     if not isinstance(built, tuple) or len(built) < 2 or not callable(built[0]):
         raise Fp8Error(f"the factory returned {type(built).__name__}: let it return a tuple (model, *inputs)")
+    model, *inputs = built
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    for x in (*tensors, *pytree.tree_leaves(inputs)):
+        if isinstance(x, Tensor) and x.device.type != "cpu":
+            raise Fp8Error(f"the factory returned a tensor on {x.device}: leave the model and its inputs on the CPU")
     return built
 
 

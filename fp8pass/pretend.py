@@ -2,7 +2,7 @@
 
 Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. Changes torch and
 Triton all over, so it belongs in a process of its own. What is written here takes the place of parts of torch, and so
-uses private names of torch beyond those in `_torch.py`; it is the only other file that does. Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+uses private names of torch beyond those in `_torch.py`; no other file does. Checked with torch 2.11.0, 2.13.0, 2.15.0.
 """
 
 from __future__ import annotations
@@ -223,9 +223,14 @@ class Pretended:
         found: list[Generated] = []
 
         def compile_one(
-            module: fx.GraphModule, inputs: Sequence[Any], *_: Any, is_backward: bool = False, **__: Any
+            module: fx.GraphModule,
+            inputs: Sequence[Any],
+            *_: Any,
+            is_backward: bool = False,
+            is_inference: bool = False,
+            **__: Any,
         ) -> Callable[..., Any]:
-            generated = self.generate(module, inputs, is_backward)
+            generated = self.generate(module, inputs, is_backward, is_inference)
             found.append(generated)
             return returns(generated.outputs)
 
@@ -262,7 +267,9 @@ class Pretended:
                 found[name] = _compiled(kernel.asm["ptx"], kernel.asm["cubin"], len(tuner.configs), Path(folder))
         return found
 
-    def generate(self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> Generated:
+    def generate(
+        self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
+    ) -> Generated:
         mode = next(v.fake_mode for v in inputs if isinstance(v, Tensor))
         with mode:
             on_gpu = [_moved(v) for v in inputs]
@@ -276,8 +283,14 @@ class Pretended:
             with mode:
                 compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
             compile_fx.record_original_output_strides(module)
-            post_grad.post_grad_passes(module, False)
-            lowering = _Lowering(module, example_inputs=on_gpu, shape_env=mode.shape_env, is_backward=is_backward)
+            post_grad.post_grad_passes(module, is_inference)
+            lowering = _Lowering(
+                module,
+                example_inputs=on_gpu,
+                shape_env=mode.shape_env,
+                is_backward=is_backward,
+                is_inference=is_inference,
+            )
             handlers = V.set_graph_handler(lowering), V.set_extern_kernel_nodes([])
             with handlers[0], handlers[1], V.set_debug_handler(debug.DebugContext()):
                 with mode:
@@ -336,25 +349,34 @@ class Launch:
 
 
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z_]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[a-z](\d+)\b")
-
 _ASYNCHRONOUS = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^]]*\], (\w+)")
+
+
+def widths(ptx: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the loads from global memory and the stores to it: the bits of one thread's, widest first."""
+    found: dict[str, set[int]] = {"ld": set(), "st": set()}
+    for kind, vector, bits in _ACCESS.findall(ptx):
+        found[kind].add(int(vector or 1) * int(bits))
+    found["ld"] |= {8 * int(size, 0) for size in _ASYNCHRONOUS.findall(ptx)}
+    loads, stores = (tuple(sorted(bits, reverse=True)) for bits in found.values())
+    return loads, stores
+
+
+def resources(report: str) -> tuple[int, int]:
+    """(registers, bytes of local memory) of one thread, as cuobjdump reports them. What is spilled is on the stack."""
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    return used["REG"], used["STACK"] + used["LOCAL"]
 
 
 def _compiled(ptx: str, cubin: bytes, configurations: int, folder: Path) -> Compiled:
     import triton
 
-    widths: dict[str, set[int]] = {"ld": set(), "st": set()}
-    for kind, vector, bits in _ACCESS.findall(ptx):
-        widths[kind].add(int(vector or 1) * int(bits))
-    widths["ld"] |= {8 * int(size, 0) for size in _ASYNCHRONOUS.findall(ptx)}
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
     command = [str(tool), "--dump-resource-usage", str(file)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, local = (int(m[1]) if (m := re.search(rf"\b{what}:(\d+)", usage)) else 0 for what in ("REG", "LOCAL"))
-    loads, stores = (tuple(sorted(widths[kind], reverse=True)) for kind in ("ld", "st"))
-    return Compiled(loads, stores, registers, local, configurations)
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return Compiled(*widths(ptx), *resources(report), configurations)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
