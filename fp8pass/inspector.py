@@ -154,7 +154,8 @@ def inspect(
         answer = Path(folder) / "answer.json"
         paths = [str(Path.cwd()), *(p for p in sys.path if p)]
         caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"), folder)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **caches}
+        fixed = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}  # the same answer every time
+        environment = {**os.environ, **fixed, **caches}
         command = [sys.executable, "-m", "fp8pass.inspect_process", json.dumps(request), str(answer)]
         child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         found = json.loads(answer.read_text()) if answer.exists() else {}
