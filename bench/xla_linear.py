@@ -1,0 +1,142 @@
+"""A linear layer's forward and backward by XLA, in BF16 and FP8: a JSON list of points, as bench/h200.py has them.
+
+    python bench/xla_linear.py M K N cuda|cpu
+
+"xla dynamic" is plain JAX: operands quantized by their own amax and dequantized around each dot, which XLA's
+GemmRewriter makes FP8 matmuls of. "flax delayed" is Flax's own layer. Seconds are wall clock over a row of calls, in
+turns with XLA's BF16; 64 rows of each result are held to float64.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BF16, E4M3, E5M2 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
+F8_CALL = "__cublas$lt$matmul$f8"
+ROWS = 64
+
+Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+"""(x[M, K], w[K, N], grad of y[M, N]) -> (y, grad of x, grad of w)."""
+
+
+def qdq(x: Any, dtype: Any) -> Any:
+    """Rounded to FP8 by its own amax: [..] -> [..], of x's type."""
+    largest = jnp.finfo(dtype).max.astype(jnp.float32)
+    scale = largest / jnp.max(jnp.abs(x)).astype(jnp.float32)
+    quantized = jnp.clip(x.astype(jnp.float32) * scale, -largest, largest).astype(dtype)
+    return quantized.astype(x.dtype) * (1 / scale).astype(x.dtype)
+
+
+def bf16(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
+    """The baseline."""
+    return x @ w, g @ w.T, x.T @ g
+
+
+def dynamic(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
+    """e4m3 forward, e5m2 for the gradient."""
+    x, w, g = qdq(x, E4M3), qdq(w, E4M3), qdq(g, E5M2)
+    return x @ w, g @ w.T, x.T @ g
+
+
+def flax_delayed(x: Any, w: Any) -> Step:
+    """Flax's layer, whose scales have been brought up to date by three steps."""
+    from flax import linen
+
+    operator = getattr(linen, "Fp8DirectDotGeneralOp", None) or linen.Fp8DotGeneralOp
+    layer = linen.Dense(w.shape[1], use_bias=False, dtype=BF16, param_dtype=BF16, dot_general_cls=operator)
+    state = layer.init(jax.random.key(0), x[:16])["_overwrite_with_gradient"]
+
+    def step(state: Any, x: Any, w: Any, g: Any) -> tuple[Any, Any]:
+        y, pull = jax.vjp(lambda s, k, x: layer.apply({"params": {"kernel": k}, **with_state(s)}, x), state, w, x)
+        new_state, of_w, of_x = pull(g)
+        return (y, of_x, of_w), new_state
+
+    run, held = jax.jit(step), [state]
+
+    def one(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
+        found, held[0] = run(held[0], x, w, g)
+        return found
+
+    one.lower = lambda *args: run.lower(held[0], *args)  # type: ignore[attr-defined]
+    return one
+
+
+def with_state(state: Any) -> dict[str, Any]:
+    """Under the name that Flax gives to variables that their gradient replaces."""
+    return {"_overwrite_with_gradient": state}
+
+
+def timed(base: Step, step: Step, args: tuple[Any, Any, Any], calls: int) -> dict[str, Any]:
+    """Five rows of calls of each, in turns."""
+    found: dict[str, list[float]] = {"seconds_bf16": [], "seconds_fp8": []}
+    for _ in range(5):
+        for times, function in zip(found.values(), (base, step), strict=True):
+            begun = time.perf_counter()
+            for _ in range(calls):
+                results = function(*args)
+            jax.block_until_ready(results)
+            times.append((time.perf_counter() - begun) / calls)
+    points: dict[str, Any] = {}
+    for name, times in found.items():
+        times.sort()
+        points |= {name: times[2], f"{name}_p20": times[1], f"{name}_p80": times[3]}
+    ratio = points["seconds_bf16"] / points["seconds_fp8"]
+    low, high = (
+        points[f"seconds_bf16{a}"] / points[f"seconds_fp8{b}"] for a, b in (("_p20", "_p80"), ("_p80", "_p20"))
+    )
+    return {**points, "speedup": ratio, "speedup_p20": low, "speedup_p80": high, "timer": f"wall clock, {calls} calls"}
+
+
+def checked(found: tuple[Any, Any, Any], args: tuple[Any, Any, Any]) -> dict[str, float]:
+    """Signal to noise in dB of the first rows of each result."""
+    x, w, g = (np.asarray(t.astype(jnp.float32), np.float64) for t in args)
+    exact = x[:ROWS] @ w, g[:ROWS] @ w.T, x[:, :ROWS].T @ g
+    names = "output", "grad_input", "grad_weight"
+    noise = {}
+    for name, wanted, got in zip(names, exact, found, strict=True):
+        off = wanted - np.asarray(got[:ROWS].astype(jnp.float32), np.float64)
+        noise[name] = float(10 * np.log10(np.square(wanted).sum() / np.square(off).sum()))
+    return noise
+
+
+def point(name: str, make: Callable[[], Any], base: Any, args: tuple[Any, Any, Any], calls: int) -> dict[str, Any]:
+    """One contender; what is not installed is skipped, and what this version of it refuses is said."""
+    try:
+        step = make()
+    except ImportError as error:
+        return {"recipe": name, "status": f"skipped: {error}"}
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
+        return {"recipe": name, "status": f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    for _ in range(3):
+        results = step(*args)
+    text = step.lower(*args).compile().as_text()
+    found = {"recipe": name, "sqnr_db": checked(results, args), "fp8_matmuls": text.count(f'"{F8_CALL}"')}
+    return {**found, **timed(base, step, args, calls)}
+
+
+def main(m: int, k: int, n: int, device: str) -> None:
+    """Print the points of one shape."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (m, k), (k, n), (m, n)
+    args = tuple(jax.random.normal(key, shape, BF16) for key, shape in zip(keys, shapes, strict=True))
+    if jax.default_backend() != {"cuda": "gpu"}.get(device, device):
+        shown = [{"recipe": "xla", "status": f"skipped: this JAX runs on {jax.default_backend()}, not on {device}"}]
+    else:
+        base = jax.jit(bf16)
+        jax.block_until_ready(base(*args))
+        makers = {"xla dynamic": lambda: jax.jit(dynamic), "flax delayed": lambda: flax_delayed(*args[:2])}
+        calls = 3 if device == "cpu" else 20
+        shown = [point(name, make, base, args, calls) for name, make in makers.items()]
+    print(json.dumps(shown))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4])
