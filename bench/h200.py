@@ -4,11 +4,15 @@
     python bench/h200.py --kernels                 also the share of GEMMs in the MLP's time, kernel by kernel
     python bench/h200.py --device cpu --quick      a dry run without a GPU: tiny sizes that say nothing about speed
 
-Needs torch and fp8pass; peers that are not installed are skipped, with the reason. Every contender is timed in turns
-with BF16 under Inductor, so that clocks drift alike: CUDA events, caches flushed in between, medians and 20th and 80th
-percentiles. Before it is timed, outputs and gradients are held to float64. Sections stand in the order of importance;
-what there is no time for says so. The exit status is 1 if a result is wrong or fp8pass failed, 3 if the time was up in
-the middle of something.
+Needs torch, and fp8pass installed (`pip install -e .`; offline with --no-build-isolation --no-deps). Peers that are not
+installed are skipped, with the reason. Every contender is timed in turns with BF16 under Inductor, so that clocks drift
+alike: CUDA events, caches flushed in between, medians and 20th and 80th percentiles. Before it is timed, outputs and
+gradients are held to float64. Sections stand in the order of importance; what there is no time for says so. The exit
+status is 1 if a result is wrong or fp8pass failed, 3 if the time was up in the middle of something.
+
+Points have `seconds_bf16`, `seconds_fp8` and `speedup`, each with `_p20` and `_p80`; of recipe "bf16" both are BF16,
+and the speedup is the noise. `peak_bytes` is what a step needs beyond weights, optimizer and inputs; `host_bound` says
+that the host issued kernels more slowly than they ran; `predicted_speedup` is by fp8pass's rule, measuring nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fp8pass._torch import dynamo_config, functorch_config
+from fp8pass._torch import counters, dynamo_config, functorch_config
 from fp8pass.hardware import Target, predicted_speedup, target_of, why_no_block_kernel, why_no_fp8
 from fp8pass.report import collect
 
@@ -57,6 +61,8 @@ SQUARE = 8192, 8192, 8192
 QUICK_SHAPES = ((64, 32, 48),)
 
 RECIPES = ("delayed", "dynamic", "rowwise", "blockwise", "mxfp8")
+TORCHAO = ("tensorwise", "rowwise")
+ALL = (*RECIPES, *(f"torchao {recipe}" for recipe in TORCHAO))
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,11 @@ class Bounds:
     worst: float
 
 
-# bfloat16 rounds at 56 dB, e4m3 products have 28 dB and e5m2 gradients 24 (docs/numerics.md); wrong scales or operands
-# leave less than 5. Layers in a row add up their noise.
+# bfloat16 rounds at 56 dB, e4m3 products have 28 dB and e5m2 gradients 24 (docs/numerics.md), at any size; wrong scales
+# or operands leave less than 5. Layers in a row add up their noise: some 4 dB are left below small models on a CPU.
 LINEAR = {"bf16": Bounds(45, 45, 45), "fp8": Bounds(26, 22, 22)}
-MODEL = {"bf16": Bounds(35, 30, 20), "fp8": Bounds(18, 12, 6)}
+LAYER = {"bf16": Bounds(42, 38, 33), "fp8": Bounds(24, 16, 14)}
+LLAMA = {"bf16": Bounds(35, 34, 30), "fp8": Bounds(35, 13, 10)}
 GEMM = {"exact": Bounds(45, 0, 0), "fast_accum": Bounds(25, 0, 0)}  # Hopper's fast accumulation keeps some 14 bits
 
 
@@ -355,7 +362,7 @@ def kernels_of(bench: Bench, call: Callable[[], Any], steps: int = 3) -> dict[st
             torch.cuda.synchronize()
     found: dict[str, list[float]] = {}
     for event in profiled.key_averages():
-        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        on_gpu = event.device_type.name == "CUDA"
         if on_gpu == cuda and not event.is_user_annotation:
             took = event.self_device_time_total if cuda else event.self_cpu_time_total
             found[event.key] = [took / steps / 1e6, event.count / steps]
@@ -390,17 +397,18 @@ class Contender:
     ours: bool = False
 
 
-def contenders(bench: Bench, mode: str | None, min_speedup: float) -> list[Contender]:
+def contenders(bench: Bench, workload: Workload) -> list[Contender]:
     """All that are compared with BF16."""
-    target = bench.target
+    target, mode = bench.target, workload.mode
     no_fp8 = why_no_fp8(bench.device, target)
     found = []
     for recipe in RECIPES:
         no_blocks = why_no_block_kernel(recipe, bench.device, target) if recipe in ("blockwise", "mxfp8") else ""
-        ours = partial(by_fp8pass, recipe=recipe, mode=mode, min_speedup=min_speedup, lowering=bench.lowering)
+        ours = partial(by_fp8pass, recipe=recipe, mode=mode, min_speedup=workload.min_speedup, lowering=bench.lowering)
         found.append(Contender(recipe, ours, no_fp8 or no_blocks, ours=True))
-    peers = ("tensorwise", "rowwise")
-    return found + [Contender(f"torchao {r}", partial(by_torchao, bench, r, mode), no_fp8) for r in peers]
+    peers = TORCHAO if workload.peers else ()
+    found += [Contender(f"torchao {r}", partial(by_torchao, bench, r, mode), no_fp8) for r in peers]
+    return [c for c in found if c.name in bench.recipes]
 
 
 def by_inductor(bench: Bench, mode: str | None, model: nn.Module) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -448,7 +456,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to train. labels: what its points are known by. min_speedup: fp8pass's rule."""
+    """A model to train. labels: what its points are known by. peers: whether they run too."""
 
     make: Callable[[], tuple[Any, ...]]
     labels: dict[str, Any]
@@ -457,6 +465,7 @@ class Workload:
     mode: str | None = None
     optimizer: bool = False
     kernels: bool = False
+    peers: bool = True
 
 
 @dataclass
@@ -478,9 +487,9 @@ def versus_bf16(bench: Bench, section: Section, workload: Workload) -> None:
         found.append(base)
         return fields
 
-    bench.point(section, {**workload.labels, "recipe": "bf16"}, baseline, ours=True)
-    for contender in contenders(bench, workload.mode, workload.min_speedup):
-        why = contender.skip or ("" if found else "there is no BF16 to compare with")
+    of_baseline = bench.point(section, {**workload.labels, "recipe": "bf16"}, baseline, ours=True)
+    for contender in contenders(bench, workload):
+        why = contender.skip or ("" if found else f"no BF16 to compare with, which was {of_baseline}")
         labels = {**workload.labels, "recipe": contender.name}
         measure = partial(against, bench, found[0], contender) if found else dict
         bench.point(section, labels, measure, skip=why, ours=contender.ours)
@@ -559,7 +568,7 @@ def checked(bench: Bench, base: Baseline, subject: Subject, bounds: Bounds) -> d
 
 def cudagraphs_skipped() -> int:
     """How often, in this process, Inductor gave up on a CUDA graph."""
-    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
+    return int(counters["inductor"]["cudagraph_skips"])
 
 
 # ----------------------------------------------------------------------------------------------------------- sections
@@ -613,14 +622,16 @@ def linear_fwd_bwd(bench: Bench, section: Section) -> None:
         versus_bf16(bench, section, Workload(partial(linear, m, k, n), labels, LINEAR, min_speedup=0))
 
 
-def model_section(make: Callable[..., tuple[Any, ...]], **options: Any) -> Callable[[Bench, Section], None]:
+def model_section(
+    make: Callable[..., tuple[Any, ...]], bounds: dict[str, Bounds], **options: Any
+) -> Callable[[Bench, Section], None]:
     """A section that trains one model."""
 
     def section_of_model(bench: Bench, section: Section) -> None:
         sizes = QUICK[make] if bench.quick else {}
         defaults = {name: p.default for name, p in inspect.signature(make).parameters.items()}
         labels = {"op": section.name, **defaults, **sizes}
-        versus_bf16(bench, section, Workload(partial(make, **sizes), labels, MODEL, **options))
+        versus_bf16(bench, section, Workload(partial(make, **sizes), labels, bounds, **options))
 
     return section_of_model
 
@@ -645,7 +656,9 @@ def by_xla(bench: Bench, shape: tuple[int, int, int], found: list[dict[str, Any]
     worker = Path(__file__).parent / "xla_linear.py"
     command = [sys.executable, str(worker), *map(str, shape), "cpu" if bench.device.type == "cpu" else "cuda"]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=bench.left(), env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=max(1, bench.left() - 10), env=environment, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{worker.name} ended with {done.returncode}: {done.stderr[-300:]}")
     found += [judged(fields) for fields in json.loads(done.stdout.splitlines()[-1])]
@@ -673,10 +686,10 @@ class Section:
 SECTIONS = (
     Section("gemm", gemm, 0.1, 3),
     Section("linear_fwd_bwd", linear_fwd_bwd, 0.42, 12),
-    Section("llama_mlp", model_section(llama_mlp, kernels=True), 0.57, 20),
-    Section("llama_block", model_section(llama_block), 0.74, 30),
-    Section("llama_step", model_section(llama, optimizer=True), 0.9, 40),
-    Section("cudagraphs", model_section(llama_mlp, mode="reduce-overhead"), 0.95, 15),
+    Section("llama_mlp", model_section(llama_mlp, LAYER, kernels=True), 0.57, 20),
+    Section("llama_block", model_section(llama_block, LAYER), 0.74, 30),
+    Section("llama_step", model_section(llama, LLAMA, optimizer=True), 0.9, 40),
+    Section("cudagraphs", model_section(llama_mlp, LAYER, mode="reduce-overhead", peers=False), 0.95, 15),
     Section("xla", xla, 1, 20),
 )
 
@@ -710,6 +723,7 @@ class Bench:
     budget: float
     path: Path
     clock: EventClock | WallClock
+    recipes: Sequence[str] = ALL
     seconds_per_point: float = 0.6
     started: float = field(default_factory=time.perf_counter)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -738,13 +752,14 @@ class Bench:
         measure: Callable[[], dict[str, Any]],
         skip: str = "",
         ours: bool = False,
-    ) -> None:
-        """Measure one point, whatever becomes of it, and write down what was found so far.
+    ) -> str:
+        """Measure one point, whatever becomes of it, and write down what was found so far. Returns its status.
 
         skip: why it is not to be measured. ours: a failure is one of this run, and not a peer's.
         """
         fields = {"status": f"skipped: {skip}"} if skip else self.attempt(section, measure)
         self.record(section, {**labels, **fields}, ours)
+        return str(fields["status"])
 
     def record(self, section: Section, row: dict[str, Any], ours: bool = False) -> None:
         """Print a row, and write it down."""
@@ -781,17 +796,20 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def run(self, chosen: Sequence[str]) -> None:
-        """All sections, each of which stands as out of time until it has begun."""
+    def plan(self, chosen: Sequence[str]) -> None:
+        """Every section stands as out of time until it has begun."""
         for section in SECTIONS:
             why = OUT_OF_TIME if section.name in chosen else "skipped: not among --sections"
             self.sections[section.name] = {"status": why, "points": []}
+
+    def run(self, chosen: Sequence[str]) -> None:
+        """The chosen sections."""
         for section in SECTIONS:
             if section.name in chosen:
                 print(f"\n{section.name}", flush=True)
                 section.run(self, section)
-                begun = any(p["status"] != OUT_OF_TIME for p in self.sections[section.name]["points"])
-                self.sections[section.name]["status"] = "done" if begun else OUT_OF_TIME
+                found = self.sections[section.name]
+                found["status"] = "done" if "slowest_point" in found else found["points"][0]["status"]
         self.write()
 
     def write(self) -> None:
@@ -802,6 +820,7 @@ class Bench:
             "budget_seconds": self.budget,
             "seconds": self.budget - self.left(),
             "bad": self.bad,
+            "recipes": list(self.recipes),
             "environment": self.environment,
             "sections": self.sections,
         }
@@ -896,6 +915,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script, measures nothing")
     parser.add_argument("--kernels", action="store_true", help="profile the MLP: the share of GEMMs, kernel by kernel")
     parser.add_argument("--sections", nargs="+", choices=[s.name for s in SECTIONS], default=[s.name for s in SECTIONS])
+    parser.add_argument("--recipes", nargs="+", choices=ALL, default=ALL, help="of layers and models")
     parser.add_argument("--minutes", type=float, default=7.5, help="ends after this time at the latest (7.5)")
     parser.add_argument("--json", type=Path, default=Path("h200.json"))
     chosen = parser.parse_args(arguments)
@@ -907,7 +927,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)  # tiny sizes
     device = torch.device(chosen.device, 0) if chosen.device == "cuda" else torch.device("cpu")
     clock = EventClock(device) if chosen.device == "cuda" else WallClock()
-    bench = Bench(device, chosen.quick, chosen.kernels, chosen.minutes * 60, chosen.json, clock)
+    bench = Bench(device, chosen.quick, chosen.kernels, chosen.minutes * 60, chosen.json, clock, chosen.recipes)
+    bench.plan(chosen.sections)
     watchdog = threading.Timer(bench.budget, bench.stop)
     watchdog.daemon = True
     watchdog.start()
@@ -917,7 +938,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(bench.environment))
     warnings.filterwarnings("ignore", message="fp8pass: .* kernels exist")
     # one graph per contender and shape of the same code; and a cache hit would leave no verdicts to report
-    with dynamo_config.patch(recompile_limit=64), functorch_config.patch(enable_autograd_cache=False):
+    with dynamo_config.patch(recompile_limit=256), functorch_config.patch(enable_autograd_cache=False):
         bench.run(chosen.sections)
     if device.type == "cuda":
         bench.environment["after"] = state_of_gpu()

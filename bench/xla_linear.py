@@ -139,4 +139,4 @@ def main(m: int, k: int, n: int, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -10,6 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
@@ -62,6 +63,7 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "counters",
     "current_graph_task_id",
     "detect_fake_mode",
     "dynamo_config",
