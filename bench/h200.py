@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fp8pass._torch import counters, dynamo_config, functorch_config
-from fp8pass.hardware import Target, predicted_speedup, target_of, why_no_block_kernel, why_no_fp8
+from fp8pass.hardware import Target, predicted_speedup, scales_rows, target_of, why_no_block_kernel, why_no_fp8
 from fp8pass.report import collect
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -407,8 +407,16 @@ def contenders(bench: Bench, workload: Workload) -> list[Contender]:
         ours = partial(by_fp8pass, recipe=recipe, mode=mode, min_speedup=workload.min_speedup, lowering=bench.lowering)
         found.append(Contender(recipe, ours, no_fp8 or no_blocks, ours=True))
     peers = TORCHAO if workload.peers else ()
-    found += [Contender(f"torchao {r}", partial(by_torchao, bench, r, mode), no_fp8) for r in peers]
+    for recipe in peers:
+        why = no_fp8 or why_no_kernel(bench, recipe)
+        found.append(Contender(f"torchao {recipe}", partial(by_torchao, bench, recipe, mode), why))
     return [c for c in found if c.name in bench.recipes]
+
+
+def why_no_kernel(bench: Bench, recipe: str) -> str:
+    """Why `torch._scaled_mm` has no kernel here for tensorwise or rowwise scales; "" if it has."""
+    rows = recipe == "tensorwise" or scales_rows(bench.device, bench.target)
+    return "" if rows else "torch._scaled_mm takes no scales for rows on this device"
 
 
 def by_inductor(bench: Bench, mode: str | None, model: nn.Module) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -580,7 +588,8 @@ def gemm(bench: Bench, section: Section) -> None:
         for recipe in ("tensorwise", "rowwise"):
             for fast in (True, False):
                 labels = {"op": "gemm", "m": m, "k": k, "n": n, "recipe": recipe, "fast_accum": fast}
-                bench.point(section, labels, partial(one_gemm, bench, (m, k, n), recipe, fast), ours=True)
+                why = why_no_fp8(bench.device, bench.target) or why_no_kernel(bench, recipe)
+                bench.point(section, labels, partial(one_gemm, bench, (m, k, n), recipe, fast), why, ours=True)
 
 
 def one_gemm(bench: Bench, shape: tuple[int, int, int], recipe: str, fast: bool) -> dict[str, Any]:
@@ -684,13 +693,13 @@ class Section:
 
 
 SECTIONS = (
-    Section("gemm", gemm, 0.1, 3),
-    Section("linear_fwd_bwd", linear_fwd_bwd, 0.42, 12),
-    Section("llama_mlp", model_section(llama_mlp, LAYER, kernels=True), 0.57, 20),
-    Section("llama_block", model_section(llama_block, LAYER), 0.74, 30),
-    Section("llama_step", model_section(llama, LLAMA, optimizer=True), 0.9, 40),
-    Section("cudagraphs", model_section(llama_mlp, LAYER, mode="reduce-overhead", peers=False), 0.95, 15),
-    Section("xla", xla, 1, 20),
+    Section("gemm", gemm, 0.08, 3),
+    Section("linear_fwd_bwd", linear_fwd_bwd, 0.36, 12),
+    Section("llama_mlp", model_section(llama_mlp, LAYER, kernels=True), 0.5, 20),
+    Section("llama_block", model_section(llama_block, LAYER), 0.66, 30),
+    Section("llama_step", model_section(llama, LLAMA, optimizer=True), 0.8, 40),
+    Section("cudagraphs", model_section(llama_mlp, LAYER, mode="reduce-overhead", peers=False), 0.87, 15),
+    Section("xla", xla, 1, 40),
 )
 
 
@@ -782,6 +791,8 @@ class Bench:
             fields = measure()
         except ImportError as error:
             fields = {"status": f"skipped: {error}"}
+        except subprocess.TimeoutExpired:
+            fields = {"status": OUT_OF_TIME}
         except FAILURES as error:
             fields = {"status": f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         took = time.perf_counter() - begun

@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8pass.hardware import scales_rows
+
 CPU = torch.device("cpu")
 NAMES = [s.name for s in h200.SECTIONS]
 OURS, BLOCKS = ["delayed", "dynamic", "rowwise"], ["blockwise", "mxfp8"]
@@ -70,7 +72,9 @@ def test_dry_run_of_single_matmuls(tmp_path: Path) -> None:
     assert [(p["recipe"], p["fast_accum"]) for p in gemms] == [
         (recipe, fast) for recipe in ("tensorwise", "rowwise") for fast in (True, False)
     ]
-    assert [p["op"] for p in gemms] == ["gemm"] * 4 and all(p["sqnr_db"]["output"] > 50 for p in gemms)
+    no_rows = "" if scales_rows(CPU, None) else "skipped: torch._scaled_mm takes no scales for rows on this device"
+    assert [p["status"] for p in gemms] == ["ok", "ok", no_rows or "ok", no_rows or "ok"]
+    assert all(p["op"] == "gemm" and p["sqnr_db"]["output"] > 50 for p in gemms if p["status"] == "ok")
     hold(layers, [*OURS, *BLOCKS, *PEERS], h200.LINEAR)
     assert all(p["status"] == "ok" or p["status"].startswith("skipped: ") for p in xla)
     for point in (*gemms, *layers, *xla):
