@@ -563,7 +563,9 @@ def checked(bench: Bench, base: Baseline, subject: Subject, bounds: Bounds) -> d
     fields: dict[str, Any] = {"status": f"wrong: {wrong}" if wrong else "ok", "sqnr_db": found}
     fields["compile_seconds"] = warm
     if base.workload.mode == "reduce-overhead":
-        fields["cudagraphs_skipped"] = cudagraphs_skipped() - skipped
+        fields["cudagraphs_skipped"] = count = cudagraphs_skipped() - skipped
+        if count and bench.device.type == "cuda" and not wrong:
+            fields["status"] = f"wrong: {count} CUDA graphs skipped; TORCH_LOGS=cudagraphs says why"
     if base.workload.optimizer:
         subject.optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-5, fused=True)
         subject.step()
@@ -867,8 +869,6 @@ def line(row: dict[str, Any]) -> str:
         text += f"{times} {ratio} {memory}  dB: {noise}{'  host-bound' if row.get('host_bound') else ''}"
     if "kernels" in row:
         text += f"  GEMMs {row['kernels']['gemm_share']:.0%} of {row['kernels']['launches']:.0f} launches' time"
-    if row.get("cudagraphs_skipped"):
-        text += f"  {row['cudagraphs_skipped']} CUDA graphs skipped"
     return text + ("" if row["status"] == "ok" else f"  {row['status']}")
 
 
