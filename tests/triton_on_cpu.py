@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import sys
 import tempfile
@@ -28,7 +29,10 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_heuristics
 from triton.runtime import interpreter
 
-from tests import pretend_gpu
+from fp8pass.hardware import TARGETS
+from fp8pass.pretend import Pretended
+from fp8pass.slots import registry
+from tests.pretend_gpu import has_history
 
 DTYPES = {
     tl.float32: torch.float32,
@@ -69,25 +73,25 @@ class Kernel:
         function[grid](**given, **choice.kwargs)
 
 
-def load_kernel(_: Any, name: str, source: str, device_str: str) -> Kernel:
+def load_kernel(gpu: Pretended, _: Any, name: str, source: str, device_str: str) -> Kernel:
     """In place of `AsyncCompile.triton`."""
     file = Path(tempfile.mkdtemp()) / f"{name}.py"
     file.write_text(source)  # the interpreter reads it again
     module = types.ModuleType(name)
     vars(module)["__file__"] = str(file)
-    with pretend_gpu.pretended():
+    with gpu.there():
         exec(compile(source, file, "exec"), vars(module))
     vars(module)["libdevice"] = tl.math  # NVIDIA's library of the same functions is none for the interpreter
     return Kernel(getattr(module, name))
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
+def on_cpu(gpu: Pretended) -> Iterator[None]:
     """Within it, generated code loads, and its memory is the CPU's."""
     guards: Any = torch._C._dynamo.guards
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (async_compile.AsyncCompile, "triton", load_kernel),
+            (async_compile.AsyncCompile, "triton", functools.partial(load_kernel, gpu)),
             (guards, "_empty_strided_cuda", guards._empty_strided_cpu),
             (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
             (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
@@ -171,7 +175,7 @@ def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterato
     assert not left
 
 
-def run_code(code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
+def run_code(gpu: Pretended, code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
     """Call generated code; returns its outputs and what its scaled matmuls were called with."""
     matmuls: list[Matmul] = []
     kernels: Any = select_algorithm.extern_kernels
@@ -181,22 +185,23 @@ def run_code(code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Seque
         matmuls.append(tuple(x.clone() for x in args[:4]))
         return real(*args, **kwargs)
 
-    with on_cpu(), mock.patch.object(kernels, "_scaled_mm", scaled_mm):
+    with on_cpu(gpu), mock.patch.object(kernels, "_scaled_mm", scaled_mm):
         return code(inputs), matmuls
 
 
-def both(found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool) -> Any:
+def both(
+    gpu: Pretended, found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool
+) -> Any:
     """Inductor's inner_compile: what runs the graph op by op and its code, compares, and appends to `found`."""
     graph = copy.deepcopy(module)
-    codes: list[str] = []
-    pretend_gpu.generate(codes, module, inputs, is_backward)
-    with on_cpu():
-        code = PyCodeCache.load(codes[0]).call
+    generated = gpu.generate(module, inputs, is_backward)
+    with on_cpu(gpu):
+        code = PyCodeCache.load(generated.code).call
 
     def call(args: list[Any]) -> Any:
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in args]
         copies = copy.deepcopy(inputs)  # what shares memory shares it there, too
-        outputs, matmuls = run_code(code, list(copies))
+        outputs, matmuls = run_code(gpu, code, list(copies))
         reference = OpByOp(graph)
         wanted = reference.run(*inputs)
         pairs = [("output", w, g) for w, g in zip(wanted, outputs, strict=True)]
@@ -209,7 +214,7 @@ def both(found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any],
     return call
 
 
-def train(recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
+def train(gpu: Pretended, recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
     """Steps of a block with a bias, an odd width and a residual; for each call of a graph, what was compared."""
     from tests.models import Block
 
@@ -217,9 +222,9 @@ def train(recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
     model = Block(32, 24).to(dtype)
 
     def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **_: Any) -> Any:
-        return both(found, module, inputs, is_backward)
+        return both(gpu, found, module, inputs, is_backward)
 
-    with pretend_gpu.lowered_by(inner):
+    with gpu.compiles(inner):
         run = torch.compile(model, backend="fp8pass", options={"recipe": recipe, "strict": True})
         for _ in range(steps):
             x = torch.randn(16, 32, dtype=dtype, requires_grad=True)
@@ -228,11 +233,12 @@ def train(recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
 
 
 def main() -> None:
-    pretend_gpu.install()
+    gpu = Pretended(TARGETS["h100"])
+    registry.on_new.append(has_history)
     torch.manual_seed(0)
     recipe, dtype, steps = sys.argv[1:4]
     with config.patch(emulate_precision_casts="emulate" in sys.argv):
-        found = train(recipe, getattr(torch, dtype), int(steps))
+        found = train(gpu, recipe, getattr(torch, dtype), int(steps))
     print(json.dumps([[asdict(c) for c in call] for call in found]))
 
 
