@@ -26,7 +26,8 @@ class Node(Protocol):
 
     ancestors: Any
 
-    def get_operation_names(self) -> Any: ...
+    def get_operation_names(self) -> Any:
+        """The names of its own operations."""
 
 
 def groups(nodes: Sequence[Node], small: Sequence[bool]) -> list[list[Node]]:
@@ -43,7 +44,11 @@ class _Grouping:
     def __init__(self, nodes: Sequence[Node], small: Sequence[bool]) -> None:
         self.nodes = nodes
         of = {name: i for i, n in enumerate(nodes) for name in n.get_operation_names()}
-        self.before = [{of[name] for name in n.ancestors if name in of} - {i} for i, n in enumerate(nodes)]
+        self.before: list[set[int]] = []
+        """Of each node all that come before it. Inductor's own sets do not know what was fused with an ancestor later."""
+        for i, node in enumerate(nodes):
+            near = {of[name] for name in node.ancestors if of.get(name, i) < i}
+            self.before.append(near.union(*(self.before[j] for j in near)))
         self.small = [i for i, is_small in enumerate(small) if is_small]
         depths: dict[int, int] = {}
         for i in (i for i, is_small in enumerate(small) if not is_small):

@@ -135,13 +135,13 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph, m: Match) -> None:
         self.m = m
         self.build = Builder(graph, QuantizeTiles.name)
-        self.chunks = _chunks(m.rows, m.columns)
         self.has_amax = False
         self.quantized: list[fx.Node] = []
 
     def rewrite(self) -> None:
         m, q = self.m, self.m.quantize
-        shape = [self.chunks, m.rows // self.chunks, m.columns]
+        chunks = _chunks(m.rows, m.columns)
+        shape = [chunks, m.rows // chunks, m.columns]
         at = _earliest(q.x.users)
         tiles = self.build.emit(at, aten.reshape.default, q.x, shape)
         if q.x.op != "placeholder" and len(q.x.users) > 2:
