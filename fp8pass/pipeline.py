@@ -30,7 +30,7 @@ from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.passes.slot_vectors import SlotVectors
+from fp8pass.passes.make_once import MakeOnce
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.verify import verify
@@ -65,7 +65,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
 
 def kernel_passes() -> list[Pass]:
     """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [QuantizeTiles(), SlotVectors()]
+    return [QuantizeTiles(), MakeOnce()]
 
 
 class KernelPasses(CustomGraphPass):

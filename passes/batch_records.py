@@ -104,6 +104,8 @@ def _pin(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.copy_.default and node not in backward:
             _must_save(node.args[1])
+        elif node.target is aten.select.int and val(node).dim() == 0 and node.args[0] not in backward:
+            _must_save(node.args[0])  # the scales of all slots: made once, in the forward
 
 
 def _must_save(node: Any) -> None:

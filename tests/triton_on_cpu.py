@@ -73,7 +73,7 @@ class Kernel:
         function[grid](**given, **choice.kwargs)
 
 
-def load_kernel(gpu: Pretended, _: Any, name: str, source: str, device_str: str) -> Kernel:
+def load_kernel(gpu: Pretended, name: str, source: str, device_str: str) -> Kernel:
     """In place of `AsyncCompile.triton`."""
     file = Path(tempfile.mkdtemp()) / f"{name}.py"
     file.write_text(source)  # the interpreter reads it again
@@ -189,6 +189,14 @@ def run_code(gpu: Pretended, code: Callable[[list[Any]], Any], inputs: list[Any]
         return code(inputs), matmuls
 
 
+def _written(module: fx.GraphModule) -> list[int]:
+    """The inputs that a graph writes. Others its code may overwrite, once done with them: tensors saved for it alone."""
+    nodes = list(module.graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    written = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
+    return [i for i, p in enumerate(placeholders) if p in written]
+
+
 def both(
     gpu: Pretended, found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool
 ) -> Any:
@@ -205,7 +213,7 @@ def both(
         reference = OpByOp(graph)
         wanted = reference.run(*inputs)
         pairs = [("output", w, g) for w, g in zip(wanted, outputs, strict=True)]
-        pairs += [("input", w, g) for w, g in zip(inputs, copies, strict=True)]
+        pairs += [("input", inputs[i], copies[i]) for i in _written(graph)]
         tensors = [compare(what, w, g) for what, w, g in pairs if isinstance(w, Tensor)]
         found.append([*tensors, *compared_matmuls(reference.matmuls, matmuls)])
         return wanted

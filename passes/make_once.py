@@ -1,12 +1,14 @@
-"""What is computed for all slots of a graph at once is computed once, and in one piece.
+"""What several kernels read is computed once, and in one piece.
 
 before   amax: f32[T] = cat([amax_forward: f32[F], amax_backward: f32[T - F]])
          scale: f32[T] = where(...);  copy_(scale_buffer, scale)
 after    amax          = where(arange(T) < F, pad(amax_forward), pad(amax_backward))
          scale         = force_stride_order(where(...));  copy_(scale_buffer, scale)
+before   x_q: f8[M, K]      = quantize(x);  y = _scaled_mm(x_q, ...);  z = _scaled_mm(x_q, ...)
+after    x_q                = force_stride_order(quantize(x))
 changes  nothing
 
-A cat of inputs is a launch of its own, which an elementwise op is not. And what is written to a buffer Inductor would
+Inductor would quantize anew for each matmul, whose operands have to have a certain layout. A cat of inputs is a launch of its own, which an elementwise op is not. And what is written to a buffer Inductor would
 compute again in every kernel that reads an element of it, from the buffer as it was, which then has to be kept.
 
 Runs on the graphs of forward and backward, after they were cut apart.
@@ -21,8 +23,9 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import ONE_STAGE, Builder, is_tensor, val
-from fp8pass.passes.patterns import aten
+from fp8pass.passes.patterns import CASTS, VIEWS, aten, dtype_of, readers
 from fp8pass.rewrite import Context
+from fp8pass.scaling import FP8_DTYPES
 
 MOST = 1 << 12
 """Elements of a vector that is worth it."""
@@ -31,10 +34,10 @@ MOST_AMAXES = 1 << 21
 """Of the histories of 2,048 slots in 1,024 steps."""
 
 
-class SlotVectors:
-    """Small cats, and small values that are written to buffers."""
+class MakeOnce:
+    """Vectors of slots, and operands of several matmuls."""
 
-    name = "slot_vectors"
+    name = "make_once"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite all of them."""
@@ -45,11 +48,12 @@ class SlotVectors:
             (joined,) = build.inline(cat, _joined, *cat.args[0])
             cat.replace_all_uses_with(joined)
             graph.erase_node(cat)
-        for value in dict.fromkeys(v for v in written if v not in cats):
+        shared = [n for n in graph.nodes if _is_shared_operand(n)]
+        for value in dict.fromkeys([*(v for v in written if v not in cats), *shared]):
             self._make_here(build, value)
         for node in filter(_is_small_amax, graph.nodes):
             node.meta[ONE_STAGE] = True
-        return len(cats) + len(written)
+        return len(cats) + len(written) + len(shared)
 
     def _make_here(self, build: Builder, value: fx.Node) -> None:
         made = build.emit(value.next, FORCE_STRIDE_ORDER, value, list(val(value).stride()))
@@ -87,6 +91,15 @@ def _vector(node: fx.Node) -> fx.Node | None:
         return None
     computed = value.op == "call_function" and value.target is not FORCE_STRIDE_ORDER
     return value if computed and val(value).dim() > 0 and _is_small(val(value)) else None
+
+
+def _is_shared_operand(node: fx.Node) -> bool:
+    """Whether this is the cast to float8 of what several matmuls read."""
+    return node.target in CASTS and dtype_of(node) in FP8_DTYPES and len(_matmuls(node)) > 1
+
+
+def _matmuls(x_q: fx.Node) -> set[fx.Node]:
+    return {u for u in readers(x_q, lambda n: n.target in VIEWS) if u.target is aten._scaled_mm.default}
 
 
 def _is_small(x: Tensor) -> bool:
