@@ -46,8 +46,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fp8pass._torch import counters, dynamo_config, functorch_config
-from fp8pass.hardware import Target, predicted_speedup, scales_rows, target_of, why_no_block_kernel, why_no_fp8
+from fp8pass.hardware import Target, scales_rows, target_of, why_no_block_kernel, why_no_fp8
+from fp8pass.recipes import DelayedScaling
 from fp8pass.report import collect
+from fp8pass.roofline import predicted_speedup
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 OUT_OF_TIME = "skipped: out of time"
@@ -629,7 +631,7 @@ def linear_fwd_bwd(bench: Bench, section: Section) -> None:
     for m, k, n in QUICK_SHAPES if bench.quick else SHAPES:
         labels: dict[str, Any] = {"op": "linear_fwd_bwd", "m": m, "k": k, "n": n}
         if bench.target is not None:
-            labels["predicted_speedup"] = predicted_speedup(m, k, n, 2, True, bench.target)
+            labels["predicted_speedup"] = predicted_speedup(bench.target, m, k, n, DelayedScaling())
         versus_bf16(bench, section, Workload(partial(linear, m, k, n), labels, LINEAR, min_speedup=0))
 
 

@@ -140,7 +140,10 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
 def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     """The same graphs, run op by op."""
 
+    kernel_passes = KernelPasses(pipeline.config)
+
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
+        kernel_passes(graph_module.graph)
         placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
         replaced = {placeholders.index(n.args[0]) for n in graph_module.graph.nodes if _replaces_input(n)}
         return make_boxed_func(functools.partial(_run_unseen, graph_module.forward, replaced))

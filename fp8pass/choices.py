@@ -38,14 +38,19 @@ class Choices(InductorChoices):
             return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
         return kernel_kwargs
 
-    def reduction_split_factor(self, device: torch.device, reduction_numel_hint: Any, *sizes: Any, **how: Any) -> Any:
+    # static or not, by version of torch
+    def reduction_split_factor(  # type: ignore[override]
+        self, device: torch.device, reduction_numel_hint: Any, *sizes: Any, **how: Any
+    ) -> Any:
         """No second stage for what has few enough elements, or was cut already, and is one launch without."""
         node = Virtualized.graph.current_node
         if node is not None and (_is_tiled(node) or ONE_STAGE in node.meta) and reduction_numel_hint <= MAX_PARTIALS:
             return 1
         return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
 
-    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+    def can_fuse(  # type: ignore[override]
+        self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
+    ) -> bool:
         """Nothing fuses the two orientations of a tensor before either is fused with its amax.
 
         The amax decides the order of loops, and can't change that of a pair.

@@ -45,7 +45,7 @@ class _Grouping:
         self.nodes = nodes
         of = {name: i for i, n in enumerate(nodes) for name in n.get_operation_names()}
         self.before: list[set[int]] = []
-        """Of each node all that come before it. Inductor's own sets do not know what was fused with an ancestor later."""
+        """Of each node all that come before it. Inductor's sets do not know what was fused with an ancestor later."""
         for i, node in enumerate(nodes):
             near = {of[name] for name in node.ancestors if of.get(name, i) < i}
             self.before.append(near.union(*(self.before[j] for j in near)))

@@ -7,7 +7,7 @@ pose as outputs of the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -25,14 +25,15 @@ class Partition(CustomPartitionerFn):
         self.own = own
 
     def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The graphs of forward and backward; nodes marked SAVED are in the former, and read by the latter."""
         cut: Partitioner = self.own or min_cut_partition
         saved = [n for n in gm.graph.nodes if SAVED in n.meta]
-        _insert_outputs(gm.graph, num_fwd_outputs, saved)
-        forward, backward = cut(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs + len(saved), **kwargs)
-        _remove_outputs(forward, num_fwd_outputs, len(saved))
+        end = kwargs.pop("num_fwd_outputs")
+        _insert_outputs(gm.graph, end, saved)
+        forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
+        _remove_outputs(forward, end, len(saved))
         return forward, backward
 
     def uuid(self) -> Any:
@@ -53,16 +54,9 @@ def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
     if not count:
         return
     output = module.graph.output_node()
-    for holder, key in (
-        (output.args[0], None),
-        (output.meta.get("desc"), "desc"),
-        (output.meta.get("output_stack_traces"), "output_stack_traces"),
-    ):
-        if holder is None:
-            continue
-        left = [*holder[:position], *holder[position + count :]]  # type: ignore[index]
-        if key is None:
-            output.args = (tuple(left),)
-        else:
-            output.meta[key] = left
+    values: Any = output.args[0]
+    output.args = ((*values[:position], *values[position + count :]),)
+    for key in ("desc", "output_stack_traces"):
+        if (described := output.meta.get(key)) is not None:
+            output.meta[key] = [*described[:position], *described[position + count :]]
     module.recompile()

@@ -26,11 +26,11 @@ from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.lift_scale_states import lift_scale_states
+from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.passes.make_once import MakeOnce
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.verify import verify

@@ -270,6 +270,7 @@ class Pretended:
     def generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
     ) -> Generated:
+        """The code of a graph of fake CPU tensors, which becomes one of the GPU's."""
         mode = next(v.fake_mode for v in inputs if isinstance(v, Tensor))
         with mode:
             on_gpu = [_moved(v) for v in inputs]
@@ -425,6 +426,8 @@ def _moved(value: Any) -> Any:
 
 
 def returns(outputs: Sequence[Any]) -> Callable[..., Any]:
+    """What stands for compiled code: returns uninitialized tensors like `outputs`."""
+
     def call(_: Any) -> list[Any]:
         return [
             torch.empty_strided(o.size(), o.stride(), dtype=o.dtype) if isinstance(o, Tensor) else o for o in outputs

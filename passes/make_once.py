@@ -2,14 +2,15 @@
 
 before   amax: f32[T] = cat([amax_forward: f32[F], amax_backward: f32[T - F]])
          scale: f32[T] = where(...);  copy_(scale_buffer, scale)
-after    amax          = where(arange(T) < F, pad(amax_forward), pad(amax_backward))
+after    amax          = where(arange(T) < F, amax_forward[...], amax_backward[...])
          scale         = force_stride_order(where(...));  copy_(scale_buffer, scale)
 before   x_q: f8[M, K]      = quantize(x);  y = _scaled_mm(x_q, ...);  z = _scaled_mm(x_q, ...)
 after    x_q                = force_stride_order(quantize(x))
 changes  nothing
 
-Inductor would quantize anew for each matmul, whose operands have to have a certain layout. A cat of inputs is a launch of its own, which an elementwise op is not. And what is written to a buffer Inductor would
-compute again in every kernel that reads an element of it, from the buffer as it was, which then has to be kept.
+Inductor would quantize anew for each matmul, whose operands have to have a certain layout. A cat of inputs is a launch
+of its own, which an elementwise op is not. And what is written to a buffer Inductor would compute again in every kernel
+that reads an element of it, from the buffer as it was, which then has to be kept.
 
 Runs on the graphs of forward and backward, after they were cut apart.
 """

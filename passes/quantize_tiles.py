@@ -35,7 +35,7 @@ from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES, quantize
 
 ROWS, COLUMNS = 64, 24576
-"""A tile's height at least, and about how many columns in all: 64 to a program make three programs for each of 132 SMs."""
+"""A tile's height at least; about how many columns in all: 64 to a program make three programs for each of 132 SMs."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _is_column_sum(node: fx.Node, m: Match) -> bool:
     x, dims = first(node), node.args[1]
     leading = list(range(val(x).dim() - 1))
     is_matrix = x is m.quantize.x or (x.target in RESHAPES and first(x) is m.quantize.x)
-    return is_matrix and val(x).shape[-1] == m.columns and sorted(dims) == leading  # type: ignore[type-var, arg-type]
+    return is_matrix and val(x).shape[-1] == m.columns and sorted(dims) == leading  # type: ignore[arg-type]
 
 
 def _chunks(rows: int, columns: int) -> int:

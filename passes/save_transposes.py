@@ -1,8 +1,8 @@
 """Transposed FP8 copies that the backward needs are written in the forward, where that moves fewer bytes.
 
 before   w_q: f8[N, K] = quantize(w: bf16[N, K])           forward, read by `_scaled_mm`
-         w_t: f8[K, N] = clone(permute(w_q))                read by the backward only: the partitioner would quantize `w`
-                                                            once more there, since `w` is at hand
+         w_t: f8[K, N] = clone(permute(w_q))                read by the backward only: the partitioner would quantize
+                                                            `w` once more there, since `w` is at hand
 after    w_t is marked to be saved: Inductor writes it with w_q, in the one kernel that reads `w`
 changes  nothing but when it is computed
 
@@ -70,7 +70,8 @@ def _readers(x_q: fx.Node) -> list[fx.Node]:
 
 def _made_of(x_q: fx.Node) -> set[fx.Node]:
     """What has to be read from memory to compute `x_q` elementwise; scales aside."""
-    found, seen, todo = set(), {x_q}, [x_q]
+    found: set[fx.Node] = set()
+    seen, todo = {x_q}, [x_q]
     while todo:
         for node in todo.pop().all_input_nodes:
             if node in seen or not is_tensor(node) or has_one_element(node):
