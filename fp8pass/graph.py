@@ -19,6 +19,8 @@ from fp8pass._torch import EXACT_INPUTS, FakeTensorMode, detect_fake_mode, enabl
 MADE_BY = "fp8pass"
 SAVED = "fp8pass_saved"
 """The key in `node.meta` of what the forward computes and only the backward reads: see `partition.py`."""
+RECORDED = "fp8pass_recorded"
+"""The key of the amaxes of a graph's slots merged into those of the step, each once; the value is `on_nonfinite`."""
 ONE_STAGE = "fp8pass_one_stage"
 """The key of reductions that are to be one launch, and not cut up for more parallelism: see `choices.py`."""
 WITH_AMAX = "fp8pass_with_amax"

@@ -21,6 +21,7 @@ from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph import readable
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import annotate
+from fp8pass.passes.batch_amaxes import BatchAmaxes
 from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize
@@ -65,7 +66,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
 
 def kernel_passes() -> list[Pass]:
     """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [QuantizeTiles(), MakeOnce()]
+    return [QuantizeTiles(), BatchAmaxes(), MakeOnce()]
 
 
 class KernelPasses(CustomGraphPass):

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass.graph import Builder, val
+from fp8pass.graph import RECORDED, Builder, val
 from fp8pass.ops import RECORD
 from fp8pass.passes.matmuls import backward_nodes
 from fp8pass.passes.patterns import aten
@@ -75,9 +75,12 @@ def _batch(build: Builder, chain: list[fx.Node]) -> None:
     def update(amax: Any, *new: Any) -> Any:
         return merge_amax(amax, torch.stack(new), on_nonfinite)
 
-    for uses in _rounds(chain):
+    rounds = _rounds(chain)
+    for uses in rounds:
         new = [uses.get(i) or _nothing(build, last, amax) for i in range(val(amax).shape[0])]
         (amax,) = build.inline(last, update, amax, *new)
+    if len(rounds) == 1:
+        amax.meta[RECORDED] = on_nonfinite
     last.replace_all_uses_with(amax)
 
 

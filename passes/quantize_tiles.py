@@ -123,8 +123,7 @@ class QuantizeTiles:
         rewriters = [_Rewriter(graph, m) for m in found]
         for rewriter in rewriters:
             (rewriter.rewrite if check(rewriter.m) else rewriter.move)()
-        with_amax = {(r.m.rows, r.m.columns) for r in rewriters if r.has_amax}
-        for node in [q for r in rewriters if (r.m.rows, r.m.columns) in with_amax for q in r.quantized]:
+        for node in [q for r in rewriters if r.has_amax for q in r.quantized]:
             node.meta[WITH_AMAX] = True
         if found:
             graph.eliminate_dead_code()

@@ -1,0 +1,225 @@
+"""The last stages of amaxes that are needed at the same time become one, which records them as well.
+
+before   amax_0: f32[] = amax(rows_0: bf16[R])             ... for every slot
+         s_0: f32[]    = where(isfinite(amax_0), reciprocal(scale_0), nan)
+         y             = _scaled_mm(x_q, w_q, s_0, s_1)
+         copy_(amaxes: f32[F], merge_amax(before: f32[F], cat([amax_0, amax_1, ...])))
+after    amax: f32[n]  = amax(stack([rows_0, rows_1, ...]), 1)
+         s: f32[n]     = where(isfinite(amax), reciprocal(stack([scale_0, ...])), nan)
+         y             = _scaled_mm(x_q, w_q, s[0], s[1])
+         copy_(amaxes[:n], merge_amax(before[:n], amax))
+changes  nothing
+
+One group for each depth: operands of the same matmuls, and of others that do not wait for these. A weight waits for what
+it is multiplied with, so that not all weights of a model are quantized at its beginning.
+
+Runs on the graphs of forward and backward, after they were cut apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass.graph import RECORDED, Builder, is_tensor, val
+from fp8pass.passes.patterns import CASTS, VIEWS, aten, dtype_of, first
+from fp8pass.rewrite import Context
+from fp8pass.scaling import merge_amax
+
+MOST = 8
+"""Slots in one group: each program of its kernel reads the indices of all."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One record. index: its entry. whole: the amax; partial: what it is taken of. inverse: the `where` of scale_inv."""
+
+    index: int
+    whole: fx.Node
+    partial: fx.Node
+    inverse: fx.Node
+    depth: int = 0
+
+    @property
+    def scale(self) -> fx.Node:
+        """f32[]."""
+        return first(first_of(self.inverse.args[1]))
+
+
+@dataclass(frozen=True)
+class Match:
+    """The records that one `copy_` writes."""
+
+    copy: fx.Node
+    slots: list[Slot]
+
+
+def match(copy: fx.Node) -> Match | None:
+    """The records of a graph; None where not every slot is of the form above, once."""
+    if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
+        return None
+    new = first_of(copy.args[1].args[1])
+    while new.target is not aten.cat.default:
+        sources = [a for a in new.args if is_tensor(a) and val(a).dim() == 1 and dtype_of(a) != torch.bool]
+        if len(sources) != 1:
+            return None
+        new = first_of(sources[0])
+    parts: Any = new.args[0]
+    slots = [_slot(i, first(part)) for i, part in enumerate(parts)]
+    found = [s for s in slots if s is not None]
+    return Match(copy, found) if len(found) == len(slots) else None
+
+
+def first_of(x: Any) -> fx.Node:
+    """x, which is a node."""
+    assert isinstance(x, fx.Node), x
+    return x
+
+
+def _slot(index: int, amax: fx.Node) -> Slot | None:
+    whole = amax
+    if whole.target in CASTS:
+        whole = first(whole)
+    if whole.target is not aten.amax.default or val(whole).dim() or len(whole.args) > 1:
+        return None
+    inverses = [u for u in _behind_isfinite(amax) if u.target is aten.where.self]
+    inverses = [u for u in inverses if first_of(u.args[1]).target is aten.reciprocal.default]
+    known = all(isinstance(size, int) for size in val(first(whole)).shape)
+    return Slot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
+
+
+def _behind_isfinite(amax: fx.Node) -> list[fx.Node]:
+    """What reads `isfinite(amax)`, as it is traced: `(x == x) * (abs(x) != inf)`."""
+    equal = [u for u in amax.users if u.target is aten.eq.Tensor and u.args == (amax, amax)]
+    finite = [u for of in equal for u in of.users if u.target is aten.mul.Tensor]
+    return [u for of in finite for u in of.users if u.args[0] is of]
+
+
+class BatchAmaxes:
+    """All records of a graph."""
+
+    name = "batch_amaxes"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every match; return in how many groups."""
+        applied = 0
+        for node in list(graph.nodes):
+            if (found := match(node)) is not None and found.slots:
+                groups = _groups(graph, found.slots)
+                _Rewriter(graph, found).rewrite(groups)
+                applied += len(groups)
+        if applied:
+            graph.eliminate_dead_code()
+        return applied
+
+
+def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
+    """By depth: that of the tensor, or of what it is first multiplied with."""
+    by_inverse = {s.inverse: s for s in slots}
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = max((depths[n] for n in node.all_input_nodes), default=0) + (node in by_inverse)
+    for slot in slots:
+        slot.depth = depths[slot.inverse]
+    needed: dict[Slot, int] = {}
+    for slot in slots:
+        partners = [
+            max(by_inverse[n].depth for n in user.all_input_nodes if n in by_inverse)
+            for user in slot.inverse.users
+            if user.target is aten._scaled_mm.default
+        ]
+        needed[slot] = max(slot.depth, min(partners, default=slot.depth))
+    found = []
+    for depth in sorted(set(needed.values())):
+        group = [s for s in slots if needed[s] == depth]
+        found += [group[i : i + MOST] for i in range(0, len(group), MOST)]
+    return found
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph, m: Match) -> None:
+        self.m = m
+        self.build = Builder(graph, BatchAmaxes.name)
+
+    def rewrite(self, groups: list[list[Slot]]) -> None:
+        amaxes = [self._last_stage(group) for group in groups]
+        ends = [(group[0].index, group[-1].index + 1) for group in groups]
+        if all(end - start == len(group) for (start, end), group in zip(ends, groups, strict=True)):
+            self._record(amaxes, ends)
+        else:  # written by one kernel at the end
+            for amax, group in zip(amaxes, groups, strict=True):
+                for i, slot in enumerate(group):
+                    element = self.build.emit(_earliest(slot.whole), aten.select.int, amax, 0, i)
+                    slot.whole.replace_all_uses_with(element)
+
+    def _last_stage(self, group: list[Slot]) -> fx.Node:
+        """The amaxes of a group, f32[n]; what read scales reads elements of one vector."""
+        at = min(user for slot in group for user in slot.inverse.users)
+        sources = [slot.partial for slot in group], [slot.scale for slot in group]
+        _move_before(at, [*sources[0], *sources[1]])
+        amax, scale_inv = self.build.inline(at, _last_stage, *sources[0], *sources[1])
+        elements = [self.build.emit(at, aten.select.int, scale_inv, 0, i) for i in range(len(group))]
+        for slot, element in zip(group, elements, strict=True):
+            slot.inverse.replace_all_uses_with(element)
+        for matmul in dict.fromkeys(u for e in elements for u in e.users if u.target is aten._scaled_mm.default):
+            _as_matrices(self.build, matmul)
+        return amax
+
+    def _record(self, amaxes: list[fx.Node], ends: list[tuple[int, int]]) -> None:
+        copy = self.m.copy
+        amax, merged = first(copy), first_of(copy.args[1])
+        before, on_nonfinite = first(merged), str(merged.meta[RECORDED])
+        for new, (start, end) in zip(amaxes, ends, strict=True):
+            old = self.build.emit(copy, aten.slice.Tensor, before, 0, start, end)
+            (value,) = self.build.inline(copy, lambda a, b: merge_amax(a, b, on_nonfinite), old, new)
+            self.build.emit(
+                copy, aten.copy_.default, self.build.emit(copy, aten.slice.Tensor, amax, 0, start, end), value
+            )
+        copy.graph.erase_node(copy)
+
+
+def _as_matrices(build: Builder, matmul: fx.Node) -> None:
+    """Give a matmul its scales as f32[1, 1]: Inductor takes a view without dimensions for the tensor it is a view of."""
+    scales = [first_of(a) for a in matmul.args[2:4]]
+    args = [build.emit(matmul, aten.reshape.default, s, [1, 1]) if val(s).dim() == 0 else s for s in scales]
+    matmul.args = (*matmul.args[:2], *args, *matmul.args[4:])
+
+
+def _earliest(node: fx.Node) -> fx.Node:
+    return min(node.users)
+
+
+def _move_before(at: fx.Node, nodes: list[fx.Node]) -> None:
+    """Move `nodes`, and what they are computed of, in front of `at`, which none of them depends on."""
+    late: set[fx.Node] = set()
+    todo = [n for n in nodes if n > at]
+    while todo:
+        node = todo.pop()
+        if node not in late:
+            assert node is not at
+            late.add(node)
+            todo += [n for n in node.all_input_nodes if n > at]
+    for node in sorted(late):
+        at.prepend(node)
+
+
+def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The amax of each partial, f32[n], and 1 / its scale, NaN where that is not finite. inputs: partials, scales."""
+    partials, scales = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
+    slot = torch.arange(len(partials), device=partials[0].device)
+    index = torch.arange(max(p.numel() for p in partials), device=partials[0].device)
+    rows = [p.reshape(-1)[index.clamp(max=p.numel() - 1)] for p in partials]  # the last one again is no other maximum
+    amax = _select(slot.unsqueeze(1), rows).amax(1).float()
+    inverse = _select(slot, list(scales)).reciprocal()
+    return amax, torch.where(torch.isfinite(amax), inverse, float("nan"))
+
+
+def _select(slot: Tensor, values: list[Tensor]) -> Tensor:
+    """values[slot]; where there is but one, that."""
+    result = values[0].expand(torch.broadcast_shapes(slot.shape, values[0].shape))
+    for i, value in enumerate(values[1:], start=1):
+        result = torch.where(slot == i, value, result)
+    return result
