@@ -26,6 +26,8 @@ from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedScheduler
 from torch._inductor.virtualized import V as Virtualized
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 current_graph_task_id = torch._C._current_graph_task_id
@@ -56,6 +58,7 @@ __all__ = [
     "FusedSchedulerNode",
     "InductorChoices",
     "SchedulerNode",
+    "TorchDispatchMode",
     "TracingContext",
     "TritonOverrides",
     "Virtualized",
@@ -74,6 +77,7 @@ __all__ = [
     "list_mode_options",
     "make_boxed_func",
     "min_cut_partition",
+    "pytree",
     "select_decomp_table",
     "top_saved_tensors_hooks",
     "trace_structured",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -80,9 +81,13 @@ def _origins(nodes: Iterable[Any]) -> Iterable[fx.Node]:
     return (origin for node in nodes if node.node is not None for origin in node.node.get_origins())
 
 
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a graph is changed: the backward of one may be compiled in several threads at once."""
+
+
 def with_choices(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
     """Inductor's `compile_fx_inner`, with our choices."""
-    with choices():
+    with ONE_AT_A_TIME, choices():
         return compile_fx_inner(module, example_inputs, **kwargs)
 
 

@@ -6,15 +6,23 @@ failing. So every node that a pass makes is made here, by running the op on its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, Target
 
-from fp8pass._torch import EXACT_INPUTS, FakeTensorMode, detect_fake_mode, enable_python_dispatcher, select_decomp_table
+from fp8pass._torch import (
+    EXACT_INPUTS,
+    FakeTensorMode,
+    TorchDispatchMode,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    pytree,
+    select_decomp_table,
+)
 
 MADE_BY = "fp8pass"
 SAVED = "fp8pass_saved"
@@ -83,17 +91,20 @@ class Builder:
 
         What a pass computes can so be written, and tested, as a plain torch function.
         """
-        with self.mode:
-            traced = make_fx(function, decomposition_table=select_decomp_table())(*(n.meta["val"] for n in inputs))
-        twin: dict[fx.Node, fx.Node] = dict(
-            zip((n for n in traced.graph.nodes if n.op == "placeholder"), inputs, strict=True)
-        )
+        recorder = _Recorder(functools.partial(self._record, before))
+        fakes = [recorder.know(val(node), node) for node in inputs]
+        with self.mode, recorder:
+            results = function(*fakes)
+        return [recorder.node_of[id(r)] for r in (results if isinstance(results, (list, tuple)) else [results])]
+
+    def _record(self, before: fx.Node, target: Target, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(before):
-            for node in traced.graph.nodes:
-                if node.op == "call_function":
-                    twin[node] = self._stamp(self.graph.node_copy(node, twin.__getitem__), before)
-        results = traced.graph.output_node().args[0]
-        return [twin[n] for n in (results if isinstance(results, (list, tuple)) else [results])]  # type: ignore[index]
+            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        for key in ("stack_trace", "nn_module_stack", "seq_nr"):
+            if key in before.meta:
+                node.meta[key] = before.meta[key]
+        node.meta[MADE_BY] = self.made_by
+        return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Put `new` in the place of `old`, whose metadata it inherits and whose dtype, shape and strides it has."""
@@ -111,6 +122,38 @@ class Builder:
         node.meta[MADE_BY] = self.made_by
         node.meta["val"] = compute_val(node, self.mode)
         return node
+
+
+class _Recorder(TorchDispatchMode):
+    """Records ATen ops, decomposed as Inductor does it. Local to its thread, unlike `make_fx`: backwards have theirs."""
+
+    def __init__(self, record: Callable[[Any, Any, Any], fx.Node]) -> None:
+        super().__init__()
+        self.record = record
+        self.decompositions = select_decomp_table()
+        self.node_of: dict[int, fx.Node] = {}
+        self.alive: list[torch.Tensor] = []
+
+    def know(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        """`tensor`, which stands for `node` from here on."""
+        self.alive.append(tensor)  # ids of what is gone are given to others
+        self.node_of[id(tensor)] = node
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One op."""
+        kwargs = kwargs or {}
+        if func in self.decompositions:
+            with self:
+                result = self.decompositions[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):
+            return result  # a question about a tensor, as for its device
+        node = self.record(func, *pytree.tree_map_only(torch.Tensor, lambda t: self.node_of[id(t)], (args, kwargs)))
+        node.meta["val"] = result
+        return self.know(result, node)
 
 
 def source_of(node: fx.Node) -> str:

@@ -16,6 +16,7 @@ from torch import fx
 
 from fp8pass._torch import CustomGraphPass, get_hash_for_files, trace_structured
 from fp8pass.annotation import Annotation, Choice
+from fp8pass.choices import ONE_AT_A_TIME
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph import readable
@@ -82,8 +83,9 @@ class KernelPasses(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
         context = Context(self.config)
-        for p in kernel_passes():
-            _run(p, graph, context)
+        with ONE_AT_A_TIME:
+            for p in kernel_passes():
+                _run(p, graph, context)
 
 
 class Pipeline(CustomGraphPass):

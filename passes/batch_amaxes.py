@@ -10,8 +10,8 @@ after    amax: f32[n]  = amax(stack([rows_0, rows_1, ...]), 1)
          copy_(amaxes[:n], merge_amax(before[:n], amax))
 changes  nothing
 
-One group for each depth: operands of the same matmuls, and of others that do not wait for these. A weight waits for what
-it is multiplied with, so that not all weights of a model are quantized at its beginning.
+One group for each depth: operands of the same matmuls, and of others that do not wait for these. A weight waits for
+what it is multiplied with, so that not all weights of a model are quantized at its beginning.
 
 Runs on the graphs of forward and backward, after they were cut apart.
 """
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.graph import RECORDED, Builder, is_tensor, val
-from fp8pass.passes.patterns import CASTS, VIEWS, aten, dtype_of, first
+from fp8pass.passes.patterns import CASTS, aten, dtype_of, first
 from fp8pass.rewrite import Context
 from fp8pass.scaling import merge_amax
 
@@ -35,7 +35,7 @@ MOST = 8
 
 @dataclass(eq=False)
 class Slot:
-    """One record. index: its entry. whole: the amax; partial: what it is taken of. inverse: the `where` of scale_inv."""
+    """One record. index: its entry. whole: the amax; partial: what it is taken of. inverse: its scale_inv."""
 
     index: int
     whole: fx.Node
@@ -182,7 +182,7 @@ class _Rewriter:
 
 
 def _as_matrices(build: Builder, matmul: fx.Node) -> None:
-    """Give a matmul its scales as f32[1, 1]: Inductor takes a view without dimensions for the tensor it is a view of."""
+    """Give a matmul its scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
     scales = [first_of(a) for a in matmul.args[2:4]]
     args = [build.emit(matmul, aten.reshape.default, s, [1, 1]) if val(s).dim() == 0 else s for s in scales]
     matmul.args = (*matmul.args[:2], *args, *matmul.args[4:])

@@ -143,6 +143,11 @@ Matmul = tuple[Tensor, ...]
 """Both operands and both scales of a call of `_scaled_mm`."""
 
 
+def _matmul(args: Any) -> Matmul:
+    """One scale for an operand may have any number of dimensions."""
+    return tuple(x.reshape(()).clone() if x.numel() == 1 else x.clone() for x in args[:4])
+
+
 class OpByOp(fx.Interpreter):
     """Runs a graph, and keeps what its scaled matmuls are called with."""
 
@@ -152,7 +157,7 @@ class OpByOp(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten._scaled_mm.default:
-            self.matmuls.append(tuple(x.clone() for x in args[:4]))
+            self.matmuls.append(_matmul(args))
         return super().call_function(target, args, kwargs)
 
 
@@ -182,7 +187,7 @@ def run_code(gpu: Pretended, code: Callable[[list[Any]], Any], inputs: list[Any]
     real = kernels._scaled_mm
 
     def scaled_mm(*args: Any, **kwargs: Any) -> Any:
-        matmuls.append(tuple(x.clone() for x in args[:4]))
+        matmuls.append(_matmul(args))
         return real(*args, **kwargs)
 
     with on_cpu(gpu), mock.patch.object(kernels, "_scaled_mm", scaled_mm):
