@@ -125,7 +125,7 @@ class Builder:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records ATen ops, decomposed as Inductor does it. Local to its thread, unlike `make_fx`: backwards have theirs."""
+    """Records ATen ops, decomposed as Inductor does it. Unlike `make_fx` local to its thread: backwards have theirs."""
 
     def __init__(self, record: Callable[[Any, Any, Any], fx.Node]) -> None:
         super().__init__()
