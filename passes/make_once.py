@@ -91,7 +91,9 @@ def _vector(node: fx.Node) -> fx.Node | None:
     else:
         return None
     computed = value.op == "call_function" and value.target is not FORCE_STRIDE_ORDER
-    return value if computed and val(value).dim() > 0 and _is_small(val(value)) else None
+    if not computed or val(value).dim() == 0 or not _is_small(val(value)):
+        return None
+    return value if val(value).is_contiguous() else None  # not one number expanded: the gradient of a sum, sliced
 
 
 def _is_shared_operand(node: fx.Node) -> bool:
