@@ -8,6 +8,7 @@ one of them, with all others that are ready by then.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -39,46 +40,92 @@ def groups(nodes: Sequence[Node], small: Sequence[bool]) -> list[list[Node]]:
 
 
 class _Grouping:
-    """Depths count large nodes: of a large node, those on the longest way to it. Nodes are known by position."""
+    """Levels count large nodes: of a large node, those on the longest way to it; of a small one, the last before it.
+
+    Nodes are known by position, and sets of them are bits of an int: there are thousands, of which each waits for most.
+    """
 
     def __init__(self, nodes: Sequence[Node], small: Sequence[bool]) -> None:
         self.nodes = nodes
-        of = {name: i for i, n in enumerate(nodes) for name in n.get_operation_names()}
-        self.before: list[set[int]] = []
-        """Of each node all that come before it. Inductor's sets do not know what was fused with an ancestor later."""
-        for i, node in enumerate(nodes):
-            near = {of[name] for name in node.ancestors if of.get(name, i) < i}
-            self.before.append(near.union(*(self.before[j] for j in near)))
         self.small = [i for i, is_small in enumerate(small) if is_small]
-        depths: dict[int, int] = {}
-        for i in (i for i, is_small in enumerate(small) if not is_small):
-            depths[i] = 1 + max((depths[j] for j in self.before[i] if j in depths), default=-1)
-        self.ready = {i: max((depths[j] for j in self.before[i] if j in depths), default=-1) for i in self.small}
-        """The depth of the deepest large node that it waits for."""
-        self.needed = {i: min((d for j, d in depths.items() if i in self.before[j]), default=NEVER) for i in self.small}
-        """The depth of the first large node that waits for it."""
+        self.levels: list[int] = []
+        self.needed = [NEVER] * len(nodes)
+        """The level of the first large node that waits for it."""
+        before, after_which = _before(nodes)
+        for last, is_small in zip(after_which, small, strict=True):
+            self.levels.append(max((self.levels[i] for i in last), default=-1) + (not is_small))
+        for i in reversed(range(len(nodes))):
+            here = self.needed[i] if small[i] else self.levels[i]
+            for j in after_which[i]:
+                self.needed[j] = min(self.needed[j], here)
+        smalls = sum(1 << i for i in self.small)
+        self.waits = {i: _last(before[i] & smalls, before) for i in self.small}
+        """The small nodes that a small one waits for, without those that these wait for."""
 
     def groups(self) -> list[list[Node]]:
         group_of, times = self._as_early_as_possible()
+        latest = dict.fromkeys(self.small, len(times) - 1)
         for i in reversed(self.small):
-            last = min((group_of[j] for j in self.small if i in self.before[j]), default=len(times)) - 1
-            group_of[i] = max(g for g in range(group_of[i], last + 1) if times[g] <= self.needed[i])
+            group_of[i] = min(latest[i], bisect.bisect_right(times, self.needed[i]) - 1)
+            for j in self.waits[i]:
+                latest[j] = min(latest[j], group_of[i] - 1)
         found: list[list[Node]] = [[] for _ in times]
         for i in self.small:
             found[group_of[i]].append(self.nodes[i])
         return found
 
     def _as_early_as_possible(self) -> tuple[dict[int, int], list[int]]:
-        """By small node its group, and by group the depth of the large nodes that it must come before."""
+        """By small node its group, and by group the level of the large nodes it must come before, which never falls."""
         group_of: dict[int, int] = {}
         times: list[int] = []
-        small = set(self.small)
-        while waiting := [i for i in self.small if i not in group_of]:
-            free = [i for i in waiting if (self.before[i] & small).issubset(group_of)]
+        missing = {i: len(waits) for i, waits in self.waits.items()}
+        waiting: dict[int, list[int]] = {i: [] for i in self.small}
+        for i in self.small:
+            for j in self.waits[i]:
+                waiting[j].append(i)
+        free = [i for i in self.small if not missing[i]]
+        while free:
             now = min(self.needed[i] for i in free)
-            group_of |= {i: len(times) for i in free if self.ready[i] < now}
+            group = [i for i in free if self.levels[i] < now]
+            group_of |= dict.fromkeys(group, len(times))
             times.append(now)
+            free = [i for i in free if self.levels[i] >= now]
+            for i in (i for j in group for i in waiting[j]):
+                missing[i] -= 1
+                if not missing[i]:
+                    free.append(i)
         return group_of, times
+
+
+def _before(nodes: Sequence[Node]) -> tuple[list[int], list[list[int]]]:
+    """Of each node all that come before it, and which of them come before no other of them.
+
+    Inductor's sets do not know what was fused with an ancestor later.
+    """
+    bits = {name: 1 << i for i, n in enumerate(nodes) for name in n.get_operation_names()}
+    before: list[int] = []
+    found: list[list[int]] = []
+    for i, node in enumerate(nodes):
+        near = 0
+        for name in node.ancestors:
+            near |= bits.get(name, 0)
+        near &= (1 << i) - 1  # its own operations may be ancestors of each other
+        last = _last(near, before)
+        for j in last:
+            near |= before[j]
+        before.append(near)
+        found.append(last)
+    return before, found
+
+
+def _last(nodes: int, before: list[int]) -> list[int]:
+    """Those of a set that come before no other of it."""
+    found = []
+    while nodes:
+        i = nodes.bit_length() - 1
+        found.append(i)
+        nodes &= ~(before[i] | 1 << i)
+    return found
 
 
 def _groups(scheduler: Any) -> list[list[Any]]:

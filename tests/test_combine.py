@@ -1,0 +1,201 @@
+"""Groups of small kernels, on nodes that only know what comes before them; and Inductor's own order of kernels."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8pass._torch import ForeachKernelSchedulerNode
+from fp8pass.combine import MOST, combining, groups
+
+
+@dataclass
+class Kernel:
+    """A scheduler node, as far as groups are concerned. operations: more than one in a kernel that was fused."""
+
+    name: str
+    ancestors: set[str] = field(default_factory=set)
+    operations: tuple[str, ...] = ()
+
+    def get_operation_names(self) -> set[str]:
+        return {self.name, *self.operations}
+
+
+Graph = tuple[list[Kernel], list[bool]]
+
+
+def graph(*lines: str) -> Graph:
+    """Kernels in order: "c: a b" waits for a and b. Names of large ones are capital letters."""
+    nodes = [Kernel(line.partition(":")[0], set(line.partition(":")[2].split())) for line in lines]
+    return nodes, [n.name.islower() for n in nodes]
+
+
+def grouped(*lines: str) -> list[str]:
+    return ["".join(n.name for n in group) for group in found(graph(*lines))]
+
+
+def found(graph: Graph) -> list[list[Kernel]]:
+    nodes, small = graph
+    return [[n for n in group if isinstance(n, Kernel)] for group in groups(nodes, small)]
+
+
+def test_what_depends_on_nothing_is_one_group() -> None:
+    assert grouped() == []
+    assert grouped("A") == []
+    assert grouped("a", "b", "c") == ["abc"]
+    assert grouped("A", "a", "B", "b", "C", "c") == ["abc"]
+
+
+def test_a_chain_is_a_group_for_each_link() -> None:
+    assert grouped("a", "b: a", "c: b a") == ["a", "b", "c"]
+    assert grouped("a", "d", "b: a", "e: d", "c: b a", "f: e d") == ["ad", "be", "cf"]
+
+
+def test_a_diamond() -> None:
+    assert grouped("a", "b: a", "c: a", "d: a b c") == ["a", "bc", "d"]
+    assert grouped("A", "b: A", "c: A", "D: A b c") == ["bc"]
+
+
+def test_small_kernels_run_late_but_in_time() -> None:
+    assert grouped("a", "B", "c: B", "D: c B") == ["ac"]  # a waits for c, which nobody else makes wait
+    assert grouped("a", "B: a", "c: B a", "D: c B a") == ["a", "c"]  # B needs a before there is c
+    assert grouped("a", "B: a", "e", "c: B a", "D: c B a e") == ["a", "ec"]  # e is not needed before D
+    assert grouped("A", "a: A", "b: a A", "c: A", "D: A b a c") == ["a", "bc"]  # and no earlier than what reads it
+
+
+def test_a_reader_of_a_late_one_is_later() -> None:
+    assert grouped("a", "b: a", "C", "d: C") == ["a", "bd"]
+    assert grouped("a", "b", "c: a", "D: b", "e: D b") == ["ab", "ce"]
+
+
+def test_kernels_on_the_way_through_a_large_one() -> None:
+    """One that a large kernel waits for, and one that waits for it, would make a cycle as one."""
+    assert grouped("a", "B: a", "c: B a") == ["a", "c"]
+    assert grouped("a", "B: a", "C: B a", "d: C B a", "e", "F: e") == ["ae", "d"]
+
+
+def test_what_was_fused_with_an_ancestor_comes_before_as_well() -> None:
+    """The set of `d` does not know of `a`: it was made when `b` was a kernel of its own."""
+    nodes = [Kernel("a"), Kernel("C", {"a"}, operations=("b",)), Kernel("d", {"b"})]
+    assert found((nodes, [True, False, True])) == [[nodes[0]], [nodes[2]]]
+
+
+def test_operations_of_one_kernel_that_need_each_other() -> None:
+    nodes = [Kernel("a", {"b"}, operations=("b",)), Kernel("c", {"not here"})]
+    assert found((nodes, [True, True])) == [nodes]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Kernels that wait for any before them; sets hold direct ancestors or all, as after fusion. Some are fused."""
+    n, near = draw(st.integers(0, 16)), draw(st.integers(1, 16))
+    everything: list[set[str]] = []
+    nodes = []
+    for i in range(n):
+        direct = draw(st.sets(st.integers(max(0, i - near), i - 1), max_size=4)) if i else set()
+        ancestors = {f"{j}" for j in direct}
+        everything.append(ancestors.union(*(everything[j] for j in direct)))
+        nodes.append(Kernel(f"{i}", everything[i] if draw(st.booleans()) else ancestors, (f"{i}b",)))
+    return nodes, [draw(st.booleans()) for _ in nodes]
+
+
+def before(nodes: list[Kernel]) -> dict[str, set[str]]:
+    """Of each kernel all that come before it, by name."""
+    found: dict[str, set[str]] = {}
+    for node in nodes:
+        found[node.name] = node.ancestors.union(*(found[a] for a in node.ancestors))
+    return found
+
+
+def is_acyclic(edges: set[tuple[str, str]]) -> bool:
+    """Whether there is an order in which the first of each pair comes before the second."""
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for a, b in edges:
+        sorter.add(b, a)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def levels(graph: Graph) -> dict[str, int]:
+    """Of each large kernel: how many follow each other on the longest way to it."""
+    found: dict[str, int] = {}
+    order = before(graph[0])
+    for node in (n for n, small in zip(*graph, strict=True) if not small):
+        found[node.name] = 1 + max((found[a] for a in order[node.name] if a in found), default=-1)
+    return found
+
+
+def merged(nodes: list[Kernel], groups: list[list[Kernel]]) -> set[tuple[str, str]]:
+    """What has to come before what, when each group is one kernel."""
+    of = {n.name: "+".join(m.name for m in group) for group in groups for n in group}
+    return {(of.get(a, a), of.get(n.name, n.name)) for n in nodes for a in n.ancestors}
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@given(graphs())
+def test_of_any_graph_the_groups_can_be_run(given: Graph) -> None:
+    """Every small kernel is in one group, no group is empty, and no kernel runs before what it needs."""
+    nodes, small = given
+    result = found(given)
+    assert sorted(n.name for g in result for n in g) == sorted(n.name for n, s in zip(nodes, small, strict=True) if s)
+    assert all(result)
+    assert is_acyclic(merged(nodes, result))
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=100)
+@given(graphs())
+def test_no_kernel_could_run_in_a_later_group(given: Graph) -> None:
+    """But for making that run earlier itself, ahead of a large kernel that waits for nothing in it."""
+    result, order, depths = found(given), before(given[0]), levels(given)
+
+    def due(group: list[Kernel]) -> int:
+        return min((depths[name] for name in depths if any(n.name in order[name] for n in group)), default=1 << 30)
+
+    for i, j in itertools.combinations(range(len(result)), 2):
+        for node in result[i]:
+            if len(result[i]) == 1 or due([node]) < due(result[j]):
+                continue
+            moved = [[*g, node] if k == j else [n for n in g if n is not node] for k, g in enumerate(result)]
+            names = ["+".join(n.name for n in g) for g in moved]
+            assert not is_acyclic(merged(given[0], moved) | set(itertools.pairwise(names))), (node, i, j)
+
+
+def test_thousands_of_kernels() -> None:
+    """A slot is an amax, whose tail is small; large kernels follow each other, and the last small one reads all."""
+    nodes: list[Kernel] = []
+    for i in range(1000):
+        large = {n.name for n in nodes if n.name[0] == "L"}
+        nodes += [Kernel(f"L{i}", large), Kernel(f"s{i}", {*large, f"L{i}"})]
+    nodes.append(Kernel("state", {n.name for n in nodes}))
+    tails, state = found((nodes, [n.name[0] == "s" for n in nodes]))
+    assert (len(tails), [n.name for n in state]) == (1000, ["state"])
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    own = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
+    yield
+    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(own)
+
+
+def test_inductor_has_its_own_groups_back(restored: None) -> None:
+    def of_inductor() -> object:
+        return ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
+
+    own = of_inductor()
+    with combining():
+        assert of_inductor() is not own
+    assert of_inductor() is own
+    with pytest.raises(ZeroDivisionError), combining():
+        raise ZeroDivisionError
+    assert of_inductor() is own
+    assert MOST == 64
