@@ -104,7 +104,7 @@ def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
         assert not written & read
         return forward, backward
 
-    monkeypatch.setattr("fp8pass.backend.min_cut_partition", partition)
+    monkeypatch.setattr("fp8pass.partition.min_cut_partition", partition)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
     compiled(model)(torch.randn(8, 16)).sum().backward()
     assert len(backwards) == 1

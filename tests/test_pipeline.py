@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8pass.config import Config
 from fp8pass.graph import Builder
-from fp8pass.pipeline import Pipeline, passes
+from fp8pass.pipeline import KernelPasses, Pipeline, kernel_passes, passes
 from fp8pass.verify import verify
 from tests.harness import aten, capture, compiled, verdicts
 from tests.models import make
@@ -23,17 +23,26 @@ def pipeline(**options: Any) -> Pipeline:
     return Pipeline(Config(**options), [], 0)
 
 
-PASSES = ["canonicalize", "matmuls", "block_scaled_mm", "expand_blocks", "scaled_mm", "batch_records"]
+PASSES = [
+    "canonicalize",
+    "matmuls",
+    "block_scaled_mm",
+    "expand_blocks",
+    "scaled_mm",
+    "save_transposes",
+    "batch_records",
+]
+KERNEL_PASSES = ["quantize_tiles", "make_once"]
 
 
 def test_one_name_in_all_places() -> None:
     """A pass's name is its file's stem and its test file's suffix; every file in passes/ has a test file."""
-    names = [p.name for p in passes([])]
-    assert names == PASSES
+    assert [p.name for p in passes([])] == PASSES
+    assert [p.name for p in kernel_passes()] == KERNEL_PASSES
     stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns", "spellings"}
     parts = {"batches", "dequantize", "epilogue", "layout", "movement", "row_scales"}  # of scaled_mm
     parts |= {"quantizers", "state_inputs"}  # of annotate
-    assert stems - parts == {*names, "annotate", "inline", "lift_scale_states"}
+    assert stems - parts == {*PASSES, *KERNEL_PASSES, "annotate", "inline", "lift_scale_states"}
     assert all((ROOT / "tests" / f"test_{stem}.py").exists() for stem in stems)
 
 

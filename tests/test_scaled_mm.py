@@ -45,10 +45,10 @@ w_1: "f8e4m3fn[48, 64]",
 sw_1: "f32[]",
 convert_element_type_1: "bf16[]" = prims.convert_element_type.default(sx_1, torch.bfloat16)
 convert_element_type_3: "bf16[]" = prims.convert_element_type.default(sw_1, torch.bfloat16)
+permute_default: "f8e4m3fn[64, 48]" = aten.permute.default(w_1, [1, 0])
 convert_element_type_default: "f32[]" = prims.convert_element_type.default(convert_element_type_1, torch.float32)
 convert_element_type_default_1: "f32[]" = prims.convert_element_type.default(convert_element_type_3, torch.float32)
-permute_default_1: "f8e4m3fn[64, 48]" = aten.permute.default(w_1, [1, 0])
-_scaled_mm_default: "bf16[32, 48]" = aten._scaled_mm.default(x_1, permute_default_1, convert_element_type_default, convert_element_type_default_1, None, None, torch.bfloat16, True)
+_scaled_mm_default: "bf16[32, 48]" = aten._scaled_mm.default(x_1, permute_default, convert_element_type_default, convert_element_type_default_1, None, None, torch.bfloat16, True)
 return _scaled_mm_default
 """,
     )

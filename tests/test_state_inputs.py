@@ -64,8 +64,9 @@ def test_a_region_gets_what_is_read_in_it() -> None:
     bodies = [m for m in a.module.modules() if isinstance(m, fx.GraphModule)][1:]
     assert len(bodies) == 2
     for body in bodies:
-        assert state_inputs(body.graph) == ["fp8pass_amax_forward", "fp8pass_amax_backward_late", "fp8pass_scales"]
-        assert body.meta[STATE_INPUTS] == 3
+        read = ["amax_forward", "amax_backward_late", "scales", "usable"]
+        assert state_inputs(body.graph) == [f"fp8pass_{name}" for name in read]
+        assert body.meta[STATE_INPUTS] == 4
     (table,) = a.tables
     assert table.names == ("a.input", "a.weight", "b.input", "b.weight", "a.grad_output", "b.grad_output")
     assert table.anchors == (0, 0, 2, 2, 0, 2)
