@@ -64,6 +64,8 @@ class MakeOnce:
 def _is_small_cat(node: fx.Node) -> bool:
     if node.target is not aten.cat.default or val(node).dim() != 1:
         return False
+    if val(node).dtype.is_floating_point and val(node).dtype.itemsize == 1:
+        return False  # for float8, Inductor has no `where`
     parts: Any = node.args[0]
     return len(parts) <= MOST_PARTS and _is_small(val(node)) and len({val(p).dtype for p in parts}) == 1
 

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph import WITH_AMAX, Builder, is_tensor, val
+from fp8pass.graph import MADE_BY, WITH_AMAX, Builder, is_tensor, val
 from fp8pass.passes.patterns import CASTS, RESHAPES, VIEWS, aten, dtype_of, first, has_one_element, prims
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES, quantize
@@ -61,6 +61,8 @@ def match(copy: fx.Node) -> Match | None:
     """Whether `copy` is a transposed copy of a tensor that this graph quantizes."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return None
+    if copy.meta.get(MADE_BY) == QuantizeTiles.name:
+        return None
     moved = first(copy)
     if moved.target is not aten.permute.default or moved.args[1] != [1, 0]:
         return None
@@ -85,17 +87,19 @@ def _quantize(x_q: fx.Node) -> Quantize | None:
         if node.target is not target or node.args[1:] != args:
             return None
         node = first(node)
-    if node.target is not aten.mul.Tensor or not is_tensor(node.args[1]) or not has_one_element(node.args[1]):
+    scale = node.args[1] if node.target is aten.mul.Tensor and dtype_of(node) == torch.float32 else None
+    if not is_tensor(scale) or not has_one_element(scale) or val(scale).dim() > 2:
         return None
     x = first(node)
     if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2:
         x = first(x)
-    return Quantize(x_q, x, node.args[1])
+    return Quantize(x_q, x, scale)
 
 
 def check(m: Match) -> bool:
     """Whether `x` can be seen in tiles, and is not fused with a reduction along rows."""
-    return val(m.quantize.x).is_contiguous() and m.rows % ROWS == 0 and not _comes_of_row_reduction(m.quantize.x)
+    tiles = m.rows > 0 and m.rows % ROWS == 0
+    return val(m.quantize.x).is_contiguous() and tiles and not _comes_of_row_reduction(m.quantize.x)
 
 
 def _comes_of_row_reduction(x: fx.Node) -> bool:
@@ -217,7 +221,9 @@ def _is_column_sum(node: fx.Node, m: Match) -> bool:
     """Whether `node` sums the matrix over its rows."""
     if node.target is not aten.sum.dim_IntList or len(node.args) < 2 or val(node).numel() != m.columns:
         return False
-    x, dims = first(node), node.args[1]
+    if val(node).dtype == torch.float64:
+        return False
+    x, dims = first(node), node.args[1] or ()
     leading = list(range(val(x).dim() - 1))
     is_matrix = x is m.quantize.x or (x.target in RESHAPES and first(x) is m.quantize.x)
     return is_matrix and val(x).shape[-1] == m.columns and sorted(dims) == leading  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8pass.config import Config
 from fp8pass.graph import Builder
-from fp8pass.pipeline import KernelPasses, Pipeline, kernel_passes, passes
+from fp8pass.pipeline import Pipeline, kernel_passes, passes
 from fp8pass.verify import verify
 from tests.harness import aten, capture, compiled, verdicts
 from tests.models import make
