@@ -15,7 +15,7 @@ from fp8pass.config import Config
 from fp8pass.graph import ONE_STAGE
 from fp8pass.passes.make_once import MOST, MOST_AMAXES, MakeOnce
 from fp8pass.rewrite import Context
-from tests.harness import BF16, E4M3, aten, apply, capture, compiled, count, expect_graph, fp8, scale, text
+from tests.harness import BF16, E4M3, apply, aten, capture, compiled, count, expect_graph, fp8, scale, text
 
 
 def begin(buffer: Tensor, forward: Tensor, backward: Tensor) -> tuple[Tensor, Tensor]:
