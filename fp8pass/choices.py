@@ -33,8 +33,9 @@ class Choices(InductorChoices):
     def triton_kernel_kwargs(
         self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Tiles for kernels that store FP8 in both orientations."""
-        if features.is_reduction() and any(map(_is_tiled, _origins(features.scheduler_nodes()))):
+        """Tiles for kernels that walk down columns; the tail of an amax has none: it is one number."""
+        has_columns = features.is_reduction() and features.numel != 1
+        if has_columns and any(map(_is_tiled, _origins(features.scheduler_nodes()))):
             tile = FixedTritonConfig(_TILE)
             return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
         return kernel_kwargs

@@ -41,6 +41,8 @@ def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether `copy` is a transposed copy, for the backward, of an FP8 tensor that the forward multiplies."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES or copy in backward:
         return False
+    if SAVED in copy.meta:
+        return False
     if first(copy).target is not aten.permute.default or not all(u in backward for u in _readers(copy)):
         return False
     return any(u.target is aten._scaled_mm.default and u not in backward for u in _readers(_source(copy)))

@@ -86,11 +86,41 @@ def _launches_behind(gpu: Pretended, function: Callable[..., Any], *inputs: Any)
     return code.rpartition("extern_kernels._scaled_mm(")[2].count(".run(")
 
 
+def plain(gpu: Pretended) -> dict[str, list[str]]:
+    """The code of reductions without FP8, as Inductor generates it by itself and under fp8pass; and of one with FP8."""
+    from fp8pass.scaling import amax, quantize
+
+    def both(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x_q = quantize(x, s, torch.float8_e4m3fn)
+        return amax(x), x_q, x_q.t().contiguous()
+
+    rows, s = torch.randn(512, 2048, dtype=torch.bfloat16), torch.tensor(2.0)
+    functions = [
+        lambda x: x.softmax(-1),
+        lambda x: x.sum(0),
+        lambda x: x.float().square().sum(),
+        lambda x: x[:4, :32].amax(),
+        lambda x: torch.cat([x, x.exp()]).t().contiguous(),
+    ]
+    found: dict[str, list[str]] = {"inductor": [], "fp8pass": []}
+    for backend, codes in found.items():
+        for function in functions:
+            torch._dynamo.reset()
+            with gpu.compiles() as graphs:
+                torch.compile(function, backend=backend)(rows)
+            codes += [graph.code for graph in graphs]
+    torch._dynamo.reset()
+    return {**found, "both": generated(gpu, both, rows, s, backward=False, recipe=None)}
+
+
 def main() -> None:
     gpu, what = Pretended(TARGETS["h100"]), sys.argv[1]
     registry.on_new.append(has_history)
     if what == "behind":
         print(json.dumps(launches_behind(gpu)))
+        return
+    if what == "plain":
+        print(json.dumps(plain(gpu)))
         return
     if what == "cudagraphs":
         print(json.dumps(cudagraphs(gpu, sys.argv[2])))

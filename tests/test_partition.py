@@ -1,0 +1,173 @@
+"""The cut between forward and backward: what is saved, and that nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass._torch import CustomPartitionerFn, inductor_config, min_cut_partition
+from fp8pass.graph import SAVED
+from fp8pass.partition import Partition
+from fp8pass.passes.save_transposes import SaveTransposes
+from fp8pass.scaling import FP8_DTYPES
+from tests.harness import BF16, E4M3, compiled
+
+prims = torch.ops.prims
+
+
+@dataclass
+class Cut:
+    """One call of the partitioner. outputs: of the forward, by name; marked: shapes of what passes want saved."""
+
+    outputs: list[str]
+    marked: list[list[int]]
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+    @property
+    def saved(self) -> list[fx.Node]:
+        return list(self.forward.graph.output_node().args[0])[len(self.outputs) :]  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
+    """What is cut in the test."""
+    found: list[Cut] = []
+    cut = Partition.__call__
+
+    def noted(self: Partition, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        outputs: Any = gm.graph.output_node().args[0]
+        names = [n.name for n in outputs[: kwargs["num_fwd_outputs"]]]
+        marked = [list(n.meta["val"].shape) for n in gm.graph.nodes if SAVED in n.meta]
+        found.append(Cut(names, marked, *cut(self, gm, joint_inputs, **kwargs)))
+        return found[-1].forward, found[-1].backward
+
+    monkeypatch.setattr(Partition, "__call__", noted)
+    return found
+
+
+def step(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
+    """The output and all gradients of one training step; the second, under recipes with a history."""
+    run = compiled(model, min_speedup=0, **options)
+    for _ in range(2):
+        model.zero_grad()
+        x = x.detach().requires_grad_()
+        y = run(x)
+        y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+def layers() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).bfloat16(), torch.randn(64, 32, dtype=BF16)
+
+
+def matrices(nodes: list[fx.Node]) -> list[tuple[list[int], torch.dtype]]:
+    """Shapes and types of the tensors that have two dimensions."""
+    tensors = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+    return sorted(((list(x.shape), x.dtype) for x in tensors if x.dim() == 2), key=str)
+
+
+def is_fp8(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dtype in FP8_DTYPES
+
+
+def quantized(module: fx.GraphModule) -> list[list[int]]:
+    """The shapes of what is cast to e4m3 in a graph, which gradients are not."""
+    casts = [n.meta["val"] for n in module.graph.nodes if n.target is prims.convert_element_type.default]
+    return sorted(list(x.shape) for x in casts if x.dtype == E4M3)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
+def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut]) -> None:
+    """And the input; not what is behind the activation function, whose gradient needs what it is made of."""
+    step(*layers(), recipe=recipe)
+    cut = cuts[-1]
+    fp8 = [x for x in cut.saved if is_fp8(x)]
+    assert matrices(fp8) == [([32, 48], E4M3), ([48, 32], E4M3), ([64, 32], E4M3)]
+    assert all(x.meta["val"].t().is_contiguous() for x in fp8)
+    assert matrices([x for x in cut.saved if not is_fp8(x)]) == [([64, 48], BF16)]  # no weight, no input
+    read = [n for n in cut.backward.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
+    assert matrices(read) == matrices(cut.saved)
+    assert quantized(cut.backward) == [[64, 48]]
+
+
+def test_nothing_else_changes(cuts: list[Cut], monkeypatch: pytest.MonkeyPatch) -> None:
+    with_copies = step(*layers())
+    monkeypatch.setattr(SaveTransposes, "run", lambda *_: 0)
+    torch._dynamo.reset()
+    without = step(*layers())
+    assert all(torch.equal(a, b) for a, b in zip(with_copies, without, strict=True))
+    ours, plain = (next(c for c in reversed(cuts) if bool(c.marked) == marked) for marked in (True, False))
+    assert ours.outputs == plain.outputs
+    assert quantized(ours.backward) == [[64, 48]]
+    assert quantized(plain.backward) == [[32, 48], [48, 32], [64, 48]]
+
+
+def test_outputs_and_what_is_said_of_them(cuts: list[Cut]) -> None:
+    """The caller's outputs come first, and there is one description for each."""
+    step(*layers())
+    cut = cuts[-1]
+    output = cut.forward.graph.output_node()
+    outputs: Any = output.args[0]
+    assert [n.name for n in outputs[: len(cut.outputs)]] == cut.outputs
+    assert len({n.name for n in outputs}) == len(outputs)
+    for key in ("desc", "output_stack_traces"):
+        assert len(output.meta.get(key, outputs)) == len(outputs)
+
+
+def test_a_recipe_that_quantizes_anew_for_the_backward(cuts: list[Cut]) -> None:
+    step(*layers(), recipe="rowwise")
+    assert all(cut.marked == [] for cut in cuts)
+
+
+def test_regions_of_activation_checkpointing(cuts: list[Cut]) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(32, 48), nn.Linear(48, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(lambda x: self.inner(x).sin(), x, use_reentrant=False)
+            return self.outer(y)
+
+    torch.manual_seed(0)
+    step(Region().bfloat16(), torch.randn(64, 32, dtype=BF16))
+    assert cuts[-1].marked == [[48, 64]]  # the weight outside
+    assert matrices([n for n in cuts[-1].saved if is_fp8(n)]) == [([64, 48], E4M3)]
+
+
+class Own(CustomPartitionerFn):  # type: ignore[misc]
+    """A user's partitioner."""
+
+    def __init__(self) -> None:
+        self.outputs: list[int] = []
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        self.outputs.append(kwargs["num_fwd_outputs"])
+        return min_cut_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "own"
+
+
+def test_a_partitioner_of_the_users_own(cuts: list[Cut]) -> None:
+    own, x = Own(), torch.randn(64, 32, dtype=BF16)
+    with inductor_config.patch(custom_partitioner_fn=own):
+        run = compiled(nn.Linear(32, 48, bias=False).bfloat16(), recipe="dynamic", lowering="inductor", min_speedup=0)
+        run(x.requires_grad_())
+    (cut,) = cuts
+    assert own.outputs == [1 + 2]  # the copies pose as outputs
+    assert (len(cut.outputs), cut.marked) == (1, [[32, 64], [32, 48]])
+    assert len([n for n in cut.saved if is_fp8(n)]) == 2
+
+
+def test_the_cache_key() -> None:
+    assert Partition().uuid() == Partition().uuid()
+    assert Partition().uuid() != Partition(Own()).uuid()
+    assert Partition(Own()).uuid()[1] == "own"
