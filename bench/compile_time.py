@@ -1,0 +1,159 @@
+"""How long a training step takes to compile, against plain Inductor: for the first time, and with warm caches.
+
+    python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed] [--repeat 2] [--device cpu] [--json FILE]
+
+Prints a table. The model is so many identical blocks of attention and MLP, compiled as a whole, and so narrow that its
+arithmetic takes no time. Every number is the least of `--repeat`, each from two processes: the first has an empty cache
+directory, the second what the first has left there. A process first compiles one line for all backends alike, so that
+imports, the pool of compile workers and compiled C++ headers are in place; then the clock runs over two training steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8pass._torch import counters
+
+WIDTH, TOKENS, STEPS = 64, 64, 2
+COUNTERS = (
+    ("aot_autograd", "autograd_cache_hit"),
+    ("aot_autograd", "autograd_cache_miss"),
+    ("aot_autograd", "autograd_cache_bypass"),
+    ("inductor", "fxgraph_cache_hit"),
+    ("inductor", "fxgraph_cache_miss"),
+    ("inductor", "fxgraph_cache_bypass"),
+)
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, with norms and residuals: f32[1, TOKENS, WIDTH] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: f32[1, TOKENS, WIDTH]."""
+        y = self.attention_norm(x)
+        q, k, v = (linear(y).unflatten(-1, (2, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x)
+        hidden: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + hidden
+
+
+@dataclass
+class Start:
+    """What one process has seen. seconds: of two steps; counts: of torch's caches, those that are not 0."""
+
+    seconds: float
+    counts: dict[str, int]
+
+
+@dataclass
+class Row:
+    """The least seconds of one model with one backend, over all repetitions; `counts` of the second process."""
+
+    layers: int
+    backend: str
+    cold: float
+    warm: float
+    counts: dict[str, int]
+
+
+def start(backend: str, layers: int, device: str) -> Start:
+    """Compile and run, in this process. backend: "inductor", or a recipe of fp8pass."""
+    torch.manual_seed(0)
+    line = torch.compile(lambda x: (x.sin() + 1).sum())
+    line(torch.ones(9, device=device, requires_grad=True)).backward()
+    counters.clear()
+    model = nn.Sequential(*(Block() for _ in range(layers))).to(device)
+    x = torch.randn(1, TOKENS, WIDTH, device=device, requires_grad=True)
+    fp8: dict[str, Any] = {"backend": "fp8pass", "options": {"recipe": backend, "min_speedup": 0}}
+    run = torch.compile(model, **({} if backend == "inductor" else fp8))
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        run(x).sum().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return Start(seconds, {name: n for group, name in COUNTERS if (n := counters[group][name])})
+
+
+def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
+    """A process with empty caches, and one behind it."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, __file__, "--start", backend, "--layers", str(layers), "--device", device]
+        starts = []
+        for _ in range(2):
+            done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
+            starts.append(Start(**json.loads(done.stdout.splitlines()[-1])))
+    return starts[0], starts[1]
+
+
+def least(found: Iterable[tuple[Start, Start]], layers: int, backend: str) -> Row:
+    """Of all repetitions the smallest times: what else a machine does only ever adds to them."""
+    cold, warm = zip(*found, strict=True)
+    return Row(layers, backend, min(s.seconds for s in cold), min(s.seconds for s in warm), warm[-1].counts)
+
+
+def table(rows: list[Row]) -> str:
+    """As Markdown."""
+    lines = [
+        "| layers | backend | first process s | against Inductor | second process s | against its first |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    inductor = {row.layers: row.cold for row in rows if row.backend == "inductor"}
+    for r in rows:
+        against = f"{r.cold / inductor[r.layers]:.2f}" if r.layers in inductor else ""
+        lines.append(f"| {r.layers} | {r.backend} | {r.cold:.1f} | {against} | {r.warm:.1f} | {r.warm / r.cold:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--backends", nargs="+", default=["inductor", "delayed"], help="inductor, and recipes")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="file to write everything to")
+    parser.add_argument("--start", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.start:
+        print(json.dumps(asdict(start(args.start, args.layers[0], args.device))))
+        return
+    rows = []
+    for layers in args.layers:  # backends take turns, so that a slow minute of the machine hits all of them
+        found: dict[str, list[tuple[Start, Start]]] = {backend: [] for backend in args.backends}
+        for _ in range(args.repeat):
+            for backend in args.backends:
+                found[backend].append(measure(backend, layers, args.device))
+        rows += [least(found[backend], layers, backend) for backend in args.backends]
+        print(f"{layers} layers done", file=sys.stderr)
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
