@@ -1,6 +1,6 @@
 """How long a training step takes to compile, against plain Inductor: for the first time, and with warm caches.
 
-    python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed] [--repeat 2] [--device cpu] [--json FILE]
+    python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed] [--repeat 2] [--json FILE]
 
 Prints a table. The model is so many identical blocks of attention and MLP, compiled as a whole, and so narrow that its
 arithmetic takes no time. Every number is the least of `--repeat`, each from two processes: the first has an empty cache

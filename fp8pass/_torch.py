@@ -36,6 +36,9 @@ current_graph_task_id = torch._C._current_graph_task_id
 EXACT_INPUTS = "eager_input_vals"
 """Metadata of a node: the fake tensors (args, kwargs) whose strides Inductor gives its inputs."""
 
+CACHEABLE = "unsafe_marked_cacheable_functions"
+"""Setting of Inductor: {name of a function: hash}. AOTAutograd caches no graph that calls any other."""
+
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost hooks for saved tensors, (pack, unpack), or None."""
 
@@ -44,6 +47,7 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 
 
 __all__ = [
+    "CACHEABLE",
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "CheckpointFunction",

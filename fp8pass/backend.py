@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import (
+    CACHEABLE,
     CompileContext,
     TracingContext,
     aot_autograd,
@@ -31,7 +32,7 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
-from fp8pass.pipeline import KernelPasses, Pipeline, annotated
+from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
@@ -121,6 +122,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         "custom_partitioner_fn": Partition(own),
         "post_grad_custom_pre_pass": KernelPasses(config),
         "combo_kernels": True,
+        CACHEABLE: {**getattr(inductor_config, CACHEABLE), **known_to_caches(module)},
     }
     patches.update({name: None for name in MEMORY_GATES if hasattr(inductor_config, name)})
     if config.mode is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import logging
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.verify import verify
@@ -102,8 +104,9 @@ class Pipeline(CustomGraphPass):
         self.parts = 0
 
     def uuid(self) -> bytes:
-        """Changes with the passes' sources, the configuration and torch."""
-        return _sources_hash() + repr((self.config.cache_key(), torch.__version__)).encode()
+        """Changes with the passes' sources, configuration, torch, and what a graph does not say of the choices."""
+        choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
+        return _sources_hash() + repr((self.config.cache_key(), torch.__version__, choices)).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
@@ -189,6 +192,24 @@ def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
 
 def _artifact(name: str, text: str) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def known_to_caches(module: fx.GraphModule) -> dict[str, str]:
+    """The functions of fp8pass that an annotated graph calls, by name, with a hash: so AOTAutograd may cache the graph.
+
+    Sorted, for the order is part of the key. None if a recipe has a function of the user's, of which the graph's text
+    has only the name.
+    """
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and _is_ours(n.target)]
+    recipes = (getattr(a, "recipe", a) for n in calls for a in n.args)
+    if any(isinstance(r, DelayedScaling) and callable(r.amax_compute_algo) for r in recipes):
+        return {}
+    names = {f"{n.target.__module__}.{n.target.__name__}" for n in calls}
+    return dict.fromkeys(sorted(names), _sources_hash().hex())
+
+
+def _is_ours(target: object) -> bool:
+    return inspect.isfunction(target) and target.__module__.split(".")[0] == "fp8pass"
 
 
 @functools.cache
