@@ -122,12 +122,16 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         "custom_partitioner_fn": Partition(own),
         "post_grad_custom_pre_pass": KernelPasses(config),
         "combo_kernels": True,
-        CACHEABLE: {**getattr(inductor_config, CACHEABLE), **known_to_caches(module)},
     }
     patches.update({name: None for name in MEMORY_GATES if hasattr(inductor_config, name)})
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
     caches = {}
+    known = known_to_caches(module)
+    if known is None:
+        caches["enable_autograd_cache"] = False
+    else:
+        patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
     if config.dump_dir:  # a cache hit skips the passes, and there would be nothing to dump
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False

@@ -37,6 +37,7 @@ from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
+from fp8pass.scale_state import recipe_of
 from fp8pass.verify import verify
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
     try:
         applied = p.run(graph, context)
         if applied:
-            verify(graph)
+            verify(graph, context.verified)
     except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise Fp8Error(
             f"a fault of fp8pass in its pass {p.name}: {str(error).partition(chr(10))[0]}. Please report it, with what "
@@ -194,16 +195,17 @@ def _artifact(name: str, text: str) -> None:
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
-def known_to_caches(module: fx.GraphModule) -> dict[str, str]:
+def known_to_caches(module: fx.GraphModule) -> dict[str, str] | None:
     """The functions of fp8pass that an annotated graph calls, by name, with a hash: so AOTAutograd may cache the graph.
 
     Sorted, for the order is part of the key. None if a recipe has a function of the user's, of which the graph's text
-    has only the name.
+    has only the name: then nothing may be cached by that text.
     """
-    calls = [n for n in module.graph.nodes if n.op == "call_function" and _is_ours(n.target)]
-    recipes = (getattr(a, "recipe", a) for n in calls for a in n.args)
+    parts = (part.graph.nodes for part in module.modules() if isinstance(part, fx.GraphModule))
+    calls = [n for nodes in parts for n in nodes if n.op == "call_function" and _is_ours(n.target)]
+    recipes = (recipe_of(a) for n in calls for a in n.args)
     if any(isinstance(r, DelayedScaling) and callable(r.amax_compute_algo) for r in recipes):
-        return {}
+        return None
     names = {f"{n.target.__module__}.{n.target.__name__}" for n in calls}
     return dict.fromkeys(sorted(names), _sources_hash().hex())
 

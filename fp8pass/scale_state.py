@@ -140,6 +140,11 @@ def _key(recipe: DelayedScaling) -> str:
     return key
 
 
+def recipe_of(argument: object) -> Any:
+    """The recipe that an argument of a call in a graph is, has, or stands for as a key; None if none."""
+    return _recipes.get(argument) if isinstance(argument, str) else getattr(argument, "recipe", argument)
+
+
 def in_qdq(x: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E4M3) -> Tensor:
     """`x` quantized and dequantized with the scale of `state`, which records its amax. Gradient: straight through.
 

@@ -6,6 +6,7 @@ dtype and device in `meta["val"]`.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,17 +14,36 @@ from torch import fx
 
 from fp8pass.graph import MADE_BY, compute_val, fake_mode_of
 
+Verified = dict[fx.Node, tuple[Any, ...]]
+"""By node what it was when it was checked: everything that its value depends on."""
 
-def verify(graph: fx.Graph) -> None:
-    """Raise AssertionError, naming the node, unless the graph is legal."""
+
+def verify(graph: fx.Graph, verified: Verified | None = None) -> None:
+    """Raise AssertionError, naming the node, unless the graph is legal.
+
+    verified: nodes that were checked before, and are not checked again unless something of theirs is another object
+    now; is added to.
+    """
     graph.lint()
     mode = fake_mode_of(graph)
+    verified = {} if verified is None else verified
     for node in graph.nodes:
-        if node.op == "call_function" and MADE_BY in node.meta:
-            recorded, computed = _describe(node.meta["val"]), _describe(compute_val(node, mode))
-            assert recorded == computed, (
-                f"{node.meta[MADE_BY]} made {node.name} = {node.target} and says it is {recorded}; it is {computed}"
-            )
+        if node.op != "call_function" or MADE_BY not in node.meta:
+            continue
+        state = _state(node)
+        known = verified.get(node, ())
+        if len(known) == len(state) and all(map(operator.is_, known, state)):
+            continue
+        recorded, computed = _describe(node.meta["val"]), _describe(compute_val(node, mode))
+        assert recorded == computed, (
+            f"{node.meta[MADE_BY]} made {node.name} = {node.target} and says it is {recorded}; it is {computed}"
+        )
+        verified[node] = state
+
+
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    """Neither fx nor fake tensors change in place what is listed here: whoever changes it puts another object there."""
+    return node.target, node.args, node.kwargs, *(n.meta.get("val") for n in (node, *node.all_input_nodes))
 
 
 def _describe(value: Any) -> Any:

@@ -124,20 +124,22 @@ class QuantizeTiles:
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite what `match` finds and `check` has nothing against."""
         found = [m for node in graph.nodes if (m := match(node)) is not None]
-        rewriters = [_Rewriter(graph, m) for m in found]
+        if not found:
+            return 0
+        build = Builder(graph, self.name)
+        rewriters = [_Rewriter(build, m) for m in found]
         for rewriter in rewriters:
             (rewriter.rewrite if check(rewriter.m) else rewriter.move)()
         for node in [q for r in rewriters if r.has_amax for q in r.quantized]:
             node.meta[WITH_AMAX] = True
-        if found:
-            graph.eliminate_dead_code()
+        graph.eliminate_dead_code()
         return len(found)
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, m: Match) -> None:
+    def __init__(self, build: Builder, m: Match) -> None:
         self.m = m
-        self.build = Builder(graph, QuantizeTiles.name)
+        self.build = build
         self.has_amax = False
         self.quantized: list[fx.Node] = []
 
