@@ -1,0 +1,117 @@
+"""torch's caches with fp8pass: what a second process finds there, and what it must not take for its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8pass.annotation import Choice
+from fp8pass.config import make_config
+from fp8pass.pipeline import Pipeline, annotated, known_to_caches
+from fp8pass.recipes import DelayedScaling
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import fp8pass
+
+def step(recipe):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model, x = nn.Linear(32, 16, bias=False), torch.randn(16, 32)
+    run = torch.compile(model, backend="fp8pass", options={"recipe": recipe})
+    for _ in range(2):  # delayed: the first runs eagerly
+        run(x).square().sum().backward()
+    names = ("hit", "miss", "bypass")
+    found = {f"{of}_{n}": counters[group][f"{of}_cache_{n}"]
+             for group, of in (("aot_autograd", "autograd"), ("inductor", "fxgraph")) for n in names}
+    counts = {"root": str(Path(fp8pass.__file__).parent.parent), **{k: n for k, n in found.items() if n}}
+    return counts, model.weight.grad.tolist()
+
+print(json.dumps([step(recipe) for recipe in sys.argv[1:]]))
+"""
+
+
+def started(folder: Path, root: Path, *recipes: str) -> list[list[Any]]:
+    """In a process of its own: for each recipe what the caches counted, and the gradients of two steps.
+
+    folder: where caches are, and not a folder that Python finds another fp8pass in; root: where fp8pass is.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    command = [sys.executable, "-c", PROGRAM, *recipes]
+    done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
+    """Forward and backward: one graph of AOTAutograd's, two of Inductor's."""
+    hits, misses = {"autograd_hit": 1, "fxgraph_hit": 2}, {"autograd_miss": 1, "fxgraph_miss": 2}
+    folder, copy = tmp_path / "caches", tmp_path / "copy"
+    folder.mkdir()
+    shutil.copytree(ROOT / "fp8pass", copy / "fp8pass", ignore=shutil.ignore_patterns("__pycache__"))
+
+    ((counts, gradients),) = started(folder, ROOT, "delayed")
+    assert counts == {"root": str(ROOT), **misses}
+    assert started(folder, ROOT, "delayed") == [[{"root": str(ROOT), **hits}, gradients]]
+    (same, same_gradients), (other, _) = started(folder, copy, "delayed", "dynamic")
+    assert (same, same_gradients) == ({"root": str(copy), **hits}, gradients)
+    assert other == {"root": str(copy), **misses}  # another recipe
+
+    with (copy / "fp8pass" / "passes" / "layout.py").open("a") as file:
+        file.write("# changed\n")
+    assert started(folder, copy, "delayed") == [[{"root": str(copy), **misses}, gradients]]  # another source
+
+
+def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
+    """Names of modules are no part of AOTAutograd's key; a recipe by module may treat two alike graphs differently."""
+
+    def uuid(**choice: Any) -> bytes:
+        return Pipeline(make_config({}), [Choice("up", "model.py:1", **choice)], 0).uuid()
+
+    assert uuid() == uuid()
+    assert uuid() != uuid(fast_accum=())
+    assert uuid() != uuid(wanted=True)
+    assert uuid() != uuid(scaling="delayed")
+
+
+def last(history: Tensor) -> Tensor:
+    """f32[H] -> f32[]: a function of the user's."""
+    return history[0]
+
+
+@pytest.mark.parametrize("algo", ["max", last])
+def test_a_function_in_a_recipe_is_in_no_cache(algo: str | Callable[[Tensor], Tensor]) -> None:
+    """Graphs have only its name."""
+    recipe, known = DelayedScaling(amax_compute_algo=algo), []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        known.append(known_to_caches(annotated(module, make_config({"recipe": recipe})).module))
+        return module.forward
+
+    torch.compile(torch.nn.Linear(32, 32), backend=backend)(torch.randn(16, 32))
+    names = ["begin_step", "qdq_gradient", "qdq_operand", "usable"]
+    expected = ["fp8pass.ops." + name for name in names] + ["fp8pass.passes.annotate._add_bias"]
+    assert [found and list(found) for found in known] == [expected if algo == "max" else None]
