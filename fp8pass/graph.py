@@ -82,7 +82,7 @@ class Builder:
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         if torch.Tag.needs_exact_strides in getattr(target, "tags", ()):
             # without this, Inductor lays out the inputs of an op that a pass made as it likes: first operands of
-            # `_scaled_mm` by columns, for which there is no kernel before sm_100
+            # `_scaled_mm` by columns, which torch refuses
             node.meta[EXACT_INPUTS] = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         return self._stamp(node, before)
 

@@ -46,11 +46,6 @@ class Target:
         """Whether `_scaled_mm` has tensor cores to run on: sm_89 (Ada) and later."""
         return self.capability >= (8, 9)
 
-    @property
-    def needs_k_major(self) -> bool:
-        """Whether both FP8 operands must be contiguous along K: cuBLASLt has only TN kernels, but for sm_100."""
-        return not (10, 0) <= self.capability < (12, 0)
-
 
 # From NVIDIA's data sheets of the A100 SXM, L40S, H100 SXM, H200 SXM and HGX B200 (sparse figures halved).
 _A100 = Target("a100", (8, 0), 312e12, 312e12, 2.039e12)

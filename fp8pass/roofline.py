@@ -110,11 +110,11 @@ class _Kernel(NamedTuple):
     transposed: bool = False
 
 
-def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int, target: Target) -> list[_Kernel]:
+def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int) -> list[_Kernel]:
     """What quantizes one tensor. ways: see `_OPERANDS`; size: bytes of an element; first: bytes of its first reading.
 
     tensorwise  one kernel reads it, takes the amax, and writes FP8 once for each layout; a dynamic scale needs the amax
-                first, so one kernel more reads it. From sm_100 on, matmuls take one copy in either layout.
+                first, so one kernel more reads it
     rowwise     each way from the original. Rows are done in one kernel; columns need one for their amaxes first.
     blockwise   each way from the original, with a float32 for 128 elements; squares of weights serve both ways
     mxfp8       each way from the original, with a byte for 32 elements
@@ -127,11 +127,9 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int,
     if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
         scale = 4 / 128 if isinstance(recipe, BlockwiseScaling) else 1 / 32
         return [_Kernel((size if way else first) + 1 + scale, way) for way in sorted(ways)]
-    copies = len(ways) if target.needs_k_major else 1
-    transposed = True in ways and target.needs_k_major
     if isinstance(recipe, DynamicScaling):
-        return [*([_Kernel(first)] if first else []), _Kernel(size + copies, transposed)]
-    return [_Kernel(first + copies, transposed)]
+        return [*([_Kernel(first)] if first else []), _Kernel(size + len(ways), True in ways)]
+    return [_Kernel(first + len(ways), True in ways)]
 
 
 def quantize_seconds(
@@ -147,7 +145,7 @@ def quantize_seconds(
 def _seconds(
     target: Target, elements: int, recipe: Recipe, role: Role, size: int, ways: set[bool], fused: bool
 ) -> float:
-    kernels = _kernels(recipe, role, ways, size, 0 if fused else size, target)
+    kernels = _kernels(recipe, role, ways, size, 0 if fused else size)
     return sum(memory_seconds(target, kernel.bytes * elements, kernel.transposed) for kernel in kernels)
 
 

@@ -52,9 +52,9 @@ class Product(NamedTuple):
 class Batches:
     """`a` and `b` are always the FP8 operands as the matmul has them, with or without a batch dimension."""
 
-    def __init__(self, emit: Callable[..., fx.Node], target: str | None) -> None:
+    def __init__(self, emit: Callable[..., fx.Node]) -> None:
         self.emit = emit
-        self.layout = Layout(emit, target)
+        self.layout = Layout(emit)
 
     def products(self, a: Factor, b: Factor) -> list[Product]:
         """The operands of each product, laid out."""

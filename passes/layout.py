@@ -1,7 +1,8 @@
 """FP8 operands as `_scaled_mm` takes them: contiguous along K, and padded to multiples of 16.
 
-Before sm_100, cuBLASLt multiplies FP8 only with K the fastest dimension of both operands (TN kernels), so where K is
-not that, a transposed FP8 copy is made; from sm_100 on, none. Rows begin at multiples of 16 bytes everywhere.
+Where K is not the fastest dimension of an operand, a transposed FP8 copy is made: before sm_100, cuBLASLt has no other
+kernels (TN). On sm_100 it has them all, but torch, up to 2.15, still refuses what is not along K when it compiles, for
+every GPU: https://github.com/pytorch/pytorch/issues/152150. Rows begin at multiples of 16 bytes everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph import val
-from fp8pass.hardware import target_of
 from fp8pass.passes import movement
 from fp8pass.passes.patterns import aten
 
@@ -26,9 +26,8 @@ ALIGNMENT = 16
 class Layout:
     """Prepares operands; each once per orientation, whatever the number of matmuls that read it."""
 
-    def __init__(self, emit: Callable[..., fx.Node], target: str | None) -> None:
+    def __init__(self, emit: Callable[..., fx.Node]) -> None:
         self.emit = emit
-        self.target = target
         self.rows: dict[tuple[fx.Node, bool], fx.Node] = {}
 
     def rows_of_a(self, a: fx.Node) -> fx.Node:
@@ -43,9 +42,7 @@ class Layout:
         if (x, is_b) not in self.rows:
             unpadded = self.transposed(x) if is_b else x
             rows = self.pad(unpadded, (-2, -1) if is_b else (-1,))
-            target = target_of(val(x).device, self.target)
-            any_layout = target is not None and not target.needs_k_major
-            if rows is unpadded and not any_layout and not _is_row_major(val(rows)):
+            if rows is unpadded and not _is_row_major(val(rows)):
                 rows = self.emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
             self.rows[x, is_b] = rows
         return self.rows[x, is_b]

@@ -171,7 +171,7 @@ class ScaledMM:
         if not context.gemms:
             return 0
         target = context.config.target
-        rewriter, applied = _Rewriter(graph, target), 0
+        rewriter, applied = _Rewriter(graph), 0
         mode = rewriter.build.mode
         fakes: dict[fx.Node, Any] = {}
         for node, gemm in context.gemms.items():
@@ -212,10 +212,10 @@ def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reje
 class _Rewriter:
     """Builds in front of the node at hand. What is made for one matmul is there for all later ones too."""
 
-    def __init__(self, graph: fx.Graph, target: str | None) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.build = Builder(graph, ScaledMM.name)
-        self.batches = Batches(self._emit, target)
+        self.batches = Batches(self._emit)
         self.matmul = self.at = next(iter(graph.nodes))
         self.emitted: dict[Hashable, fx.Node] = {}
         self.moved: dict[fx.Node, Any] = {}

@@ -221,3 +221,11 @@ def test_rows_are_values() -> None:
     assert row.bytes_moved == 7
     run = Run("r", (row, row), 0)
     assert (run.rest_bytes, run.gemm_bytes, run.launches, run.extern_launches) == (14, 0, 2, 0)
+
+
+def test_operands_are_laid_out_alike_on_every_gpu() -> None:
+    """cuBLASLt would multiply other layouts on sm_100; torch refuses them: then nothing of this would compile."""
+    found = inspect("tests.inspected:linear", "b200", "dynamic", options=ANY_SIZE).run("fp8pass dynamic")
+    assert sorted(k.what.rpartition("] ")[2] for k in found.of("gemm")) == [
+        "e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise",
+    ]  # fmt: skip

@@ -36,12 +36,13 @@ def test_unaligned_sizes_are_padded_with_zeros_and_the_result_is_sliced_back() -
     torch.testing.assert_close(actual, inputs[0].float() @ inputs[1].float(), rtol=1e-5, atol=1e-3)
 
 
-def test_no_copies_for_blackwell() -> None:
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_copies_for_every_gpu(target: str) -> None:
+    """cuBLASLt could do without on sm_100; torch's check is the same for all."""
     function, inputs = (lambda a, b: dq(a.t(), 0.5) @ dq(b, 0.5)), (fp8(64, 32), fp8(64, 48))
-    hopper, _ = detect(function, *inputs, target="sm_90")
-    blackwell, _ = detect(function, *inputs, target="sm_100")
-    assert count(hopper, aten.clone.default) == 2
-    assert count(blackwell, aten.clone.default) == 0
+    module, _ = detect(function, *inputs, target=target)
+    assert count(module, aten.clone.default) == 2
+    assert check_legal_on_cuda(module.graph) == 1
 
 
 def test_operands_are_prepared_once() -> None:

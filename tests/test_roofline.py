@@ -75,7 +75,7 @@ MX, ROW, COLUMN = 3 + 1 / 32, [3, 2], [3]
         ("delayed", {}, [], [4, 4, 4]),
         ("delayed", {"training": False}, [3, 3], []),
         ("delayed", {"fused": True}, [], [2, 4, 2]),
-        ("delayed", {"target": B200}, [3, 3, 3], []),
+        ("delayed", {"target": B200}, [], [4, 4, 4]),
         ("dynamic", {}, [2, 2, 2], [4, 4, 4]),
         ("dynamic", {"fused": True}, [2], [4, 4, 4]),
         ("dynamic", {"element_size": 4}, [4, 4, 4], [6, 6, 6]),

@@ -41,7 +41,7 @@ SCALES: dict[str, list[list[Any]]] = {
 
 
 def _first_by_rows_second_by_columns(calls: list[list[Any]]) -> bool:
-    """What kernels before sm_100 take; rows begin at multiples of 16 bytes."""
+    """What torch takes; rows begin at multiples of 16 bytes."""
     return all(a[1] == b[0] == 1 and a[0] % 16 == b[1] % 16 == 0 for a, b, *_ in calls)
 
 
@@ -50,7 +50,7 @@ def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_ke
     found = pretend(recipe)
     for calls, scales in zip(found["strides"], SCALES[recipe], strict=True):
         assert sorted((call[2:] for call in calls), key=str) == sorted(scales, key=str)
-        assert recipe == "mxfp8" or _first_by_rows_second_by_columns(calls)  # from sm_100 on, any layout
+        assert _first_by_rows_second_by_columns(calls)
     assert all(n > 5 for n in found["kernels"])
     assert found["record_ops"] == 0
     assert found["min_nan"] == 0  # triton-lang/triton#11111

@@ -56,8 +56,7 @@ def test_case(name: str) -> None:
         assert _copies(module) == case.copies
     if case.behind is not None:
         assert _behind(module) == case.behind
-    if case.target != "sm_100":
-        assert check_legal_on_cuda(module.graph) == case.calls
+    assert check_legal_on_cuda(module.graph) == case.calls
     if case.device == "cpu":
         _compare(case, module)
     once = text(module)
