@@ -18,13 +18,35 @@ from torch import fx
 
 from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
 from fp8pass.combine import combining
-from fp8pass.graph import MADE_BY, ONE_STAGE, WITH_AMAX
+from fp8pass.graph import MADE_BY, ONE_STAGE, TILED, WITH_AMAX
 
 TILES = "quantize_tiles"
 """The pass whose kernels walk down columns."""
 
-_TILE = {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1}
-"""64 columns by 64 rows: loads of 128 bytes, and stores of 64 in either orientation."""
+_TILES = {
+    "columns": {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1},
+    "rows": {"XBLOCK": 32, "R0_BLOCK": 128, "num_warps": 8, "num_stages": 1},
+}
+"""By what is reduced; X is what is not. A thread stores 16 bytes of FP8 at once, in either orientation.
+
+Compared by the code that Triton 3.7 makes for sm_90; nothing was timed. All tiles below store whole sectors of 32 bytes
+in either orientation and spill nothing, but for those with a note. Registers of a thread, in a kernel that quantizes a
+weight, in a norm, and in the backward of SwiGLU, which stores five FP8 tensors:
+
+    X    R0   warps  weight  norm  SwiGLU
+    64   64   8          62    71     128  "columns": lines of 64 bytes either way
+    64   64   4         127   139     230
+    128  64   8         124   124     226
+    64   128  8         127   122     220
+    64   32   8          39            91  8 bytes at once
+    32   64   4          56    69     128
+    32   128  8          78    74          "rows": lines of 128 bytes along the rows, one sector across
+    32   256  8         152   175
+    16   256  8          63    98          half a sector across
+
+Of the smaller ones 64 by 64 has the longest lines. Kernels by rows get fewer of them, since there is a program for X rows,
+all of whose columns it walks along: 8192 rows make 256 programs for 132 SMs, where 64 would make 128.
+"""
 
 
 class Choices(InductorChoices):
@@ -33,10 +55,10 @@ class Choices(InductorChoices):
     def triton_kernel_kwargs(
         self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Tiles for kernels that walk down columns; the tail of an amax has none: it is one number."""
-        has_columns = features.is_reduction() and features.numel != 1
-        if has_columns and any(map(_is_tiled, _origins(features.scheduler_nodes()))):
-            tile = FixedTritonConfig(_TILE)
+        """Tiles for kernels that store FP8 in both orientations."""
+        tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
+        if features.is_reduction() and tiled:
+            tile = FixedTritonConfig(_TILES["rows" if "rows" in tiled else "columns"])
             return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
         return kernel_kwargs
 

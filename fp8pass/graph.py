@@ -33,6 +33,11 @@ ONE_STAGE = "fp8pass_one_stage"
 """The key of reductions that are to be one launch, and not cut up for more parallelism: see `choices.py`."""
 WITH_AMAX = "fp8pass_with_amax"
 """The key of what belongs into one kernel with the amax of the tensor that it quantizes: see `choices.py`."""
+TILED = "fp8pass_tiled"
+"""The key of what wants tiles: "columns" for what walks down them, "rows" for a transposed copy of what is made by rows.
+
+See `choices.py`.
+"""
 
 
 def val(node: object) -> torch.Tensor:

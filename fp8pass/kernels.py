@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass._torch import ForeachKernelSchedulerNode
+from fp8pass.combine import SMALL
 from fp8pass.graph import MADE_BY
 from fp8pass.hardware import Target
 from fp8pass.inspector import Kernel
@@ -50,7 +53,7 @@ def _rows(
         return
     scratch = sum(launch.scratch for launch in mine)
     first = Kernel(
-        graph, "triton", mine[0].name, _what(node, origins), _modules(origins), read, written, scratch,
+        graph, "triton", mine[0].name, _what(node, order), _modules(origins), read, written, scratch,
         memory_seconds(target, read + written + scratch),
     )  # fmt: skip
     yield first
@@ -63,7 +66,18 @@ def _rows(
         )  # fmt: skip
 
 
+def _parts(node: BaseSchedulerNode) -> Sequence[BaseSchedulerNode]:
+    """The kernels of a group that `combine.py` made one launch of; another kernel alone."""
+    return node.snodes if isinstance(node, ForeachKernelSchedulerNode) else [node]
+
+
 def _bytes(node: BaseSchedulerNode) -> tuple[int, int]:
+    """(read, written): of a group the sums over its kernels, since what one writes no other reads."""
+    read, written = zip(*map(_bytes_of_one, _parts(node)), strict=True)
+    return sum(read), sum(written)
+
+
+def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
     """(read, written): the terms of `get_read_write_buffers_sizes`. What a kernel writes it need not read again."""
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     own = {dep.name for dep in node.read_writes.writes}
@@ -188,18 +202,25 @@ _QUIET = {
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 
 
-def _what(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> str:
-    """In a few words: the user's functions, what becomes of the scales' state, and the FP8 that is made."""
+def _what(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> str:
+    """In a few words; of a group those of its kernels, and how many have each."""
+    counts = Counter(word for part in _parts(node) for word in _words(part, _origins(part, order)))
+    return ", ".join(f"{word} x {n}" if n > 1 else word for word, n in counts.items())
+
+
+def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
+    """The user's functions, what becomes of the scales' state, and the FP8 that is made."""
     computed = [o for o in origins if o.target not in _CONSTANTS]
     words = list(dict.fromkeys(filter(None, map(_word, computed))))
     reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
-    if "max" in reductions and "begin_step" not in words:
-        words.append("amax")
+    read, written = _bytes(node)
+    if "max" in reductions and BEGIN_STEP not in words:
+        words.append("last stage of amax" if max(read, written) <= SMALL and written < 16 else "amax")
     made = _fp8_made(node)
     if (reductions or not made) and any(o.target is aten.reciprocal.default and not _word(o) for o in computed):
         words.append("scales")
     words += made
-    return ", ".join(words) or ("scales" if _bytes(node)[1] <= 16 else "copy")
+    return words or ["scales" if written <= 16 else "copy"]
 
 
 def _reduction(node: BaseSchedulerNode) -> str:
@@ -217,8 +238,14 @@ def _fp8_made(node: BaseSchedulerNode) -> list[str]:
     return [f"{verb} {_short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
 
 
+BEGIN_STEP = "begin step"
+_STATE = {"begin_step": BEGIN_STEP, "usable": BEGIN_STEP}
+"""Functions of delayed scaling's state."""
+
+
 def _word(origin: fx.Node) -> str:
-    return "record amax" if origin.meta.get(MADE_BY) == "batch_records" else _called(origin)
+    called = "records" if origin.meta.get(MADE_BY) == "batch_records" else _called(origin)
+    return _STATE.get(called, called)
 
 
 _NAME = re.compile(r"<(?:built-in )?(?:function|method|class) '?([\w.]+)")

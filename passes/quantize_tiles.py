@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph import MADE_BY, WITH_AMAX, Builder, is_tensor, val
+from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
 from fp8pass.passes.patterns import CASTS, RESHAPES, VIEWS, aten, dtype_of, first, has_one_element, prims
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES, quantize
@@ -167,11 +167,14 @@ class _Rewriter:
         turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
         turned = emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
         turned = emit(FORCE_STRIDE_ORDER, turned, list(val(turned).stride()))
+        turned.meta[TILED] = "rows"
         self.m.copy.replace_all_uses_with(emit(aten.reshape.default, turned, [self.m.columns, self.m.rows]))
 
     def _made_here(self, x: fx.Node) -> fx.Node:
         """`x` as a buffer that stands here: what is read late, Inductor would make late, and fuse with nothing."""
-        return self._emit(FORCE_STRIDE_ORDER, x, list(val(x).stride()))
+        made = self._emit(FORCE_STRIDE_ORDER, x, list(val(x).stride()))
+        made.meta[TILED] = "columns"
+        return made
 
     def _quantize(self, tiles: fx.Node) -> fx.Node:
         """Each time anew: what reads another's result, Inductor may put into another kernel."""
@@ -186,6 +189,7 @@ class _Rewriter:
             if _is_amax(node):
                 self.has_amax = True
                 columns = self.build.emit(node, aten.amax.default, self.build.emit(node, aten.abs.default, tiles), [1])
+                columns.meta[TILED] = "columns"
                 self.build.replace(node, self.build.emit(node, aten.amax.default, columns))
             elif _is_column_sum(node, self.m):
                 self.build.replace(node, self._sum(node, tiles))
@@ -193,6 +197,7 @@ class _Rewriter:
     def _sum(self, node: fx.Node, tiles: fx.Node) -> fx.Node:
         """Of each column, in float32 up to the end."""
         columns = self.build.emit(node, aten.sum.dim_IntList, tiles, [1], dtype=torch.float32)
+        columns.meta[TILED] = "columns"
         result = self.build.emit(node, aten.sum.dim_IntList, columns, [0])
         result = self.build.emit(node, aten.reshape.default, result, list(val(node).shape))
         if val(node).dtype == torch.float32:
