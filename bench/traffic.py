@@ -25,11 +25,10 @@ BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
 ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", "fp8pass rowwise")
 
 
-def around_matmuls(run: Run) -> tuple[str, str]:
-    """(megabytes, launches) of everything but matmuls and attention."""
+def around_matmuls(run: Run) -> tuple[int, int, int]:
+    """(bytes, launches of Triton kernels, of ATen's) of everything but matmuls and attention."""
     triton, others = run.of("triton"), [k for k in run.of("extern") if "attention" not in k.name]
-    moved = sum(k.bytes_moved for k in (*triton, *others))
-    return f"{moved / 1e6:.0f}", f"{len(triton)} + {len(others)}"
+    return sum(k.bytes_moved for k in (*triton, *others)), len(triton), len(others)
 
 
 def inspected(block: str, target: str) -> list[Inspection]:
@@ -47,7 +46,8 @@ def table(found: dict[str, list[Inspection]]) -> str:
     ]
     for row in ROWS:
         if all(row in of for of in runs.values()):
-            cells = (cell for of in runs.values() for cell in around_matmuls(of[row]))
+            counts = (around_matmuls(of[row]) for of in runs.values())
+            cells = (f"{moved / 1e6:.0f} | {triton} + {others}" for moved, triton, others in counts)
             lines.append(f"| {row} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -34,10 +34,7 @@ ONE_STAGE = "fp8pass_one_stage"
 WITH_AMAX = "fp8pass_with_amax"
 """The key of what belongs into one kernel with the amax of the tensor that it quantizes: see `choices.py`."""
 TILED = "fp8pass_tiled"
-"""The key of what wants tiles: "columns" for what walks down them, "rows" for a transposed copy of what is made by rows.
-
-See `choices.py`.
-"""
+"""The key of what wants tiles, for what is made by "columns" or by "rows": see `choices.py`."""
 
 
 def val(node: object) -> torch.Tensor:
