@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from traffic import BLOCKS, around_matmuls
 
-from bench.traffic import BLOCKS, around_matmuls
 from fp8pass.inspector import Run, inspect
 
 VERSION = ".".join(torch.__version__.split(".")[:2])
