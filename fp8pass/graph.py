@@ -126,11 +126,11 @@ class Builder:
         return node
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records ATen ops, decomposed as Inductor does it. Unlike `make_fx` local to its thread: backwards have theirs."""
 
     def __init__(self, record: Callable[[Any, Any, Any], fx.Node]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.decompositions = select_decomp_table()
         self.node_of: dict[int, fx.Node] = {}
@@ -145,9 +145,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
         kwargs = kwargs or {}
-        if func in self.decompositions:
+        for decomposed in (self.decompositions.get(func), func.decompose if func.namespace == "aten" else None):
             with self:
-                result = self.decompositions[func](*args, **kwargs)
+                result = NotImplemented if decomposed is None else decomposed(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)

@@ -219,7 +219,7 @@ def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _select(slot: Tensor, values: list[Tensor]) -> Tensor:
     """values[slot]; where there is but one, that."""
-    result = values[0].expand(torch.broadcast_shapes(slot.shape, values[0].shape))
+    result = values[0].expand(*slot.shape[:1], *values[0].shape)
     for i, value in enumerate(values[1:], start=1):
         result = torch.where(slot == i, value, result)
     return result
