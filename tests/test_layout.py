@@ -55,6 +55,27 @@ def test_operands_are_prepared_once() -> None:
     assert count(module, aten.clone.default) == 3  # one for x, one for each of w and v
 
 
+def test_views_and_scales_are_written_once() -> None:
+    def two(x: Tensor, z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        wide = dq(w, 0.5).t()
+        return dq(x, 0.5) @ wide, dq(z, 0.5) @ wide
+
+    inputs = fp8(32, 64), fp8(16, 64), fp8(48, 64)
+    module, gemms = detect(two, *inputs)
+    assert [g.status for g in gemms] == ["rewritten"] * 2
+    assert count(module, aten.permute.default) == 1
+    first, second = (n for n in module.graph.nodes if n.target is aten._scaled_mm.default)
+    assert first.args[1:] == second.args[1:]
+    for wanted, got in zip(two(*inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_a_product_that_is_written_twice_is_one_call() -> None:
+    module, gemms = detect(lambda x, w: (dq(x, 0.5) @ dq(w, 0.5), dq(x, 0.5) @ dq(w, 0.5)), fp8(32, 64), fp8(64, 48))
+    assert [g.status for g in gemms] == ["rewritten"] * 2
+    assert count(module, aten._scaled_mm.default) == 1
+
+
 SHAPES = [(32, 64, 48), (31, 64, 48), (32, 63, 48), (32, 64, 47), (7, 5, 3), (1, 64, 48), (32, 1, 48), (32, 64, 1)]
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from fp8pass.config import Config
-from fp8pass.graph import Builder
-from fp8pass.pipeline import Pipeline, kernel_passes, passes
+from fp8pass.errors import Fp8Error
+from fp8pass.graph import MADE_BY, Builder
+from fp8pass.pipeline import KernelPasses, Pipeline, kernel_passes, passes
+from fp8pass.scaling import quantize
 from fp8pass.verify import verify
 from tests.harness import aten, capture, compiled, verdicts
 from tests.models import make
@@ -52,6 +54,26 @@ def test_the_cache_key() -> None:
     assert pipeline().uuid() != pipeline(strict=True).uuid()
     assert pipeline().uuid() != pipeline(target="sm_100").uuid()
     assert pipeline().uuid() != pipeline(recipe=None).uuid()
+
+
+def test_passes_about_kernels() -> None:
+    """Run over a graph, in order; a fault names the pass."""
+
+    def function(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x_q = quantize(x, s, torch.float8_e4m3fn)
+        return x_q, x_q.t().contiguous(), torch.cat([s.view(1), s.view(1)])
+
+    module, kernels = capture(function, torch.randn(64, 32), torch.tensor(2.0)), KernelPasses(Config())
+    kernels(module.graph)
+    assert [n.target for n in module.graph.nodes].count(aten.cat.default) == 0
+    made_by = {n.meta[MADE_BY] for n in module.graph.nodes if MADE_BY in n.meta}
+    assert made_by == set(KERNEL_PASSES)
+    assert kernels.uuid() == KernelPasses(Config(recipe=None)).uuid()  # of the sources alone
+    broken = capture(function, torch.randn(64, 32), torch.tensor(2.0))
+    for node in broken.graph.nodes:
+        node.meta.pop("val", None)
+    with pytest.raises(Fp8Error, match=r"a fault of fp8pass in its pass make_once: 'val'\. Please report it"):
+        kernels(broken.graph)
 
 
 def test_a_warm_cache_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,19 @@ def test_a_region_gets_what_is_read_in_it() -> None:
     assert placed == {0, 1, 2, 3}
 
 
+def test_slots_without_history_are_usable() -> None:
+    """Scaled by 1, all by one op; where the graph is bootstrapped, by their own amax instead, which reads the 0."""
+    scales = torch.tensor([0.0, 2.0, float("nan"), float("inf")])
+    wanted = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
+    torch.testing.assert_close(ops.usable(scales), wanted, rtol=0, atol=0, equal_nan=True)
+    a = annotation(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "delayed")
+    (usable,) = (n for n in a.module.graph.nodes if n.target is ops.usable)
+    assert len(usable.users) == 6
+    cold = a.bootstrapped().module.graph
+    assert all(not n.users for n in cold.nodes if n.target is ops.usable)
+    assert len(usable.users) == 6
+
+
 def test_static_scales_and_frozen_weights() -> None:
     scales = {"weight.input": 2.0, "weight.weight": 4.0}
     a = annotation(nn.Linear(32, 48), StaticScaling(scales), training=False)
