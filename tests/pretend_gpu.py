@@ -213,12 +213,12 @@ def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
 def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
     """Of a view, as it is written, or of a name, as it was made: last in `before`, or as an input. None: by an op."""
     if not tensor.startswith("reinterpret_tensor("):
-        pattern = rf"^ +{tensor} = ((?:empty_strided_cuda|reinterpret_tensor|rand_strided)\(|buf\d+; del)(.*)"
+        pattern = rf"^ +{tensor} = ((?:empty_strided_cuda|reinterpret_tensor|rand_strided)\(|\w+; del)(.*)"
         made = re.findall(pattern, before, flags=re.MULTILINE) or re.findall(pattern, code, flags=re.MULTILINE)
         if not made:
             return None
         tensor = "".join(made[-1])
-        if tensor.startswith("buf"):  # takes the memory of one that is done with
+        if "; del" in tensor:  # takes the memory of one that is done with
             return _strides(tensor.partition(";")[0], before, code)
     called, _, rest = tensor.partition("(")
     strides: tuple[int, ...] = ast.literal_eval(arguments(rest)[2 if called == "reinterpret_tensor" else 1])
