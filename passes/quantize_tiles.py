@@ -187,7 +187,7 @@ class _Rewriter:
         """The amax of `x`, and the sums of its columns, where this graph takes them."""
         for node in [u for user in self.m.quantize.x.users for u in (user, *user.users, *_users_of(user.users))]:
             if _is_amax(node):
-                self.has_amax = True
+                self.has_amax |= not _is_made_of(self.m.quantize.scale, node)
                 columns = self.build.emit(node, aten.amax.default, self.build.emit(node, aten.abs.default, tiles), [1])
                 columns.meta[TILED] = "columns"
                 self.build.replace(node, self.build.emit(node, aten.amax.default, columns))
@@ -222,6 +222,19 @@ def _is_amax(node: fx.Node) -> bool:
         return False
     rows = first(node)
     return rows.target is aten.amax.default and rows.args[1] == [-1] and first(rows).target is aten.abs.default
+
+
+def _is_made_of(scale: fx.Node, amax: fx.Node) -> bool:
+    """Whether `scale` is that of the tensor's own amax, which so can't be in one kernel with what it scales."""
+    seen, todo = {scale}, [scale]
+    while todo:
+        node = todo.pop()
+        if node is amax:
+            return True
+        new = {n for n in node.all_input_nodes if is_tensor(n) and has_one_element(n)} - seen
+        seen |= new
+        todo += new
+    return False
 
 
 def _is_column_sum(node: fx.Node, m: Match) -> bool:
