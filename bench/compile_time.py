@@ -6,6 +6,7 @@ Prints a table. The model is so many identical blocks of attention and MLP, comp
 arithmetic takes no time. Every number is the least of `--repeat`, each from two processes: the first has an empty cache
 directory, the second what the first has left there. A process first compiles one line for all backends alike, so that
 imports, the pool of compile workers and compiled C++ headers are in place; then the clock runs over two training steps.
+CPU seconds of the process itself are what Dynamo, AOTAutograd, passes and Inductor take, whatever else a machine does.
 """
 
 from __future__ import annotations
@@ -62,9 +63,12 @@ class Block(nn.Module):
 
 @dataclass
 class Start:
-    """What one process has seen. seconds: of two steps; counts: of torch's caches, those that are not 0."""
+    """What one process has seen. seconds: of two steps; cpu: those that it computed itself, without the compilers that
+    it ran; counts: of torch's caches, those that are not 0.
+    """
 
     seconds: float
+    cpu: float
     counts: dict[str, int]
 
 
@@ -75,6 +79,7 @@ class Row:
     layers: int
     backend: str
     cold: float
+    cold_cpu: float
     warm: float
     counts: dict[str, int]
 
@@ -89,13 +94,13 @@ def start(backend: str, layers: int, device: str) -> Start:
     x = torch.randn(1, TOKENS, WIDTH, device=device, requires_grad=True)
     fp8: dict[str, Any] = {"backend": "fp8pass", "options": {"recipe": backend, "min_speedup": 0}}
     run = torch.compile(model, **({} if backend == "inductor" else fp8))
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         run(x).sum().backward()
     if device == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return Start(seconds, {name: n for group, name in COUNTERS if (n := counters[group][name])})
+    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+    return Start(seconds, cpu, {name: n for group, name in COUNTERS if (n := counters[group][name])})
 
 
 def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
@@ -113,19 +118,23 @@ def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
 def least(found: Iterable[tuple[Start, Start]], layers: int, backend: str) -> Row:
     """Of all repetitions the smallest times: what else a machine does only ever adds to them."""
     cold, warm = zip(*found, strict=True)
-    return Row(layers, backend, min(s.seconds for s in cold), min(s.seconds for s in warm), warm[-1].counts)
+    seconds, cpu, again = min(s.seconds for s in cold), min(s.cpu for s in cold), min(s.seconds for s in warm)
+    return Row(layers, backend, seconds, cpu, again, warm[-1].counts)
 
 
 def table(rows: list[Row]) -> str:
     """As Markdown."""
     lines = [
-        "| layers | backend | first process s | against Inductor | second process s | against its first |",
-        "|---:|---|---:|---:|---:|---:|",
+        "| layers | backend | first process s | against Inductor | of it Python, CPU s | against Inductor "
+        "| second process s | against its first |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    inductor = {row.layers: row.cold for row in rows if row.backend == "inductor"}
+    inductor = {row.layers: row for row in rows if row.backend == "inductor"}
     for r in rows:
-        against = f"{r.cold / inductor[r.layers]:.2f}" if r.layers in inductor else ""
-        lines.append(f"| {r.layers} | {r.backend} | {r.cold:.1f} | {against} | {r.warm:.1f} | {r.warm / r.cold:.2f} |")
+        base = inductor.get(r.layers)
+        wall, cpu = (f"{r.cold / base.cold:.2f}", f"{r.cold_cpu / base.cold_cpu:.2f}") if base else ("", "")
+        cells = (r.layers, r.backend, f"{r.cold:.1f}", wall, f"{r.cold_cpu:.1f}", cpu)
+        lines.append(f"| {' | '.join(map(str, cells))} | {r.warm:.1f} | {r.warm / r.cold:.2f} |")
     return "\n".join(lines)
 
 
