@@ -120,7 +120,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
     patches: dict[str, Any] = {
         "joint_custom_pre_pass": pipeline,
         "custom_partitioner_fn": Partition(own),
-        "post_grad_custom_pre_pass": KernelPasses(config),
+        "post_grad_custom_pre_pass": KernelPasses(config, inductor_config.post_grad_custom_pre_pass),
         "combo_kernels": True,
     }
     patches.update({name: None for name in MEMORY_GATES if hasattr(inductor_config, name)})

@@ -11,6 +11,7 @@ import inspect
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,18 +75,22 @@ def kernel_passes() -> list[Pass]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`."""
+    """Inductor's `post_grad_custom_pre_pass`. own: the one that the user has configured, if any, which runs first."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, own: Any = None) -> None:
         self.config = config
+        self.own = own
 
-    def uuid(self) -> bytes:
-        """Changes with the passes' sources."""
-        return _sources_hash()
+    def uuid(self) -> Any:
+        """Changes with the passes' sources, and with the user's own pass; None, no caching, if that has none."""
+        own = self.own.uuid() if isinstance(self.own, CustomGraphPass) else None
+        return None if self.own is not None and own is None else _sources_hash() + repr(own).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
         context = Context(self.config)
+        if self.own is not None:
+            self.own(graph)
         with ONE_AT_A_TIME:
             for p in kernel_passes():
                 _run(p, graph, context)

@@ -107,8 +107,16 @@ def _pin(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.copy_.default and node not in backward:
             _must_save(node.args[1])
-        elif node.target is aten.select.int and val(node).dim() == 0 and node.args[0] not in backward:
+        elif node.target is aten.select.int and _is_usable(node.args[0]) and node.args[0] not in backward:
             _must_save(node.args[0])  # the scales of all slots: made once, in the forward
+
+
+def _is_usable(node: Any) -> bool:
+    """Whether this is what `ops.usable` returns."""
+    if not isinstance(node, fx.Node) or node.target is not aten.where.self or val(node).dim() != 1:
+        return False
+    cold: Any = node.args[0]
+    return cold.target is aten.eq.Scalar and cold.args == (node.args[2], 0)
 
 
 def _must_save(node: Any) -> None:

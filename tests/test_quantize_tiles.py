@@ -332,3 +332,17 @@ def test_sums_over_more_elements_than_a_tile_has() -> None:
         apply(module, QuantizeTiles())
         tiles = next(n for n in module.graph.nodes if n.target is aten.reshape.default)
         assert list(tiles.meta["val"].shape) == [chunks, rows // chunks, columns]
+
+
+@pytest.mark.parametrize(("own", "waiting"), [(True, 0), (False, 2)])
+def test_what_is_scaled_by_its_own_amax_does_not_wait_for_it(own: bool, waiting: int) -> None:
+    """Dynamic scaling: both orientations are one kernel behind the amax. Delayed: one kernel with it."""
+
+    def both(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        amax = scaling.amax(x)
+        x_q = scaling.quantize(x, scaling.scale_from_amax(amax, 448.0, 1.0) if own else scale, E4M3)
+        return amax, x_q, x_q.permute(1, 0).clone(memory_format=torch.contiguous_format)
+
+    module = capture(both, torch.randn(128, 64, dtype=BF16), torch.ones(()))
+    apply(module, QuantizeTiles())
+    assert sum(WITH_AMAX in n.meta for n in module.graph.nodes) == waiting
