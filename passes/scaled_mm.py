@@ -292,7 +292,7 @@ class _Rewriter:
         return x if val(x).dtype == dtype else self._emit(prims.convert_element_type.default, x, dtype)
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if self.at is not self.matmul:
+        if self.at is not self.matmul or target is aten._scaled_mm.default:
             return self.build.emit(self.at, target, *args, **kwargs)
         key = target, repr((args, kwargs))  # the same view is written once for each matmul that reads it
         if key not in self.emitted:

@@ -96,15 +96,15 @@ def test_graph() -> None:
         module,
         """\
 x_1: "f32[8, 8]",
-mul: "f32[8, 8]" = aten.mul.Tensor(x_1, 2.0)
-round_1: "f32[8, 8]" = aten.round.default(mul)
-add: "f32[8, 8]" = aten.add.Tensor(round_1, 0)
-clamp_min: "f32[8, 8]" = aten.clamp_min.default(add, -57344)
-clamp_max: "f32[8, 8]" = aten.clamp_max.default(clamp_min, 57344)
-convert_element_type: "f8e5m2[8, 8]" = prims.convert_element_type.default(clamp_max, torch.float8_e5m2)
-convert_element_type_1: "f32[8, 8]" = prims.convert_element_type.default(convert_element_type, torch.float32)
-mul_1: "f32[8, 8]" = aten.mul.Tensor(convert_element_type_1, 0.5)
-return mul_1
+mul_tensor: "f32[8, 8]" = aten.mul.Tensor(x_1, 2.0)
+round_default: "f32[8, 8]" = aten.round.default(mul_tensor)
+add_tensor: "f32[8, 8]" = aten.add.Tensor(round_default, 0)
+clamp_min_default: "f32[8, 8]" = aten.clamp_min.default(add_tensor, -57344)
+clamp_max_default: "f32[8, 8]" = aten.clamp_max.default(clamp_min_default, 57344)
+convert_element_type_default: "f8e5m2[8, 8]" = prims.convert_element_type.default(clamp_max_default, torch.float8_e5m2)
+convert_element_type_default_1: "f32[8, 8]" = prims.convert_element_type.default(convert_element_type_default, torch.float32)
+mul_tensor_1: "f32[8, 8]" = aten.mul.Tensor(convert_element_type_default_1, 0.5)
+return mul_tensor_1
 """,
     )
     assert torch.equal(module(x), function(x))

@@ -18,13 +18,13 @@ def test_graph() -> None:
         """\
 x_1: "f8e4m3fn[32, 256]",
 s_1: "f32[32, 2]",
-view: "f8e4m3fn[32, 1, 2, 128]" = aten.view.default(x_1, [32, 1, 2, 128])
-view_1: "f32[32, 1, 2, 1]" = aten.view.default(s_1, [32, 1, 2, 1])
-convert_element_type: "f32[32, 1, 2, 128]" = prims.convert_element_type.default(view, torch.float32)
-mul: "f32[32, 1, 2, 128]" = aten.mul.Tensor(convert_element_type, view_1)
-convert_element_type_1: "bf16[32, 1, 2, 128]" = prims.convert_element_type.default(mul, torch.bfloat16)
-view_2: "bf16[32, 256]" = aten.view.default(convert_element_type_1, [32, 256])
-return view_2
+view_default: "f8e4m3fn[32, 1, 2, 128]" = aten.view.default(x_1, [32, 1, 2, 128])
+view_default_1: "f32[32, 1, 2, 1]" = aten.view.default(s_1, [32, 1, 2, 1])
+convert_element_type_default: "f32[32, 1, 2, 128]" = prims.convert_element_type.default(view_default, torch.float32)
+mul_tensor: "f32[32, 1, 2, 128]" = aten.mul.Tensor(convert_element_type_default, view_default_1)
+convert_element_type_default_1: "bf16[32, 1, 2, 128]" = prims.convert_element_type.default(mul_tensor, torch.bfloat16)
+view_default_2: "bf16[32, 256]" = aten.view.default(convert_element_type_default_1, [32, 256])
+return view_default_2
 """,
     )
 

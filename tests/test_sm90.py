@@ -25,8 +25,9 @@ def pretend(*what: str) -> Any:
 
 # Strides of both scales, of the two GEMMs of the forward and the four of the backward.
 ONE: list[Any] = [[], []]
+BATCHED: list[Any] = [[1, 1], [1, 1]]  # elements of one vector, as [1, 1]
 SCALES: dict[str, list[list[Any]]] = {
-    "delayed": [[ONE] * 2, [ONE] * 4],
+    "delayed": [[BATCHED] * 2, [BATCHED] * 4],
     "dynamic": [[ONE] * 2, [ONE] * 4],
     "rowwise": [  # [M, 1] and [1, N]; a width of 1000 needs padding, where it is N
         [[[1, 1], [1008, 1]], [[1, 1], [512, 1]]],
