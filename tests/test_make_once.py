@@ -119,7 +119,7 @@ SAME: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] =
     "nothing at all": (lambda a, b: torch.cat([a, b]), lambda: (torch.rand(0), torch.rand(0)), 0),
     "integers": (lambda a, b: torch.cat([a, b]), lambda: (torch.arange(3), torch.arange(4)), 0),
     "a slice": (lambda x: (x.exp()[1:], x.exp().sum()), lambda: (torch.rand(5),), 1),
-    "columns": (lambda x: x.t().exp()[1] + 1, lambda: (torch.rand(3, 4),), 1),
+    "columns": (lambda x: x.t().exp()[1] + 1, lambda: (torch.rand(3, 4),), 0),
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ PASSES = [
     "save_transposes",
     "batch_records",
 ]
-KERNEL_PASSES = ["quantize_tiles", "make_once"]
+KERNEL_PASSES = ["quantize_tiles", "batch_amaxes", "make_once"]
 
 
 def test_one_name_in_all_places() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -485,7 +486,7 @@ class Calls(TorchDispatchMode):
         self.of: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.of[func] += 1
+        self.of[func] += not any(isinstance(a, FakeTensor) for a in args)  # passes look at shapes by fake ones
         return func(*args, **(kwargs or {}))
 
 
@@ -689,7 +690,7 @@ def test_hooks_of_any_kind() -> None:
         run(scaled(1.0)).square().sum().backward()
     with hooks(empty, lambda x: x), pytest.raises(NameError, match="captured"):  # torch's own call of it, not ours
         run(scaled(1.0))
-    for pack in (functools.partial(torch.mul, other=1), torch.clone):
+    for pack in (functools.partial(torch.clone, memory_format=torch.preserve_format), torch.clone):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             run(scaled(1.0)).square().sum().backward()
 
