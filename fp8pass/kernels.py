@@ -211,6 +211,8 @@ def _what(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> str:
 def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
     """The user's functions, what becomes of the scales' state, and the FP8 that is made."""
     computed = [o for o in origins if o.target not in _CONSTANTS]
+    if any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
+        return ["last stage of amax, scales, records"]
     words = list(dict.fromkeys(filter(None, map(_word, computed))))
     reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
     read, written = _bytes(node)
@@ -238,6 +240,8 @@ def _fp8_made(node: BaseSchedulerNode) -> list[str]:
     return [f"{verb} {_short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
 
 
+LAST_STAGE = "batch_amaxes"
+"""The pass whose kernels end amaxes, and make and record what comes of them."""
 BEGIN_STEP = "begin step"
 _STATE = {"begin_step": BEGIN_STEP, "usable": BEGIN_STEP}
 """Functions of delayed scaling's state."""

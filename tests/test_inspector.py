@@ -64,12 +64,16 @@ def quantizing(run: Run) -> list[Kernel]:
 
 def test_what_quantizes_reads_once_and_writes_each_copy(linear: Inspection) -> None:
     of_input, of_weight = quantizing(linear.run("fp8pass dynamic"))
-    assert (
-        of_input.what == "quantize e4m3 x 2"
-    )  # as the forward multiplies it, and transposed for its weight's gradient
-    assert (of_input.bytes_written, of_weight.bytes_written) == (2 * M * K, N * K)
+    assert of_input.what == of_weight.what == "quantize e4m3 x 2"  # as the forward multiplies them, and transposed
+    assert (of_input.bytes_written, of_weight.bytes_written) == (2 * M * K, 2 * N * K)
     assert 0 < of_input.bytes_read - 2 * M * K <= 8  # its amax and scale
     assert 0 < of_weight.bytes_read - 2 * N * K <= 8
+
+
+def test_a_gradient_is_quantized_in_both_orientations_at_once(linear: Inspection) -> None:
+    """Its amax, which dynamic scaling needs first, is in no kernel with either."""
+    kernels = [k for k in linear.run("fp8pass dynamic").kernels if "quantize e5m2" in k.what]
+    assert [(k.what, k.bytes_written) for k in kernels] == [("quantize e5m2 x 2", 2 * M * N)]
 
 
 def test_totals(linear: Inspection) -> None:

@@ -88,7 +88,7 @@ def test_a_warm_cache_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest
             run(x).sum().backward()
             y = run(x)
             y.sum().backward()
-        assert len(report.rewritten) == 6
+        assert len(report.rewritten) == (0 if attempt else 6)  # what is taken from a cache has no verdicts
         hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
         assert hits == (2 if attempt else 0)
         results.append([y.detach(), model.up.weight.grad])
