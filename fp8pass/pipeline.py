@@ -221,5 +221,5 @@ def _is_ours(target: object) -> bool:
 
 @functools.cache
 def _sources_hash() -> bytes:
-    files = sorted(str(f) for of in (__file__, passes_file) for f in Path(of).parent.glob("*.py"))
-    return get_hash_for_files(tuple(files))
+    folders = Path(__file__).parent, Path(passes_file).parent  # wherever they are: in a checkout not within each other
+    return get_hash_for_files(tuple(str(f) for folder in folders for f in sorted(folder.glob("*.py"))))

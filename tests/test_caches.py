@@ -71,7 +71,9 @@ def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path)
     hits, misses = {"autograd_hit": 1, "fxgraph_hit": 2}, {"autograd_miss": 1, "fxgraph_miss": 2}
     folder, copy = tmp_path / "caches", tmp_path / "copy"
     folder.mkdir()
-    shutil.copytree(ROOT / "fp8pass", copy / "fp8pass", ignore=shutil.ignore_patterns("__pycache__"))
+    for source, target in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):  # as it is installed
+        ignored = shutil.ignore_patterns("__pycache__", "passes")
+        shutil.copytree(ROOT / source, copy / target, ignore=ignored)
 
     ((counts, gradients),) = started(folder, ROOT, "delayed")
     assert counts == {"root": str(ROOT), **misses}
