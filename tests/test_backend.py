@@ -489,7 +489,8 @@ def test_orders_of_forward_and_backward(order: str, lowering: str) -> None:
         a, b = torch.randn(64, 32), torch.randn(64, 32)
         for f, m in ((run, model), (twin, twin)):
             m.zero_grad()
-            ORDERS[order](lambda x, f=f: f(x) * 1e-4, a, b)
+            with torch._functorch.config.patch(donated_buffer=order != "twice"):  # torch's own condition
+                ORDERS[order](lambda x, f=f: f(x) * 1e-4, a, b)
         assert sqnr(twin.weight.grad, model.weight.grad) > 18
     saved = fp8pass.state(model).state_dict()
     assert saved["weight.grad_output.scale"] > 1e6
