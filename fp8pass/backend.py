@@ -122,6 +122,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         "custom_partitioner_fn": Partition(own),
         "post_grad_custom_pre_pass": KernelPasses(config, inductor_config.post_grad_custom_pre_pass),
         "combo_kernels": True,
+        "combo_kernel_per_subkernel_blocks": True,
     }
     patches.update({name: None for name in MEMORY_GATES if hasattr(inductor_config, name)})
     if config.mode is not None:

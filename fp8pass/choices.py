@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
-from fp8pass.combine import combining
+from fp8pass.combine import combining, mixes_orders
 from fp8pass.graph import MADE_BY, ONE_STAGE, TILED, WITH_AMAX
 
 TILES = "quantize_tiles"
@@ -83,6 +83,8 @@ class Choices(InductorChoices):
         nodes = node1, node2
         if not any(n.is_reduction() for n in nodes) and all(map(_waits_for_amax, nodes)):
             return False
+        if _completes_mixed(scheduler, node1):
+            return False
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
 
@@ -91,6 +93,12 @@ MEMORY_GATES = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memor
 
 MAX_PARTIALS = 1 << 16
 """So many amaxes one program may go through: 128 KB, about what one SM reads from L2 in the time of a launch."""
+
+
+def _completes_mixed(scheduler: Any, node: Any) -> bool:
+    buffers = (scheduler.name_to_buf.get(read.name) for read in node.read_writes.reads)
+    makers = (scheduler.name_to_fused_node[b.defining_op_name()] for b in buffers if b is not None)
+    return any(map(mixes_orders, makers))
 
 
 def _is_tiled(node: fx.Node) -> bool:

@@ -131,12 +131,12 @@ def _last(nodes: int, before: list[int]) -> list[int]:
 def _groups(scheduler: Any) -> list[list[Any]]:
     """For Inductor."""
     nodes = scheduler.nodes
-    mixed = {name for n in nodes if _mixes_orders(n) for name in n.get_buffer_names()}
+    mixed = {name for n in nodes if mixes_orders(n) for name in n.get_buffer_names()}
     found = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
     return [group[i : i + MOST] for group in found for i in range(0, len(group), MOST)]
 
 
-def _mixes_orders(node: Any) -> bool:
+def mixes_orders(node: Any) -> bool:
     """Whether this is a kernel whose sums are completed outside of it; what reads them must follow it directly."""
     return type(node).__name__ == "FusedMixOrderReductions"
 
@@ -150,9 +150,14 @@ def _is_small(node: Any) -> bool:
 @contextlib.contextmanager
 def combining() -> Iterator[None]:
     """Within it, Inductor groups kernels our way."""
+    from torch._inductor.codegen import triton_combo_kernel as t
+
     own = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
     ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(_groups)
+    o2 = t._custom_combo_kernel_horizontal_partition_algorithm
+    t.set_custom_combo_kernel_horizontal_partition(lambda nodes, *_: [nodes])
     try:
         yield
     finally:
         ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(own)
+        t.set_custom_combo_kernel_horizontal_partition(o2)

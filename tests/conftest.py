@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,7 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
+    """No graph comes from a cache that another test, or another day, has filled: there the passes would not run."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    yield
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()

@@ -50,14 +50,14 @@ def test_our_answers_end_with_the_compilation() -> None:
     def function(x: Tensor) -> Tensor:
         return x.exp().sum(-1)
 
-    with inductor_config.patch(post_grad_custom_post_pass=look, fx_graph_cache=False):
+    with inductor_config.patch(post_grad_custom_post_pass=look):
         compiled(function, recipe=None, lowering="inductor")(torch.randn(8, 8))
     assert seen == [True]
     assert not ours()
     torch._dynamo.reset()
     run = compiled(function, recipe=None, lowering="inductor")
     with (
-        inductor_config.patch(post_grad_custom_post_pass=fail, fx_graph_cache=False),
+        inductor_config.patch(post_grad_custom_post_pass=fail),
         pytest.raises(RuntimeError, match="on purpose"),
     ):
         run(torch.randn(8, 8))

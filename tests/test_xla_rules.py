@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 
 from fp8pass.config import Config
 from fp8pass.hardware import casts_saturate
@@ -73,13 +69,6 @@ def tensors(values: Any) -> list[Tensor]:
     return [t for value in values for t in results(value)]
 
 
-@contextmanager
-def _no_graph_caches() -> Iterator[None]:
-    """Where a cache hits, passes do not run, and there are no verdicts."""
-    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-        yield
-
-
 @pytest.mark.parametrize("letters", ["P", "M", "SL", "TE"])
 def test_compiled_by_inductor(letters: str) -> None:
     """Whatever is rewritten also compiles, and computes what eager computes."""
@@ -89,7 +78,7 @@ def test_compiled_by_inductor(letters: str) -> None:
     def everything(inputs: list[tuple[Any, ...]]) -> list[Any]:
         return [f(*i) for f, i in zip(functions, inputs, strict=True)]
 
-    with verdicts() as report, _no_graph_caches():
+    with verdicts() as report:
         actual = compiled(everything, recipe=None, lowering="inductor")(inputs)
     assert len(report.rewritten) == sum(c.calls > 0 for c in chosen) + (letters == "SL")  # one case has two matmuls
     for wanted, got in zip(tensors(everything(inputs)), tensors(actual), strict=True):
