@@ -18,6 +18,7 @@ from torch._guards import CompileContext, TracingContext, detect_fake_mode, trac
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims, list_mode_options
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen import triton_combo_kernel
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
@@ -86,5 +87,6 @@ __all__ = [
     "top_saved_tensors_hooks",
     "trace_structured",
     "tracing",
+    "triton_combo_kernel",
     "unset_fake_temporarily",
 ]

@@ -27,7 +27,7 @@ from fp8pass._torch import (
     tracing,
 )
 from fp8pass.annotation import Annotation
-from fp8pass.choices import MEMORY_GATES, with_choices
+from fp8pass.choices import with_choices
 from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
@@ -121,10 +121,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         "joint_custom_pre_pass": pipeline,
         "custom_partitioner_fn": Partition(own),
         "post_grad_custom_pre_pass": KernelPasses(config, inductor_config.post_grad_custom_pre_pass),
-        "combo_kernels": True,
-        "combo_kernel_per_subkernel_blocks": True,
     }
-    patches.update({name: None for name in MEMORY_GATES if hasattr(inductor_config, name)})
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
     caches = {}

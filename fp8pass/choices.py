@@ -78,24 +78,22 @@ class Choices(InductorChoices):
     ) -> bool:
         """Nothing fuses the two orientations of a tensor before either is fused with its amax.
 
-        The amax decides the order of loops, and can't change that of a pair.
+        The amax decides the order of loops, and can't change that of a pair. And nothing is fused with the second half
+        of a sum that will be taken away: the casts of all such sums can share a launch.
         """
         nodes = node1, node2
         if not any(n.is_reduction() for n in nodes) and all(map(_waits_for_amax, nodes)):
             return False
-        if _completes_mixed(scheduler, node1):
+        if _completes_sum_of_mixed(scheduler, node1):
             return False
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
-
-MEMORY_GATES = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
-"""Settings of Inductor, in some versions, that would have it choose groups by memory; small kernels take none."""
 
 MAX_PARTIALS = 1 << 16
 """So many amaxes one program may go through: 128 KB, about what one SM reads from L2 in the time of a launch."""
 
 
-def _completes_mixed(scheduler: Any, node: Any) -> bool:
+def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
     buffers = (scheduler.name_to_buf.get(read.name) for read in node.read_writes.reads)
     makers = (scheduler.name_to_fused_node[b.defining_op_name()] for b in buffers if b is not None)
     return any(map(mixes_orders, makers))

@@ -2,8 +2,8 @@
 
 What FP8 adds to a graph beside its large kernels is many tiny ones: the last stage of each amax, the scales of each
 slot, the roll of the history. Inductor can combine kernels ("combo kernels"), and takes whatever stands at the same
-depth of the graph, large or small. Here only small ones are combined, as late as possible: when a large kernel needs
-one of them, with all others that are ready by then.
+depth of the graph, large or small, and elementwise kernels apart from reductions. Here only small ones are combined, of
+both kinds, as late as possible: when a large kernel needs one of them, with all others that are ready by then.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from fp8pass._torch import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
+from fp8pass._torch import (
+    ForeachKernelSchedulerNode,
+    FusedSchedulerNode,
+    SchedulerNode,
+    inductor_config,
+    triton_combo_kernel,
+)
 
 SMALL = 1 << 20
 """Bytes that a kernel may read and write to count as small: less than what an H100 moves in the time of a launch."""
 NEVER = 1 << 62
 MOST = 64
 """Kernels in one launch."""
+MEMORY_GATES = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
+"""Settings of Inductor, in some versions, that would have it choose groups by memory; small kernels take none."""
 
 
 class Node(Protocol):
@@ -137,7 +145,7 @@ def _groups(scheduler: Any) -> list[list[Any]]:
 
 
 def mixes_orders(node: Any) -> bool:
-    """Whether this is a kernel whose sums are completed outside of it; what reads them must follow it directly."""
+    """Whether this is a kernel whose sums Inductor completes behind it, where it takes away what would have done so."""
     return type(node).__name__ == "FusedMixOrderReductions"
 
 
@@ -149,15 +157,21 @@ def _is_small(node: Any) -> bool:
 
 @contextlib.contextmanager
 def combining() -> Iterator[None]:
-    """Within it, Inductor groups kernels our way."""
-    from torch._inductor.codegen import triton_combo_kernel as t
-
-    own = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
+    """Within it, Inductor combines kernels, and groups them our way."""
+    settings: dict[str, Any] = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
+    settings |= {name: None for name in MEMORY_GATES if hasattr(inductor_config, name)}
+    groups_of = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
+    parts_of = triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm
     ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(_groups)
-    o2 = t._custom_combo_kernel_horizontal_partition_algorithm
-    t.set_custom_combo_kernel_horizontal_partition(lambda nodes, *_: [nodes])
+    triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(_undivided)
     try:
-        yield
+        with inductor_config.patch(settings):
+            yield
     finally:
-        ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(own)
-        t.set_custom_combo_kernel_horizontal_partition(o2)
+        ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(groups_of)
+        triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(parts_of)
+
+
+def _undivided(nodes: list[Any], *_: Any) -> list[list[Any]]:
+    """Elementwise kernels and reductions together: with `combo_kernel_per_subkernel_blocks` each has its own sizes."""
+    return [nodes]

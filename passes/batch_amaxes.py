@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.graph import RECORDED, Builder, is_tensor, val
-from fp8pass.passes.patterns import CASTS, aten, dtype_of, first
+from fp8pass.passes.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.rewrite import Context
 from fp8pass.scaling import merge_amax
 
@@ -46,7 +46,7 @@ class Slot:
     @property
     def scale(self) -> fx.Node:
         """f32[]."""
-        return first(first_of(self.inverse.args[1]))
+        return first(as_node(self.inverse.args[1]))
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,16 @@ def match(copy: fx.Node) -> Match | None:
     """The records of a graph; None where not every slot is of the form above, once."""
     if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
         return None
-    new = first_of(copy.args[1].args[1])
+    new = as_node(copy.args[1].args[1])
     while new.target is not aten.cat.default:
         sources = [a for a in new.args if is_tensor(a) and val(a).dim() == 1 and dtype_of(a) != torch.bool]
         if len(sources) != 1:
             return None
-        new = first_of(sources[0])
+        new = as_node(sources[0])
     parts: Any = new.args[0]
     slots = [_slot(i, first(part)) for i, part in enumerate(parts)]
     found = [s for s in slots if s is not None]
     return Match(copy, found) if len(found) == len(slots) else None
-
-
-def first_of(x: Any) -> fx.Node:
-    """x, which is a node."""
-    assert isinstance(x, fx.Node), x
-    return x
 
 
 def _slot(index: int, amax: fx.Node) -> Slot | None:
@@ -86,7 +80,7 @@ def _slot(index: int, amax: fx.Node) -> Slot | None:
     if whole.target is not aten.amax.default or val(whole).dim() or len(whole.args) > 1:
         return None
     inverses = [u for u in _behind_isfinite(amax) if u.target is aten.where.self]
-    inverses = [u for u in inverses if first_of(u.args[1]).target is aten.reciprocal.default]
+    inverses = [u for u in inverses if as_node(u.args[1]).target is aten.reciprocal.default]
     known = all(isinstance(size, int) for size in val(first(whole)).shape)
     return Slot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
 
@@ -152,14 +146,14 @@ class _Rewriter:
         else:  # written by one kernel at the end
             for amax, group in zip(amaxes, groups, strict=True):
                 for i, slot in enumerate(group):
-                    element = self.build.emit(_earliest(slot.whole), aten.select.int, amax, 0, i)
+                    element = self.build.emit(min(slot.whole.users), aten.select.int, amax, 0, i)
                     slot.whole.replace_all_uses_with(element)
 
     def _last_stage(self, group: list[Slot]) -> fx.Node:
         """The amaxes of a group, f32[n]; what read scales reads elements of one vector."""
         at = min(user for slot in group for user in slot.inverse.users)
         sources = [slot.partial for slot in group], [slot.scale for slot in group]
-        _move_before(at, [*sources[0], *sources[1]])
+        move_before(at, [*sources[0], *sources[1]])
         amax, scale_inv = self.build.inline(at, _last_stage, *sources[0], *sources[1])
         elements = [self.build.emit(at, aten.select.int, scale_inv, 0, i) for i in range(len(group))]
         for slot, element in zip(group, elements, strict=True):
@@ -170,7 +164,7 @@ class _Rewriter:
 
     def _record(self, amaxes: list[fx.Node], ends: list[tuple[int, int]]) -> None:
         copy = self.m.copy
-        amax, merged = first(copy), first_of(copy.args[1])
+        amax, merged = first(copy), as_node(copy.args[1])
         before, on_nonfinite = first(merged), str(merged.meta[RECORDED])
         for new, (start, end) in zip(amaxes, ends, strict=True):
             old = self.build.emit(copy, aten.slice.Tensor, before, 0, start, end)
@@ -183,27 +177,9 @@ class _Rewriter:
 
 def _as_matrices(build: Builder, matmul: fx.Node) -> None:
     """Give a matmul its scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
-    scales = [first_of(a) for a in matmul.args[2:4]]
+    scales = [as_node(a) for a in matmul.args[2:4]]
     args = [build.emit(matmul, aten.reshape.default, s, [1, 1]) if val(s).dim() == 0 else s for s in scales]
     matmul.args = (*matmul.args[:2], *args, *matmul.args[4:])
-
-
-def _earliest(node: fx.Node) -> fx.Node:
-    return min(node.users)
-
-
-def _move_before(at: fx.Node, nodes: list[fx.Node]) -> None:
-    """Move `nodes`, and what they are computed of, in front of `at`, which none of them depends on."""
-    late: set[fx.Node] = set()
-    todo = [n for n in nodes if n > at]
-    while todo:
-        node = todo.pop()
-        if node not in late:
-            assert node is not at
-            late.add(node)
-            todo += [n for n in node.all_input_nodes if n > at]
-    for node in sorted(late):
-        at.prepend(node)
 
 
 def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:

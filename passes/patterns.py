@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,11 +58,15 @@ JOINS = {aten.cat.default, aten.where.self}
 MOVEMENT = {*VIEWS, *COPIES, *GATHERS, *JOINS, aten.constant_pad_nd.default}
 
 
+def as_node(x: Any) -> fx.Node:
+    """`x`, which is a node."""
+    assert isinstance(x, fx.Node), x
+    return x
+
+
 def first(node: fx.Node) -> fx.Node:
     """The first argument, where that is a tensor."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
+    return as_node(node.args[0])
 
 
 def at(node: fx.Node) -> str:
@@ -136,6 +140,12 @@ def has_one_element(node: fx.Node) -> bool:
     return all(isinstance(size, int) and size == 1 for size in val(node).shape)
 
 
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of `node` is made of elements at its place, or is one: views and casts too."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or (node.target in VIEWS | CASTS and is_tensor(node.args[0]))
+
+
 def same_value(x: Any, depth: int = 8) -> Hashable:
     """Equal for one-element arguments that certainly hold the same: the same elementwise ops on the same nodes."""
     if not is_tensor(x):
@@ -196,11 +206,36 @@ def _is_float8(node: fx.Node) -> bool:
 
 def readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """What reads `node`, directly or behind ops that are looked through."""
+    return _reached(node, lambda n: n.users, lambda n: n.op != "output" and looked_through(n))
+
+
+def sources(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The tensors that `node` is computed of, directly or by ops that are looked through."""
+    return _reached(node, lambda n: filter(is_tensor, n.all_input_nodes), looked_through)
+
+
+def _reached(
+    node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]], looked_through: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
     found: list[fx.Node] = []
     seen, todo = {node}, deque([node])
     while todo:
-        new = [user for user in todo.popleft().users if user not in seen]
+        new = [n for n in neighbours(todo.popleft()) if n not in seen]
         seen.update(new)
-        for user in new:
-            (todo if user.op != "output" and looked_through(user) else found).append(user)
+        for n in new:
+            (todo if looked_through(n) else found).append(n)
     return found
+
+
+def move_before(at: fx.Node, nodes: Iterable[fx.Node]) -> None:
+    """Move `nodes`, and what they are computed of, in front of `at`, which none of them depends on."""
+    late: set[fx.Node] = set()
+    todo = [n for n in nodes if n > at]
+    while todo:
+        node = todo.pop()
+        if node not in late:
+            assert node is not at
+            late.add(node)
+            todo += [n for n in node.all_input_nodes if n > at]
+    for node in sorted(late):
+        at.prepend(node)

@@ -21,21 +21,35 @@ Runs on the graphs of forward and backward, after they were cut apart.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
-from fp8pass.passes.patterns import CASTS, RESHAPES, VIEWS, aten, dtype_of, first, has_one_element, prims
+from fp8pass.passes.patterns import (
+    CASTS,
+    RESHAPES,
+    VIEWS,
+    aten,
+    dtype_of,
+    first,
+    has_one_element,
+    is_elementwise,
+    move_before,
+    prims,
+    readers,
+    sources,
+)
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES, quantize
 
 ROWS, COLUMNS = 64, 24576
 """A tile's height at least; about how many columns in all: 64 to a program make three programs for each of 132 SMs."""
+MOST = 8
+"""Siblings in one kernel: Inductor joins no more elementwise."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +118,41 @@ def check(m: Match) -> bool:
 
 def _comes_of_row_reduction(x: fx.Node) -> bool:
     """Whether statistics of rows, one number for each, were spread over them again on the way to `x`: as norms do."""
-    seen, todo = {x}, [x]
-    while todo:
-        node = todo.pop()
-        if val(node).shape[-1:] == (1,):
-            return True
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in VIEWS | CASTS:
-            new = {n for n in node.all_input_nodes if is_tensor(n) and not has_one_element(n)} - seen
-            seen |= new
-            todo += new
-    return False
+    behind = sources(x, lambda n: is_elementwise(n) and not _is_column(n))
+    return any(_is_column(n) and not has_one_element(n) for n in (x, *behind))
+
+
+def _is_column(x: fx.Node) -> bool:
+    return val(x).shape[-1:] == (1,)
+
+
+def siblings(found: list[Match]) -> list[list[Match]]:
+    """Inputs of one shape that are multiplied with the same operand: the weights of gate and up, of keys and values.
+
+    Not on a CPU, where there is nothing to launch, and Inductor would copy them to join them.
+    """
+    groups: list[list[Match]] = []
+    for m in found:
+        group = next((g for g in groups if len(g) < MOST and _are_siblings(g[0], m)), None)
+        if group is None:
+            groups.append([m])
+        else:
+            group.append(m)
+    return groups
+
+
+def _are_siblings(a: Match, b: Match) -> bool:
+    x, y = a.quantize.x, b.quantize.x
+    if x is y or x.op != "placeholder" or y.op != "placeholder" or val(x).device.type == "cpu":
+        return False
+    alike = (val(x).shape, val(x).dtype, dtype_of(a.copy)) == (val(y).shape, val(y).dtype, dtype_of(b.copy))
+    return alike and not _partners(a).isdisjoint(_partners(b))
+
+
+def _partners(m: Match) -> set[fx.Node]:
+    """First operands of the matmuls of which this is the second."""
+    matmuls = readers(m.quantize.x_q, lambda n: n.target in VIEWS)
+    return {first(n) for n in matmuls if n.target is aten._scaled_mm.default}
 
 
 class QuantizeTiles:
@@ -127,93 +166,122 @@ class QuantizeTiles:
         if not found:
             return 0
         build = Builder(graph, self.name)
-        rewriters = [_Rewriter(build, m) for m in found]
-        for rewriter in rewriters:
-            (rewriter.rewrite if check(rewriter.m) else rewriter.move)()
-        for node in [q for r in rewriters if r.has_amax for q in r.quantized]:
-            node.meta[WITH_AMAX] = True
+        for group in siblings([m for m in found if check(m)]):
+            _rewrite(build, group)
+        for m in found:
+            if not check(m):
+                _move(build, m)
         graph.eliminate_dead_code()
         return len(found)
 
 
-class _Rewriter:
-    def __init__(self, build: Builder, m: Match) -> None:
-        self.m = m
-        self.build = build
-        self.has_amax = False
-        self.quantized: list[fx.Node] = []
-
-    def rewrite(self) -> None:
-        m, q = self.m, self.m.quantize
-        chunks = _chunks(m.rows, m.columns)
-        shape = [chunks, m.rows // chunks, m.columns]
-        at = _earliest(q.x.users)
-        tiles = self.build.emit(at, aten.reshape.default, q.x, shape)
-        if q.x.op != "placeholder" and len(q.x.users) > 2:
-            tiles = self.build.emit(at, FORCE_STRIDE_ORDER, tiles, list(val(tiles).stride()))
-        self._reduce(tiles)
-        turned = self._emit(aten.permute.default, self._quantize(tiles), [2, 0, 1])
-        turned = self._made_here(self._emit(aten.clone.default, turned, memory_format=torch.contiguous_format))
-        m.copy.replace_all_uses_with(self._emit(aten.reshape.default, turned, [m.columns, m.rows]))
-        again = self._made_here(self._quantize(tiles))
-        q.x_q.replace_all_uses_with(self._emit(aten.reshape.default, again, list(val(q.x_q).shape)))
-
-    def move(self) -> None:
-        """Make the copy where the tensor is quantized, so that both are in one kernel."""
-        x_q, emit = self.m.quantize.x_q, functools.partial(self.build.emit, self.m.quantize.x_q.next)
-        shape = val(x_q).shape
-        if shape[-1] != self.m.columns:
-            return
-        turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
-        turned = emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
-        turned = emit(FORCE_STRIDE_ORDER, turned, list(val(turned).stride()))
-        turned.meta[TILED] = "rows"
-        self.m.copy.replace_all_uses_with(emit(aten.reshape.default, turned, [self.m.columns, self.m.rows]))
-
-    def _made_here(self, x: fx.Node) -> fx.Node:
-        """`x` as a buffer that stands here: what is read late, Inductor would make late, and fuse with nothing."""
-        made = self._emit(FORCE_STRIDE_ORDER, x, list(val(x).stride()))
-        made.meta[TILED] = "columns"
-        return made
-
-    def _quantize(self, tiles: fx.Node) -> fx.Node:
-        """Each time anew: what reads another's result, Inductor may put into another kernel."""
-        q, dtype = self.m.quantize, val(self.m.quantize.x_q).dtype
-        (node,) = self.build.inline(q.x_q, lambda x, scale: quantize(x, scale, dtype), tiles, q.scale)
-        self.quantized.append(node)
-        return node
-
-    def _reduce(self, tiles: fx.Node) -> None:
-        """The amax of `x`, and the sums of its columns, where this graph takes them."""
-        for node in [u for user in self.m.quantize.x.users for u in (user, *user.users, *_users_of(user.users))]:
-            if _is_amax(node):
-                self.has_amax |= not _is_made_of(self.m.quantize.scale, node)
-                columns = self.build.emit(node, aten.amax.default, self.build.emit(node, aten.abs.default, tiles), [1])
-                columns.meta[TILED] = "columns"
-                self.build.replace(node, self.build.emit(node, aten.amax.default, columns))
-            elif _is_column_sum(node, self.m):
-                self.build.replace(node, self._sum(node, tiles))
-
-    def _sum(self, node: fx.Node, tiles: fx.Node) -> fx.Node:
-        """Of each column, in float32 up to the end."""
-        columns = self.build.emit(node, aten.sum.dim_IntList, tiles, [1], dtype=torch.float32)
-        columns.meta[TILED] = "columns"
-        result = self.build.emit(node, aten.sum.dim_IntList, columns, [0])
-        result = self.build.emit(node, aten.reshape.default, result, list(val(node).shape))
-        if val(node).dtype == torch.float32:
-            return result
-        return self.build.emit(node, prims.convert_element_type.default, result, val(node).dtype)
-
-    def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.build.emit(self.m.quantize.x_q, target, *args, **kwargs)
+def _move(build: Builder, m: Match) -> None:
+    """Make the copy where the tensor is quantized, so that both are in one kernel."""
+    x_q, emit = m.quantize.x_q, functools.partial(build.emit, m.quantize.x_q.next)
+    shape = val(x_q).shape
+    if shape[-1] != m.columns:
+        return
+    turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
+    turned = _made_here(emit, emit(aten.clone.default, turned, memory_format=torch.contiguous_format), "rows")
+    m.copy.replace_all_uses_with(emit(aten.reshape.default, turned, [m.columns, m.rows]))
 
 
-def _users_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [user for node in nodes for user in node.users]
+def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
+    """`x` as a buffer that stands here: what is read late, Inductor would make late, and fuse with nothing."""
+    made = emit(FORCE_STRIDE_ORDER, x, list(val(x).stride()))
+    made.meta[TILED] = tiled
+    return made
 
 
-def _earliest(nodes: Iterable[fx.Node]) -> fx.Node:
-    return min(nodes)  # nodes of one graph are ordered as they stand in it
+def _rewrite(build: Builder, group: list[Match]) -> None:
+    at = min(m.quantize.x_q for m in group)
+    emit, dtype = functools.partial(build.emit, at), val(at).dtype
+    tiles, of = _tiles(build, group), functools.partial(_of, build, group)
+    with_amax = _reduce(build, group, tiles)
+    scale = _scale(build, group)
+    # each quantized anew: what reads another's result, Inductor may put into another kernel
+    x_q, x_t = (build.inline(at, lambda x, s: quantize(x, s, dtype), tiles, scale)[0] for _ in range(2))
+    if with_amax:
+        x_q.meta[WITH_AMAX] = x_t.meta[WITH_AMAX] = True
+    *outer, chunk, row, column = range(val(tiles).dim())
+    x_t = emit(aten.permute.default, x_t, [*outer, column, chunk, row])
+    x_t = _made_here(emit, emit(aten.clone.default, x_t, memory_format=torch.contiguous_format), "columns")
+    x_q = _made_here(emit, x_q, "columns")
+    for m in group:
+        m.copy.replace_all_uses_with(emit(aten.reshape.default, of(m, x_t, at), [m.columns, m.rows]))
+        straight = emit(aten.reshape.default, of(m, x_q, at), list(val(m.quantize.x_q).shape))
+        m.quantize.x_q.replace_all_uses_with(straight)
+
+
+def _tiles(build: Builder, group: list[Match]) -> fx.Node:
+    """[k, R/k, C]; of n siblings [n, k, R/k, C]."""
+    m, x = group[0], group[0].quantize.x
+    chunks = _chunks(m.rows, m.columns * len(group))
+    shape = [chunks, m.rows // chunks, m.columns]
+    emit = functools.partial(build.emit, min(user for m in group for user in m.quantize.x.users))
+    parts = [emit(aten.reshape.default, m.quantize.x, shape) for m in group]
+    if len(group) > 1:  # joined by chunks: along a dimension of their own, Inductor would not reorder the loops
+        return emit(aten.reshape.default, emit(aten.cat.default, parts), [len(group), *shape])
+    if x.op != "placeholder" and len(x.users) > 2:
+        return emit(FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
+    return parts[0]
+
+
+def _scale(build: Builder, group: list[Match]) -> fx.Node:
+    """One number; of n siblings [n, 1, 1, 1]."""
+    scales = [m.quantize.scale for m in group]
+    if len(scales) == 1:
+        return scales[0]
+    emit = functools.partial(build.emit, min(m.quantize.x_q for m in group))
+    move_before(min(m.quantize.x_q for m in group), scales)
+    joined = emit(aten.cat.default, [emit(aten.reshape.default, s, [1]) for s in scales])
+    return emit(aten.reshape.default, joined, [len(scales), 1, 1, 1])
+
+
+def _of(build: Builder, group: list[Match], m: Match, x: fx.Node, before: fx.Node) -> fx.Node:
+    """The part of one sibling."""
+    return x if len(group) == 1 else build.emit(before, aten.select.int, x, 0, group.index(m))
+
+
+def _reduce(build: Builder, group: list[Match], tiles: fx.Node) -> bool:
+    """Take amaxes, and the sums of columns, by tiles, where this graph takes them.
+
+    Returns whether there is an amax that what is quantized need not wait for.
+    """
+    taken = [(m, node) for m in group for node in _readers_nearby(m.quantize.x)]
+    amaxes = [(m, node) for m, node in taken if _is_amax(node)]
+    for m, node in taken:
+        if _is_column_sum(node, m):
+            build.replace(node, _sum(build, node, _of(build, group, m, tiles, node)))
+    if not amaxes:
+        return False
+    at = min(node for _, node in amaxes)
+    columns = build.emit(at, aten.amax.default, build.emit(at, aten.abs.default, tiles), [val(tiles).dim() - 2])
+    columns.meta[TILED] = "columns"
+    waits = [_is_made_of(m.quantize.scale, node) for m, node in amaxes]
+    for m, node in amaxes:
+        build.replace(node, build.emit(node, aten.amax.default, _of(build, group, m, columns, node)))
+    return not all(waits)
+
+
+def _sum(build: Builder, node: fx.Node, tiles: fx.Node) -> fx.Node:
+    """Of each column, in float32 up to the end."""
+    columns = build.emit(node, aten.sum.dim_IntList, tiles, [1], dtype=torch.float32)
+    columns.meta[TILED] = "columns"
+    result = build.emit(node, aten.sum.dim_IntList, columns, [0])
+    result = build.emit(node, aten.reshape.default, result, list(val(node).shape))
+    if val(node).dtype == torch.float32:
+        return result
+    return build.emit(node, prims.convert_element_type.default, result, val(node).dtype)
+
+
+def _readers_nearby(x: fx.Node) -> list[fx.Node]:
+    """What reads `x`, and what reads that: up to three steps."""
+    found, near = [], [x]
+    for _ in range(3):
+        near = [user for node in near for user in node.users]
+        found += near
+    return list(dict.fromkeys(found))
 
 
 def _is_amax(node: fx.Node) -> bool:
@@ -226,15 +294,7 @@ def _is_amax(node: fx.Node) -> bool:
 
 def _is_made_of(scale: fx.Node, amax: fx.Node) -> bool:
     """Whether `scale` is that of the tensor's own amax, which so can't be in one kernel with what it scales."""
-    seen, todo = {scale}, [scale]
-    while todo:
-        node = todo.pop()
-        if node is amax:
-            return True
-        new = {n for n in node.all_input_nodes if is_tensor(n) and has_one_element(n)} - seen
-        seen |= new
-        todo += new
-    return False
+    return amax in sources(scale, lambda n: has_one_element(n) and n is not amax)
 
 
 def _is_column_sum(node: fx.Node, m: Match) -> bool:

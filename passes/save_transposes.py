@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8pass.graph import SAVED, is_tensor
+from fp8pass.graph import SAVED
 from fp8pass.passes.matmuls import backward_nodes
-from fp8pass.passes.patterns import CASTS, VIEWS, aten, dtype_of, first, has_one_element
+from fp8pass.passes.patterns import VIEWS, aten, dtype_of, first, has_one_element, is_elementwise, readers, sources
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES
 
@@ -64,28 +64,13 @@ def _source(copy: fx.Node) -> fx.Node:
 
 def _readers(x_q: fx.Node) -> list[fx.Node]:
     """What reads an FP8 tensor, directly or as a view."""
-    found = []
-    for user in x_q.users:
-        found += _readers(user) if user.target in VIEWS else [user]
-    return found
+    return readers(x_q, lambda n: n.target in VIEWS)
 
 
-def _made_of(x_q: fx.Node) -> set[fx.Node]:
+def _made_of(x_q: fx.Node) -> list[fx.Node]:
     """What has to be read from memory to compute `x_q` elementwise; scales aside."""
-    found: set[fx.Node] = set()
-    seen, todo = {x_q}, [x_q]
-    while todo:
-        for node in todo.pop().all_input_nodes:
-            if node in seen or not is_tensor(node) or has_one_element(node):
-                continue
-            seen.add(node)
-            (todo.append if _is_elementwise(node) else found.add)(node)
-    return found
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or (node.target in VIEWS | CASTS and is_tensor(node.args[0]))
+    found = sources(x_q, lambda n: is_elementwise(n) and not has_one_element(n))
+    return [n for n in found if not has_one_element(n)]
 
 
 def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool:
@@ -95,12 +80,5 @@ def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool
     """
     if torch.Tag.reduction in getattr(node.target, "tags", ()):
         return False
-    seen, todo = {node, x_q}, [node]
-    while todo:
-        for user in todo.pop().users:
-            if user in backward and _is_elementwise(user):
-                return True
-            if user not in seen and user not in backward and _is_elementwise(user):
-                seen.add(user)
-                todo.append(user)
-    return False
+    reading = readers(node, lambda n: n is not x_q and n not in backward and is_elementwise(n))
+    return any(n in backward and is_elementwise(n) for n in reading)

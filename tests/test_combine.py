@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8pass._torch import ForeachKernelSchedulerNode
+from fp8pass._torch import ForeachKernelSchedulerNode, inductor_config, triton_combo_kernel
 from fp8pass.combine import MOST, combining, groups
 
 
@@ -180,22 +181,29 @@ def test_thousands_of_kernels() -> None:
     assert (len(tails), [n.name for n in state]) == (1000, ["state"])
 
 
+def of_inductor() -> tuple[Any, ...]:
+    return (
+        ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels,
+        triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm,
+        inductor_config.combo_kernels,
+        inductor_config.combo_kernel_per_subkernel_blocks,
+    )
+
+
 @pytest.fixture
 def restored() -> Iterator[None]:
-    own = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
+    groups_of, parts_of = of_inductor()[:2]
     yield
-    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(own)
+    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(groups_of)
+    triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(parts_of)
 
 
 def test_inductor_has_its_own_groups_back(restored: None) -> None:
-    def of_inductor() -> object:
-        return ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
-
     own = of_inductor()
     with combining():
-        assert of_inductor() is not own
-    assert of_inductor() is own
+        assert all(a is not b for a, b in zip(of_inductor(), own, strict=True))
+    assert of_inductor() == own
     with pytest.raises(ZeroDivisionError), combining():
         raise ZeroDivisionError
-    assert of_inductor() is own
+    assert of_inductor() == own
     assert MOST == 64
