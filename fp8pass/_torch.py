@@ -17,6 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims, list_mode_options
+from torch._inductor import lowering as inductor_lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import triton_combo_kernel
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
@@ -46,11 +47,15 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
+PLAIN_CAT = hasattr(inductor_lowering, "_pad_as_cat")
+"""Whether what an elementwise `cat` loads has strides that Inductor's scheduler sees; torch 2.11 hides them."""
+
 
 __all__ = [
     "CACHEABLE",
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
+    "PLAIN_CAT",
     "CheckpointFunction",
     "CompileContext",
     "ConstantSource",

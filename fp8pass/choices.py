@@ -76,13 +76,13 @@ class Choices(InductorChoices):
     def can_fuse(  # type: ignore[override]
         self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
     ) -> bool:
-        """Nothing fuses the two orientations of a tensor before either is fused with its amax.
+        """Each orientation of a tensor is fused with the kernel of its amax before anything else.
 
         The amax decides the order of loops, and can't change that of a pair. And nothing is fused with the second half
         of a sum that will be taken away: the casts of all such sums can share a launch.
         """
         nodes = node1, node2
-        if not any(n.is_reduction() for n in nodes) and all(map(_waits_for_amax, nodes)):
+        if not any(n.is_reduction() for n in nodes) and any(map(_waits_for_amax, nodes)):
             return False
         if _completes_sum_of_mixed(scheduler, node1):
             return False

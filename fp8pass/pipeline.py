@@ -33,6 +33,7 @@ from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.quantize_tiles import QuantizeTiles
+from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
@@ -65,6 +66,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
         ExpandBlocks(),  # after it, which knows blocks by the op
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
         SaveTransposes(),  # behind it, which lays operands out
+        SaveSums(),
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]
 

@@ -15,6 +15,8 @@ Inductor makes one kernel of the four, which walks down columns: a tile of it re
 orientation. With reductions along rows it has one row at a time, whose transposed bytes are R apart, and a second pass
 for the sum. Not done where `x` comes out of a reduction along rows, a norm, with which it is fused.
 
+Weights of one shape that are multiplied with the same operand are read by one kernel, as [n, k, R/k, C].
+
 Runs on the graphs of forward and backward, after they were cut apart.
 """
 
@@ -25,9 +27,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass._torch import FORCE_STRIDE_ORDER, PLAIN_CAT
 from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
 from fp8pass.passes.patterns import (
     CASTS,
@@ -127,10 +130,7 @@ def _is_column(x: fx.Node) -> bool:
 
 
 def siblings(found: list[Match]) -> list[list[Match]]:
-    """Inputs of one shape that are multiplied with the same operand: the weights of gate and up, of keys and values.
-
-    Not on a CPU, where there is nothing to launch, and Inductor would copy them to join them.
-    """
+    """Inputs of one shape that are multiplied with the same operand: the weights of gate and up, of keys and values."""
     groups: list[list[Match]] = []
     for m in found:
         group = next((g for g in groups if len(g) < MOST and _are_siblings(g[0], m)), None)
@@ -143,10 +143,15 @@ def siblings(found: list[Match]) -> list[list[Match]]:
 
 def _are_siblings(a: Match, b: Match) -> bool:
     x, y = a.quantize.x, b.quantize.x
-    if x is y or x.op != "placeholder" or y.op != "placeholder" or val(x).device.type == "cpu":
+    if x is y or x.op != "placeholder" or y.op != "placeholder" or not is_launched(x):
         return False
     alike = (val(x).shape, val(x).dtype, dtype_of(a.copy)) == (val(y).shape, val(y).dtype, dtype_of(b.copy))
     return alike and not _partners(a).isdisjoint(_partners(b))
+
+
+def is_launched(x: fx.Node) -> bool:
+    """Not on a CPU, where Inductor would copy what is joined."""
+    return val(x).device.type != "cpu"
 
 
 def _partners(m: Match) -> set[fx.Node]:
@@ -183,6 +188,9 @@ def _move(build: Builder, m: Match) -> None:
         return
     turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
     turned = _made_here(emit, emit(aten.clone.default, turned, memory_format=torch.contiguous_format), "rows")
+    amaxes = [n for n in _readers_nearby(m.quantize.x) if _is_amax(n)]
+    if any(not _is_made_of(m.quantize.scale, n) for n in amaxes):
+        turned.meta[WITH_AMAX] = True
     m.copy.replace_all_uses_with(emit(aten.reshape.default, turned, [m.columns, m.rows]))
 
 
@@ -216,15 +224,31 @@ def _rewrite(build: Builder, group: list[Match]) -> None:
 def _tiles(build: Builder, group: list[Match]) -> fx.Node:
     """[k, R/k, C]; of n siblings [n, k, R/k, C]."""
     m, x = group[0], group[0].quantize.x
+    at, shared = min(user for m in group for user in m.quantize.x.users), len(x.users) > 2
     chunks = _chunks(m.rows, m.columns * len(group))
     shape = [chunks, m.rows // chunks, m.columns]
-    emit = functools.partial(build.emit, min(user for m in group for user in m.quantize.x.users))
-    parts = [emit(aten.reshape.default, m.quantize.x, shape) for m in group]
-    if len(group) > 1:  # joined by chunks: along a dimension of their own, Inductor would not reorder the loops
-        return emit(aten.reshape.default, emit(aten.cat.default, parts), [len(group), *shape])
-    if x.op != "placeholder" and len(x.users) > 2:
-        return emit(FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
+    parts = [build.emit(at, aten.reshape.default, m.quantize.x, shape) for m in group]
+    if len(group) > 1:
+        return build.inline(at, joined, *parts)[0]
+    if x.op != "placeholder" and shared:
+        return build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
     return parts[0]
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """`torch.stack(parts)`, of [k, R/k, C], in such a way that what is loaded depends on every loop, plainly.
+
+    Else Inductor keeps the order of the loops, and makes a kernel for each orientation.
+    """
+    n, shape = len(parts), parts[0].shape
+    if PLAIN_CAT:
+        return torch.cat(parts).view(n, *shape)
+    which, chunks = torch.arange(n, device=parts[0].device).view(n, 1, 1, 1), shape[0]
+    padded = [F.pad(p, (0, 0, 0, 0, i * chunks, (n - 1 - i) * chunks)).view(n, *shape) for i, p in enumerate(parts)]
+    result = padded[0]
+    for i, other in enumerate(padded[1:], start=1):
+        result = torch.where(which == i, other, result)
+    return result
 
 
 def _scale(build: Builder, group: list[Match]) -> fx.Node:

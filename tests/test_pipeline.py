@@ -34,6 +34,7 @@ PASSES = [
     "expand_blocks",
     "scaled_mm",
     "save_transposes",
+    "save_sums",
     "batch_records",
 ]
 KERNEL_PASSES = ["quantize_tiles", "batch_amaxes", "make_once"]

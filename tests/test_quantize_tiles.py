@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass.config import Config
 from fp8pass.graph import WITH_AMAX
+from fp8pass.passes import quantize_tiles
 from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
 from fp8pass.rewrite import Context
 from tests.harness import BF16, E4M3, E5M2, F16, F32, apply, aten, capture, count, expect_graph, scale, text
@@ -346,3 +347,95 @@ def test_what_is_scaled_by_its_own_amax_does_not_wait_for_it(own: bool, waiting:
     module = capture(both, torch.randn(128, 64, dtype=BF16), torch.ones(()))
     apply(module, QuantizeTiles())
     assert sum(WITH_AMAX in n.meta for n in module.graph.nodes) == waiting
+
+
+def product(a_q: Tensor, b_q: Tensor, scale_inv: Tensor) -> Tensor:
+    return torch._scaled_mm(a_q, b_q.t(), scale_inv, scale_inv, out_dtype=BF16)
+
+
+def shared(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of two weights, as those of gate and up: the amax, the transposed copy and the product of each."""
+
+    def run(x_q: Tensor, gate: Tensor, up: Tensor, s: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+        outputs: list[Tensor] = []
+        for w, scale_of in ((gate, s), (up, r * 2)):
+            w_q = scaling.quantize(w, scale_of, E4M3)
+            outputs += scaling.amax(w), w_q.t().contiguous(), function(x_q, w_q, s)
+        return tuple(outputs)
+
+    return run
+
+
+def pair(rows: int = 128, of_up: int | None = None) -> tuple[Tensor, ...]:
+    gate, up = torch.randn(rows, 32, dtype=BF16), torch.randn(of_up or rows, 32, dtype=BF16) * 3
+    return torch.randn(64, 32).to(E4M3), gate, up, scale(8.0), scale(2.0)
+
+
+@pytest.mark.parametrize("plain_cat", [True, False])
+def test_siblings_are_one_tensor(plain_cat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own scale and amax; no value, no sign of a zero changes."""
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    monkeypatch.setattr(quantize_tiles, "PLAIN_CAT", plain_cat)
+    inputs = pair()
+    inputs[1][3, 5], inputs[2][7, 9] = -0.0, -1e-30
+    module = capture(shared(product), *inputs)
+    wanted = module(*inputs)
+    apply(module, QuantizeTiles())
+    reductions = [n.meta["val"].shape for n in module.graph.nodes if n.target is aten.amax.default]
+    assert [list(s) for s in reductions] == [[2, 2, 32], [], []]
+    assert count(module, aten.cat.default) == 1 + plain_cat  # that of two scales
+    assert sum(WITH_AMAX in n.meta for n in module.graph.nodes) == 2
+    for a, b in zip(wanted, module(*inputs), strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == E4M3 else torch.equal(a, b)
+    before = text(module)
+    apply(module, QuantizeTiles())
+    assert text(module) == before, "a second run finds nothing"
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("plain_cat", [True, False])
+def test_joined(n: int, plain_cat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "PLAIN_CAT", plain_cat)
+    parts = [torch.randn(3, 4, 5) for _ in range(n)]
+    parts[0][0, 0, 0], parts[1][0, 0, 1] = -0.0, float("nan")
+    got, wanted = quantize_tiles.joined(*parts), torch.stack(parts)
+    assert torch.equal(got.view(torch.int32), wanted.view(torch.int32))
+
+
+def alone(x_q: Tensor, w_q: Tensor, s: Tensor) -> Tensor:
+    """Each weight meets an operand of its own."""
+    return product((x_q.float() * s).to(E4M3), w_q, s)
+
+
+NO_SIBLINGS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "other rows": (product, pair(128, 64)),
+    "other operands": (alone, pair()),
+    "no matmul": (lambda x_q, w_q, s: w_q.float(), pair()),
+}
+
+
+@pytest.mark.parametrize("case", NO_SIBLINGS)
+def test_no_siblings(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    function, inputs = NO_SIBLINGS[case]
+    module = capture(shared(function), *inputs)
+    wanted = module(*inputs)
+    apply(module, QuantizeTiles())
+    reductions = [n.meta["val"].shape for n in module.graph.nodes if n.target is aten.amax.default]
+    assert [len(s) for s in reductions] == [2, 0, 2, 0]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(*inputs), strict=True))
+
+
+def test_where_nothing_is_launched_there_are_no_siblings() -> None:
+    module = capture(shared(product), *pair())
+    apply(module, QuantizeTiles())
+    assert all(n.meta["val"].dim() < 4 for n in module.graph.nodes if "val" in n.meta)
+
+
+def test_what_is_computed_has_no_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of q, k and v: what makes each may be fused with its tiles."""
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    module = capture(lambda x_q, a, b, s, r: shared(product)(x_q, a.exp(), b.exp(), s, r), *pair())
+    apply(module, QuantizeTiles())
+    assert all(n.meta["val"].dim() < 4 for n in module.graph.nodes if "val" in n.meta)

@@ -9,21 +9,16 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from traffic import BLOCKS, around_matmuls
 
 from fp8pass.inspector import Run, inspect
 
-VERSION = ".".join(torch.__version__.split(".")[:2])
-# Of delayed scaling, compiled for an H100: (bytes, launches of Triton kernels, of ATen's).
-MLPS = {"llama_mlp": (3_391_103_712, 16, 1), "gpt2_mlp": (2_620_752_398, 18, 2)}
+# Of delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
 TRAFFIC = {
-    "2.11": {**MLPS, "llama_block": (5_255_907_674, 35, 2)},  # its Inductor fuses one kernel more, in BF16 as well
-    "2.13": {**MLPS, "llama_block": (5_524_449_630, 36, 2)},
-    "2.15": {**MLPS, "llama_block": (5_524_449_630, 36, 2)},
+    "llama_mlp": (3_390_497_472, 14, 1),
+    "llama_block": (5_053_302_996, 33, 2),
+    "gpt2_mlp": (2_619_736_590, 14, 2),
 }
-
-pytestmark = pytest.mark.skipif(VERSION not in TRAFFIC, reason=f"no count for torch {VERSION}")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +34,7 @@ def runs() -> dict[str, Run]:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_traffic_and_launches(runs: dict[str, Run], block: str) -> None:
-    assert around_matmuls(runs[block]) == TRAFFIC[VERSION][block]
+    assert around_matmuls(runs[block]) == TRAFFIC[block]
 
 
 def test_one_launch_ends_the_amaxes_of_two_layers(runs: dict[str, Run]) -> None:
@@ -52,7 +47,7 @@ def test_one_launch_ends_the_amaxes_of_two_layers(runs: dict[str, Run]) -> None:
 def test_both_orientations_are_stored_16_bytes_at_once(runs: dict[str, Run]) -> None:
     """A transposed copy that is scattered has stores of 8 bits: one FP8 number of a thread, each in another sector."""
     both = [k for k in runs["llama_mlp"].kernels if re.search(r"quantize \w+ x \d", k.what)]
-    assert len(both) == 6  # the norm, three weights, and the gradients of the result and of SwiGLU
+    assert len(both) == 5  # the norm, gate and up, down, and the gradients of the result and of SwiGLU
     for kernel in both:
         assert kernel.compiled is not None
         assert kernel.compiled.stores[0] == 128 and 8 not in kernel.compiled.stores, kernel
