@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import ForeachKernelSchedulerNode
 from fp8pass.combine import SMALL
-from fp8pass.graph import MADE_BY
+from fp8pass.graph import MADE_BY, is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inspector import Kernel
 from fp8pass.names import module_path
@@ -106,6 +106,7 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
     name = str(op.target).removesuffix(".default")
     if (gemm := _gemm(op)) is not None:
         kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
+        read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers
     else:
         kind, what, seconds = (
             "extern",
