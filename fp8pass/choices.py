@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
-from fp8pass.combine import combining, mixes_orders
+from fp8pass.combine import combining, sums_of_mixed
 from fp8pass.graph import MADE_BY, ONE_STAGE, TILED, WITH_AMAX
 
 TILES = "quantize_tiles"
@@ -94,9 +94,8 @@ MAX_PARTIALS = 1 << 16
 
 
 def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
-    buffers = (scheduler.name_to_buf.get(read.name) for read in node.read_writes.reads)
-    makers = (scheduler.name_to_fused_node[b.defining_op_name()] for b in buffers if b is not None)
-    return any(map(mixes_orders, makers))
+    buffers = [b for read in node.read_writes.reads if (b := scheduler.name_to_buf.get(read.name)) is not None]
+    return any(b.get_name() in sums_of_mixed(scheduler.name_to_fused_node[b.defining_op_name()]) for b in buffers)
 
 
 def _is_tiled(node: fx.Node) -> bool:

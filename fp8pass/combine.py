@@ -139,14 +139,17 @@ def _last(nodes: int, before: list[int]) -> list[int]:
 def _groups(scheduler: Any) -> list[list[Any]]:
     """For Inductor."""
     nodes = scheduler.nodes
-    mixed = {name for n in nodes if mixes_orders(n) for name in n.get_buffer_names()}
+    mixed = {name for n in nodes for name in sums_of_mixed(n)}
     found = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
     return [group[i : i + MOST] for group in found for i in range(0, len(group), MOST)]
 
 
-def mixes_orders(node: Any) -> bool:
-    """Whether this is a kernel whose sums Inductor completes behind it, where it takes away what would have done so."""
-    return type(node).__name__ == "FusedMixOrderReductions"
+def sums_of_mixed(node: Any) -> set[str]:
+    """Of a kernel that reduces rows and columns, the sums of columns, by parts.
+
+    Inductor completes them behind that kernel, and takes away the nodes that would have done so.
+    """
+    return set(node.node2.get_buffer_names()) if type(node).__name__ == "FusedMixOrderReductions" else set()
 
 
 def _is_small(node: Any) -> bool:

@@ -212,11 +212,11 @@ def _what(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> str:
 def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
     """The user's functions, what becomes of the scales' state, and the FP8 that is made."""
     computed = [o for o in origins if o.target not in _CONSTANTS]
-    if any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
+    read, written = _bytes(node)
+    if read <= SMALL and any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
         return ["last stage of amax, scales, records"]
     words = list(dict.fromkeys(filter(None, map(_word, computed))))
     reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
-    read, written = _bytes(node)
     if "max" in reductions and BEGIN_STEP not in words:
         words.append("last stage of amax" if max(read, written) <= SMALL and written < 16 else "amax")
     made = _fp8_made(node)
