@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor import inductor_prims, list_mode_options
+from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import triton_combo_kernel
@@ -47,6 +47,9 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
+TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
+"""Whether Inductor's settings for custom passes may be lists of them."""
+
 PLAIN_CAT = hasattr(inductor_lowering, "_pad_as_cat")
 """Whether what an elementwise `cat` loads has strides that Inductor's scheduler sees; torch 2.11 hides them."""
 
@@ -56,6 +59,7 @@ __all__ = [
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "PLAIN_CAT",
+    "TAKES_LISTS_OF_PASSES",
     "CheckpointFunction",
     "CompileContext",
     "ConstantSource",

@@ -32,7 +32,7 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
-from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
+from fp8pass.pipeline import KernelPasses, Pipeline, annotated, behind, known_to_caches
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
@@ -118,9 +118,9 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
     config = pipeline.config
     own = inductor_config.custom_partitioner_fn
     patches: dict[str, Any] = {
-        "joint_custom_pre_pass": pipeline,
+        "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
         "custom_partitioner_fn": Partition(own),
-        "post_grad_custom_pre_pass": KernelPasses(config, inductor_config.post_grad_custom_pre_pass),
+        "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, KernelPasses(config)),
     }
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))

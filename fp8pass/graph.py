@@ -70,6 +70,10 @@ def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
     return compute(mode, node.target, node.args, node.kwargs)
 
 
+_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr")
+"""Metadata that says where in the user's code a node comes from."""
+
+
 class Builder:
     """Adds nodes to a graph, stamped with the pass that made them."""
 
@@ -80,32 +84,30 @@ class Builder:
 
     def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:
         """A new node in front of `before`, whose source line it inherits."""
-        with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-        if torch.Tag.needs_exact_strides in getattr(target, "tags", ()):
-            # without this, Inductor lays out the inputs of an op that a pass made as it likes: first operands of
-            # `_scaled_mm` by columns, which torch refuses
-            node.meta[EXACT_INPUTS] = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        return self._stamp(node, before)
+        node = self._new(before, target, args, kwargs)
+        node.meta["val"] = compute_val(node, self.mode)
+        return node
 
     def inline(self, before: fx.Node, function: Callable[..., Any], *inputs: fx.Node) -> list[fx.Node]:
         """The ATen ops of `function(*inputs)`, in front of `before`; returns the nodes of its results.
 
         What a pass computes can so be written, and tested, as a plain torch function.
         """
-        recorder = _Recorder(functools.partial(self._record, before))
+        recorder = _Recorder(functools.partial(self._new, before))
         fakes = [recorder.know(val(node), node) for node in inputs]
         with self.mode, recorder:
             results = function(*fakes)
         return [recorder.node_of[id(r)] for r in (results if isinstance(results, (list, tuple)) else [results])]
 
-    def _record(self, before: fx.Node, target: Target, args: Any, kwargs: Any) -> fx.Node:
+    def _new(self, before: fx.Node, target: Target, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-        for key in ("stack_trace", "nn_module_stack", "seq_nr"):
-            if key in before.meta:
-                node.meta[key] = before.meta[key]
+        node.meta = {key: before.meta[key] for key in _INHERITED if key in before.meta}
         node.meta[MADE_BY] = self.made_by
+        if torch.Tag.needs_exact_strides in getattr(target, "tags", ()):
+            # without this, Inductor lays out the inputs of an op that a pass made as it likes: first operands of
+            # `_scaled_mm` by columns, which torch refuses
+            node.meta[EXACT_INPUTS] = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
@@ -116,14 +118,6 @@ class Builder:
             new.meta.setdefault(key, value)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-
-    def _stamp(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        for key in ("stack_trace", "nn_module_stack", "seq_nr"):
-            if key in like.meta:
-                node.meta.setdefault(key, like.meta[key])
-        node.meta[MADE_BY] = self.made_by
-        node.meta["val"] = compute_val(node, self.mode)
-        return node
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

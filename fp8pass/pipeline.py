@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass._torch import CustomGraphPass, get_hash_for_files, trace_structured
+from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files, trace_structured
 from fp8pass.annotation import Annotation, Choice
 from fp8pass.choices import ONE_AT_A_TIME
 from fp8pass.config import Config
@@ -77,22 +77,18 @@ def kernel_passes() -> list[Pass]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`. own: the one that the user has configured, if any, which runs first."""
+    """Inductor's `post_grad_custom_pre_pass`."""
 
-    def __init__(self, config: Config, own: Any = None) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.own = own
 
-    def uuid(self) -> Any:
-        """Changes with the passes' sources, and with the user's own pass; None, no caching, if that has none."""
-        own = self.own.uuid() if isinstance(self.own, CustomGraphPass) else None
-        return None if self.own is not None and own is None else _sources_hash() + repr(own).encode()
+    def uuid(self) -> bytes:
+        """Changes with the passes' sources."""
+        return _sources_hash()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
         context = Context(self.config)
-        if self.own is not None:
-            self.own(graph)
         with ONE_AT_A_TIME:
             for p in kernel_passes():
                 _run(p, graph, context)
@@ -160,6 +156,30 @@ class Pipeline(CustomGraphPass):
         diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
         for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
             (folder / f"{i:02d}.{name}.{suffix}").write_text(head + text)
+
+
+def behind(own: Any, ours: CustomGraphPass) -> Any:
+    """A setting of Inductor's: the user's own pass, or passes, if any, and then ours."""
+    if own is None:
+        return ours
+    if TAKES_LISTS_OF_PASSES:
+        return [*(own if isinstance(own, (list, tuple)) else (own,)), ours]
+    return _Both(own, ours)
+
+
+class _Both(CustomGraphPass):
+    def __init__(self, own: Any, ours: CustomGraphPass) -> None:
+        self.own = own
+        self.ours = ours
+
+    def uuid(self) -> Any:
+        """Of both; None, no caching, if the user's has none."""
+        own = self.own.uuid() if isinstance(self.own, CustomGraphPass) else None
+        return None if own is None else repr((own, self.ours.uuid())).encode()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.own(graph)
+        self.ours(graph)
 
 
 def _run(p: Pass, graph: fx.Graph, context: Context) -> int:

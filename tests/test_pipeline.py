@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
+from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
 from fp8pass.graph import MADE_BY, Builder
-from fp8pass.pipeline import KernelPasses, Pipeline, kernel_passes, passes
+from fp8pass.pipeline import KernelPasses, Pipeline, _Both, behind, kernel_passes, passes
 from fp8pass.scaling import quantize
 from fp8pass.verify import verify
 from tests.harness import aten, capture, compiled, verdicts
@@ -77,6 +78,41 @@ def test_passes_about_kernels() -> None:
         node.meta.pop("val", None)
     with pytest.raises(Fp8Error, match=r"a fault of fp8pass in its pass make_once: 'val'\. Please report it"):
         kernels(broken.graph)
+
+
+class OfTheUser(CustomGraphPass):
+    """A pass that users have configured: counts the graphs that it sees, and those that ours have already changed."""
+
+    def __init__(self) -> None:
+        self.seen, self.changed = 0, 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen += 1
+        self.changed += any(n.target is aten._scaled_mm.default for n in graph.nodes)
+
+    def uuid(self) -> str:
+        return "of the user"
+
+
+@pytest.mark.parametrize("several", [False, True] if TAKES_LISTS_OF_PASSES else [False])
+def test_passes_that_users_have_configured_run_before_ours(several: bool) -> None:
+    joint, kernels = OfTheUser(), OfTheUser()
+    own = {"joint_custom_pre_pass": joint, "post_grad_custom_pre_pass": kernels}
+    with inductor_config.patch({k: [v, v] if several else v for k, v in own.items()}), verdicts() as report:
+        run = compiled(make(), lowering="inductor")
+        for _ in range(2):  # the first step is not compiled, and the backward not before it runs
+            run(torch.randn(16, 32)).sum().backward()
+    assert len(report.rewritten) == 6
+    assert (joint.seen, joint.changed) == (1 + several, 0)
+    assert (kernels.seen, kernels.changed) == (2 + 2 * several, 2 + 2 * several)
+
+
+def test_passes_of_users_are_part_of_the_cache_key() -> None:
+    """What has no key can't be cached."""
+    own, ours = OfTheUser(), pipeline()
+    assert behind(None, ours) is ours
+    assert _Both(own, ours).uuid() != _Both(own, pipeline(strict=True)).uuid()
+    assert _Both(lambda graph: None, ours).uuid() is None
 
 
 def test_a_warm_cache_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
