@@ -13,6 +13,7 @@ reads `y` as well, and memory could grow.
 from __future__ import annotations
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph import SAVED, is_tensor, val
 from fp8pass.passes.matmuls import backward_nodes
@@ -51,7 +52,9 @@ def check(node: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
-    return (val(a).shape, val(a).dtype) == (val(b).shape, val(b).dtype)
+    x, y = val(a), val(b)
+    same_rank = x.dtype == y.dtype and x.dim() == y.dim()
+    return same_rank and all(statically_known_true(m == n) for m, n in zip(x.shape, y.shape, strict=True))
 
 
 def _products(node: fx.Node) -> list[fx.Node]:
