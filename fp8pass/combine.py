@@ -50,6 +50,7 @@ def groups(nodes: Sequence[Node], small: Sequence[bool]) -> list[list[Node]]:
 class _Grouping:
     """Levels count large nodes: of a large node, those on the longest way to it; of a small one, the last before it.
 
+    A large node that other large ones wait for has the level before theirs: weights are not quantized before their time.
     Nodes are known by position, and sets of them are bits of an int: there are thousands, of which each waits for most.
     """
 
@@ -63,9 +64,13 @@ class _Grouping:
         for last, is_small in zip(after_which, small, strict=True):
             self.levels.append(max((self.levels[i] for i in last), default=-1) + (not is_small))
         for i in reversed(range(len(nodes))):
+            if not small[i] and self.needed[i] < NEVER:
+                self.levels[i] = self.needed[i] - 1
             here = self.needed[i] if small[i] else self.levels[i]
             for j in after_which[i]:
                 self.needed[j] = min(self.needed[j], here)
+        for i in self.small:
+            self.levels[i] = max((self.levels[j] for j in after_which[i]), default=-1)
         smalls = sum(1 << i for i in self.small)
         self.waits = {i: _last(before[i] & smalls, before) for i in self.small}
         """The small nodes that a small one waits for, without those that these wait for."""

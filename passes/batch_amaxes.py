@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import RECORDED, Builder, is_tensor, val
 from fp8pass.passes.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.rewrite import Context
@@ -139,6 +140,8 @@ class _Rewriter:
         self.build = Builder(graph, BatchAmaxes.name)
 
     def rewrite(self, groups: list[list[Slot]]) -> None:
+        for group in groups[1:]:
+            self._scales(group)
         amaxes = [self._last_stage(group) for group in groups]
         ends = [(group[0].index, group[-1].index + 1) for group in groups]
         if all(end - start == len(group) for (start, end), group in zip(ends, groups, strict=True)):
@@ -148,6 +151,21 @@ class _Rewriter:
                 for i, slot in enumerate(group):
                     element = self.build.emit(min(slot.whole.users), aten.select.int, amax, 0, i)
                     slot.whole.replace_all_uses_with(element)
+
+    def _scales(self, group: list[Slot]) -> None:
+        """Give a group a vector of its own scales, so that the kernels of equal layers are equal: compiled once.
+
+        An element of the scales of all slots would be a number in the code of each kernel.
+        """
+        scales = list(dict.fromkeys(slot.scale for slot in group))
+        users = {user for scale in scales for user in scale.users if user.op != "output"}
+        at = min(users)
+        move_before(at, scales)
+        (vector,) = self.build.inline(at, lambda *s: _select(torch.arange(len(s), device=s[0].device), list(s)), *scales)
+        vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])
+        for i, scale in enumerate(scales):
+            element = self.build.emit(at, aten.select.int, vector, 0, i)
+            scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
 
     def _last_stage(self, group: list[Slot]) -> fx.Node:
         """The amaxes of a group, f32[n]; what read scales reads elements of one vector."""
