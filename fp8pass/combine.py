@@ -50,7 +50,7 @@ def groups(nodes: Sequence[Node], small: Sequence[bool]) -> list[list[Node]]:
 class _Grouping:
     """Levels count large nodes: of a large node, those on the longest way to it; of a small one, the last before it.
 
-    A large node that other large ones wait for has the level before theirs: weights are not quantized before their time.
+    A large node that others wait for has the level before theirs: weights are not quantized before their time.
     Nodes are known by position, and sets of them are bits of an int: there are thousands, of which each waits for most.
     """
 

@@ -214,7 +214,8 @@ def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
     computed = [o for o in origins if o.target not in _CONSTANTS]
     read, written = _bytes(node)
     if read <= SMALL and any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
-        return ["last stage of amax, scales, records"]
+        ends = any(part.is_reduction() for part in node.get_nodes())
+        return ["last stage of amax, scales, records"] if ends else ["scales"]
     words = list(dict.fromkeys(filter(None, map(_word, computed))))
     reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
     if "max" in reductions and BEGIN_STEP not in words:

@@ -161,7 +161,7 @@ class _Rewriter:
         users = {user for scale in scales for user in scale.users if user.op != "output"}
         at = min(users)
         move_before(at, scales)
-        (vector,) = self.build.inline(at, lambda *s: _select(torch.arange(len(s), device=s[0].device), list(s)), *scales)
+        (vector,) = self.build.inline(at, _stack, *scales)
         vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])
         for i, scale in enumerate(scales):
             element = self.build.emit(at, aten.select.int, vector, 0, i)
@@ -209,6 +209,11 @@ def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     amax = _select(slot.unsqueeze(1), rows).amax(1).float()
     inverse = _select(slot, list(scales)).reciprocal()
     return amax, torch.where(torch.isfinite(amax), inverse, float("nan"))
+
+
+def _stack(*scales: Tensor) -> Tensor:
+    """f32[n], elementwise: what only reads, Inductor would take for a view."""
+    return _select(torch.arange(len(scales), device=scales[0].device), list(scales))
 
 
 def _select(slot: Tensor, values: list[Tensor]) -> Tensor:
