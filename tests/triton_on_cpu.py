@@ -22,8 +22,9 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import triton.language as tl
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._inductor import async_compile, config, select_algorithm
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_heuristics
@@ -227,12 +228,33 @@ def both(
     return call
 
 
-def train(gpu: Pretended, recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
-    """Steps of a block with a bias, an odd width and a residual; for each call of a graph, what was compared."""
+class Gated(nn.Module):
+    """So large that there are tiles: weights with one input, a residual stream that the backward reads, a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last_norm = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.gate, self.up = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down, self.head = nn.Linear(128, 64, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, 64]."""
+        y = self.norm(x)
+        hidden = F.silu(self.gate(y)) * self.up(y)
+        result: Tensor = self.head(self.last_norm(x + self.down(hidden)))
+        return result
+
+
+def train(gpu: Pretended, name: str, recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
+    """Steps of a model; for each call of a graph, what was compared.
+
+    name: "block", with a bias, an odd width and a residual, or "gated".
+    """
     from tests.models import Block
 
     found: list[list[Compared]] = []
-    model = Block(32, 24).to(dtype)
+    model, shape = (Block(32, 24), (16, 32)) if name == "block" else (Gated(), (64, 64))
+    model = model.to(dtype)
 
     def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **_: Any) -> Any:
         return both(gpu, found, module, inputs, is_backward)
@@ -240,7 +262,7 @@ def train(gpu: Pretended, recipe: str, dtype: torch.dtype, steps: int) -> list[l
     with gpu.compiles(inner):
         run = torch.compile(model, backend="fp8pass", options={"recipe": recipe, "strict": True})
         for _ in range(steps):
-            x = torch.randn(16, 32, dtype=dtype, requires_grad=True)
+            x = torch.randn(shape, dtype=dtype, requires_grad=True)
             run(x).square().mean().backward()
     return found
 
@@ -249,9 +271,9 @@ def main() -> None:
     gpu = Pretended(TARGETS["h100"])
     registry.on_new.append(has_history)
     torch.manual_seed(0)
-    recipe, dtype, steps = sys.argv[1:4]
+    name, recipe, dtype, steps = sys.argv[1:5]
     with config.patch(emulate_precision_casts="emulate" in sys.argv):
-        found = train(gpu, recipe, getattr(torch, dtype), int(steps))
+        found = train(gpu, name, recipe, getattr(torch, dtype), int(steps))
     print(json.dumps([[asdict(c) for c in call] for call in found]))
 
 
