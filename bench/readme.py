@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fp8pass.pipeline import passes
+from fp8pass.pipeline import kernel_passes, passes
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,11 +48,11 @@ def example(name: str) -> str:
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
     on_dynamos = ["inline", "annotate", "lift_scale_states"]
-    order = [*on_dynamos, *(p.name for p in passes([]))]
+    graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
+    graphs |= {p.name: "joint graph" for p in passes([])} | {p.name: "forward, backward" for p in kernel_passes()}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
-    for name in order:
+    for name, graph in graphs.items():
         doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
-        graph = "Dynamo's graph" if name in on_dynamos else "joint graph"
         rows.append(f"| [`{name}`](passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
     return "\n".join(rows)
 
@@ -92,7 +92,7 @@ SECTIONS = {
     "inspect": inspect,
     "traffic": traffic,
 }
-FILES = {"inspect": "docs/inspect.md", "traffic": "docs/inspect.md"}
+FILES = {"inspect": "docs/inspect.md"}
 """Where a marker is, if not in README.md."""
 
 
