@@ -116,11 +116,11 @@ def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callabl
 
 def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     config = pipeline.config
-    own = inductor_config.custom_partitioner_fn
+    kernel_passes = KernelPasses(config, pipeline.folder())
     patches: dict[str, Any] = {
         "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
-        "custom_partitioner_fn": Partition(own),
-        "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, KernelPasses(config)),
+        "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn),
+        "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
     }
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
@@ -144,7 +144,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
 def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     """The same graphs, run op by op."""
 
-    kernel_passes = KernelPasses(pipeline.config)
+    kernel_passes = KernelPasses(pipeline.config, pipeline.folder())
 
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
         kernel_passes(graph_module.graph)

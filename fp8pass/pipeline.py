@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,12 @@ def kernel_passes() -> list[Pass]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`."""
+    """Inductor's `post_grad_custom_pre_pass`. folder: for dumps, if any."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, folder: Path | None = None) -> None:
         self.config = config
+        self.folder = folder
+        self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
         """Changes with the passes' sources."""
@@ -88,10 +91,12 @@ class KernelPasses(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
-        context = Context(self.config)
+        backward = any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder")
+        part = "backward" if backward else "forward"
+        number = f"{self.seen[part]}." if self.seen[part] else ""  # branches and loop bodies are graphs of their own
+        self.seen[part] += 1
         with ONE_AT_A_TIME:
-            for p in kernel_passes():
-                _run(p, graph, context)
+            _run_all(kernel_passes(), graph, Context(self.config), self.folder, f"{part}.{number}")
 
 
 class Pipeline(CustomGraphPass):
@@ -115,13 +120,7 @@ class Pipeline(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
         context = Context(self.config)
-        module = graph.owning_module
-        assert module is not None
-        for i, p in enumerate(passes(self.choices)):
-            before = readable(module) if self.config.dump_dir else ""
-            started = time.perf_counter()
-            applied = _run(p, graph, context)
-            self._dump(i, p.name, applied, time.perf_counter() - started, before, module)
+        _run_all(passes(self.choices), graph, context, self.folder())
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
         self.parts += 1
         if self.config.strict:
@@ -145,17 +144,9 @@ class Pipeline(CustomGraphPass):
                 "print(fp8pass.explain(model, *inputs)) has all reasons"
             )
 
-    def _dump(self, i: int, name: str, applied: int, seconds: float, before: str, module: fx.GraphModule) -> None:
-        log.debug("%s applied %d times in %.1f ms", name, applied, seconds * 1e3)
-        if not self.config.dump_dir:
-            return
-        folder = Path(self.config.dump_dir) / f"graph_{self._name()}"
-        folder.mkdir(parents=True, exist_ok=True)
-        head = f"# made by {name}: applied {applied} times in {seconds * 1e3:.1f} ms\n"
-        after = readable(module)
-        diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
-        for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
-            (folder / f"{i:02d}.{name}.{suffix}").write_text(head + text)
+    def folder(self) -> Path | None:
+        """For dumps of the graph at hand, or None."""
+        return Path(self.config.dump_dir) / f"graph_{self._name()}" if self.config.dump_dir else None
 
 
 def behind(own: Any, ours: CustomGraphPass) -> Any:
@@ -180,6 +171,27 @@ class _Both(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         self.own(graph)
         self.ours(graph)
+
+
+def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, folder: Path | None, prefix: str = "") -> None:
+    """Run passes in order; write what the graph is before and after each of them into `folder`, if there is one."""
+    module = graph.owning_module
+    assert module is not None
+    for i, p in enumerate(passes):
+        before = readable(module) if folder else ""
+        started = time.perf_counter()
+        applied = _run(p, graph, context)
+        summary = f"applied {applied} times in {(time.perf_counter() - started) * 1e3:.1f} ms"
+        log.debug("%s %s", p.name, summary)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            _dump(folder / f"{prefix}{i:02d}.{p.name}", f"# made by {p.name}: {summary}\n", before, readable(module))
+
+
+def _dump(file: Path, head: str, before: str, after: str) -> None:
+    diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
+    for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
+        file.with_name(f"{file.name}.{suffix}").write_text(head + text)
 
 
 def _run(p: Pass, graph: fx.Graph, context: Context) -> int:

@@ -136,11 +136,18 @@ def test_a_warm_cache_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_dumps(tmp_path: Path) -> None:
-    compiled(make(), dump_dir=str(tmp_path))(torch.randn(16, 32)).sum().backward()
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_dumps(lowering: str, tmp_path: Path) -> None:
+    run = compiled(make(), dump_dir=str(tmp_path), lowering=lowering)
+    for _ in range(2):
+        run(torch.randn(16, 32)).sum().backward()
     (folder,) = tmp_path.iterdir()
-    files = sorted(f.name for f in folder.iterdir())
-    assert files == sorted(f"{i:02d}.{p}.{s}" for i, p in enumerate(PASSES) for s in ("before.py", "after.py", "diff"))
+    files = [f"{i:02d}.{p}" for i, p in enumerate(PASSES)]
+    files += [f"{part}.{i:02d}.{p}" for part in ("backward", "forward") for i, p in enumerate(KERNEL_PASSES)]
+    assert sorted(f.name for f in folder.iterdir()) == sorted(
+        f"{file}.{suffix}" for file in files for suffix in ("before.py", "after.py", "diff")
+    )
+    assert "+" in (folder / "backward.01.batch_amaxes.diff").read_text()
     assert (folder / "04.scaled_mm.after.py").read_text().startswith("# made by scaled_mm: applied 6 times in ")
     assert "_scaled_mm" in (folder / "04.scaled_mm.after.py").read_text()
     assert "+" in (folder / "04.scaled_mm.diff").read_text()
