@@ -16,6 +16,12 @@ from fp8pass.scaling import E4M3, E5M2
 Role = Literal["input", "weight", "grad_output"]
 Kind = Literal["output", "grad_input", "grad_weight"]
 """The matmuls of a layer: its output, and the gradients of its two operands."""
+FACTORS: dict[Kind, tuple[Role, Role]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("input", "grad_output"),
+}
+KINDS: tuple[Kind, ...] = tuple(FACTORS)
 
 
 def choose(what: str, value: object, valid: tuple[str, ...]) -> None:

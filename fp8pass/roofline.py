@@ -11,12 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8pass.hardware import Target, scales_rows, why_no_block_kernel
 from fp8pass.recipes import (
+    FACTORS,
+    KINDS,
     BlockwiseScaling,
     Calibration,
     DynamicScaling,
@@ -44,14 +46,6 @@ KERNEL_SHARE = {
 # Without fast accumulation, before sm_100, whose tensor cores add up in float32: fast is 1.1 to 1.2 times as fast,
 # https://github.com/pytorch/ao/issues/2377.
 SLOW_ACCUM_SHARE = 1 / 1.15
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
-# For each matmul its operands, and whether each is needed along its other dimension than the one that the output sums.
-_OPERANDS: dict[Kind, dict[Role, bool]] = {
-    "output": {"input": False, "weight": False},
-    "grad_input": {"grad_output": False, "weight": True},
-    "grad_weight": {"input": True, "grad_output": True},
-}
 
 
 def memory_seconds(target: Target, bytes_moved: float, transposed: bool = False) -> float:
@@ -110,8 +104,13 @@ class _Kernel(NamedTuple):
     transposed: bool = False
 
 
+def _is_turned(kind: Kind, role: Role) -> bool:
+    """Whether a matmul sums its operand along another dimension than the first matmul that it is an operand of."""
+    return any(role in FACTORS[earlier] for earlier in KINDS[: KINDS.index(kind)])
+
+
 def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int) -> list[_Kernel]:
-    """What quantizes one tensor. ways: see `_OPERANDS`; size: bytes of an element; first: bytes of its first reading.
+    """What quantizes one tensor. ways: see `_is_turned`; size: bytes of an element; first: bytes of its first reading.
 
     tensorwise  one kernel reads it, takes the amax, and writes FP8 once for each layout; a dynamic scale needs the amax
                 first, so one kernel more reads it
@@ -173,8 +172,8 @@ def overhead_seconds(
     sizes: dict[Role, int] = {"input": m * k, "weight": k * n, "grad_output": m * n}
     ways: dict[Role, set[bool]] = {}
     for kind in _fp8_kinds(recipe, training):
-        for role, way in _OPERANDS[kind].items():
-            ways.setdefault(role, set()).add(way)
+        for role in FACTORS[kind]:
+            ways.setdefault(role, set()).add(_is_turned(kind, role))
     if isinstance(recipe, StaticScaling) and not training:
         ways.pop("weight", None)  # quantized in advance
     return sum(

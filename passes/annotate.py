@@ -37,7 +37,7 @@ from fp8pass.graph import source_of
 from fp8pass.names import Names
 from fp8pass.passes.inline import inline
 from fp8pass.passes.patterns import dtype_name
-from fp8pass.passes.quantizers import FACTORS, Pair, is_uniform, quantizers
+from fp8pass.passes.quantizers import Pair, is_uniform, quantizers
 from fp8pass.passes.spellings import (
     EINSUM,
     Dims,
@@ -51,6 +51,7 @@ from fp8pass.passes.spellings import (
 )
 from fp8pass.passes.state_inputs import Region, Slot, freeze, lift_state
 from fp8pass.recipes import (
+    KINDS,
     BlockwiseScaling,
     Calibration,
     DelayedScaling,
@@ -64,7 +65,6 @@ from fp8pass.recipes import (
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.roofline import predicted_speedup
 
-KINDS: tuple[Kind, ...] = tuple(FACTORS)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 

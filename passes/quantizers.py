@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8pass import ops
 from fp8pass.passes.spellings import Dims
 from fp8pass.recipes import (
+    FACTORS,
     BlockwiseScaling,
     Calibration,
     DelayedScaling,
@@ -30,11 +31,6 @@ from fp8pass.recipes import (
 )
 from fp8pass.rewrite import LeftOut, Reject
 
-FACTORS: dict[Kind, tuple[Role, Role]] = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("input", "grad_output"),
-}
 BLOCK, MX_BLOCK = 128, 32
 
 Pair = tuple[ops.Quantizer, ops.Quantizer]
