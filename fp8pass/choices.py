@@ -18,10 +18,7 @@ from torch import fx
 
 from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
 from fp8pass.combine import combining, sums_of_mixed
-from fp8pass.graph import MADE_BY, ONE_STAGE, TILED, WITH_AMAX
-
-TILES = "quantize_tiles"
-"""The pass whose kernels walk down columns."""
+from fp8pass.graph import ONE_STAGE, TILED, WITH_AMAX
 
 _TILES = {
     "columns": {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1},
@@ -69,7 +66,7 @@ class Choices(InductorChoices):
     ) -> Any:
         """No second stage for what has few enough elements, or was cut already, and is one launch without."""
         node = Virtualized.graph.current_node
-        if node is not None and (_is_tiled(node) or ONE_STAGE in node.meta) and reduction_numel_hint <= MAX_PARTIALS:
+        if node is not None and (TILED in node.meta or ONE_STAGE in node.meta) and reduction_numel_hint <= MAX_PARTIALS:
             return 1
         return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
 
@@ -96,10 +93,6 @@ MAX_PARTIALS = 1 << 16
 def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
     buffers = [b for read in node.read_writes.reads if (b := scheduler.name_to_buf.get(read.name)) is not None]
     return any(b.get_name() in sums_of_mixed(scheduler.name_to_fused_node[b.defining_op_name()]) for b in buffers)
-
-
-def _is_tiled(node: fx.Node) -> bool:
-    return node.meta.get(MADE_BY) == TILES
 
 
 def _waits_for_amax(node: Any) -> bool:

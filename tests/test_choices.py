@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import InductorChoices, TritonOverrides, Virtualized, inductor_config
-from fp8pass.choices import MAX_PARTIALS, TILES, Choices, choices
-from fp8pass.graph import MADE_BY, ONE_STAGE
-from fp8pass.passes.quantize_tiles import QuantizeTiles
+from fp8pass.choices import MAX_PARTIALS, Choices, choices
+from fp8pass.graph import MADE_BY, ONE_STAGE, TILED
 from tests.harness import capture, compiled
 from tests.test_sm90 import pretend
 
@@ -71,10 +70,6 @@ def test_the_context_ends_with_an_exception() -> None:
     assert type(Virtualized.choices) is before is not Choices
 
 
-def test_the_pass_is_known_by_its_name() -> None:
-    assert QuantizeTiles.name == TILES
-
-
 class _Graph:
     """Of the graph that Inductor lowers: the node at hand."""
 
@@ -94,7 +89,7 @@ def test_reductions_of_ours_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert split(64) is split(MAX_PARTIALS) is theirs
     assert split(64, **{MADE_BY: "canonicalize"}) is theirs
-    for ours in ({ONE_STAGE: True}, {MADE_BY: TILES}):
+    for ours in ({ONE_STAGE: True}, {TILED: "columns"}):
         assert split(MAX_PARTIALS, **ours) == 1
         assert split(MAX_PARTIALS + 1, **ours) is theirs
 

@@ -39,8 +39,9 @@ def test_traffic_and_launches(runs: dict[str, Run], block: str) -> None:
 
 def test_one_launch_ends_the_amaxes_of_two_layers(runs: dict[str, Run]) -> None:
     """The amaxes of each row or column in; three scales and records out, and the two scales of the next layer."""
-    group, *_ = (k for k in runs["llama_mlp"].kernels if k.what == "last stage of amax, scales, records, scales")
-    assert group.modules == "norm, gate, up, ..."
+    group = next(k for k in runs["llama_mlp"].kernels if "last stage of amax" in k.what)
+    assert sorted(group.what.split(", ")) == ["last stage of amax", "records", "scales", "scales"]
+    assert {"norm", "gate"} <= set(group.modules.split(", "))
     assert group.bytes_written == (2 * 3 + 2) * 4
 
 
