@@ -16,12 +16,12 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, width: int = WIDTH, hidden: int = 14336) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-6, dtype=DTYPE)
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False, dtype=DTYPE) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False, dtype=DTYPE)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: bf16[..., width]."""
+        """x: [..., width]."""
         y = self.norm(x)
         hidden: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
         return x + hidden
@@ -33,24 +33,26 @@ class LlamaBlock(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, width: int = WIDTH, hidden: int = 14336, heads: int = 32, kv_heads: int = 8) -> None:
+    def __init__(
+        self, width: int = WIDTH, hidden: int = 14336, heads: int = 32, kv_heads: int = 8, length: int = TOKENS
+    ) -> None:
         super().__init__()
         self.size = width // heads
-        self.norm = nn.RMSNorm(width, eps=1e-6, dtype=DTYPE)
-        self.q, self.o = (nn.Linear(width, width, bias=False, dtype=DTYPE) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, kv_heads * self.size, bias=False, dtype=DTYPE) for _ in range(2))
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, kv_heads * self.size, bias=False) for _ in range(2))
         self.mlp = LlamaMLP(width, hidden)
-        angles = torch.outer(torch.arange(TOKENS), 5e5 ** (-torch.arange(0, self.size, 2) / self.size))
+        angles = torch.outer(torch.arange(length), 5e5 ** (-torch.arange(0, self.size, 2) / self.size))
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Rotary positions, in float32. x: bf16[batch, heads, TOKENS, size]."""
+        """Rotary positions, in float32. x: [batch, heads, length, size]."""
         a, b = x.float().chunk(2, -1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: bf16[batch, TOKENS, width]."""
+        """x: [batch, length, width]."""
         y = self.norm(x)
         q, k, v = (linear(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = self.rotated(q), self.rotated(k)
@@ -64,13 +66,20 @@ class GPT2MLP(nn.Module):
 
     def __init__(self, width: int = WIDTH, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, dtype=DTYPE)
-        self.fc, self.proj = nn.Linear(width, hidden, dtype=DTYPE), nn.Linear(hidden, width, dtype=DTYPE)
+        self.norm = nn.LayerNorm(width)
+        self.fc, self.proj = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: bf16[..., width]."""
+        """x: [..., width]."""
         hidden: Tensor = self.proj(F.gelu(self.fc(self.norm(x)), approximate="tanh"))
         return x + hidden
+
+
+def _typed(model: nn.Module) -> nn.Module:
+    """With parameters in bfloat16; tables of positions stay in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPE)
+    return model
 
 
 def _input(*batch: int) -> Tensor:
@@ -79,14 +88,14 @@ def _input(*batch: int) -> Tensor:
 
 def llama_mlp() -> tuple[Any, ...]:
     """The MLP of a layer of Llama-3-8B, on bf16[8192, 4096]."""
-    return LlamaMLP(), _input()
+    return _typed(LlamaMLP()), _input()
 
 
 def llama_block() -> tuple[Any, ...]:
     """A layer of Llama-3-8B, on bf16[1, 8192, 4096]."""
-    return LlamaBlock(), _input(1)
+    return _typed(LlamaBlock()), _input(1)
 
 
 def gpt2_mlp() -> tuple[Any, ...]:
     """The MLP of a layer like GPT-2's, on bf16[8192, 4096]."""
-    return GPT2MLP(), _input()
+    return _typed(GPT2MLP()), _input()

@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from blocks import LlamaBlock, LlamaMLP
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -87,58 +88,13 @@ GEMM = {"exact": Bounds(45, 0, 0), "fast_accum": Bounds(25, 0, 0)}  # Hopper's f
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-class MLP(nn.Module):
-    """Llama's: RMSNorm, gate and up, SiLU, down, residual. [..., width] -> [..., width]."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., width]."""
-        h = self.norm(x)
-        h = self.down(F.silu(self.gate(h)) * self.up(h))
-        return x + h
-
-
-class Attention(nn.Module):
-    """Llama's: RMSNorm, rotary positions, grouped queries, residual. [B, S, width] -> [B, S, width]."""
-
-    def __init__(self, width: int, heads: int, groups: int, length: int) -> None:
-        super().__init__()
-        self.size = width // heads
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
-        angles = torch.arange(length).outer(500_000 ** -(torch.arange(0, self.size, 2) / self.size)).repeat(1, 2)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, width]."""
-        h = self.norm(x)
-        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return x + out
-
-    def turn(self, x: Tensor) -> Tensor:
-        """x: [B, heads, S, size], turned by its position."""
-        first, second = x.chunk(2, -1)
-        return x * self.cos + torch.cat([-second, first], -1) * self.sin
-
-
 class Llama(nn.Module):
     """(i64[B, S] tokens, i64[B, S] next tokens) -> the mean cross-entropy."""
 
     def __init__(self, layers: int, width: int, hidden: int, heads: int, groups: int, length: int, words: int) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(words, width), nn.RMSNorm(width, eps=1e-5)
-        self.layers = nn.Sequential(
-            *(nn.Sequential(Attention(width, heads, groups, length), MLP(width, hidden)) for _ in range(layers))
-        )
+        self.layers = nn.Sequential(*(LlamaBlock(width, hidden, heads, groups, length) for _ in range(layers)))
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -149,14 +105,14 @@ class Llama(nn.Module):
 
 def llama_mlp(tokens: int = 8192, width: int = 4096, hidden: int = 14336) -> tuple[Any, ...]:
     """The MLP of Llama 3 8B, with its residual, and its input."""
-    return MLP(width, hidden), torch.randn(tokens, width, requires_grad=True)
+    return LlamaMLP(width, hidden), torch.randn(tokens, width, requires_grad=True)
 
 
 def llama_block(
     batch: int = 4, length: int = 2048, width: int = 4096, hidden: int = 14336, heads: int = 32, groups: int = 8
 ) -> tuple[Any, ...]:
     """One layer of Llama 3 8B, and its input."""
-    model = nn.Sequential(Attention(width, heads, groups, length), MLP(width, hidden))
+    model = LlamaBlock(width, hidden, heads, groups, length)
     return model, torch.randn(batch, length, width, requires_grad=True)
 
 
