@@ -77,6 +77,11 @@ def traffic() -> str:
     return run(sys.executable, "bench/traffic.py")
 
 
+def compile_time() -> str:
+    """The table of bench/compile_time.py, which wants a machine that does nothing else."""
+    return run(sys.executable, "bench/compile_time.py", "--layers", "1", "2", "4", "8", "--repeat", "1")
+
+
 def block(text: str, language: str = "") -> str:
     """A fenced block."""
     return f"```{language}\n{text}\n```"
@@ -91,8 +96,9 @@ SECTIONS = {
     "recipes": recipes,
     "inspect": inspect,
     "traffic": traffic,
+    "compile_time": compile_time,
 }
-FILES = {"inspect": "docs/inspect.md"}
+FILES = {"inspect": "docs/inspect.md", "compile_time": "docs/kernels.md"}
 """Where a marker is, if not in README.md."""
 
 

@@ -155,9 +155,12 @@ class _Rewriter:
     def _scales(self, group: list[Slot]) -> None:
         """Give a group a vector of its own scales, so that the kernels of equal layers are equal: compiled once.
 
-        An element of the scales of all slots would be a number in the code of each kernel.
+        An element of the scales of all slots would be a number in the code of each kernel. Not where a scale is made of
+        an amax of this step: that all others would wait for.
         """
         scales = list(dict.fromkeys(slot.scale for slot in group))
+        if any(scale.target is not aten.select.int for scale in scales):
+            return
         users = {user for scale in scales for user in scale.users if user.op != "output"}
         at = min(users)
         move_before(at, scales)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
+from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import RECORDED
 from fp8pass.passes.batch_amaxes import BatchAmaxes, Slot, _groups, match
 from tests.harness import BF16, E4M3, apply, aten, capture, count
@@ -17,9 +18,9 @@ def step(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Ten
     new = []
 
     def operand(t: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        amax = scaling.amax(t)
+        amax, scale = scaling.amax(t), scales[i]
         new.append(amax)
-        return scaling.quantize(t, scales[i], E4M3), scaling.inverse_unless_nonfinite(scales[i], amax)
+        return scaling.quantize(t, scale, E4M3), scaling.inverse_unless_nonfinite(scale, amax)
 
     (x_q, s_x), (w_q, s_w) = operand(x, 0), operand(w, 1)
     y = torch._scaled_mm(x_q, w_q.t(), s_x, s_w, out_dtype=BF16)
@@ -81,3 +82,42 @@ def test_what_is_no_record_stays() -> None:
     before = module.code
     apply(module, BatchAmaxes())
     assert module.code == before
+
+
+def vectors(module: fx.GraphModule) -> list[fx.Node]:
+    """The scales of groups."""
+    return [n for n in module.graph.nodes if n.target is FORCE_STRIDE_ORDER]
+
+
+def test_kernels_of_equal_layers_have_equal_indices() -> None:
+    """The second group reads elements 0 and 1 of a vector of its own, not 2 and 3 of that of all slots."""
+    module = captured()
+    wanted = module(*inputs())
+    apply(module, BatchAmaxes())
+    (vector,) = vectors(module)
+    elements = [n for n in module.graph.nodes if n.target is aten.select.int and n.args[0] is vector]
+    assert [n.args[1:] for n in elements] == [(0, 0), (0, 1)]
+    assert all(any(u.target is aten.mul.Tensor for u in n.users) for n in elements)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, module(*inputs()), strict=True))
+
+
+def test_scales_of_this_step_are_not_waited_for() -> None:
+    """A slot without history: its scale is that of its own amax."""
+
+    def function(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, ...]:
+        own = scaling.scale_from_amax(scaling.amax(v), 448.0, 1.0)
+        return step(x, w, h, v, torch.where(scales == 0, own, scales), amaxes)
+
+    module = capture(function, *inputs())
+    (copy,) = (n for n in module.graph.nodes if n.target is aten.copy_.default)
+    copy.args[1].meta[RECORDED] = "evict"
+    for node in list(module.graph.nodes):  # as it is where each scale is chosen by itself
+        if node.target is aten.select.int:
+            with module.graph.inserting_before(node.next):
+                chosen = module.graph.call_function(aten.clone.default, (node,))
+            chosen.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(chosen, delete_user_cb=lambda user, chosen=chosen: user is not chosen)
+    wanted = module(*inputs())
+    apply(module, BatchAmaxes())
+    assert vectors(module) == []
+    assert all(torch.equal(a, b) for a, b in zip(wanted, module(*inputs()), strict=True))
