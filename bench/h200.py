@@ -838,7 +838,8 @@ def environment_of(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "cpu_threads": torch.get_num_threads(),
-        **{name: version(name) for name in ("torch", "triton", "torchao", "jax", "flax", "fp8pass")},
+        "torch": str(torch.__version__),
+        **{name: version(name) for name in ("triton", "torchao", "jax", "flax", "fp8pass")},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
