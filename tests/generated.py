@@ -281,7 +281,10 @@ class _Operand:
         name = self.draw(st.sampled_from(sorted(steps)))
         if (name == "rows" and shape[-1] == 1) or (name == "square" and all(size == 1 for size in shape)):
             return shape  # one number is not bad
-        self.bad.append(name)
+        if name == "rows":  # of the second operand they may be columns of the product, which can be taken out
+            self.rows = True
+        else:
+            self.bad.append(name)
         self._add(name, lambda x, wide, inputs: steps[name](x))
         return shape
 

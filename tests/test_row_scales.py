@@ -118,6 +118,7 @@ return mul_tensor_1
 TAKEN: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
     "rows of a": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48))),
     "columns of b": (lambda a, s, b: a.float() @ (b.float() * s), (fp8(32, 64), rows(48), fp8(64, 48))),
+    "columns of b, constant": (lambda a, b: a.float() @ (b.float() * torch.arange(1, 49, dtype=F32)), (fp8(32, 64), fp8(64, 48))),
     "divided": (lambda a, s, b: (a.float() / s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48))),
     "both, and a number": (lambda a, s, t, b: (a.float() * s * 2) @ (b.float() * t / 4), (fp8(32, 64), rows(32, 1), rows(48), fp8(64, 48))),
     "expanded": (lambda a, s, b: (a.float() * s.expand(32, 64)) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48))),
@@ -214,6 +215,7 @@ def test_symbolic_sizes() -> None:
 REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "along the sum": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(64), fp8(64, 48)), r"scales by a tensor of shape \[64\], which may change along the sum"),
     "along the sum of b": (lambda a, s, b: a.float() @ (b.float() * s), (fp8(32, 64), rows(64, 1), fp8(64, 48)), r"shape \[64, 1\], which may change along the sum"),
+    "along the sum, constant": (lambda a, b: (a.float() * torch.arange(1, 65, dtype=F32)) @ b.float(), (fp8(32, 64), fp8(64, 48)), r"shape \[64\], which may change along the sum"),
     "a square matrix, turned": (lambda a, s, b: (a.float() * s).t() @ b.float(), (fp8(64, 64), rows(64, 1), fp8(64, 48)), "may change along the sum"),
     "full": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(32, 64), fp8(64, 48)), "not by one number, or once by one per row"),
     "twice": (lambda a, s, b: (a.float() * s * s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48)), "or once by one per row"),
