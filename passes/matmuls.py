@@ -6,6 +6,7 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.annotation import Choice
-from fp8pass.graph import source_of, val
+from fp8pass.graph import SAVED, source_of, val
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.patterns import (
     ADDING_MATMULS,
@@ -126,6 +127,18 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
         if tangent or any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def save_for_backward(graph: fx.Graph, chosen: Callable[[fx.Node, set[fx.Node]], bool]) -> int:
+    """Mark nodes of the forward that the backward is to read and not to compute again; returns how many are new.
+
+    chosen: asked of a node and all nodes of the backward.
+    """
+    backward = backward_nodes(graph)
+    new = [n for n in graph.nodes if n not in backward and SAVED not in n.meta and chosen(n, backward)]
+    for node in new:
+        node.meta[SAVED] = True
+    return len(new)
 
 
 def _unread_dequantizes(graph: fx.Graph) -> list[str]:

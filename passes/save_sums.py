@@ -15,8 +15,8 @@ from __future__ import annotations
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass.graph import SAVED, is_tensor, val
-from fp8pass.passes.matmuls import backward_nodes
+from fp8pass.graph import is_tensor, val
+from fp8pass.passes.matmuls import save_for_backward
 from fp8pass.passes.patterns import VIEWS, aten, is_elementwise, readers, sources
 from fp8pass.rewrite import Context
 
@@ -28,24 +28,18 @@ class SaveSums:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Mark every sum for which `check` has nothing against it."""
-        backward = backward_nodes(graph)
-        chosen = [node for node in graph.nodes if match(node, backward) and check(node, backward)]
-        for node in chosen:
-            node.meta[SAVED] = True
-        return len(chosen)
+        return save_for_backward(graph, lambda node, backward: match(node, backward) and check(node))
 
 
 def match(node: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether `node` adds the output of an FP8 matmul to a tensor of its shape and dtype, and the backward reads it."""
-    if node.target is not aten.add.Tensor or node in backward or SAVED in node.meta:
-        return False
-    if not all(is_tensor(a) and _is_alike(a, node) for a in node.args):
+    if node.target is not aten.add.Tensor or not all(is_tensor(a) and _is_alike(a, node) for a in node.args):
         return False
     reading = readers(node, lambda n: n not in backward and is_elementwise(n))
     return any(n in backward and n.op != "output" for n in reading) and bool(_products(node))
 
 
-def check(node: fx.Node, backward: set[fx.Node]) -> bool:
+def check(node: fx.Node) -> bool:
     """Whether that takes no more memory: nothing else reads a matmul's output, and nobody asked for less."""
     alone = any(readers(product, lambda n: n.target in VIEWS) == [node] for product in _products(node))
     return alone and "recompute" not in node.meta and all(user.op != "output" for user in node.users)

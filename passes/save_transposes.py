@@ -16,8 +16,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8pass.graph import SAVED
-from fp8pass.passes.matmuls import backward_nodes
+from fp8pass.passes.matmuls import save_for_backward
 from fp8pass.passes.patterns import VIEWS, aten, dtype_of, first, has_one_element, is_elementwise, readers, sources
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES
@@ -30,18 +29,12 @@ class SaveTransposes:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Mark every copy for which `check` has nothing against it."""
-        backward = backward_nodes(graph)
-        chosen = [copy for copy in graph.nodes if match(copy, backward) and check(copy, backward)]
-        for copy in chosen:
-            copy.meta[SAVED] = True
-        return len(chosen)
+        return save_for_backward(graph, lambda copy, backward: match(copy, backward) and check(copy, backward))
 
 
 def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether `copy` is a transposed copy, for the backward, of an FP8 tensor that the forward multiplies."""
-    if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES or copy in backward:
-        return False
-    if SAVED in copy.meta:
+    if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return False
     if first(copy).target is not aten.permute.default or not all(u in backward for u in _readers(copy)):
         return False
