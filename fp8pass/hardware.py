@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +96,18 @@ def why_no_fp8(device: torch.device, target: Target | None) -> str:
     return ""
 
 
-# Of the formats, those that this torch's CPU casts, and so its matmuls, saturate in; the others overflow to inf or NaN.
-_SATURATING_ON_CPU = {d for d in FP8_DTYPES if torch.full((), 1e9).to(d).float() == torch.finfo(d).max}
+@functools.cache
+def _saturates_on_cpu(dtype: torch.dtype) -> bool:
+    """Asked of the kernels: torch's own do as its cast does; oneDNN's, which some processors get, overflow."""
+    large, scale = torch.full((16, 16), 448.0), torch.ones(())
+    factors = [large.to(d) for d in FP8_DTYPES]
+    products = [torch._scaled_mm(a, b.t(), scale, scale, out_dtype=dtype) for a in factors for b in factors]
+    return all(bool((x.float() == torch.finfo(dtype).max).all()) for x in (torch.full((), 1e9).to(dtype), *products))
 
 
-def casts_saturate(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a matmul with FP8 output ends at the largest finite value: always on CUDA, on CPU by type and version."""
-    return (pretended_device or device).type == "cuda" or dtype in _SATURATING_ON_CPU
+def output_saturates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matmuls with that FP8 output end at its largest finite value: on CUDA; on CPU by type and processor."""
+    return (pretended_device or device).type == "cuda" or _saturates_on_cpu(dtype)
 
 
 def _cpu_scales_rows() -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph import is_tensor, val
-from fp8pass.hardware import casts_saturate
+from fp8pass.hardware import output_saturates
 from fp8pass.passes.dequantize import Scale, scaled_input
 from fp8pass.passes.patterns import (
     CASTS,
@@ -208,7 +208,7 @@ def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch
         return f"{outside}: it is clamped to [{_bound(e.low)}, {_bound(e.high)}], and {dtype} ends at ±{limit:g}"
     if operand_dtypes == (E4M3, E4M3) and e.dtype is E5M2:
         return f"{outside}: no kernel multiplies float8_e4m3fn by float8_e4m3fn into float8_e5m2"
-    if not casts_saturate(val(matmul).device, e.dtype):
+    if not output_saturates(val(matmul).device, e.dtype):
         return f"{outside}: the {val(matmul).device.type} kernel of torch {torch.__version__} does not saturate {dtype}"
     if e.bias is not None and val(e.bias).dtype not in HALF:
         return f"{outside}: its bias is {dtype_name(val(e.bias).dtype)}, and kernels take bfloat16 and float16"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8pass.config import Config
-from fp8pass.hardware import casts_saturate
+from fp8pass.hardware import output_saturates
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
 from tests.harness import (
@@ -140,7 +140,7 @@ def test_bounds_that_are_tensors(limit: float) -> None:
     with verdicts() as report:
         compiled(function, recipe=None)(fp8(32, 64), fp8(64, 48))
     (gemm,) = report.gemms
-    saturates = casts_saturate(torch.device("cpu"), E4M3)
+    saturates = output_saturates(torch.device("cpu"), E4M3)
     assert (gemm.dtypes[2] == "e4m3") == (limit == 448 and saturates)
     assert ("is clamped to [-400, 400]" in gemm.note) == (limit == 400)
 
@@ -160,7 +160,7 @@ def test_one_layer_hands_float8_to_the_next() -> None:
     first, second = (node for node in module.graph.nodes if node.target is aten._scaled_mm.default)
     assert second.args[0] is first
     module, gemms = detect(function, *inputs)
-    assert (gemms[0].dtypes[2] == "e4m3") == casts_saturate(torch.device("cpu"), E4M3)
+    assert (gemms[0].dtypes[2] == "e4m3") == output_saturates(torch.device("cpu"), E4M3)
     assert sqnr(function(*inputs), module(*inputs)) > 35
 
 

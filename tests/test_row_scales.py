@@ -39,7 +39,7 @@ def rows(n: int, *shape: int) -> Tensor:
 def with_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CPUs of newer torch versions, and GPUs."""
     monkeypatch.setattr("fp8pass.hardware._CPU_SCALES_ROWS", True)
-    monkeypatch.setattr("fp8pass.passes.epilogue.casts_saturate", lambda *_: True)
+    monkeypatch.setattr("fp8pass.passes.epilogue.output_saturates", lambda *_: True)
 
 
 # 1. Graph

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.config import Config
-from fp8pass.hardware import casts_saturate
+from fp8pass.hardware import output_saturates
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.patterns import is_wide_cast
 from fp8pass.passes.scaled_mm import ScaledMM
@@ -36,7 +36,7 @@ def results(value: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str) -> None:
     case = CASES[name]
-    if name == "E5 on CPU" and not casts_saturate(torch.device("cpu"), E4M3):
+    if name == "E5 on CPU" and not output_saturates(torch.device("cpu"), E4M3):
         case = replace(case, note="the cpu kernel of torch .* does not saturate float8_e4m3fn")
     module, gemms, notes = rewritten(case)
     assert count(module, aten._scaled_mm.default) == case.calls, [g.reason for g in gemms]
