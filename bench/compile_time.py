@@ -1,17 +1,20 @@
 """How long a training step takes to compile, against plain Inductor: for the first time, and with warm caches.
 
-    python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed] [--repeat 2] [--json FILE]
+    python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed ...] [--repeat 2] [--json FILE]
 
-Prints a table. The model is so many identical blocks of attention and MLP, compiled as a whole, and so narrow that its
-arithmetic takes no time. Every number is the least of `--repeat`, each from two processes: the first has an empty cache
-directory, the second what the first has left there. A process first compiles one line for all backends alike, so that
-imports, the pool of compile workers and compiled C++ headers are in place; then the clock runs over two training steps.
-CPU seconds of the process itself are what Dynamo, AOTAutograd, passes and Inductor take, whatever else a machine does.
+Prints a table. The model is so many identical blocks of attention and MLP, and so narrow that its arithmetic takes no
+time. Backends are "inductor", recipes of fp8pass, and "torchao", its tensorwise recipe, which is left out where it is
+not installed; the model is compiled as a whole or, with ":blocks" behind a backend, block by block. Every number is the
+least of `--repeat`, each from two processes: the first has an empty cache directory, the second what the first has left
+there. A process first compiles one line for all backends alike, so that imports, the pool of compile workers and
+compiled C++ headers are in place; then the clock runs over two training steps. CPU seconds of the process itself are
+what Dynamo, AOTAutograd, passes and Inductor take, whatever else a machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,6 +33,7 @@ from torch import Tensor, nn
 from fp8pass._torch import counters
 
 WIDTH, TOKENS, STEPS = 64, 64, 2
+BACKENDS = ("inductor", "torchao", "delayed", "inductor:blocks", "delayed:blocks")
 COUNTERS = (
     ("aot_autograd", "autograd_cache_hit"),
     ("aot_autograd", "autograd_cache_miss"),
@@ -85,18 +89,24 @@ class Row:
 
 
 def start(backend: str, layers: int, device: str) -> Start:
-    """Compile and run, in this process. backend: "inductor", or a recipe of fp8pass."""
+    """Compile and run, in this process."""
     torch.manual_seed(0)
     line = torch.compile(lambda x: (x.sin() + 1).sum())
     line(torch.ones(9, device=device, requires_grad=True)).backward()
     counters.clear()
     model = nn.Sequential(*(Block() for _ in range(layers))).to(device)
     x = torch.randn(1, TOKENS, WIDTH, device=device, requires_grad=True)
-    fp8: dict[str, Any] = {"backend": "fp8pass", "options": {"recipe": backend, "min_speedup": 0}}
-    run = torch.compile(model, **({} if backend == "inductor" else fp8))
+    recipe, _, parts = backend.partition(":")
+    fp8: dict[str, Any] = {"backend": "fp8pass", "options": {"recipe": recipe, "min_speedup": 0}}
+    if recipe == "torchao":
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model)
+    for part in model if parts else [model]:
+        part.compile(**({} if recipe in ("inductor", "torchao") else fp8))
     began, began_cpu = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
-        run(x).sum().backward()
+        model(x).sum().backward()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
@@ -142,7 +152,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--backends", nargs="+", default=["inductor", "delayed"], help="inductor, and recipes")
+    parser.add_argument(
+        "--backends", nargs="+", default=BACKENDS, help="recipes, or inductor or torchao; block by block with :blocks"
+    )
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="file to write everything to")
@@ -151,13 +163,15 @@ def main() -> None:
     if args.start:
         print(json.dumps(asdict(start(args.start, args.layers[0], args.device))))
         return
+    there = importlib.util.find_spec("torchao") is not None
+    backends = [b for b in args.backends if there or not b.startswith("torchao")]
     rows = []
     for layers in args.layers:  # backends take turns, so that a slow minute of the machine hits all of them
-        found: dict[str, list[tuple[Start, Start]]] = {backend: [] for backend in args.backends}
+        found: dict[str, list[tuple[Start, Start]]] = {backend: [] for backend in backends}
         for _ in range(args.repeat):
-            for backend in args.backends:
+            for backend in backends:
                 found[backend].append(measure(backend, layers, args.device))
-        rows += [least(found[backend], layers, backend) for backend in args.backends]
+        rows += [least(found[backend], layers, backend) for backend in backends]
         print(f"{layers} layers done", file=sys.stderr)
     print(table(rows))
     if args.json is not None:

@@ -24,8 +24,10 @@ from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.ir import Pointwise
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V as Virtualized
+from torch._inductor.virtualized import ops as inductor_ops
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
@@ -50,15 +52,11 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
 """Whether Inductor's settings for custom passes may be lists of them."""
 
-PLAIN_CAT = hasattr(inductor_lowering, "_pad_as_cat")
-"""Whether what an elementwise `cat` loads has strides that Inductor's scheduler sees; torch 2.11 hides them."""
-
 
 __all__ = [
     "CACHEABLE",
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
-    "PLAIN_CAT",
     "TAKES_LISTS_OF_PASSES",
     "CheckpointFunction",
     "CompileContext",
@@ -71,6 +69,7 @@ __all__ = [
     "ForeachKernelSchedulerNode",
     "FusedSchedulerNode",
     "InductorChoices",
+    "Pointwise",
     "SchedulerNode",
     "TorchDispatchMode",
     "TracingContext",
@@ -88,6 +87,8 @@ __all__ = [
     "functorch_config",
     "get_hash_for_files",
     "inductor_config",
+    "inductor_lowering",
+    "inductor_ops",
     "list_mode_options",
     "make_boxed_func",
     "min_cut_partition",

@@ -30,6 +30,7 @@ from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.expand_blocks import ExpandBlocks
+from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
@@ -74,7 +75,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
 
 def kernel_passes() -> list[Pass]:
     """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [QuantizeTiles(), BatchAmaxes(), MakeOnce()]
+    return [FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), MakeOnce()]
 
 
 class KernelPasses(CustomGraphPass):
@@ -186,6 +187,7 @@ def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, folder: Path
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             _dump(folder / f"{prefix}{i:02d}.{p.name}", f"# made by {p.name}: {summary}\n", before, readable(module))
+    module.recompile()
 
 
 def _dump(file: Path, head: str, before: str, after: str) -> None:
@@ -205,8 +207,6 @@ def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
             f"a fault of fp8pass in its pass {p.name}: {str(error).partition(chr(10))[0]}. Please report it, with what "
             "FP8PASS_DUMP=dir writes. To go on, leave the matmul out with filter=."
         ) from error
-    if applied and graph.owning_module is not None:
-        graph.owning_module.recompile()
     return applied
 
 

@@ -1,11 +1,11 @@
 """The last stages of amaxes that are needed at the same time become one, which records them as well.
 
 before   amax_0: f32[] = amax(rows_0: bf16[R])             ... for every slot
-         s_0: f32[]    = where(isfinite(amax_0), reciprocal(scale_0), nan)
+         s_0: f32[]    = where(is_finite(amax_0), reciprocal(scale_0), nan)
          y             = _scaled_mm(x_q, w_q, s_0, s_1)
          copy_(amaxes: f32[F], merge_amax(before: f32[F], cat([amax_0, amax_1, ...])))
-after    amax: f32[n]  = amax(stack([rows_0, rows_1, ...]), 1)
-         s: f32[n]     = where(isfinite(amax), reciprocal(stack([scale_0, ...])), nan)
+after    amax: f32[n]  = amax(fp8pass.rows([rows_0, rows_1, ...]), 1)
+         s: f32[n]     = where(is_finite(amax), reciprocal(fp8pass.joined([scale_0, ...])), nan)
          y             = _scaled_mm(x_q, w_q, s[0], s[1])
          copy_(amaxes[:n], merge_amax(before[:n], amax))
 changes  nothing
@@ -18,6 +18,7 @@ Runs on the graphs of forward and backward, after they were cut apart.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,13 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import RECORDED, Builder, is_tensor, val
+from fp8pass.kernel_ops import JOINED, ROWS
 from fp8pass.passes.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.rewrite import Context
-from fp8pass.scaling import merge_amax
+from fp8pass.scaling import is_finite, merge_amax
 
 MOST = 8
-"""Slots in one group: each program of its kernel reads the indices of all."""
+"""Slots in one group: each program of its kernel asks of each whether that is its own."""
 
 
 @dataclass(eq=False)
@@ -80,17 +82,11 @@ def _slot(index: int, amax: fx.Node) -> Slot | None:
         whole = first(whole)
     if whole.target is not aten.amax.default or val(whole).dim() or len(whole.args) > 1:
         return None
-    inverses = [u for u in _behind_isfinite(amax) if u.target is aten.where.self]
+    finite = [u for u in amax.users if u.target is aten.lt.Scalar and u.args[1] == math.inf]
+    inverses = [u for of in finite for u in of.users if u.target is aten.where.self and u.args[0] is of]
     inverses = [u for u in inverses if as_node(u.args[1]).target is aten.reciprocal.default]
     known = all(isinstance(size, int) for size in val(first(whole)).shape)
     return Slot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
-
-
-def _behind_isfinite(amax: fx.Node) -> list[fx.Node]:
-    """What reads `isfinite(amax)`, as it is traced: `(x == x) * (abs(x) != inf)`."""
-    equal = [u for u in amax.users if u.target is aten.eq.Tensor and u.args == (amax, amax)]
-    finite = [u for of in equal for u in of.users if u.target is aten.mul.Tensor]
-    return [u for of in finite for u in of.users if u.args[0] is of]
 
 
 class BatchAmaxes:
@@ -138,6 +134,7 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph, m: Match) -> None:
         self.m = m
         self.build = Builder(graph, BatchAmaxes.name)
+        self.matrices: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self, groups: list[list[Slot]]) -> None:
         for group in groups[1:]:
@@ -164,7 +161,7 @@ class _Rewriter:
         users = {user for scale in scales for user in scale.users if user.op != "output"}
         at = min(users)
         move_before(at, scales)
-        (vector,) = self.build.inline(at, _stack, *scales)
+        vector = self.build.emit(at, JOINED, scales)
         vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])
         for i, scale in enumerate(scales):
             element = self.build.emit(at, aten.select.int, vector, 0, i)
@@ -180,8 +177,17 @@ class _Rewriter:
         for slot, element in zip(group, elements, strict=True):
             slot.inverse.replace_all_uses_with(element)
         for matmul in dict.fromkeys(u for e in elements for u in e.users if u.target is aten._scaled_mm.default):
-            _as_matrices(self.build, matmul)
+            self._as_matrices(matmul)
         return amax
+
+    def _as_matrices(self, matmul: fx.Node) -> None:
+        """Give a matmul its scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
+        scales = [as_node(a) for a in matmul.args[2:4]]
+        for scale in scales:
+            if val(scale).dim() == 0 and scale not in self.matrices:
+                at = min(user for user in scale.users if user.target is aten._scaled_mm.default)
+                self.matrices[scale] = self.build.emit(at, aten.reshape.default, scale, [1, 1])
+        matmul.args = (*matmul.args[:2], *(self.matrices.get(s, s) for s in scales), *matmul.args[4:])
 
     def _record(self, amaxes: list[fx.Node], ends: list[tuple[int, int]]) -> None:
         copy = self.m.copy
@@ -196,32 +202,8 @@ class _Rewriter:
         copy.graph.erase_node(copy)
 
 
-def _as_matrices(build: Builder, matmul: fx.Node) -> None:
-    """Give a matmul its scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
-    scales = [as_node(a) for a in matmul.args[2:4]]
-    args = [build.emit(matmul, aten.reshape.default, s, [1, 1]) if val(s).dim() == 0 else s for s in scales]
-    matmul.args = (*matmul.args[:2], *args, *matmul.args[4:])
-
-
 def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     """The amax of each partial, f32[n], and 1 / its scale, NaN where that is not finite. inputs: partials, scales."""
     partials, scales = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
-    slot = torch.arange(len(partials), device=partials[0].device)
-    index = torch.arange(max(p.numel() for p in partials), device=partials[0].device)
-    rows = [p.reshape(-1)[index.clamp(max=p.numel() - 1)] for p in partials]  # the last one again is no other maximum
-    amax = _select(slot.unsqueeze(1), rows).amax(1).float()
-    inverse = _select(slot, list(scales)).reciprocal()
-    return amax, torch.where(torch.isfinite(amax), inverse, float("nan"))
-
-
-def _stack(*scales: Tensor) -> Tensor:
-    """f32[n], elementwise: what only reads, Inductor would take for a view."""
-    return _select(torch.arange(len(scales), device=scales[0].device), list(scales))
-
-
-def _select(slot: Tensor, values: list[Tensor]) -> Tensor:
-    """values[slot]; where there is but one, that."""
-    result = values[0].expand(*slot.shape[:1], *values[0].shape)
-    for i, value in enumerate(values[1:], start=1):
-        result = torch.where(slot == i, value, result)
-    return result
+    amax = ROWS(partials).amax(1)
+    return amax, torch.where(is_finite(amax), JOINED(scales).reciprocal(), float("nan"))

@@ -2,7 +2,7 @@
 
 before   amax: f32[T] = cat([amax_forward: f32[F], amax_backward: f32[T - F]])
          scale: f32[T] = where(...);  copy_(scale_buffer, scale)
-after    amax          = where(arange(T) < F, amax_forward[...], amax_backward[...])
+after    amax          = fp8pass.joined([amax_forward, amax_backward])
          scale         = force_stride_order(where(...));  copy_(scale_buffer, scale)
 before   x_q: f8[M, K]      = quantize(x);  y = _scaled_mm(x_q, ...);  z = _scaled_mm(x_q, ...)
 after    x_q                = force_stride_order(quantize(x))
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import ONE_STAGE, Builder, is_tensor, val
+from fp8pass.kernel_ops import JOINED, QUANTIZE
 from fp8pass.passes.patterns import CASTS, VIEWS, aten, dtype_of, readers
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES
@@ -46,9 +46,7 @@ class MakeOnce:
         written = [v for n in graph.nodes if (v := _vector(n)) is not None]
         build = Builder(graph, self.name)
         for cat in cats:
-            (joined,) = build.inline(cat, _joined, *cat.args[0])
-            cat.replace_all_uses_with(joined)
-            graph.erase_node(cat)
+            build.replace(cat, build.emit(cat, JOINED, cat.args[0]))
         shared = [n for n in graph.nodes if _is_shared_operand(n)]
         for value in dict.fromkeys([*(v for v in written if v not in cats), *shared]):
             self._make_here(build, value)
@@ -75,15 +73,6 @@ def _is_small_amax(node: fx.Node) -> bool:
     return node.target is aten.amax.default and val(node.args[0]).numel() <= MOST_AMAXES and val(node).numel() <= MOST
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    index = torch.arange(sum(map(len, parts)), device=parts[0].device)
-    result, end = parts[0][index.clamp(max=len(parts[0]) - 1)], len(parts[0])
-    for part in parts[1:]:
-        result = torch.where(index < end, result, part[(index - end).clamp(0, len(part) - 1)])
-        end += len(part)
-    return result
-
-
 def _vector(node: fx.Node) -> fx.Node | None:
     """A small value that is computed in the graph, and that `node` reads a part of or writes to an input."""
     if node.target is aten.copy_.default and is_tensor(node.args[1]) and len(node.args[1].users) > 1:
@@ -100,7 +89,7 @@ def _vector(node: fx.Node) -> fx.Node | None:
 
 def _is_shared_operand(node: fx.Node) -> bool:
     """Whether this is the cast to float8 of what several matmuls read."""
-    return node.target in CASTS and dtype_of(node) in FP8_DTYPES and len(_matmuls(node)) > 1
+    return node.target in {QUANTIZE, *CASTS} and dtype_of(node) in FP8_DTYPES and len(_matmuls(node)) > 1
 
 
 def _matmuls(x_q: fx.Node) -> set[fx.Node]:

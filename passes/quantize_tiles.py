@@ -27,15 +27,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER, PLAIN_CAT
-from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
+from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, val
+from fp8pass.kernel_ops import JOINED, QUANTIZE, STACKED
 from fp8pass.passes.patterns import (
-    CASTS,
     RESHAPES,
     VIEWS,
+    as_node,
     aten,
     dtype_of,
     first,
@@ -47,7 +47,7 @@ from fp8pass.passes.patterns import (
     sources,
 )
 from fp8pass.rewrite import Context
-from fp8pass.scaling import FP8_DTYPES, quantize
+from fp8pass.scaling import FP8_DTYPES
 
 ROWS, COLUMNS = 64, 24576
 """A tile's height at least; about how many columns in all: 64 to a program make three programs for each of 132 SMs."""
@@ -56,22 +56,23 @@ MOST = 8
 
 
 @dataclass(frozen=True)
-class Quantize:
-    """`x_q = quantize(x, scale)`, as `scaling.quantize` is traced."""
-
-    x_q: fx.Node
-    x: fx.Node
-    scale: fx.Node
-
-
-@dataclass(frozen=True)
 class Match:
     """A quantized tensor with a transposed copy, seen as a matrix [rows, columns]."""
 
-    quantize: Quantize
+    x_q: fx.Node
     copy: fx.Node
     rows: int
     columns: int
+
+    @property
+    def x(self) -> fx.Node:
+        """What is quantized."""
+        return first(self.x_q)
+
+    @property
+    def scale(self) -> fx.Node:
+        """f32, one element."""
+        return as_node(self.x_q.args[1])
 
 
 def match(copy: fx.Node) -> Match | None:
@@ -86,37 +87,18 @@ def match(copy: fx.Node) -> Match | None:
     matrix = x_q = first(moved)
     while x_q.target in RESHAPES:
         x_q = first(x_q)
-    found = _quantize(x_q)
+    if x_q.target is not QUANTIZE or not has_one_element(as_node(x_q.args[1])):
+        return None
+    if not all(isinstance(size, int) for size in val(matrix).shape):
+        return None
     rows, columns = val(matrix).shape
-    if found is None or not isinstance(rows, int) or not isinstance(columns, int):
-        return None
-    return Match(found, copy, rows, columns)
-
-
-def _quantize(x_q: fx.Node) -> Quantize | None:
-    """The steps of `scaling.quantize`, backwards."""
-    node, limit = x_q, torch.finfo(val(x_q).dtype).max
-    for target, args in (
-        (prims.convert_element_type.default, (val(x_q).dtype,)),
-        (aten.clamp_max.default, (limit,)),
-        (aten.clamp_min.default, (-limit,)),
-    ):
-        if node.target is not target or node.args[1:] != args:
-            return None
-        node = first(node)
-    scale = node.args[1] if node.target is aten.mul.Tensor and dtype_of(node) == torch.float32 else None
-    if not is_tensor(scale) or not has_one_element(scale) or val(scale).dim() > 2:
-        return None
-    x = first(node)
-    if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2:
-        x = first(x)
-    return Quantize(x_q, x, scale)
+    return Match(x_q, copy, rows, columns)
 
 
 def check(m: Match) -> bool:
     """Whether `x` can be seen in tiles, and is not fused with a reduction along rows."""
     tiles = m.rows > 0 and m.rows % ROWS == 0
-    return val(m.quantize.x).is_contiguous() and tiles and not _comes_of_row_reduction(m.quantize.x)
+    return val(m.x).is_contiguous() and tiles and not _comes_of_row_reduction(m.x)
 
 
 def _comes_of_row_reduction(x: fx.Node) -> bool:
@@ -142,7 +124,7 @@ def siblings(found: list[Match]) -> list[list[Match]]:
 
 
 def _are_siblings(a: Match, b: Match) -> bool:
-    x, y = a.quantize.x, b.quantize.x
+    x, y = a.x, b.x
     if x is y or x.op != "placeholder" or y.op != "placeholder" or not is_launched(x):
         return False
     alike = (val(x).shape, val(x).dtype, dtype_of(a.copy)) == (val(y).shape, val(y).dtype, dtype_of(b.copy))
@@ -156,7 +138,7 @@ def is_launched(x: fx.Node) -> bool:
 
 def _partners(m: Match) -> set[fx.Node]:
     """First operands of the matmuls of which this is the second."""
-    matmuls = readers(m.quantize.x_q, lambda n: n.target in VIEWS)
+    matmuls = readers(m.x_q, lambda n: n.target in VIEWS)
     return {first(n) for n in matmuls if n.target is aten._scaled_mm.default}
 
 
@@ -182,14 +164,14 @@ class QuantizeTiles:
 
 def _move(build: Builder, m: Match) -> None:
     """Make the copy where the tensor is quantized, so that both are in one kernel."""
-    x_q, emit = m.quantize.x_q, functools.partial(build.emit, m.quantize.x_q.next)
+    x_q, emit = m.x_q, functools.partial(build.emit, m.x_q.next)
     shape = val(x_q).shape
     if shape[-1] != m.columns:
         return
     turned = emit(aten.permute.default, x_q, [len(shape) - 1, *range(len(shape) - 1)])
     turned = _made_here(emit, emit(aten.clone.default, turned, memory_format=torch.contiguous_format), "rows")
-    amaxes = [n for n in _readers_nearby(m.quantize.x) if _is_amax(n)]
-    if any(not _is_made_of(m.quantize.scale, n) for n in amaxes):
+    amaxes = [n for n in _readers_nearby(m.x) if _is_amax(n)]
+    if any(not _is_made_of(m.scale, n) for n in amaxes):
         turned.meta[WITH_AMAX] = True
     m.copy.replace_all_uses_with(emit(aten.reshape.default, turned, [m.columns, m.rows]))
 
@@ -202,13 +184,13 @@ def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
 
 
 def _rewrite(build: Builder, group: list[Match]) -> None:
-    at = min(m.quantize.x_q for m in group)
+    at = min(m.x_q for m in group)
     emit, dtype = functools.partial(build.emit, at), val(at).dtype
     tiles, of = _tiles(build, group), functools.partial(_of, build, group)
     with_amax = _reduce(build, group, tiles)
     scale = _scale(build, group)
     # each quantized anew: what reads another's result, Inductor may put into another kernel
-    x_q, x_t = (build.inline(at, lambda x, s: quantize(x, s, dtype), tiles, scale)[0] for _ in range(2))
+    x_q, x_t = (emit(QUANTIZE, tiles, scale, dtype) for _ in range(2))
     if with_amax:
         x_q.meta[WITH_AMAX] = x_t.meta[WITH_AMAX] = True
     *outer, chunk, row, column = range(val(tiles).dim())
@@ -217,49 +199,32 @@ def _rewrite(build: Builder, group: list[Match]) -> None:
     x_q = _made_here(emit, x_q, "columns")
     for m in group:
         m.copy.replace_all_uses_with(emit(aten.reshape.default, of(m, x_t, at), [m.columns, m.rows]))
-        straight = emit(aten.reshape.default, of(m, x_q, at), list(val(m.quantize.x_q).shape))
-        m.quantize.x_q.replace_all_uses_with(straight)
+        straight = emit(aten.reshape.default, of(m, x_q, at), list(val(m.x_q).shape))
+        m.x_q.replace_all_uses_with(straight)
 
 
 def _tiles(build: Builder, group: list[Match]) -> fx.Node:
     """[k, R/k, C]; of n siblings [n, k, R/k, C]."""
-    m, x = group[0], group[0].quantize.x
-    at, shared = min(user for m in group for user in m.quantize.x.users), len(x.users) > 2
+    m, x = group[0], group[0].x
+    at, shared = min(user for m in group for user in m.x.users), len(x.users) > 2
     chunks = _chunks(m.rows, m.columns * len(group))
     shape = [chunks, m.rows // chunks, m.columns]
-    parts = [build.emit(at, aten.reshape.default, m.quantize.x, shape) for m in group]
+    parts = [build.emit(at, aten.reshape.default, m.x, shape) for m in group]
     if len(group) > 1:
-        return build.inline(at, joined, *parts)[0]
+        return build.emit(at, STACKED, parts)
     if x.op != "placeholder" and shared:
         return build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
     return parts[0]
 
 
-def joined(*parts: Tensor) -> Tensor:
-    """`torch.stack(parts)`, of [k, R/k, C], in such a way that what is loaded depends on every loop, plainly.
-
-    Else Inductor keeps the order of the loops, and makes a kernel for each orientation.
-    """
-    n, shape = len(parts), parts[0].shape
-    if PLAIN_CAT:
-        return torch.cat(parts).view(n, *shape)
-    which, chunks = torch.arange(n, device=parts[0].device).view(n, 1, 1, 1), shape[0]
-    padded = [F.pad(p, (0, 0, 0, 0, i * chunks, (n - 1 - i) * chunks)).view(n, *shape) for i, p in enumerate(parts)]
-    result = padded[0]
-    for i, other in enumerate(padded[1:], start=1):
-        result = torch.where(which == i, other, result)
-    return result
-
-
 def _scale(build: Builder, group: list[Match]) -> fx.Node:
     """One number; of n siblings [n, 1, 1, 1]."""
-    scales = [m.quantize.scale for m in group]
+    scales = [m.scale for m in group]
     if len(scales) == 1:
         return scales[0]
-    emit = functools.partial(build.emit, min(m.quantize.x_q for m in group))
-    move_before(min(m.quantize.x_q for m in group), scales)
-    joined = emit(aten.cat.default, [emit(aten.reshape.default, s, [1]) for s in scales])
-    return emit(aten.reshape.default, joined, [len(scales), 1, 1, 1])
+    emit = functools.partial(build.emit, min(m.x_q for m in group))
+    move_before(min(m.x_q for m in group), scales)
+    return emit(aten.reshape.default, emit(JOINED, scales), [len(scales), 1, 1, 1])
 
 
 def _of(build: Builder, group: list[Match], m: Match, x: fx.Node, before: fx.Node) -> fx.Node:
@@ -272,7 +237,7 @@ def _reduce(build: Builder, group: list[Match], tiles: fx.Node) -> bool:
 
     Returns whether there is an amax that what is quantized need not wait for.
     """
-    taken = [(m, node) for m in group for node in _readers_nearby(m.quantize.x)]
+    taken = [(m, node) for m in group for node in _readers_nearby(m.x)]
     amaxes = [(m, node) for m, node in taken if _is_amax(node)]
     for m, node in taken:
         if _is_column_sum(node, m):
@@ -282,7 +247,7 @@ def _reduce(build: Builder, group: list[Match], tiles: fx.Node) -> bool:
     at = min(node for _, node in amaxes)
     columns = build.emit(at, aten.amax.default, build.emit(at, aten.abs.default, tiles), [val(tiles).dim() - 2])
     columns.meta[TILED] = "columns"
-    waits = [_is_made_of(m.quantize.scale, node) for m, node in amaxes]
+    waits = [_is_made_of(m.scale, node) for m, node in amaxes]
     for m, node in amaxes:
         build.replace(node, build.emit(node, aten.amax.default, _of(build, group, m, columns, node)))
     return not all(waits)
@@ -329,7 +294,7 @@ def _is_column_sum(node: fx.Node, m: Match) -> bool:
         return False
     x, dims = first(node), node.args[1] or ()
     leading = list(range(val(x).dim() - 1))
-    is_matrix = x is m.quantize.x or (x.target in RESHAPES and first(x) is m.quantize.x)
+    is_matrix = x is m.x or (x.target in RESHAPES and first(x) is m.x)
     return is_matrix and val(x).shape[-1] == m.columns and sorted(dims) == leading  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_ke
         assert sorted((call[2:] for call in calls), key=str) == sorted(scales, key=str)
         assert _first_by_rows_second_by_columns(calls)
     assert all(n > 5 for n in found["kernels"])
-    assert found["record_ops"] == 0
+    assert found["own_ops"] == 0  # all are generated code
     assert found["min_nan"] == 0  # triton-lang/triton#11111
 
 

@@ -196,6 +196,24 @@ def test_blocks_compiled_one_by_one_share_code_but_no_state() -> None:
     assert len({saved[f"{i}.up.weight.scale"].item() for i in range(4)}) == 4
 
 
+def test_blocks_compiled_one_by_one_train_as_the_whole_does() -> None:
+    """Same numbers, same state, and checkpoints of one for the other."""
+    gradients, states = [], []
+    for whole in (True, False):
+        model = nn.Sequential(*(make(seed=i) for i in range(3)))
+        for part in [model] if whole else model:
+            part.compile(backend="fp8pass", options={"lowering": "eager"})
+        torch.manual_seed(1)
+        train(model, [1.0, 2.0, 3.0])
+        gradients.append([p.grad for p in model.parameters()])
+        states.append(fp8pass.state(model))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    saved, other = states[0].state_dict(), states[1].state_dict()
+    assert saved.keys() == other.keys()
+    assert all(torch.equal(saved[name], other[name]) for name in saved)
+    states[1].load_state_dict(saved)
+
+
 def test_graph_breaks_and_recompiles_keep_state_by_name() -> None:
     class Broken(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""Ops that the kernel passes write: one node each, where ATen has many. Inductor takes its time by the node.
+
+Each has its formula, which runs op by op and says what it is, and its lowering, which has Inductor generate the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8pass._torch import Pointwise, inductor_lowering, inductor_ops
+from fp8pass.scaling import fp8_max, quantize
+
+_POINTWISE = (torch.Tag.pointwise,)
+
+
+@torch.library.custom_op("fp8pass::quantize", mutates_args=(), tags=_POINTWISE)
+def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scaling.quantize`. x: any shape; scale: f32[...] that broadcasts to it."""
+    return quantize(x, scale, dtype)
+
+
+@_quantize.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.custom_op("fp8pass::rows", mutates_args=(), tags=_POINTWISE)
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """f32[n, elements of the longest part]: in each row the elements of a part, and zeros behind them."""
+    longest = max(p.numel() for p in parts)
+    return torch.stack([F.pad(p.reshape(-1).float(), (0, longest - p.numel())) for p in parts])
+
+
+@_rows.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].new_empty(len(parts), max(p.numel() for p in parts), dtype=torch.float32)
+
+
+@torch.library.custom_op("fp8pass::joined", mutates_args=(), tags=_POINTWISE)
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The elements of all parts, of one dtype, one behind the other: [elements]. `cat` is no elementwise op."""
+    return torch.cat([p.reshape(-1) for p in parts])
+
+
+@_joined.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].new_empty(sum(p.numel() for p in parts))
+
+
+@torch.library.custom_op("fp8pass::stacked", mutates_args=(), tags=_POINTWISE)
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.stack`, of parts of one shape: [n, ...]. `stack` is no elementwise op."""
+    return torch.stack(list(parts))
+
+
+@_stacked.register_fake
+def _(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].new_empty(len(parts), *parts[0].shape)
+
+
+QUANTIZE, ROWS = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default
+JOINED, STACKED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.stacked.default
+
+
+def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return inductor_lowering.register_lowering(op, type_promotion_kind=None)
+
+
+@_lowers(QUANTIZE)
+def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
+    wide, shape, limit = inductor_lowering.to_dtype(x, torch.float32), x.get_size(), fp8_max(dtype)
+    element, scale_of = wide.make_loader(), inductor_lowering.expand(scale, shape).make_loader()
+
+    def quantized(index: Any) -> Any:
+        scaled = inductor_ops.mul(element(index), scale_of(index))
+        at_least = inductor_ops.maximum(scaled, inductor_ops.constant(-limit, torch.float32))
+        at_most = inductor_ops.minimum(at_least, inductor_ops.constant(limit, torch.float32))
+        return inductor_ops.to_dtype(at_most, dtype, src_dtype=torch.float32)
+
+    return _pointwise(x, dtype, quantized, shape)
+
+
+@_lowers(ROWS)
+def _(parts: Any) -> Any:
+    loads, sizes = zip(*(_flat(inductor_lowering.to_dtype(p, torch.float32)) for p in parts), strict=True)
+    longest = max(sizes)
+
+    def element(index: Any) -> Any:
+        row, column = (inductor_ops.index_expr(i, torch.int32) for i in index)
+        value = None
+        for i, (load, size) in enumerate(zip(loads, sizes, strict=True)):
+            inside = here = inductor_ops.eq(row, inductor_ops.constant(i, torch.int32))
+            if size < longest:
+                inside = inductor_ops.and_(here, inductor_ops.lt(column, inductor_ops.constant(size, torch.int32)))
+            part = inductor_ops.masked(inside, functools.partial(load, index[1:]), 0.0)
+            value = part if value is None else inductor_ops.where(here, part, value)
+        return value
+
+    return _pointwise(parts[0], torch.float32, element, [len(parts), longest])
+
+
+@_lowers(JOINED)
+def _(parts: Any) -> Any:
+    loads, sizes = zip(*map(_flat, parts), strict=True)
+    ends = list(itertools.accumulate(sizes))
+
+    def element(index: Any) -> Any:
+        (place,), value = index, None
+        at = inductor_ops.index_expr(place, torch.int32)
+        for load, size, end in reversed(list(zip(loads, sizes, ends, strict=True))):
+            here = inductor_ops.lt(at, inductor_ops.constant(end, torch.int32))
+            if size == 1:
+                part = load([0])
+            else:
+                start = inductor_ops.constant(end - size, torch.int32)
+                inside = inductor_ops.and_(here, inductor_ops.ge(at, start))
+                part = inductor_ops.masked(inside, functools.partial(load, [place - (end - size)]), 0.0)
+            value = part if value is None else inductor_ops.where(here, part, value)
+        return value
+
+    return _pointwise(parts[0], parts[0].get_dtype(), element, [ends[-1]])
+
+
+def _flat(part: Any) -> tuple[Callable[..., Any], int]:
+    """What loads an element, and how many there are."""
+    size = math.prod(map(int, part.get_size()))
+    return inductor_lowering.view(part, [size]).make_loader(), size
+
+
+@_lowers(STACKED)
+def _(parts: Any) -> Any:
+    loads, height = [p.make_loader() for p in parts], parts[0].get_size()[0]
+
+    def element(index: Any) -> Any:
+        which, row, *others = index
+        value = None
+        for i, load in enumerate(loads):
+            here = inductor_ops.eq(inductor_ops.index_expr(which, torch.int32), inductor_ops.constant(i, torch.int32))
+            # the same row where it is read; an address that depends on every loop, which else would stay in this order
+            at = [row + (which - i) * height, *others]
+            part = inductor_ops.masked(here, functools.partial(load, at), 0.0)
+            value = part if value is None else inductor_ops.where(here, part, value)
+        return value
+
+    return _pointwise(parts[0], parts[0].get_dtype(), element, [len(parts), *parts[0].get_size()])
+
+
+def _pointwise(like: Any, dtype: torch.dtype, element: Callable[..., Any], shape: Any) -> Any:
+    return Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=element, ranges=list(shape))

@@ -1,0 +1,65 @@
+"""Ops of the kernel passes: what Inductor generates is their formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fp8pass.kernel_ops import JOINED, QUANTIZE, ROWS, STACKED
+from fp8pass.verify import verify
+from tests.harness import BF16, E4M3, E5M2, capture, scale
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "quantize": (lambda x, s: QUANTIZE(x, s, E4M3).float(), (torch.randn(4, 48, dtype=BF16) * 99, scale())),
+    "quantize by rows": (lambda x, s: QUANTIZE(x, s, E5M2).float(), (torch.randn(4, 48), torch.rand(4, 1) * 1e6)),
+    "quantize a transposed tensor": (lambda x, s: QUANTIZE(x.t(), s, E4M3).float(), (torch.randn(48, 4), scale())),
+    "quantize what is computed": (lambda x, s: QUANTIZE(x.sin(), s, E4M3).float(), (torch.randn(4, 48), scale())),
+    "rows": (lambda *parts: ROWS(parts), (torch.randn(5), torch.randn(2, 6, dtype=BF16), torch.randn(()))),
+    "one row": (lambda *parts: ROWS(parts), (torch.randn(5),)),
+    "rows of one number": (lambda *parts: ROWS(parts), (torch.randn(()), torch.randn(1, 1), torch.randn(1))),
+    "rows, reduced": (lambda *parts: ROWS(parts).amax(1), (torch.rand(900), torch.rand(7), torch.rand(30, 30))),
+    "joined": (lambda *parts: JOINED(parts), (torch.randn(5), torch.randn(()), torch.randn(2, 3), torch.randn(1))),
+    "joined numbers": (lambda *parts: JOINED(parts), (torch.randn(()), torch.randn(1), torch.randn(()))),
+    "joined booleans": (lambda *parts: JOINED(parts), (torch.tensor([True, False]), torch.tensor([False, True, True]))),
+    "joined integers": (lambda *parts: JOINED(parts), (torch.arange(3), torch.arange(7, 9))),
+    "one, joined": (lambda *parts: JOINED(parts), (torch.randn(3),)),
+    "stacked": (lambda *parts: STACKED(parts), tuple(torch.randn(3, 4, 5) for _ in range(3))),
+    "stacked, of other strides": (lambda a, b: STACKED([a, b.permute(2, 1, 0)]), (torch.randn(3, 4, 5), torch.randn(5, 4, 3))),
+    "stacked, as computed": (lambda a, b: STACKED([a.exp(), b]) * 2, (torch.randn(3, 4), torch.randn(3, 4))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_generates_the_formula(case: str) -> None:
+    function, inputs = CASES[case]
+    torch.compiler.reset()
+    got, wanted = torch.compile(function, fullgraph=True)(*inputs), function(*inputs)
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    torch.testing.assert_close(got, wanted, rtol=0 if "computed" not in case else 1e-6, atol=0)
+
+
+def test_formulas() -> None:
+    """What the ops are, said in another way."""
+    a, b = torch.tensor([1.0, -0.0]), torch.tensor([[float("nan"), 2.0, 3.0]])
+    torch.testing.assert_close(ROWS([a, b]), torch.tensor([[1, 0, 0], [float("nan"), 2, 3]]), equal_nan=True)
+    torch.testing.assert_close(JOINED([a, b]), torch.tensor([1, 0, float("nan"), 2, 3]), equal_nan=True)
+    torch.testing.assert_close(STACKED([a, a + 1]), torch.tensor([[1.0, 0], [2, 1]]))
+    assert JOINED([a, b])[1].signbit()
+    x = torch.tensor([1.0, 1e9, -1e9, float("nan")])
+    torch.testing.assert_close(
+        QUANTIZE(x, scale(2.0), E4M3).float(), torch.tensor([2, 448, -448, float("nan")]), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_they_say_of_themselves(case: str) -> None:
+    function, inputs = CASES[case]
+    module = capture(function, *inputs)
+    wanted = function(*inputs)
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    said = output.args[0].meta["val"]
+    assert (said.dtype, said.shape, said.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+    verify(module.graph)
