@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8pass._torch import unset_fake_temporarily
 from fp8pass.scaling import FP8_DTYPES
 
 pretended_device: torch.device | None = None
@@ -99,10 +100,13 @@ def why_no_fp8(device: torch.device, target: Target | None) -> str:
 @functools.cache
 def _saturates_on_cpu(dtype: torch.dtype) -> bool:
     """Asked of the kernels: torch's own do as its cast does; oneDNN's, which some processors get, overflow."""
-    large, scale = torch.full((16, 16), 448.0), torch.ones(())
-    factors = [large.to(d) for d in FP8_DTYPES]
-    products = [torch._scaled_mm(a, b.t(), scale, scale, out_dtype=dtype) for a in factors for b in factors]
-    return all(bool((x.float() == torch.finfo(dtype).max).all()) for x in (torch.full((), 1e9).to(dtype), *products))
+    with unset_fake_temporarily():
+        large, scale = torch.full((16, 16), 448.0), torch.ones(())
+        factors = [large.to(d) for d in FP8_DTYPES]
+        products = [torch._scaled_mm(a, b.t(), scale, scale, out_dtype=dtype) for a in factors for b in factors]
+        return all(
+            bool((x.float() == torch.finfo(dtype).max).all()) for x in (torch.full((), 1e9).to(dtype), *products)
+        )
 
 
 def output_saturates(device: torch.device, dtype: torch.dtype) -> bool:
