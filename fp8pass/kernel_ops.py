@@ -6,7 +6,6 @@ Each has its formula, which runs op by op and says what it is, and its lowering,
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,45 +93,40 @@ def _(parts: Any) -> Any:
     longest = max(sizes)
 
     def element(index: Any) -> Any:
-        row, column = (inductor_ops.index_expr(i, torch.int32) for i in index)
+        row, column = index
         value = None
         for i, (load, size) in enumerate(zip(loads, sizes, strict=True)):
-            inside = here = inductor_ops.eq(row, inductor_ops.constant(i, torch.int32))
-            if size < longest:
-                inside = inductor_ops.and_(here, inductor_ops.lt(column, inductor_ops.constant(size, torch.int32)))
-            part = inductor_ops.masked(inside, functools.partial(load, index[1:]), 0.0)
+            here = _compared("eq", row, i)
+            inside = here if size == longest else inductor_ops.and_(here, _compared("lt", column, size))
+            # an address that depends on every loop: in groups of kernels, torch 2.11 breaks what is expanded to a mask
+            part = inductor_ops.masked(inside, functools.partial(load, [column + (row - i) * size]), 0.0)
             value = part if value is None else inductor_ops.where(here, part, value)
         return value
 
+    if len(parts) == 1:
+        return inductor_lowering.view(inductor_lowering.to_dtype(parts[0], torch.float32), [1, longest])
     return _pointwise(parts[0], torch.float32, element, [len(parts), longest])
 
 
 @_lowers(JOINED)
 def _(parts: Any) -> Any:
     loads, sizes = zip(*map(_flat, parts), strict=True)
-    ends = list(itertools.accumulate(sizes))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def element(index: Any) -> Any:
         (place,), value = index, None
-        at = inductor_ops.index_expr(place, torch.int32)
-        for load, size, end in reversed(list(zip(loads, sizes, ends, strict=True))):
-            here = inductor_ops.lt(at, inductor_ops.constant(end, torch.int32))
-            if size == 1:
-                part = load([0])
+        for i, (load, size, start) in reversed(list(enumerate(zip(loads, sizes, starts, strict=True)))):
+            bounds = [_compared("ge", place, start)] if i > 0 else []
+            bounds += [_compared("lt", place, start + size)] if value is not None else []
+            if size == 1 or not bounds:
+                part = load([place - start] if size > 1 else [0])
             else:
-                start = inductor_ops.constant(end - size, torch.int32)
-                inside = inductor_ops.and_(here, inductor_ops.ge(at, start))
-                part = inductor_ops.masked(inside, functools.partial(load, [place - (end - size)]), 0.0)
-            value = part if value is None else inductor_ops.where(here, part, value)
+                inside = functools.reduce(inductor_ops.and_, bounds)
+                part = inductor_ops.masked(inside, functools.partial(load, [place - start]), 0.0)
+            value = part if value is None else inductor_ops.where(bounds[-1], part, value)
         return value
 
-    return _pointwise(parts[0], parts[0].get_dtype(), element, [ends[-1]])
-
-
-def _flat(part: Any) -> tuple[Callable[..., Any], int]:
-    """What loads an element, and how many there are."""
-    size = math.prod(map(int, part.get_size()))
-    return inductor_lowering.view(part, [size]).make_loader(), size
+    return _pointwise(parts[0], parts[0].get_dtype(), element, [sum(sizes)])
 
 
 @_lowers(STACKED)
@@ -143,7 +137,7 @@ def _(parts: Any) -> Any:
         which, row, *others = index
         value = None
         for i, load in enumerate(loads):
-            here = inductor_ops.eq(inductor_ops.index_expr(which, torch.int32), inductor_ops.constant(i, torch.int32))
+            here = _compared("eq", which, i)
             # the same row where it is read; an address that depends on every loop, which else would stay in this order
             at = [row + (which - i) * height, *others]
             part = inductor_ops.masked(here, functools.partial(load, at), 0.0)
@@ -151,6 +145,18 @@ def _(parts: Any) -> Any:
         return value
 
     return _pointwise(parts[0], parts[0].get_dtype(), element, [len(parts), *parts[0].get_size()])
+
+
+def _flat(part: Any) -> tuple[Callable[..., Any], int]:
+    """What loads an element, and how many there are."""
+    size = math.prod(map(int, part.get_size()))
+    return inductor_lowering.view(part, [size]).make_loader(), size
+
+
+def _compared(how: str, index: Any, number: int) -> Any:
+    """index `how` number: "eq", "lt" or "ge"."""
+    compare = getattr(inductor_ops, how)
+    return compare(inductor_ops.index_expr(index, torch.int32), inductor_ops.constant(number, torch.int32))
 
 
 def _pointwise(like: Any, dtype: torch.dtype, element: Callable[..., Any], shape: Any) -> Any:
