@@ -103,7 +103,7 @@ def _(parts: Any) -> Any:
             value = part if value is None else inductor_ops.where(here, part, value)
         return value
 
-    if len(parts) == 1:
+    if len(parts) == 1:  # there is no loop over rows for an address to depend on
         return inductor_lowering.view(inductor_lowering.to_dtype(parts[0], torch.float32), [1, longest])
     return _pointwise(parts[0], torch.float32, element, [len(parts), longest])
 
@@ -115,15 +115,13 @@ def _(parts: Any) -> Any:
 
     def element(index: Any) -> Any:
         (place,), value = index, None
-        for i, (load, size, start) in reversed(list(enumerate(zip(loads, sizes, starts, strict=True)))):
-            bounds = [_compared("ge", place, start)] if i > 0 else []
-            bounds += [_compared("lt", place, start + size)] if value is not None else []
-            if size == 1 or not bounds:
-                part = load([place - start] if size > 1 else [0])
+        for load, size, start in reversed(list(zip(loads, sizes, starts, strict=True))):
+            if size == 1:
+                part = load([0])
             else:
-                inside = functools.reduce(inductor_ops.and_, bounds)
+                inside = inductor_ops.and_(_compared("ge", place, start), _compared("lt", place, start + size))
                 part = inductor_ops.masked(inside, functools.partial(load, [place - start]), 0.0)
-            value = part if value is None else inductor_ops.where(bounds[-1], part, value)
+            value = part if value is None else inductor_ops.where(_compared("lt", place, start + size), part, value)
         return value
 
     return _pointwise(parts[0], parts[0].get_dtype(), element, [sum(sizes)])
