@@ -114,6 +114,17 @@ def output_saturates(device: torch.device, dtype: torch.dtype) -> bool:
     return (pretended_device or device).type == "cuda" or _saturates_on_cpu(dtype)
 
 
+def why_emulated(device: torch.device, a: torch.dtype, b: torch.dtype) -> str:
+    """Why the device multiplies these types of FP8 one element at a time, so that float32 is faster; "" if it doesn't.
+
+    torch gives operands of one type to oneDNN where there is AMX, and does all others in float32 itself.
+    """
+    can = torch.cpu.get_capabilities()
+    if (pretended_device or device).type != "cpu" or a != b or not can.get("amx_int8") or can.get("amx_fp16"):
+        return ""
+    return "with AMX, torch calls oneDNN, which has no FP8 kernel for processors without AMX for 16-bit floats"
+
+
 def _cpu_scales_rows() -> bool:
     x, scale = torch.zeros(16, 16, dtype=FP8_DTYPES[0]), torch.ones(16, 1)
     try:

@@ -29,6 +29,7 @@ from fp8pass.passes.batch_amaxes import BatchAmaxes
 from fp8pass.passes.batch_records import BatchRecords
 from fp8pass.passes.block_scaled_mm import BlockScaledMM
 from fp8pass.passes.canonicalize import Canonicalize
+from fp8pass.passes.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.lift_scale_states import lift_scale_states
@@ -75,7 +76,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
 
 def kernel_passes() -> list[Pass]:
     """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), MakeOnce()]
+    return [FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), MakeOnce(), EmulateMatmuls()]
 
 
 class KernelPasses(CustomGraphPass):

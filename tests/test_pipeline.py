@@ -38,7 +38,7 @@ PASSES = [
     "save_sums",
     "batch_records",
 ]
-KERNEL_PASSES = ["fold_quantizes", "quantize_tiles", "batch_amaxes", "make_once"]
+KERNEL_PASSES = ["fold_quantizes", "quantize_tiles", "batch_amaxes", "make_once", "emulate_matmuls"]
 
 
 def test_one_name_in_all_places() -> None:

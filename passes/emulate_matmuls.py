@@ -1,0 +1,69 @@
+"""FP8 matmuls in float32, on processors where they would take a thousand times as long.
+
+before   y: bf16[M, N] = _scaled_mm(a: e4m3[M, K], b: e4m3[K, N], scale_a, scale_b, bias)
+after    y             = ((a.float() * scale_a) @ (b.float() * scale_b) + bias).to(bf16)
+changes  nothing
+
+That is what torch does itself on CPUs without AMX, and on all of them for e5m2 times e4m3. Where it sees AMX it calls
+oneDNN, which has a kernel for FP8 only on processors that multiply 16-bit floats that way, or 8-bit ones; on others,
+Sapphire Rapids among them, it runs its reference, element by element.
+
+Runs on the graphs of forward and backward, on CPUs alone; last, for the other passes know matmuls by the op.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass.graph import Builder, is_tensor, val
+from fp8pass.hardware import why_emulated
+from fp8pass.passes.patterns import aten, dtype_of
+from fp8pass.rewrite import Context
+from fp8pass.scaling import FP8_DTYPES
+
+log = logging.getLogger(__name__)
+
+
+class EmulateMatmuls:
+    """All of one graph."""
+
+    name = "emulate_matmuls"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite those that the processor has no kernel for."""
+        reasons = {n: why for n in graph.nodes if (why := _why_emulated(n))}
+        if reasons:
+            build = Builder(graph, self.name)
+            for node in reasons:
+                _emulate(build, node)
+            log.info("FP8 matmuls computed in float32: %d; %s", len(reasons), next(iter(reasons.values())))
+        return len(reasons)
+
+
+def _why_emulated(node: fx.Node) -> str:
+    if node.target is not aten._scaled_mm.default or dtype_of(node) in FP8_DTYPES:
+        return ""
+    a, b = map(val, node.args[:2])
+    return why_emulated(val(node).device, a.dtype, b.dtype)
+
+
+def _emulate(build: Builder, node: fx.Node) -> None:
+    a, b, scale_a, scale_b, *rest = node.args
+    bias = rest[0] if rest and is_tensor(rest[0]) else None
+    inputs = [x for x in (a, b, scale_a, scale_b, bias) if isinstance(x, fx.Node)]
+    dtype = val(node).dtype
+
+    def product(*tensors: Tensor) -> Tensor:
+        return in_float32(*tensors).to(dtype)
+
+    (y,) = build.inline(node, product, *inputs)
+    build.replace(node, y)
+
+
+def in_float32(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product of a: float8[M, K] and b: float8[K, N], times their scales, plus bias[N]: float32[M, N]."""
+    y = torch.mm(a.float() * scale_a, b.float() * scale_b)
+    return y if bias is None else y + bias.float()
