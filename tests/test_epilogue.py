@@ -174,15 +174,15 @@ def test_what_cpus_do_not_saturate_stays_outside() -> None:
 
 def test_the_bias_of_an_annotated_layer_goes_into_the_kernel() -> None:
     model, x = nn.Linear(64, 48, dtype=BF16), torch.randn(32, 64, dtype=BF16)
-    graphs: list[Any] = []
+    calls: list[Any] = []
 
     class Looking(ScaledMM):
         def run(self, graph: Any, context: Any) -> int:
             applied = super().run(graph, context)
-            graphs.extend(n for n in graph.nodes if n.target is aten._scaled_mm.default)
+            calls.extend(n.args for n in graph.nodes if n.target is aten._scaled_mm.default)
             return applied
 
     with mock.patch("fp8pass.pipeline.ScaledMM", Looking), torch.no_grad():
         compiled(model, recipe="dynamic")(x)
-    (call,) = graphs
-    assert call.args[4] is not None
+    (args,) = calls
+    assert args[4] is not None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.config import Config
-from fp8pass.hardware import output_saturates
+from fp8pass.hardware import output_saturates, why_emulated
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.patterns import is_wide_cast
 from fp8pass.passes.scaled_mm import ScaledMM
@@ -74,6 +74,7 @@ def test_compiled_by_inductor(letters: str) -> None:
     """Whatever is rewritten also compiles, and computes what eager computes."""
     chosen = runnable(letters)
     functions, inputs = [c.function for c in chosen], [c.inputs for c in chosen]
+    emulated = why_emulated(torch.device("cpu"), E4M3, E4M3)
 
     def everything(inputs: list[tuple[Any, ...]]) -> list[Any]:
         return [f(*i) for f, i in zip(functions, inputs, strict=True)]
@@ -88,9 +89,11 @@ def test_compiled_by_inductor(letters: str) -> None:
         wanted, got = wanted.float().nan_to_num(0, 0, 0), got.float().nan_to_num(0, 0, 0)
         if dtype.itemsize == 1:  # Inductor does not round to bfloat16 in between: now and then the next FP8 value
             assert (wanted != got).float().mean() < 0.1
-            torch.testing.assert_close(got, wanted, rtol=1 / 7, atol=2**-9)
+            # where a CPU emulates matmuls, Inductor does not round their results either: 2**-8, where they are 1 to 2,
+            # which is all that is left of them where what is added takes the rest away
+            torch.testing.assert_close(got, wanted, rtol=1 / 7, atol=2**-7 if emulated else 2**-9)
         elif wanted.numel():
-            assert sqnr(wanted, got) > (90 if dtype == torch.float32 else 45)
+            assert sqnr(wanted, got) > (90 if dtype == torch.float32 and not emulated else 45)
 
 
 @pytest.mark.gpu
