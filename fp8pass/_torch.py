@@ -24,12 +24,13 @@ from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.ir import Pointwise
+from torch._inductor.ir import ConcatKernel, Pointwise, TensorBox
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V as Virtualized
 from torch._inductor.virtualized import ops as inductor_ops
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -42,6 +43,12 @@ EXACT_INPUTS = "eager_input_vals"
 
 CACHEABLE = "unsafe_marked_cacheable_functions"
 """Setting of Inductor: {name of a function: hash}. AOTAutograd caches no graph that calls any other."""
+
+MODE_CHANGES = frozenset({torch._C._set_grad_enabled, _enter_autocast, _exit_autocast})
+"""Calls in Dynamo's graph from which on others mean something else."""
+
+is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors share storage."""
 
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """The innermost hooks for saved tensors, (pack, unpack), or None."""
@@ -57,9 +64,11 @@ __all__ = [
     "CACHEABLE",
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
+    "MODE_CHANGES",
     "TAKES_LISTS_OF_PASSES",
     "CheckpointFunction",
     "CompileContext",
+    "ConcatKernel",
     "ConstantSource",
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -71,6 +80,7 @@ __all__ = [
     "InductorChoices",
     "Pointwise",
     "SchedulerNode",
+    "TensorBox",
     "TorchDispatchMode",
     "TracingContext",
     "TritonOverrides",
@@ -89,6 +99,7 @@ __all__ = [
     "inductor_config",
     "inductor_lowering",
     "inductor_ops",
+    "is_alias_of",
     "list_mode_options",
     "make_boxed_func",
     "min_cut_partition",

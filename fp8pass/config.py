@@ -29,6 +29,9 @@ class Config:
     """`callable(fqn, M, K, N) -> bool`, true for what to take; or name patterns (`head`, `*.attn.*`) to leave out."""
     min_speedup: float = 1.0
     """A matmul predicted to gain less is declined. 0 turns the rule off. On CPU it applies only with `target`."""
+    merge_siblings: bool | None = None
+    """Linear layers that read one tensor become one matmul, with one scale for all their weights and one for all
+    gradients. None: where that is predicted to be faster, which is never on CPU without `target`."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
     target: str | None = None
@@ -107,16 +110,20 @@ def _from_environment() -> dict[str, Any]:
     return values
 
 
-def _flag(text: str) -> bool:
-    choose("FP8PASS_STRICT", text, ("0", "1"))
-    return text == "1"
+def _flag(name: str) -> Callable[[str], bool]:
+    def parse(text: str) -> bool:
+        choose(f"FP8PASS_{name.upper()}", text, ("0", "1"))
+        return text == "1"
+
+    return parse
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "recipe": lambda text: None if text.lower() == "none" else text,
     "filter": lambda text: tuple(text.split(",")),
     "min_speedup": float,
-    "strict": _flag,
+    "merge_siblings": _flag("merge_siblings"),
+    "strict": _flag("strict"),
     "target": str,
     "mode": str,
     "lowering": str,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8pass._torch import Pointwise, inductor_lowering, inductor_ops
+from fp8pass._torch import ConcatKernel, Pointwise, TensorBox, inductor_lowering, inductor_ops
 from fp8pass.scaling import fp8_max, quantize
 
 _POINTWISE = (torch.Tag.pointwise,)
@@ -65,8 +65,22 @@ def _(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].new_empty(len(parts), *parts[0].shape)
 
 
+@torch.library.custom_op("fp8pass::concatenated", mutates_args=())
+def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, of which each part is written where it belongs, by the kernel that makes it."""
+    return torch.cat(list(parts), dim)
+
+
+@_concatenated.register_fake
+def _(parts: Sequence[Tensor], dim: int) -> Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(p.shape[dim] for p in parts)
+    return parts[0].new_empty(shape)
+
+
 QUANTIZE, ROWS = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default
 JOINED, STACKED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.stacked.default
+CONCATENATED = torch.ops.fp8pass.concatenated.default
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -143,6 +157,11 @@ def _(parts: Any) -> Any:
         return value
 
     return _pointwise(parts[0], parts[0].get_dtype(), element, [len(parts), *parts[0].get_size()])
+
+
+@_lowers(CONCATENATED)
+def _(parts: Any, dim: int) -> Any:
+    return TensorBox(ConcatKernel.create(parts, dim))
 
 
 def _flat(part: Any) -> tuple[Callable[..., Any], int]:

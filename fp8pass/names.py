@@ -26,10 +26,18 @@ class Names:
         self.owned = {p: self._join(*path) for p, path in paths.items()}
         self._taken: Counter[str] = Counter()
         self._stands_for: dict[fx.Node, fx.Node] = {}
+        self._merged: dict[fx.Node, tuple[str, int]] = {}
 
     def alias(self, inner: fx.Node, outer: fx.Node) -> None:
         """`inner`, an input of a graph within the graph, is given `outer`."""
         self._stands_for[inner] = self._stands_for.get(outer, outer)
+
+    def merge(self, cat: fx.Node, parameters: Sequence[fx.Node]) -> None:
+        """`cat` stands for several of `owned`, and is called "attn.q+k+v.weight" if they are "attn.q.weight", ..."""
+        names = [self.of(p, "", [p]) for p in parameters]
+        head, _, _ = names[0][0].rpartition(".")
+        others = [name.removeprefix(f"{head}.") if head else name for name, _ in names[1:]]
+        self._merged[cat] = "+".join((names[0][0], *others)), names[0][1]
 
     def is_owned(self, node: fx.Node) -> bool:
         """Whether the node is one of `owned`, or stands for one."""
@@ -38,9 +46,12 @@ class Names:
     def of(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[str, int]:
         """The name of a matmul, and which of `owned` it goes with, or -1.
 
-        That is the path of the parameter that is an operand, without "weight"; else the module's path and the op.
+        That is the path of the parameter, or parameters, that an operand is, without "weight"; else the module's path
+        and the op.
         """
         for operand in operands:
+            if isinstance(operand, fx.Node) and operand in self._merged:
+                return self._merged[operand]
             if isinstance(operand, fx.Node) and self.is_owned(operand):
                 parameter = self._stands_for.get(operand, operand)
                 return self.owned[parameter].removesuffix(".weight"), list(self.owned).index(parameter)

@@ -8,7 +8,7 @@ come from: there, here and in hardware.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,6 +223,26 @@ def predicted_speedup(
     fp8 = call_seconds(target, m, k, n, recipe, element_size, training)
     overhead = overhead_seconds(target, m, k, n, recipe, element_size, training, fused)
     return call_seconds(target, m, k, n, None, element_size, training) / (fp8 + overhead)
+
+
+def merged_seconds_saved(
+    target: Target, m: int, k: int, widths: Sequence[int], recipe: Recipe, element_size: int, training: bool
+) -> float:
+    """Time that one call takes less than several that read one input, [M, K] by [K, N] for each N of `widths`.
+
+    Each of these runs in whatever is faster, and their input is quantized once. In training its gradients, one for
+    each, are added up, by a kernel that reads them all.
+    """
+    size = element_size
+    of_input = quantize_seconds(target, m * k, recipe, "input", size, training)
+
+    def in_fp8(n: int) -> float:
+        overhead = overhead_seconds(target, m, k, n, recipe, size, training) - of_input
+        return call_seconds(target, m, k, n, recipe, size, training) + overhead
+
+    apart = sum(min(in_fp8(n), call_seconds(target, m, k, n, None, size, training)) for n in widths)
+    added = (len(widths) - 1) * m * k * size / (target.bandwidth * target.memory_share) if training else 0.0
+    return apart + added - in_fp8(sum(widths))
 
 
 def load_machine(path: str | Path) -> Target:

@@ -36,10 +36,12 @@ from fp8pass.errors import warn_once
 from fp8pass.graph import source_of
 from fp8pass.names import Names
 from fp8pass.passes.inline import inline
+from fp8pass.passes.merge_siblings import Sibling, families, merge, should_merge
 from fp8pass.passes.patterns import dtype_name
 from fp8pass.passes.quantizers import Pair, is_uniform, quantizers
 from fp8pass.passes.spellings import (
     EINSUM,
+    LINEAR,
     Dims,
     Sizes,
     Spelling,
@@ -87,8 +89,13 @@ class Call:
 # Check: only refuses.
 
 
-def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training: bool) -> Call:
-    """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had."""
+def check(
+    node: fx.Node, spelling: Spelling, name: str, config: Config, training: bool, merged: Recipe | None = None
+) -> Call:
+    """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had.
+
+    merged: the recipe of a call that stands for several, which were checked one by one.
+    """
     operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
         raise Reject("form", f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
@@ -104,17 +111,22 @@ def check(node: fx.Node, spelling: Spelling, name: str, config: Config, training
     sizes = dims.sizes(a, b)
     _check_sizes(sizes)
     m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
-    recipe, why = config.recipe_of(name)
-    if recipe is None:
-        raise LeftOut("recipe", why)
-    if reason := config.leaves_out(name, m, k, n):
-        raise LeftOut("filter", reason)
+    recipe = merged or _recipe_of(name, config, m, k, n)
     target = hardware.target_of(a.device, config.target)
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
     gain = None if target is None else predicted_speedup(target, m, k, n, recipe, size, training)
     return Call(node, spelling, dims, recipe, gain, (m, k, n))
+
+
+def _recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
+    recipe, why = config.recipe_of(name)
+    if recipe is None:
+        raise LeftOut("recipe", why)
+    if reason := config.leaves_out(name, m, k, n):
+        raise LeftOut("filter", reason)
+    return recipe
 
 
 def check_speedup(call: Call, device: torch.device, config: Config) -> None:
@@ -209,6 +221,7 @@ class _Annotator:
         self.mutated: set[fx.Node] = set()
         self.by_columns: set[fx.Node] = set()
         self.regions: list[Region] = []
+        self.merged: dict[fx.Node, Recipe] = {}
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
@@ -224,6 +237,8 @@ class _Annotator:
 
     def _visit_all(self, transform: str) -> None:
         inline(self.module)
+        if self.config.merge_siblings is not False:
+            self._merge_siblings()
         transform = next(filter(None, map(_function_transform, self.graph.nodes)), transform)
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
@@ -232,6 +247,22 @@ class _Annotator:
                 self._enter(node, transform)
             else:
                 self._visit(node, transform)
+
+    def _merge_siblings(self) -> None:
+        for family in families(self.graph, self.names, self._sibling):
+            first, config = family.siblings[0], self.config
+            target = hardware.target_of(first.weight.meta["example_value"].device, config.target)
+            if should_merge(family, target, config.merge_siblings, config.min_speedup):
+                self.merged[merge(self.graph, family, self.names)] = first.recipe
+
+    def _sibling(self, node: fx.Node) -> Sibling | None:
+        """A linear layer, if the recipe and the filter take it."""
+        name, _ = self.names.of(node, LINEAR.name, [argument(node, LINEAR.b)])
+        try:
+            call = check(node, LINEAR, name, self.config, node.meta["example_value"].requires_grad)
+        except Reject:
+            return None  # for a reason that it will be given as itself
+        return Sibling(node, call.recipe, call.sizes)
 
     def _enter(self, call: fx.Node, transform: str) -> None:
         """Annotate the body of a region of activation checkpointing, as a part of this graph."""
@@ -261,7 +292,7 @@ class _Annotator:
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
             return  # quantized by the user: the detector's business
         try:
-            call = check(node, spelling, choice.name, self.config, self.grad_enabled)
+            call = check(node, spelling, choice.name, self.config, self.grad_enabled, self.merged.get(node))
             choice.predicted_speedup = call.speedup
             check_speedup(call, argument(node, spelling.a).meta["example_value"].device, self.config)
             if transform:
@@ -413,6 +444,8 @@ class _Rewriter:
         for quantizer in {a for a in args if isinstance(a, ops.Stateful)}:
             name = owner.names.slot(self.choice.name, role)
             place = "" if owner.names.is_owned(like) else self.choice.source
+            if self.call.node in owner.merged:
+                place += " merged"  # one state with a call at the same line that stands for itself: not right for both
             owner.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
         return node
 

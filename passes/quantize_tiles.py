@@ -23,6 +23,7 @@ Runs on the graphs of forward and backward, after they were cut apart.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, val
-from fp8pass.kernel_ops import JOINED, QUANTIZE, STACKED
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, STACKED
 from fp8pass.passes.patterns import (
     RESHAPES,
     VIEWS,
@@ -189,32 +190,62 @@ def _rewrite(build: Builder, group: list[Match]) -> None:
     tiles, of = _tiles(build, group), functools.partial(_of, build, group)
     with_amax = _reduce(build, group, tiles)
     scale = _scale(build, group)
-    # each quantized anew: what reads another's result, Inductor may put into another kernel
-    x_q, x_t = (emit(QUANTIZE, tiles, scale, dtype) for _ in range(2))
-    if with_amax:
-        x_q.meta[WITH_AMAX] = x_t.meta[WITH_AMAX] = True
-    *outer, chunk, row, column = range(val(tiles).dim())
-    x_t = emit(aten.permute.default, x_t, [*outer, column, chunk, row])
-    x_t = _made_here(emit, emit(aten.clone.default, x_t, memory_format=torch.contiguous_format), "columns")
-    x_q = _made_here(emit, x_q, "columns")
+
+    def quantized(part: fx.Node, turned: bool) -> fx.Node:
+        # each quantized anew: what reads another's result, Inductor may put into another kernel
+        q = emit(QUANTIZE, part, scale, dtype)
+        if with_amax:
+            q.meta[WITH_AMAX] = True
+        if not turned:
+            return q
+        *outer, chunk, row, column = range(val(part).dim())
+        q = emit(aten.permute.default, q, [*outer, column, chunk, row])
+        return emit(aten.clone.default, q, memory_format=torch.contiguous_format)
+
+    x_t = _made_here(emit, _each(emit, tiles, functools.partial(quantized, turned=True), 0), "columns")
+    x_q = _made_here(emit, _each(emit, tiles, functools.partial(quantized, turned=False), -1), "columns")
     for m in group:
         m.copy.replace_all_uses_with(emit(aten.reshape.default, of(m, x_t, at), [m.columns, m.rows]))
         straight = emit(aten.reshape.default, of(m, x_q, at), list(val(m.x_q).shape))
         m.x_q.replace_all_uses_with(straight)
 
 
-def _tiles(build: Builder, group: list[Match]) -> fx.Node:
-    """[k, R/k, C]; of n siblings [n, k, R/k, C]."""
+def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx.Node], fx.Node], dim: int) -> fx.Node:
+    """What is `made` of tiles; of those of each part of a cat, and the results put together."""
+    if len(tiles) == 1:
+        return made(tiles[0])
+    results = [made(part) for part in tiles]
+    for result in results:
+        result.meta[TILED] = "columns"
+    return emit(CONCATENATED, results, dim % val(results[0]).dim())
+
+
+def _parts(x: fx.Node) -> list[fx.Node]:
+    """What `x` is the cat of, along its rows, if kernels of their own are better: if two parts are made of one tensor.
+
+    Where Inductor computes a cat element by element it reads such a tensor for each of them.
+    """
+    if x.target is not aten.cat.default or not is_launched(x):
+        return [x]
+    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+    along_rows = (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
+    read = Counter(n for p in parts for n in {p, *sources(p, is_elementwise)} if not has_one_element(n))
+    alike = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
+    return parts if along_rows and alike and max(read.values()) > 1 else [x]
+
+
+def _tiles(build: Builder, group: list[Match]) -> list[fx.Node]:
+    """[k, R/k, C], of each part of a cat; of n siblings one [n, k, R/k, C]."""
     m, x = group[0], group[0].x
     at, shared = min(user for m in group for user in m.x.users), len(x.users) > 2
-    chunks = _chunks(m.rows, m.columns * len(group))
-    shape = [chunks, m.rows // chunks, m.columns]
-    parts = [build.emit(at, aten.reshape.default, m.x, shape) for m in group]
+    xs = [m.x for m in group] if len(group) > 1 else _parts(x)
+    chunks = _chunks(m.rows, max(val(p).shape[-1] for p in xs) * len(group))
+    parts = [build.emit(at, aten.reshape.default, p, [chunks, m.rows // chunks, val(p).shape[-1]]) for p in xs]
     if len(group) > 1:
-        return build.emit(at, STACKED, parts)
-    if x.op != "placeholder" and shared:
-        return build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
-    return parts[0]
+        return [build.emit(at, STACKED, parts)]
+    if len(parts) == 1 and x.op != "placeholder" and shared:
+        return [build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))]
+    return parts
 
 
 def _scale(build: Builder, group: list[Match]) -> fx.Node:
@@ -232,7 +263,7 @@ def _of(build: Builder, group: list[Match], m: Match, x: fx.Node, before: fx.Nod
     return x if len(group) == 1 else build.emit(before, aten.select.int, x, 0, group.index(m))
 
 
-def _reduce(build: Builder, group: list[Match], tiles: fx.Node) -> bool:
+def _reduce(build: Builder, group: list[Match], tiles: list[fx.Node]) -> bool:
     """Take amaxes, and the sums of columns, by tiles, where this graph takes them.
 
     Returns whether there is an amax that what is quantized need not wait for.
@@ -241,11 +272,16 @@ def _reduce(build: Builder, group: list[Match], tiles: fx.Node) -> bool:
     amaxes = [(m, node) for m, node in taken if _is_amax(node)]
     for m, node in taken:
         if _is_column_sum(node, m):
-            build.replace(node, _sum(build, node, _of(build, group, m, tiles, node)))
+            build.replace(node, _sum(build, node, [_of(build, group, m, part, node) for part in tiles]))
     if not amaxes:
         return False
     at = min(node for _, node in amaxes)
-    columns = build.emit(at, aten.amax.default, build.emit(at, aten.abs.default, tiles), [val(tiles).dim() - 2])
+    emit = functools.partial(build.emit, at)
+
+    def of_columns(part: fx.Node) -> fx.Node:
+        return emit(aten.amax.default, emit(aten.abs.default, part), [val(part).dim() - 2])
+
+    columns = _each(emit, tiles, of_columns, -1)
     columns.meta[TILED] = "columns"
     waits = [_is_made_of(m.scale, node) for m, node in amaxes]
     for m, node in amaxes:
@@ -253,9 +289,10 @@ def _reduce(build: Builder, group: list[Match], tiles: fx.Node) -> bool:
     return not all(waits)
 
 
-def _sum(build: Builder, node: fx.Node, tiles: fx.Node) -> fx.Node:
+def _sum(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
     """Of each column, in float32 up to the end."""
-    columns = build.emit(node, aten.sum.dim_IntList, tiles, [1], dtype=torch.float32)
+    emit = functools.partial(build.emit, node)
+    columns = _each(emit, tiles, lambda part: emit(aten.sum.dim_IntList, part, [1], dtype=torch.float32), -1)
     columns.meta[TILED] = "columns"
     result = build.emit(node, aten.sum.dim_IntList, columns, [0])
     result = build.emit(node, aten.reshape.default, result, list(val(node).shape))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8pass.kernel_ops import JOINED, QUANTIZE, ROWS, STACKED
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROWS, STACKED
 from fp8pass.verify import verify
 from tests.harness import BF16, E4M3, E5M2, capture, scale
 
@@ -29,6 +29,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "stacked": (lambda *parts: STACKED(parts), tuple(torch.randn(3, 4, 5) for _ in range(3))),
     "stacked, of other strides": (lambda a, b: STACKED([a, b.permute(2, 1, 0)]), (torch.randn(3, 4, 5), torch.randn(5, 4, 3))),
     "stacked, as computed": (lambda a, b: STACKED([a.exp(), b]) * 2, (torch.randn(3, 4), torch.randn(3, 4))),
+    "concatenated": (lambda a, b: CONCATENATED([a.exp(), b * 2], 1), (torch.randn(3, 4), torch.randn(3, 5))),
+    "concatenated inputs": (lambda a, b: CONCATENATED([a, b], 0), (torch.randn(3, 4), torch.randn(2, 4))),
+    "concatenated, reduced": (lambda a, b: CONCATENATED([a.amax(1), b.amax(1)], 0), (torch.randn(3, 4), torch.randn(2, 9))),
+    "concatenated, transposed": (lambda a, b: CONCATENATED([a.t().contiguous(), b.t().contiguous()], 0), (torch.randn(3, 4), torch.randn(3, 5))),
+    "concatenated FP8": (lambda a, b, s: CONCATENATED([QUANTIZE(x, s, E4M3) for x in (a, b)], 1).float(), (torch.randn(3, 4), torch.randn(3, 5), scale())),
 }  # fmt: skip
 
 
@@ -38,7 +43,9 @@ def test_inductor_generates_the_formula(case: str) -> None:
     torch.compiler.reset()
     got, wanted = torch.compile(function, fullgraph=True)(*inputs), function(*inputs)
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-    torch.testing.assert_close(got, wanted, rtol=0 if "computed" not in case else 1e-6, atol=0)
+    torch.testing.assert_close(
+        got, wanted, rtol=0 if "computed" not in case and case != "concatenated" else 1e-6, atol=0
+    )
 
 
 def test_formulas() -> None:
@@ -48,6 +55,9 @@ def test_formulas() -> None:
     torch.testing.assert_close(JOINED([a, b]), torch.tensor([1, 0, float("nan"), 2, 3]), equal_nan=True)
     torch.testing.assert_close(STACKED([a, a + 1]), torch.tensor([[1.0, 0], [2, 1]]))
     assert JOINED([a, b])[1].signbit()
+    torch.testing.assert_close(
+        CONCATENATED([a[None], b], 1), torch.tensor([[1, 0, float("nan"), 2, 3]]), equal_nan=True
+    )
     x = torch.tensor([1.0, 1e9, -1e9, float("nan")])
     torch.testing.assert_close(
         QUANTIZE(x, scale(2.0), E4M3).float(), torch.tensor([2, 448, -448, float("nan")]), equal_nan=True

@@ -48,7 +48,7 @@ def test_one_name_in_all_places() -> None:
     stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns", "spellings"}
     parts = {"batches", "dequantize", "epilogue", "layout", "movement", "row_scales"}  # of scaled_mm
     parts |= {"quantizers", "state_inputs"}  # of annotate
-    assert stems - parts == {*PASSES, *KERNEL_PASSES, "annotate", "inline", "lift_scale_states"}
+    assert stems - parts == {*PASSES, *KERNEL_PASSES, "annotate", "inline", "lift_scale_states", "merge_siblings"}
     assert all((ROOT / "tests" / f"test_{stem}.py").exists() for stem in stems)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass.config import Config
 from fp8pass.graph import WITH_AMAX
-from fp8pass.kernel_ops import QUANTIZE, STACKED
+from fp8pass.kernel_ops import CONCATENATED, QUANTIZE, STACKED
 from fp8pass.passes import quantize_tiles
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
@@ -77,11 +77,11 @@ amax_default: "bf16[2, 32]" = aten.amax.default(abs_default, [1])
 amax_default_1: "bf16[]" = aten.amax.default(amax_default)
 convert_element_type: "f32[]" = prims.convert_element_type.default(amax_default_1, torch.float32)
 quantize_default_1: "f8e4m3fn[2, 64, 32]" = fp8pass.quantize.default(reshape_default, s_1, torch.float8_e4m3fn)
-quantize_default_2: "f8e4m3fn[2, 64, 32]" = fp8pass.quantize.default(reshape_default, s_1, torch.float8_e4m3fn)
-permute_default: "f8e4m3fn[32, 2, 64]" = aten.permute.default(quantize_default_2, [2, 0, 1])
+permute_default: "f8e4m3fn[32, 2, 64]" = aten.permute.default(quantize_default_1, [2, 0, 1])
 clone_default: "f8e4m3fn[32, 2, 64]" = aten.clone.default(permute_default, memory_format = torch.contiguous_format)
 inductor_force_stride_order_default: "f8e4m3fn[32, 2, 64]" = prims.inductor_force_stride_order.default(clone_default, [128, 64, 1])
-inductor_force_stride_order_default_1: "f8e4m3fn[2, 64, 32]" = prims.inductor_force_stride_order.default(quantize_default_1, [2048, 32, 1])
+quantize_default_2: "f8e4m3fn[2, 64, 32]" = fp8pass.quantize.default(reshape_default, s_1, torch.float8_e4m3fn)
+inductor_force_stride_order_default_1: "f8e4m3fn[2, 64, 32]" = prims.inductor_force_stride_order.default(quantize_default_2, [2048, 32, 1])
 reshape_default_2: "f8e4m3fn[32, 128]" = aten.reshape.default(inductor_force_stride_order_default, [32, 128])
 reshape_default_3: "f8e4m3fn[128, 32]" = aten.reshape.default(inductor_force_stride_order_default_1, [128, 32])
 sum_dim_int_list: "f32[2, 32]" = aten.sum.dim_IntList(reshape_default, [1], dtype = torch.float32)
@@ -373,6 +373,60 @@ def test_siblings_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     before = text(module)
     apply(module, QuantizeTiles())
     assert text(module) == before, "a second run finds nothing"
+
+
+def gradients_of_swiglu(dy: Tensor, gate: Tensor, up: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    """Of gate and up, which are one layer: made of the same tensors."""
+    sigmoid = torch.sigmoid(gate)
+    return gradient(torch.cat([dy * up * (sigmoid * (1 + gate * (1 - sigmoid))), dy * gate * sigmoid], -1), s)
+
+
+def gradients_of_others(dy: Tensor, gate: Tensor, up: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    """Nothing is read for both."""
+    return gradient(torch.cat([gate.exp(), up.exp()], -1), s)
+
+
+def parts(rows: int = 128) -> tuple[Tensor, ...]:
+    return (*(torch.randn(rows, 32, dtype=BF16) for _ in range(3)), scale(8.0))
+
+
+def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Element by element, as Inductor does a cat, what gate and up have in common would be read twice."""
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    inputs = parts()
+    module = capture(gradients_of_swiglu, *inputs)
+    wanted = module(*inputs)
+    apply(module, QuantizeTiles())
+    made = [n for n in module.graph.nodes if n.target is CONCATENATED]
+    shapes = sorted((list(n.meta["val"].shape), len(n.args[0])) for n in made)
+    # the sums and the amaxes of the columns of two tiles; by rows and transposed
+    assert shapes == [([2, 64], 2), ([2, 64], 2), ([2, 64, 64], 2), ([64, 2, 64], 2)]
+    assert count(module, aten.cat.default) == 0
+    for a, b in zip(wanted, module(*inputs), strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-2 * (a is wanted[-1]), atol=1e-2 * (a is wanted[-1]))
+    before = text(module)
+    apply(module, QuantizeTiles())
+    assert text(module) == before, "a second run finds nothing"
+
+
+WHOLE: dict[str, Callable[..., Any]] = {
+    "nothing in common": gradients_of_others,
+    "one below the other": lambda dy, gate, up, s: gradient(torch.cat([dy * gate, dy * up]), s),
+    "a part that is no matrix of its own": lambda dy, gate, up, s: gradient(torch.cat([dy[:, :16], (dy * up)], -1), s),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_cats_that_stay_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    inputs = parts()
+    module = capture(WHOLE[case], *inputs)
+    wanted = module(*inputs)
+    apply(module, QuantizeTiles())
+    assert (count(module, CONCATENATED), count(module, aten.cat.default)) == (0, 1)
+    assert tiled(module)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted[:3], module(*inputs)[:3], strict=True))
 
 
 def alone(x_q: Tensor, w_q: Tensor, s: Tensor) -> Tensor:

@@ -1,0 +1,295 @@
+"""The merge_siblings pass: linear layers that read one tensor become one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass.annotation import Annotation
+from fp8pass.config import Config
+from fp8pass.hardware import TARGETS
+from fp8pass.passes.annotate import annotate
+from fp8pass.recipes import DelayedScaling, DynamicScaling
+from fp8pass.roofline import merged_seconds_saved
+from tests.harness import annotated, compiled, expect_graph, sqnr, train
+from tests.models import Attention, Transformer
+
+RECIPES = (DelayedScaling(amax_history_len=4), DynamicScaling())
+
+
+class Siblings(nn.Module):
+    """Layers of one input, and what reads their results."""
+
+    def __init__(self, read: Callable[..., Any], widths: tuple[int, ...] = (48, 48), bias: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, n, bias=bias) for n in widths)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(*(layer(x) for layer in self.layers))
+
+
+class Fused(nn.Module):
+    """`Siblings` as one layer, as a user would write it."""
+
+    def __init__(self, siblings: Siblings) -> None:
+        super().__init__()
+        self.read, self.widths = siblings.read, [layer.out_features for layer in siblings.layers]
+        self.layer = nn.Linear(32, sum(self.widths), bias=siblings.layers[0].bias is not None)
+        for name, parameter in self.layer.named_parameters():
+            parameter.data = torch.cat([getattr(layer, name) for layer in siblings.layers]).detach()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(*self.layer(x).split(self.widths, -1))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (-1, 8)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def annotation(model: nn.Module, *inputs: Tensor, **options: Any) -> Annotation:
+    """What the annotate pass makes of the one graph of a model, where siblings are merged if that can be."""
+    made: list[Annotation] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        made.append(annotate(module, Config(**{"merge_siblings": True, **options})))
+        return module.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(*(inputs or (torch.randn(4, 8, 32),)))
+    (only,) = made
+    return only
+
+
+def called(a: Annotation) -> list[str]:
+    """The names of all matmul calls."""
+    return [choice.name for choice in a.choices]
+
+
+def test_graph() -> None:
+    a = annotation(Siblings(swiglu, bias=True), recipe=DynamicScaling())
+    expect_graph(
+        a.module,
+        """\
+L_x_: "f32[4, 8, 32]",
+L_self_modules_layers_modules_0_parameters_weight_: "f32[48, 32]",
+L_self_modules_layers_modules_0_parameters_bias_: "f32[48]",
+L_self_modules_layers_modules_1_parameters_weight_: "f32[48, 32]",
+L_self_modules_layers_modules_1_parameters_bias_: "f32[48]",
+l_x_ = L_x_
+l_self_modules_layers_modules_0_parameters_weight_ = L_self_modules_layers_modules_0_parameters_weight_
+l_self_modules_layers_modules_0_parameters_bias_ = L_self_modules_layers_modules_0_parameters_bias_
+l_self_modules_layers_modules_1_parameters_weight_ = L_self_modules_layers_modules_1_parameters_weight_
+l_self_modules_layers_modules_1_parameters_bias_ = L_self_modules_layers_modules_1_parameters_bias_
+cat: "f32[96, 32]" = torch.cat([l_self_modules_layers_modules_0_parameters_weight_, l_self_modules_layers_modules_1_parameters_weight_])
+cat_1: "f32[96]" = torch.cat([l_self_modules_layers_modules_0_parameters_bias_, l_self_modules_layers_modules_1_parameters_bias_])
+qdq_operand: "f32[4, 8, 32]" = fp8pass_ops_qdq_operand(l_x_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
+qdq_operand_1: "f32[96, 32]" = fp8pass_ops_qdq_operand(cat, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
+linear_3: "f32[4, 8, 96]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
+qdq_gradient: "f32[4, 8, 96]" = fp8pass_ops_qdq_gradient(linear_3, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
+_add_bias: "f32[4, 8, 96]" = fp8pass_passes_annotate__add_bias(qdq_gradient, cat_1, torch.float32, 1)
+split = _add_bias.split([48, 48], -1)
+getitem: "f32[4, 8, 48]" = split[0]
+getitem_1: "f32[4, 8, 48]" = split[1]
+silu: "f32[4, 8, 48]" = torch.nn.functional.silu(getitem)
+mul: "f32[4, 8, 48]" = silu * getitem_1
+return (mul,)
+""",
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_numbers_are_those_of_one_layer(recipe: Any, bias: bool, dtype: torch.dtype) -> None:
+    """To the bit, in every step, also of what a layer's parameters get for gradients."""
+    torch.manual_seed(0)
+    siblings = Siblings(swiglu, bias=bias).to(dtype)
+    fused = Fused(siblings)
+    data = [torch.randn(4, 8, 32, dtype=dtype) * 3**i for i in range(4)]
+    merged = train(siblings, annotated(siblings, recipe=recipe, merge_siblings=True), data)
+    one = train(fused, annotated(fused, recipe=recipe), data)
+    for got, wanted in zip(merged, one, strict=True):
+        assert torch.equal(got["output"], wanted["output"])
+        assert torch.equal(got["input"], wanted["input"])
+        for name in ("weight", "bias")[: 1 + bias]:
+            parts = [got[f"layers.{i}.{name}"] for i in range(2)]
+            assert torch.equal(torch.cat(parts), wanted[f"layer.{name}"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_compiled_as_annotated(recipe: Any, lowering: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Siblings(swiglu), nn.Linear(48, 32), Siblings(attention, (32, 16, 16)))
+    twin = copy.deepcopy(model)
+    data = [torch.randn(4, 16, 32) for _ in range(3)]
+    run = compiled(model, recipe=recipe, merge_siblings=True, lowering=lowering, strict=True)
+    reference = train(twin, annotated(twin, recipe=recipe, merge_siblings=True), data)
+    for got, wanted in zip(train(model, run, data), reference, strict=True):
+        assert min(sqnr(wanted[name], got[name]) for name in wanted) > 30
+
+
+def test_compiled_step_has_one_matmul_of_each_kind() -> None:
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    report = fp8pass.explain(Siblings(swiglu), x, config=Config(merge_siblings=True))
+    assert [(g.name, g.kind, g.status, (g.M, g.K, g.N)) for g in report.gemms] == [
+        ("layers.0+1", "output", "rewritten", (64, 32, 96)),
+        ("layers.0+1", "grad_weight", "rewritten", (96, 64, 32)),
+        ("layers.0+1", "grad_input", "rewritten", (64, 96, 32)),
+    ]
+
+
+def test_names() -> None:
+    recipe = DelayedScaling()
+    a = annotation(nn.Sequential(Attention()), recipe=recipe)
+    assert called(a) == ["0.q+k+v", "0.o"]
+    (table,) = a.tables
+    assert {n for n in table.names if "+" in n} == {"0.q+k+v.input", "0.q+k+v.weight", "0.q+k+v.grad_output"}
+    model = Transformer()
+    compiled(model, recipe=recipe, merge_siblings=True)(torch.randn(4, 16, 32)).sum().backward()
+    assert "layers.1.0.q+k+v.weight" in fp8pass.state(model).slots
+
+
+def _weighted(x: Tensor) -> Tensor:
+    return x @ torch.ones(x.shape[-1], 16)
+
+
+READERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[int]]] = {
+    "elementwise": (swiglu, (48, 48), []),
+    "views and elementwise": (lambda a, b: a.unflatten(-1, (2, -1)).transpose(1, 2).exp(), (48, 48), []),
+    "halves": (lambda a, b: torch.cat([-a.chunk(2, -1)[1], b[..., :24]], -1), (48, 48), []),
+    "attention to all": (attention, (32, 16, 16), []),
+    "attention to one": (lambda q, k, v: attention(q.sin(), k.cos(), v), (32, 16, 16), [2]),
+    "a matmul": (lambda a, b: _weighted(a) + b.mean(), (48, 48), [0, 1]),
+    "the caller": (lambda a, b: (a, b.sin()), (48, 48), [0]),
+    "the caller, of a view": (lambda a, b: (a.transpose(0, 1), b.sin()), (48, 48), [0]),
+    "a view of all its elements": (lambda a, b: a.view(-1).sin() + b.sin().view(-1), (48, 48), [0]),
+    "a write": (lambda a, b: a.mul_(2).sin() + b.sin(), (48, 48), [0]),
+    "a sum": (lambda a, b: a.sum(-1) + b.sin().sum(-1), (48, 48), [0]),
+    "nothing": (lambda a, b: b.sin(), (48, 48), []),
+}
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_what_may_depend_on_strides_reads_a_copy(case: str) -> None:
+    read, widths, copied = READERS[case]
+    model = Siblings(read, widths)
+    a = annotation(model, recipe=DynamicScaling())
+    clones = [n for n in a.module.graph.nodes if n.target == "clone"]
+    assert [n.args[0].args[1] for n in clones] == copied
+    x = torch.randn(4, 8, 32)
+    got, wanted = compiled(model, recipe="dynamic", merge_siblings=True)(x), model(x)
+    for ours, eager in zip(*(y if isinstance(y, tuple) else (y,) for y in (got, wanted)), strict=True):
+        assert (ours.shape, ours.stride()) == (eager.shape, eager.stride())
+        assert sqnr(eager, ours) > 20
+
+
+class Different(nn.Module):
+    """Two layers of one input, of which something is different."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.a = nn.Linear(32, 48, bias=how == "bias")
+        self.b = nn.Linear(32, 40 if how == "width" else 48, bias=False)
+        self.b.requires_grad_(how != "frozen")
+        if how == "dtype":
+            self.b.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        how, a = self.how, self.a(x)
+        if how == "written":
+            x = x.sin()
+            a = a + self.a(x)
+            x.mul_(2)
+        if how == "dtype":
+            return a + self.b(x.bfloat16())
+        if how == "grad mode":
+            with torch.no_grad():
+                return a + self.b(x)
+        if how == "one weight":
+            return a.sin() + self.a(x).cos()
+        if how == "read elsewhere":
+            return a.sin() + self.b(x).cos() + self.b.weight.sum()
+        b = self.b(x.sin() if how == "input" else x)
+        return a.sin()[..., : b.shape[-1]] + b.cos()
+
+
+SEPARATE = ["bias", "width", "frozen", "dtype", "written", "grad mode", "one weight", "read elsewhere", "input"]
+
+
+@pytest.mark.parametrize("how", SEPARATE)
+def test_what_stays_separate(how: str) -> None:
+    assert not any("+" in name for name in called(annotation(Different(how), recipe=DynamicScaling())))
+
+
+def test_what_is_the_same_is_merged() -> None:
+    """The test above can fail."""
+    assert called(annotation(Different(""), recipe=DynamicScaling())) == ["a+b"]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "rowwise": {"recipe": "rowwise"},
+    "two recipes": {"recipe": {"layers.0": "delayed", "*": "dynamic"}},
+    "off": {"recipe": "delayed", "merge_siblings": False},
+    "on a CPU": {"recipe": "delayed", "merge_siblings": None},
+    "none in FP8": {"recipe": "delayed", "target": "h100"},  # too small to pay, alone or merged
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_options_that_keep_them_separate(case: str) -> None:
+    assert called(annotation(Siblings(swiglu), **OTHERS[case])) == ["layers.0", "layers.1"]
+
+
+def test_what_the_filter_leaves_out_is_not_merged() -> None:
+    a = annotation(Siblings(lambda a, b, c: a.sin() + b.sin() + c.sin(), (48, 48, 48)), recipe="delayed", filter="*.1")
+    assert called(a) == ["layers.0+2", "layers.1"]
+    assert a.choices[1].rule == "filter"
+
+
+def test_where_it_pays() -> None:
+    """Merged, keys and values of 256 run in FP8, in which they would be too slow by themselves."""
+    x = torch.randn(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16()
+    for name in ("q", "k", "v"):
+        model.add_module(name, nn.Linear(1024, 1024 if name == "q" else 256, bias=False).bfloat16())
+    model.forward = lambda x: torch.cat([model.q(x).sin(), model.k(x).sin(), model.v(x).sin()], -1)  # type: ignore[method-assign]
+    options: dict[str, Any] = {"recipe": "delayed", "target": "h100", "merge_siblings": None}
+    assert called(annotation(model, x, **options)) == ["q+k+v"]
+    apart = annotation(model, x, **{**options, "merge_siblings": False})
+    assert [(c.name, c.rule) for c in apart.choices] == [("q", ""), ("k", "min_speedup"), ("v", "min_speedup")]
+
+
+def test_prediction() -> None:
+    """By hand: of two layers one launch of each matmul is saved, and one reading of a gradient of the input."""
+    h100, recipe = TARGETS["h100"], DelayedScaling(fast_accum=("output", "grad_input", "grad_weight"))
+    m, k, n = 8192, 4096, 14336
+    saved = merged_seconds_saved(h100, m, k, [n, n], recipe, 2, training=True)
+    least = 3 * h100.gemm_start + m * k * 2 / (h100.bandwidth * h100.memory_share)
+    assert least * 0.999 <= saved < 1.5 * least
+    assert merged_seconds_saved(h100, m, k, [n], recipe, 2, training=True) == pytest.approx(0, abs=1e-12)
+
+
+def test_evaluation_reads_the_scales_of_training() -> None:
+    model = Siblings(swiglu)
+    run = compiled(model, recipe="delayed", merge_siblings=True)
+    x = torch.randn(4, 8, 32)
+    run(x).sum().backward()
+    slots = fp8pass.state(model).slots
+    with torch.no_grad():
+        y = run(x)
+    assert fp8pass.state(model).slots == slots
+    assert sqnr(model(x), y) > 20
