@@ -234,13 +234,24 @@ def _parts(x: fx.Node) -> list[fx.Node]:
     return parts if along_rows and alike and max(read.values()) > 1 else [x]
 
 
+def _is_pile(x: fx.Node) -> bool:
+    """Whether `x` is a few inputs, one below the other: the weights of siblings."""
+    if x.target is not aten.cat.default or x.args[1:] not in ((), (0,)) or not is_launched(x):
+        return False
+    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+    return len(parts) <= MOST and all(p.op == "placeholder" and val(p).is_contiguous() for p in parts)
+
+
 def _tiles(build: Builder, group: list[Match]) -> list[fx.Node]:
     """[k, R/k, C], of each part of a cat; of n siblings one [n, k, R/k, C]."""
     m, x = group[0], group[0].x
     at, shared = min(user for m in group for user in m.x.users), len(x.users) > 2
     xs = [m.x for m in group] if len(group) > 1 else _parts(x)
     chunks = _chunks(m.rows, max(val(p).shape[-1] for p in xs) * len(group))
-    parts = [build.emit(at, aten.reshape.default, p, [chunks, m.rows // chunks, val(p).shape[-1]]) for p in xs]
+    shapes = [[chunks, m.rows // chunks, val(p).shape[-1]] for p in xs]
+    # an elementwise op that torch 2.11, too, fuses in any order of loops
+    xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
+    parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
     if len(group) > 1:
         return [build.emit(at, STACKED, parts)]
     if len(parts) == 1 and x.op != "placeholder" and shared:

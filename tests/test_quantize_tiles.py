@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass.config import Config
 from fp8pass.graph import WITH_AMAX
-from fp8pass.kernel_ops import CONCATENATED, QUANTIZE, STACKED
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, STACKED
 from fp8pass.passes import quantize_tiles
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
@@ -408,6 +408,16 @@ def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.Monkey
     before = text(module)
     apply(module, QuantizeTiles())
     assert text(module) == before, "a second run finds nothing"
+
+
+def test_weights_one_below_the_other_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    inputs = torch.randn(64, 32, dtype=BF16), torch.randn(128, 32, dtype=BF16) * 3, scale(8.0)
+    module = capture(lambda q, k, s: with_amax(torch.cat([q, k]), s), *inputs)
+    wanted = module(*inputs)
+    apply(module, QuantizeTiles())
+    assert (count(module, JOINED), count(module, aten.cat.default), count(module, QUANTIZE)) == (1, 0, 2)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(*inputs), strict=True))
 
 
 WHOLE: dict[str, Callable[..., Any]] = {
