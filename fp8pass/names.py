@@ -33,11 +33,9 @@ class Names:
         self._stands_for[inner] = self._stands_for.get(outer, outer)
 
     def merge(self, cat: fx.Node, parameters: Sequence[fx.Node]) -> None:
-        """`cat` stands for several of `owned`, and is called "attn.q+k+v.weight" if they are "attn.q.weight", ..."""
+        """`cat` stands for several of `owned`, and is called as `merged_name` says."""
         names = [self.of(p, "", [p]) for p in parameters]
-        head, _, _ = names[0][0].rpartition(".")
-        others = [name.removeprefix(f"{head}.") if head else name for name, _ in names[1:]]
-        self._merged[cat] = "+".join((names[0][0], *others)), names[0][1]
+        self._merged[cat] = merged_name([name for name, _ in names]), names[0][1]
 
     def is_owned(self, node: fx.Node) -> bool:
         """Whether the node is one of `owned`, or stands for one."""
@@ -68,6 +66,20 @@ class Names:
 
     def _join(self, root: str, path: str) -> str:
         return ".".join(part for part in (root if self._keep_root else "", path) if part)
+
+
+def merged_name(names: Sequence[str]) -> str:
+    """ "attn.q+k+v" of "attn.q", "attn.k" and "attn.v"; in full where they have not all the same parent."""
+    parents, own = zip(*((parent, last) for parent, _, last in (name.rpartition(".") for name in names)), strict=True)
+    return "+".join((names[0], *own[1:])) if len(set(parents)) == 1 else "+".join(names)
+
+
+def parts_of(slot: str) -> list[str]:
+    """ "attn.q.weight", "attn.k.weight" and "attn.v.weight" of "attn.q+k+v.weight"; itself for any other slot."""
+    stem, _, role = slot.rpartition(".")
+    first, *others = stem.split("+")
+    parent = first.rpartition(".")[0]
+    return [f"{name}.{role}" for name in (first, *(n if "." in n or not parent else f"{parent}.{n}" for n in others))]
 
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")

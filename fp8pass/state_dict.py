@@ -9,15 +9,16 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8pass import scaling
 from fp8pass.errors import Fp8Error
-from fp8pass.names import CHECKPOINT_WRAPPER
+from fp8pass.names import CHECKPOINT_WRAPPER, parts_of
 from fp8pass.slots import PARTS, Entry, SlotGroup, registry
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class State:
             )
         located = self._located()
         known = {name for _, names in located for name in names}
+        entries = _regrouped(entries, known)
         missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
         trained = any(group.table.training for group, _ in located)
         if strict:
@@ -162,6 +164,7 @@ class State:
         if not loaded.entries:
             return
         for names in [names for located, names in self._located() if located is group]:
+            loaded.entries = _regrouped(loaded.entries, set(names))
             several = [name for name in names if f"{name}~1" in loaded.entries or "~" in name]
             if several:
                 log.warning(
@@ -282,6 +285,36 @@ def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
         sizes = "scale and amax are f32[], a history f32[H]"
         raise Fp8Error(f"wrong sizes in the saved FP8 state: {', '.join(wrong)}; {sizes}; {_WHAT}")
     return entries
+
+
+def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
+    """The entries under the names that are wanted, where layers were separate and are merged now, or the reverse.
+
+    A merged slot has seen whatever its parts have; a part, as far as is known, what the merged slot has.
+    """
+    merged = {part: name for name in entries for part in parts_of(name) if part != name}
+    found: dict[str, Entry] = {}
+    used: set[str] = set()
+    for name in sorted(wanted - set(entries)):
+        sources = [part for part in parts_of(name) if part in entries] or [merged[name]] * (name in merged)
+        if sources:
+            found[name] = _together([entries[source] for source in sources])
+            used.update(sources)
+    if found:
+        log.warning("the loaded FP8 state has %s; %s begin with that", ", ".join(sorted(used)), ", ".join(found))
+    return {**{name: entry for name, entry in entries.items() if name not in used}, **found}
+
+
+def _together(entries: Sequence[Entry]) -> Entry:
+    """The state of a tensor that consists of several."""
+    histories = [entry["amax_history"] for entry in entries]
+    length = max(map(len, histories))
+    scales = torch.stack([entry["scale"] for entry in entries])
+    return {
+        "scale": scales[scales > 0].min() if (scales > 0).any() else torch.zeros(()),
+        "amax_history": torch.stack([scaling.resized_history(h, length) for h in histories]).amax(0),
+        "amax": torch.stack([entry["amax"] for entry in entries]).amax(),
+    }
 
 
 _states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()

@@ -15,6 +15,7 @@ import fp8pass
 from fp8pass.annotation import Annotation
 from fp8pass.config import Config
 from fp8pass.hardware import TARGETS
+from fp8pass.names import merged_name, parts_of
 from fp8pass.passes.annotate import annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.roofline import merged_seconds_saved
@@ -293,3 +294,55 @@ def test_evaluation_reads_the_scales_of_training() -> None:
         y = run(x)
     assert fp8pass.state(model).slots == slots
     assert sqnr(model(x), y) > 20
+
+
+def state_of(model: nn.Module, merged: bool, saved: dict[str, Tensor] | None = None, late: bool = False) -> Any:
+    """The state after a step of `model`, of which `saved` is loaded before or after its first call."""
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4), merge_siblings=merged)
+    state = fp8pass.state(model)
+    if saved is not None and not late:
+        state.load_state_dict(saved)
+    run(torch.randn(4, 8, 32)).sum().backward()
+    if saved is not None and late:
+        state.load_state_dict(saved)
+    return state.state_dict()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_state_of_separate_layers_is_loaded_into_merged_ones(late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Siblings(swiglu)
+    for larger in model.layers[1].parameters():
+        larger.data.mul_(10)
+    saved = state_of(model, merged=False)
+    got = state_of(Siblings(swiglu), True, saved, late)
+    slots = {name.rpartition(".")[0] for name in got} - {""}
+    assert slots == {f"layers.0+1.{role}" for role in ("input", "weight", "grad_output")}
+    for role in ("weight", "grad_output"):
+        parts = [saved[f"layers.{i}.{role}.amax"] for i in range(2)]
+        newest = got[f"layers.0+1.{role}.amax"] if late else got[f"layers.0+1.{role}.amax_history"][0]
+        assert newest == max(parts)
+    assert "layers.0+1.weight begin with that" in caplog.text
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_state_of_merged_layers_is_loaded_into_separate_ones(late: bool) -> None:
+    saved = state_of(Siblings(swiglu), merged=True)
+    got = state_of(Siblings(swiglu), False, saved, late)
+    for slot in ("0.weight", "1.weight", "0.grad_output", "1.grad_output", "0.input"):
+        newest = got[f"layers.{slot}.amax"] if late else got[f"layers.{slot}.amax_history"][0]
+        assert newest == saved[f"layers.0+1.{slot.partition('.')[2]}.amax"]
+
+
+@pytest.mark.parametrize(
+    ("names", "merged"),
+    [
+        (("a.q", "a.k", "a.v"), "a.q+k+v"),
+        (("q", "k"), "q+k"),
+        (("a.b.q", "a.c.k"), "a.b.q+a.c.k"),
+    ],
+)
+def test_names_of_merged_layers_can_be_read(names: tuple[str, ...], merged: str) -> None:
+    assert merged_name(names) == merged
+    assert parts_of(f"{merged}.weight") == [f"{name}.weight" for name in names]
+    assert parts_of(f"{names[0]}.weight") == [f"{names[0]}.weight"]
