@@ -47,7 +47,7 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
-    on_dynamos = ["inline", "annotate", "lift_scale_states"]
+    on_dynamos = ["inline", "merge_siblings", "annotate", "lift_scale_states"]
     graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
     graphs |= {p.name: "joint graph" for p in passes([])} | {p.name: "forward, backward" for p in kernel_passes()}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]

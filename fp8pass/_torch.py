@@ -31,6 +31,7 @@ from torch._inductor.virtualized import ops as inductor_ops
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -44,7 +45,9 @@ EXACT_INPUTS = "eager_input_vals"
 CACHEABLE = "unsafe_marked_cacheable_functions"
 """Setting of Inductor: {name of a function: hash}. AOTAutograd caches no graph that calls any other."""
 
-MODE_CHANGES = frozenset({torch._C._set_grad_enabled, _enter_autocast, _exit_autocast})
+MODE_CHANGES = frozenset(
+    {torch._C._set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
+)
 """Calls in Dynamo's graph from which on others mean something else."""
 
 is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]

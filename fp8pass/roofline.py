@@ -226,23 +226,22 @@ def predicted_speedup(
 
 
 def merged_seconds_saved(
-    target: Target, m: int, k: int, widths: Sequence[int], recipe: Recipe, element_size: int, training: bool
+    target: Target, m: int, k: int, widths: Sequence[int], recipe: Recipe, element_size: int
 ) -> float:
-    """Time that one call takes less than several that read one input, [M, K] by [K, N] for each N of `widths`.
+    """Time that one call takes less, in training, than several that read one input: [M, K] by [K, N] for each width N.
 
-    Each of these runs in whatever is faster, and their input is quantized once. In training its gradients, one for
-    each, are added up, by a kernel that reads them all.
+    Each of these runs in whatever is faster, and their input is quantized once. Its gradients, one from each, are added
+    up by a kernel that reads them all.
     """
-    size = element_size
-    of_input = quantize_seconds(target, m * k, recipe, "input", size, training)
+    of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
 
-    def in_fp8(n: int) -> float:
-        overhead = overhead_seconds(target, m, k, n, recipe, size, training) - of_input
-        return call_seconds(target, m, k, n, recipe, size, training) + overhead
+    def seconds(n: int, of: Recipe | None) -> float:
+        around = 0.0 if of is None else overhead_seconds(target, m, k, n, of, element_size, training=True) - of_input
+        return call_seconds(target, m, k, n, of, element_size, training=True) + around
 
-    apart = sum(min(in_fp8(n), call_seconds(target, m, k, n, None, size, training)) for n in widths)
-    added = (len(widths) - 1) * m * k * size / (target.bandwidth * target.memory_share) if training else 0.0
-    return apart + added - in_fp8(sum(widths))
+    apart = sum(min(seconds(n, recipe), seconds(n, None)) for n in widths)
+    added = (len(widths) - 1) * m * k * element_size / (target.bandwidth * target.memory_share)
+    return apart + added - seconds(sum(widths), recipe)
 
 
 def load_machine(path: str | Path) -> Target:

@@ -237,9 +237,9 @@ class _Annotator:
 
     def _visit_all(self, transform: str) -> None:
         inline(self.module)
-        if self.config.merge_siblings is not False:
-            self._merge_siblings()
         transform = next(filter(None, map(_function_transform, self.graph.nodes)), transform)
+        if self.config.merge_siblings is not False and not transform:
+            self._merge_siblings()
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
                 self._list_region(getattr(self.module, str(node.target), None), node)

@@ -168,17 +168,19 @@ def _is_part(value: Any, merged: Tensor) -> bool:
 
 
 def should_merge(family: Family, target: Target | None, wanted: bool | None, min_speedup: float) -> bool:
-    """Whether one call is faster than several by prediction, or else by the user's word, and is itself taken."""
+    """Whether one call is faster than several by prediction, or else by the user's word, and is itself taken.
+
+    As in training: what evaluates the model is to share its scales.
+    """
     if target is None:
         return bool(wanted)
     first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
-    (m, k, _), example = first.sizes, _example(first.node)
-    size, training = example.element_size(), example.requires_grad
-    speedup = predicted_speedup(target, m, k, sum(widths), first.recipe, size, training)
+    (m, k, _), size = first.sizes, _example(first.node).element_size()
+    speedup = predicted_speedup(target, m, k, sum(widths), first.recipe, size)
     if speedup is None or speedup < min_speedup:
         return False
     copies = sum(memory_seconds(target, 2 * m * n * size) for n, c in zip(widths, family.copied, strict=True) if c)
-    saved = merged_seconds_saved(target, m, k, widths, first.recipe, size, training) - copies
+    saved = merged_seconds_saved(target, m, k, widths, first.recipe, size) - copies
     return saved > 0 or bool(wanted)
 
 
