@@ -54,17 +54,6 @@ def _(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].new_empty(sum(p.numel() for p in parts))
 
 
-@torch.library.custom_op("fp8pass::stacked", mutates_args=(), tags=_POINTWISE)
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, of parts of one shape: [n, ...]. `stack` is no elementwise op."""
-    return torch.stack(list(parts))
-
-
-@_stacked.register_fake
-def _(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].new_empty(len(parts), *parts[0].shape)
-
-
 @torch.library.custom_op("fp8pass::concatenated", mutates_args=())
 def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
     """`torch.cat`, of which each part is written where it belongs, by the kernel that makes it."""
@@ -79,8 +68,7 @@ def _(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 QUANTIZE, ROWS = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default
-JOINED, STACKED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.stacked.default
-CONCATENATED = torch.ops.fp8pass.concatenated.default
+JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -139,24 +127,6 @@ def _(parts: Any) -> Any:
         return value
 
     return _pointwise(parts[0], parts[0].get_dtype(), element, [sum(sizes)])
-
-
-@_lowers(STACKED)
-def _(parts: Any) -> Any:
-    loads, height = [p.make_loader() for p in parts], parts[0].get_size()[0]
-
-    def element(index: Any) -> Any:
-        which, row, *others = index
-        value = None
-        for i, load in enumerate(loads):
-            here = _compared("eq", which, i)
-            # the same row where it is read; an address that depends on every loop, which else would stay in this order
-            at = [row + (which - i) * height, *others]
-            part = inductor_ops.masked(here, functools.partial(load, at), 0.0)
-            value = part if value is None else inductor_ops.where(here, part, value)
-        return value
-
-    return _pointwise(parts[0], parts[0].get_dtype(), element, [len(parts), *parts[0].get_size()])
 
 
 @_lowers(CONCATENATED)

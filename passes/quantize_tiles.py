@@ -15,7 +15,8 @@ Inductor makes one kernel of the four, which walks down columns: a tile of it re
 orientation. With reductions along rows it has one row at a time, whose transposed bytes are R apart, and a second pass
 for the sum. Not done where `x` comes out of a reduction along rows, a norm, with which it is fused.
 
-Weights of one shape that are multiplied with the same operand are read by one kernel, as [n, k, R/k, C].
+A cat is not made. Parts that have inputs in common, as the gradients of gate and up have, are quantized by one kernel,
+each into its place; inputs one below the other, as the weights of siblings, are read where they are.
 
 Runs on the graphs of forward and backward, after they were cut apart.
 """
@@ -32,19 +33,16 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, val
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, STACKED
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE
 from fp8pass.passes.patterns import (
     RESHAPES,
-    VIEWS,
     as_node,
     aten,
     dtype_of,
     first,
     has_one_element,
     is_elementwise,
-    move_before,
     prims,
-    readers,
     sources,
 )
 from fp8pass.rewrite import Context
@@ -112,37 +110,6 @@ def _is_column(x: fx.Node) -> bool:
     return val(x).shape[-1:] == (1,)
 
 
-def siblings(found: list[Match]) -> list[list[Match]]:
-    """Inputs of one shape that are multiplied with the same operand: the weights of gate and up, of keys and values."""
-    groups: list[list[Match]] = []
-    for m in found:
-        group = next((g for g in groups if len(g) < MOST and _are_siblings(g[0], m)), None)
-        if group is None:
-            groups.append([m])
-        else:
-            group.append(m)
-    return groups
-
-
-def _are_siblings(a: Match, b: Match) -> bool:
-    x, y = a.x, b.x
-    if x is y or x.op != "placeholder" or y.op != "placeholder" or not is_launched(x):
-        return False
-    alike = (val(x).shape, val(x).dtype, dtype_of(a.copy)) == (val(y).shape, val(y).dtype, dtype_of(b.copy))
-    return alike and not _partners(a).isdisjoint(_partners(b))
-
-
-def is_launched(x: fx.Node) -> bool:
-    """Not on a CPU, where Inductor would copy what is joined."""
-    return val(x).device.type != "cpu"
-
-
-def _partners(m: Match) -> set[fx.Node]:
-    """First operands of the matmuls of which this is the second."""
-    matmuls = readers(m.x_q, lambda n: n.target in VIEWS)
-    return {first(n) for n in matmuls if n.target is aten._scaled_mm.default}
-
-
 class QuantizeTiles:
     """All copies of a graph."""
 
@@ -154,10 +121,10 @@ class QuantizeTiles:
         if not found:
             return 0
         build = Builder(graph, self.name)
-        for group in siblings([m for m in found if check(m)]):
-            _rewrite(build, group)
         for m in found:
-            if not check(m):
+            if check(m):
+                _rewrite(build, m)
+            else:
                 _move(build, m)
         graph.eliminate_dead_code()
         return len(found)
@@ -184,30 +151,27 @@ def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
     return made
 
 
-def _rewrite(build: Builder, group: list[Match]) -> None:
-    at = min(m.x_q for m in group)
-    emit, dtype = functools.partial(build.emit, at), val(at).dtype
-    tiles, of = _tiles(build, group), functools.partial(_of, build, group)
-    with_amax = _reduce(build, group, tiles)
-    scale = _scale(build, group)
+def _rewrite(build: Builder, m: Match) -> None:
+    emit, dtype = functools.partial(build.emit, m.x_q), val(m.x_q).dtype
+    tiles = _tiles(build, m)
+    with_amax = _reduce(build, m, tiles)
 
-    def quantized(part: fx.Node, turned: bool) -> fx.Node:
-        # each quantized anew: what reads another's result, Inductor may put into another kernel
-        q = emit(QUANTIZE, part, scale, dtype)
+    def quantized(part: fx.Node) -> fx.Node:
+        q = emit(QUANTIZE, part, m.scale, dtype)
         if with_amax:
             q.meta[WITH_AMAX] = True
-        if not turned:
-            return q
-        *outer, chunk, row, column = range(val(part).dim())
-        q = emit(aten.permute.default, q, [*outer, column, chunk, row])
-        return emit(aten.clone.default, q, memory_format=torch.contiguous_format)
+        return q
 
-    x_t = _made_here(emit, _each(emit, tiles, functools.partial(quantized, turned=True), 0), "columns")
-    x_q = _made_here(emit, _each(emit, tiles, functools.partial(quantized, turned=False), -1), "columns")
-    for m in group:
-        m.copy.replace_all_uses_with(emit(aten.reshape.default, of(m, x_t, at), [m.columns, m.rows]))
-        straight = emit(aten.reshape.default, of(m, x_q, at), list(val(m.x_q).shape))
-        m.x_q.replace_all_uses_with(straight)
+    def turned(part: fx.Node) -> fx.Node:
+        return emit(
+            aten.clone.default, emit(aten.permute.default, part, [2, 0, 1]), memory_format=torch.contiguous_format
+        )
+
+    # each quantized anew: what reads another's result, Inductor may put into another kernel
+    x_t = _made_here(emit, _each(emit, tiles, lambda part: turned(quantized(part)), 0), "columns")
+    x_q = _made_here(emit, _each(emit, tiles, quantized, 2), "columns")
+    m.copy.replace_all_uses_with(emit(aten.reshape.default, x_t, [m.columns, m.rows]))
+    m.x_q.replace_all_uses_with(emit(aten.reshape.default, x_q, list(val(m.x_q).shape)))
 
 
 def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx.Node], fx.Node], dim: int) -> fx.Node:
@@ -217,7 +181,21 @@ def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx
     results = [made(part) for part in tiles]
     for result in results:
         result.meta[TILED] = "columns"
-    return emit(CONCATENATED, results, dim % val(results[0]).dim())
+    return emit(CONCATENATED, results, dim)
+
+
+def _tiles(build: Builder, m: Match) -> list[fx.Node]:
+    """[k, R/k, C], of each part of a cat."""
+    at, shared = min(m.x.users), len(m.x.users) > 2
+    xs = _parts(m.x)
+    chunks = _chunks(m.rows, max(val(p).shape[-1] for p in xs))
+    shapes = [[chunks, m.rows // chunks, val(p).shape[-1]] for p in xs]
+    # an elementwise op that torch 2.11, too, fuses in any order of loops
+    xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
+    parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
+    if len(parts) == 1 and m.x.op != "placeholder" and shared:
+        return [build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))]
+    return parts
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
@@ -242,68 +220,36 @@ def _is_pile(x: fx.Node) -> bool:
     return len(parts) <= MOST and all(p.op == "placeholder" and val(p).is_contiguous() for p in parts)
 
 
-def _tiles(build: Builder, group: list[Match]) -> list[fx.Node]:
-    """[k, R/k, C], of each part of a cat; of n siblings one [n, k, R/k, C]."""
-    m, x = group[0], group[0].x
-    at, shared = min(user for m in group for user in m.x.users), len(x.users) > 2
-    xs = [m.x for m in group] if len(group) > 1 else _parts(x)
-    chunks = _chunks(m.rows, max(val(p).shape[-1] for p in xs) * len(group))
-    shapes = [[chunks, m.rows // chunks, val(p).shape[-1]] for p in xs]
-    # an elementwise op that torch 2.11, too, fuses in any order of loops
-    xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
-    parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
-    if len(group) > 1:
-        return [build.emit(at, STACKED, parts)]
-    if len(parts) == 1 and x.op != "placeholder" and shared:
-        return [build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))]
-    return parts
+def is_launched(x: fx.Node) -> bool:
+    """Not on a CPU, where Inductor would copy what is joined."""
+    return val(x).device.type != "cpu"
 
 
-def _scale(build: Builder, group: list[Match]) -> fx.Node:
-    """One number; of n siblings [n, 1, 1, 1]."""
-    scales = [m.scale for m in group]
-    if len(scales) == 1:
-        return scales[0]
-    emit = functools.partial(build.emit, min(m.x_q for m in group))
-    move_before(min(m.x_q for m in group), scales)
-    return emit(aten.reshape.default, emit(JOINED, scales), [len(scales), 1, 1, 1])
-
-
-def _of(build: Builder, group: list[Match], m: Match, x: fx.Node, before: fx.Node) -> fx.Node:
-    """The part of one sibling."""
-    return x if len(group) == 1 else build.emit(before, aten.select.int, x, 0, group.index(m))
-
-
-def _reduce(build: Builder, group: list[Match], tiles: list[fx.Node]) -> bool:
+def _reduce(build: Builder, m: Match, tiles: list[fx.Node]) -> bool:
     """Take amaxes, and the sums of columns, by tiles, where this graph takes them.
 
     Returns whether there is an amax that what is quantized need not wait for.
     """
-    taken = [(m, node) for m in group for node in _readers_nearby(m.x)]
-    amaxes = [(m, node) for m, node in taken if _is_amax(node)]
-    for m, node in taken:
+    taken = _readers_nearby(m.x)
+    for node in taken:
         if _is_column_sum(node, m):
-            build.replace(node, _sum(build, node, [_of(build, group, m, part, node) for part in tiles]))
+            build.replace(node, _sum(build, node, tiles))
+    amaxes = [node for node in taken if _is_amax(node)]
     if not amaxes:
         return False
-    at = min(node for _, node in amaxes)
-    emit = functools.partial(build.emit, at)
-
-    def of_columns(part: fx.Node) -> fx.Node:
-        return emit(aten.amax.default, emit(aten.abs.default, part), [val(part).dim() - 2])
-
-    columns = _each(emit, tiles, of_columns, -1)
+    emit = functools.partial(build.emit, min(amaxes))
+    columns = _each(emit, tiles, lambda part: emit(aten.amax.default, emit(aten.abs.default, part), [1]), 1)
     columns.meta[TILED] = "columns"
-    waits = [_is_made_of(m.scale, node) for m, node in amaxes]
-    for m, node in amaxes:
-        build.replace(node, build.emit(node, aten.amax.default, _of(build, group, m, columns, node)))
+    waits = [_is_made_of(m.scale, node) for node in amaxes]
+    for node in amaxes:
+        build.replace(node, build.emit(node, aten.amax.default, columns))
     return not all(waits)
 
 
 def _sum(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
     """Of each column, in float32 up to the end."""
     emit = functools.partial(build.emit, node)
-    columns = _each(emit, tiles, lambda part: emit(aten.sum.dim_IntList, part, [1], dtype=torch.float32), -1)
+    columns = _each(emit, tiles, lambda part: emit(aten.sum.dim_IntList, part, [1], dtype=torch.float32), 1)
     columns.meta[TILED] = "columns"
     result = build.emit(node, aten.sum.dim_IntList, columns, [0])
     result = build.emit(node, aten.reshape.default, result, list(val(node).shape))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROWS, STACKED
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROWS
 from fp8pass.verify import verify
 from tests.harness import BF16, E4M3, E5M2, capture, scale
 
@@ -26,9 +26,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "joined booleans": (lambda *parts: JOINED(parts), (torch.tensor([True, False]), torch.tensor([False, True, True]))),
     "joined integers": (lambda *parts: JOINED(parts), (torch.arange(3), torch.arange(7, 9))),
     "one, joined": (lambda *parts: JOINED(parts), (torch.randn(3),)),
-    "stacked": (lambda *parts: STACKED(parts), tuple(torch.randn(3, 4, 5) for _ in range(3))),
-    "stacked, of other strides": (lambda a, b: STACKED([a, b.permute(2, 1, 0)]), (torch.randn(3, 4, 5), torch.randn(5, 4, 3))),
-    "stacked, as computed": (lambda a, b: STACKED([a.exp(), b]) * 2, (torch.randn(3, 4), torch.randn(3, 4))),
     "concatenated": (lambda a, b: CONCATENATED([a.exp(), b * 2], 1), (torch.randn(3, 4), torch.randn(3, 5))),
     "concatenated inputs": (lambda a, b: CONCATENATED([a, b], 0), (torch.randn(3, 4), torch.randn(2, 4))),
     "concatenated, reduced": (lambda a, b: CONCATENATED([a.amax(1), b.amax(1)], 0), (torch.randn(3, 4), torch.randn(2, 9))),
@@ -53,7 +50,6 @@ def test_formulas() -> None:
     a, b = torch.tensor([1.0, -0.0]), torch.tensor([[float("nan"), 2.0, 3.0]])
     torch.testing.assert_close(ROWS([a, b]), torch.tensor([[1, 0, 0], [float("nan"), 2, 3]]), equal_nan=True)
     torch.testing.assert_close(JOINED([a, b]), torch.tensor([1, 0, float("nan"), 2, 3]), equal_nan=True)
-    torch.testing.assert_close(STACKED([a, a + 1]), torch.tensor([[1.0, 0], [2, 1]]))
     assert JOINED([a, b])[1].signbit()
     torch.testing.assert_close(
         CONCATENATED([a[None], b], 1), torch.tensor([[1, 0, float("nan"), 2, 3]]), equal_nan=True

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass.config import Config
 from fp8pass.graph import WITH_AMAX
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, STACKED
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE
 from fp8pass.passes import quantize_tiles
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
@@ -332,49 +332,6 @@ def test_what_is_scaled_by_its_own_amax_does_not_wait_for_it(own: bool, waiting:
     assert sum(WITH_AMAX in n.meta for n in module.graph.nodes) == waiting
 
 
-def product(a_q: Tensor, b_q: Tensor, scale_inv: Tensor) -> Tensor:
-    return torch._scaled_mm(a_q, b_q.t(), scale_inv, scale_inv, out_dtype=BF16)
-
-
-def shared(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two weights, as those of gate and up: the amax, the transposed copy and the product of each."""
-
-    def run(x_q: Tensor, gate: Tensor, up: Tensor, s: Tensor, r: Tensor) -> tuple[Tensor, ...]:
-        outputs: list[Tensor] = []
-        for w, scale_of in ((gate, s), (up, r * 2)):
-            w_q = scaling.quantize(w, scale_of, E4M3)
-            outputs += scaling.amax(w), w_q.t().contiguous(), function(x_q, w_q, s)
-        return tuple(outputs)
-
-    return run
-
-
-def pair(rows: int = 128, of_up: int | None = None) -> tuple[Tensor, ...]:
-    gate, up = torch.randn(rows, 32, dtype=BF16), torch.randn(of_up or rows, 32, dtype=BF16) * 3
-    return torch.randn(64, 32).to(E4M3), gate, up, scale(8.0), scale(2.0)
-
-
-def test_siblings_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with its own scale and amax; no value, no sign of a zero changes."""
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
-    inputs = pair()
-    inputs[1][3, 5], inputs[2][7, 9] = -0.0, -1e-30
-    module = capture(shared(product), *inputs)
-    wanted = module(*inputs)
-    apply(module, QuantizeTiles())
-    reductions = [n.meta["val"].shape for n in module.graph.nodes if n.target is aten.amax.default]
-    assert [list(s) for s in reductions] == [[2, 2, 32], [], []]
-    assert count(module, STACKED) == 1
-    assert count(module, QUANTIZE) == 2  # one for each orientation
-    assert sum(WITH_AMAX in n.meta for n in module.graph.nodes) == 2
-    for a, b in zip(wanted, module(*inputs), strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == E4M3 else torch.equal(a, b)
-    before = text(module)
-    apply(module, QuantizeTiles())
-    assert text(module) == before, "a second run finds nothing"
-
-
 def gradients_of_swiglu(dy: Tensor, gate: Tensor, up: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     """Of gate and up, which are one layer: made of the same tensors."""
     sigmoid = torch.sigmoid(gate)
@@ -437,41 +394,3 @@ def test_cats_that_stay_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (count(module, CONCATENATED), count(module, aten.cat.default)) == (0, 1)
     assert tiled(module)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted[:3], module(*inputs)[:3], strict=True))
-
-
-def alone(x_q: Tensor, w_q: Tensor, s: Tensor) -> Tensor:
-    """Each weight meets an operand of its own."""
-    return product((x_q.float() * s).to(E4M3), w_q, s)
-
-
-NO_SIBLINGS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
-    "other rows": (product, pair(128, 64)),
-    "other operands": (alone, pair()),
-    "no matmul": (lambda x_q, w_q, s: w_q.float(), pair()),
-}
-
-
-@pytest.mark.parametrize("case", NO_SIBLINGS)
-def test_no_siblings(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
-    function, inputs = NO_SIBLINGS[case]
-    module = capture(shared(function), *inputs)
-    wanted = module(*inputs)
-    apply(module, QuantizeTiles())
-    reductions = [n.meta["val"].shape for n in module.graph.nodes if n.target is aten.amax.default]
-    assert [len(s) for s in reductions] == [2, 0, 2, 0]
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(*inputs), strict=True))
-
-
-def test_where_nothing_is_launched_there_are_no_siblings() -> None:
-    module = capture(shared(product), *pair())
-    apply(module, QuantizeTiles())
-    assert all(n.meta["val"].dim() < 4 for n in module.graph.nodes if "val" in n.meta)
-
-
-def test_what_is_computed_has_no_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of q, k and v: what makes each may be fused with its tiles."""
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
-    module = capture(lambda x_q, a, b, s, r: shared(product)(x_q, a.exp(), b.exp(), s, r), *pair())
-    apply(module, QuantizeTiles())
-    assert all(n.meta["val"].dim() < 4 for n in module.graph.nodes if "val" in n.meta)

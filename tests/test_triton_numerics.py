@@ -19,7 +19,7 @@ import triton.language as tl
 from tests.triton_on_cpu import convert_float
 
 ROOT = Path(__file__).parent.parent
-MATMULS = {"block": [2, 4], "gated": [4, 8]}
+MATMULS = {"block": [2, 4], "gated": [3, 6]}
 """Of a model's forward and of its backward."""
 
 
