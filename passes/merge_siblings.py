@@ -141,7 +141,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         function: Any = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
         with _OnlyElementwise():  # type: ignore[no-untyped-call]
             return function(*args[isinstance(node.target, str) :], **kwargs)
-    except (KeyError, RuntimeError, TypeError, ValueError):  # a view that there is none of, for one
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # no such view, for one
         return None
 
 
