@@ -191,13 +191,13 @@ def should_merge(family: Family, target: Target | None, wanted: bool | None, min
 def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
     """One call in the place of the siblings; returns it."""
     nodes, widths = [s.node for s in family.siblings], [s.sizes[2] for s in family.siblings]
+    meta = {**nodes[0].meta, "nn_module_stack": _merged_stack(family, names)}
     with graph.inserting_before(nodes[0]):
-        weight = _cat(graph, [s.weight for s in family.siblings])
+        weight = _cat(graph, [s.weight for s in family.siblings], meta)
         biases = [s.bias for s in family.siblings if s.bias is not None]
-        y = graph.call_function(
-            F.linear, (argument(nodes[0], LINEAR.a), weight, _cat(graph, biases) if biases else None)
-        )
-        y.meta = {**nodes[0].meta, "example_value": _merged([_example(n) for n in nodes])}
+        bias = _cat(graph, biases, meta) if biases else None
+        y = graph.call_function(F.linear, (argument(nodes[0], LINEAR.a), weight, bias))
+        y.meta = {**meta, "example_value": _merged([_example(n) for n in nodes])}
         parts = graph.call_method("split", (y, widths, -1))
         for i, (node, copied) in enumerate(zip(nodes, family.copied, strict=True)):
             part = graph.call_function(operator.getitem, (parts, i))
@@ -211,9 +211,21 @@ def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
     return y
 
 
-def _cat(graph: fx.Graph, parameters: list[fx.Node]) -> fx.Node:
+def _merged_stack(family: Family, names: Names) -> dict[Any, Any]:
+    """Where the first sibling is in the model, with all their names in the place of its own, for reports."""
+    name, *_ = parts = [names.of(s.node, LINEAR.name, [s.weight])[0].rpartition(".")[2] for s in family.siblings]
+    stack = dict(family.siblings[0].node.meta.get("nn_module_stack") or {})
+    if stack:
+        key, (path, kind) = list(stack.items())[-1]
+        for own in (f"['{name}']", f".{name}"):
+            if path.endswith(own):
+                stack[key] = f"{path.removesuffix(own)}['{'+'.join(parts)}']", kind
+    return stack
+
+
+def _cat(graph: fx.Graph, parameters: list[fx.Node], meta: dict[str, Any]) -> fx.Node:
     cat = graph.call_function(torch.cat, (parameters,))
-    cat.meta["example_value"] = _merged([_example(p) for p in parameters], 0)
+    cat.meta = {**meta, "example_value": _merged([_example(p) for p in parameters], 0)}
     return cat
 
 

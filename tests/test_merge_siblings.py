@@ -16,7 +16,7 @@ import fp8pass
 from fp8pass.annotation import Annotation
 from fp8pass.config import Config
 from fp8pass.hardware import TARGETS
-from fp8pass.names import merged_name, parts_of
+from fp8pass.names import merged_name, module_path, parts_of
 from fp8pass.passes.annotate import annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.roofline import merged_seconds_saved
@@ -182,6 +182,14 @@ def test_compiled_step_has_one_matmul_of_each_kind() -> None:
         ("layers.0+1", "grad_weight", "rewritten", (96, 64, 32)),
         ("layers.0+1", "grad_input", "rewritten", (64, 96, 32)),
     ]
+
+
+def test_where_in_the_model_it_is() -> None:
+    """As `fp8pass inspect` says of kernels."""
+    a = annotation(nn.Sequential(Attention()), recipe=DelayedScaling())
+    nodes = [n for n in a.module.graph.nodes if n.target in (torch.cat, torch._C._nn.linear)]
+    innermost = [list(n.meta["nn_module_stack"].values())[-1][0] for n in nodes]
+    assert list(map(module_path, innermost)) == ["0.q+k+v", "0.q+k+v", "0.o"]
 
 
 def test_names() -> None:

@@ -41,7 +41,7 @@ def test_one_launch_ends_the_amaxes_of_two_layers(runs: dict[str, Run]) -> None:
     """The amaxes of each row or column in; two scales and records out, and the two scales of the next layer."""
     group = next(k for k in runs["llama_mlp"].kernels if "last stage of amax" in k.what)
     assert sorted(group.what.split(", ")) == ["last stage of amax", "records", "scales", "scales"]
-    assert {"norm", "gate"} <= set(group.modules.split(", "))
+    assert {"norm", "gate+up"} <= set(group.modules.split(", "))
     assert group.bytes_written == (2 * 2 + 2) * 4
 
 
