@@ -296,7 +296,10 @@ def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     used: set[str] = set()
     for name in sorted(wanted - set(entries)):
-        sources = [part for part in parts_of(name) if part in entries] or [merged[name]] * (name in merged)
+        parts = parts_of(name)
+        sources = [part for part in (*parts, merged.get(name)) if part in entries]
+        if not name.rpartition(".")[2].startswith("input") and name not in merged and len(sources) < len(parts):
+            continue  # what is not known of a part may be the largest; the input is the same for all, and saved once
         if sources:
             found[name] = _together([entries[source] for source in sources])
             used.update(sources)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.annotation import Annotation
 from fp8pass.config import Config
+from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
 from fp8pass.names import merged_name, module_path, parts_of
 from fp8pass.passes.annotate import annotate
@@ -369,6 +370,13 @@ def test_state_of_separate_layers_is_loaded_into_merged_ones(late: bool, caplog:
         newest = got[f"layers.0+1.{role}.amax"] if late else got[f"layers.0+1.{role}.amax_history"][0]
         assert newest == max(parts)
     assert "layers.0+1.weight begin with that" in caplog.text
+
+
+def test_state_that_lacks_a_part_does_not_fit() -> None:
+    saved = state_of(Siblings(swiglu), merged=False)
+    lacking = {name: x for name, x in saved.items() if not name.startswith("layers.1.weight")}
+    with pytest.raises(Fp8Error, match=r"Missing slots: \['layers.0\+1.weight'\]"):
+        state_of(Siblings(swiglu), True, lacking, late=True)
 
 
 @pytest.mark.parametrize("late", [False, True])
