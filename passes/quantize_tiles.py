@@ -198,26 +198,30 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
     return parts
 
 
+def _cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
+    """The parts of a cat, and the dimension that they follow each other along; no parts of anything else."""
+    if x.target is not aten.cat.default or not is_launched(x):
+        return [], 0
+    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+    dim: int = x.args[1] if len(x.args) > 1 else 0  # type: ignore[assignment]
+    alike = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
+    return (parts, dim % val(x).dim()) if alike else ([], 0)
+
+
 def _parts(x: fx.Node) -> list[fx.Node]:
     """What `x` is the cat of, along its rows, if kernels of their own are better: if two parts are made of one tensor.
 
     Where Inductor computes a cat element by element it reads such a tensor for each of them.
     """
-    if x.target is not aten.cat.default or not is_launched(x):
-        return [x]
-    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
-    along_rows = (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
+    parts, dim = _cat_of(x)
     read = Counter(n for p in parts for n in {p, *sources(p, is_elementwise)} if not has_one_element(n))
-    alike = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
-    return parts if along_rows and alike and max(read.values()) > 1 else [x]
+    return parts if dim == val(x).dim() - 1 and any(times > 1 for times in read.values()) else [x]
 
 
 def _is_pile(x: fx.Node) -> bool:
     """Whether `x` is a few inputs, one below the other: the weights of siblings."""
-    if x.target is not aten.cat.default or x.args[1:] not in ((), (0,)) or not is_launched(x):
-        return False
-    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
-    return len(parts) <= MOST and all(p.op == "placeholder" and val(p).is_contiguous() for p in parts)
+    parts, dim = _cat_of(x)
+    return dim == 0 and 0 < len(parts) <= MOST and all(p.op == "placeholder" for p in parts)
 
 
 def is_launched(x: fx.Node) -> bool:
