@@ -34,6 +34,20 @@ class Frozen:
     by_columns: bool
 
 
+@dataclass(frozen=True)
+class Cached:
+    """Inputs of the graph that are a weight's FP8 copy, for the weight is quantized when it changes: see `weights.py`.
+
+    positions: among Dynamo's inputs, of the parameter, or of those that it consists of, one below the other; table,
+    slot: where its scale is; transposed: whether the transposed copy is wanted as well.
+    """
+
+    positions: tuple[int, ...]
+    table: int
+    slot: int
+    transposed: bool
+
+
 @dataclass
 class Choice:
     """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
@@ -59,8 +73,8 @@ class Annotation:
     """An annotated copy of Dynamo's graph.
 
     owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
-    the order of the state inputs. Behind those come `frozen`, parameters in FP8, and `late`, positions of inputs that
-    the graph takes once more, for its backward to write. states: of each scale state that the user wrote, the positions
+    the order of the state inputs. Behind those come `frozen` and `cached`, parameters in FP8, and `late`, positions of
+    inputs that the graph takes once more, for its backward to write. states: of each scale state that the user wrote, the positions
     of its scale, amax_history, amax, step_ended and held.
     """
 
@@ -69,6 +83,7 @@ class Annotation:
     owned: list[int]
     tables: list[SlotTable] = field(default_factory=list)
     frozen: list[Frozen] = field(default_factory=list)
+    cached: list[Cached] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     states: list[tuple[int, ...]] = field(default_factory=list)
 

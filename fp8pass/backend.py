@@ -37,6 +37,7 @@ from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
+from fp8pass.weights import cached_example
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,9 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
     with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
         state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
         late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
-        return [*state, *(frozen_example(f, example_inputs[f.position]) for f in annotation.frozen), *late]
+        frozen = (frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)
+        cached = (x for c in annotation.cached for x in cached_example(c, [example_inputs[i] for i in c.positions]))
+        return [*state, *frozen, *cached, *late]
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from fp8pass.recipes import Schedule
 from fp8pass.slots import SlotGroup, SlotTable, registry
 from fp8pass.static import frozen_weights
 from fp8pass.steps import Pass, begin_step, checkpointed_region, join_step
+from fp8pass.weights import cached_weights
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,12 @@ class CompiledGraph:
 
     def _last(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
         """What the graph is called with behind the state."""
-        return [*frozen_weights(self._annotation.frozen, args, groups), *self._annotation.late_inputs(args)]
+        of = self._annotation
+        return [
+            *frozen_weights(of.frozen, args, groups),
+            *cached_weights(of.cached, args, groups),
+            *of.late_inputs(args),
+        ]
 
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
         for group in groups:

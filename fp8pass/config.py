@@ -13,6 +13,7 @@ from fp8pass.recipes import ByModule, Plan, Recipe, Schedule, choose, matches, r
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
+WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Config:
     merge_siblings: bool | None = None
     """Linear layers that read one tensor become one matmul, with one scale for all their weights and one for all
     gradients. None: where that is predicted to be faster, which is never on CPU without `target`."""
+    weight_cache: str = "off"
+    """What is kept of each weight from one optimizer step to the next: "off" nothing, it is quantized in every forward;
+    "fp8" its FP8 copy, 1 byte per element; "fp8+transpose" that and the transposed one, 2 bytes. `fp8pass.train_step`
+    begins with the last. Only delayed scaling, and matrices."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
     target: str | None = None
@@ -50,10 +55,21 @@ class Config:
         if self.mode is not None:
             choose("mode", self.mode, tuple(list_mode_options()))
         choose("lowering", self.lowering, LOWERINGS)
+        choose("weight_cache", self.weight_cache, WEIGHT_CACHES)
         if self.target is not None:
             choose("target", self.target, tuple(TARGETS))
         if not self.min_speedup >= 0:
             raise ValueError(f"min_speedup={self.min_speedup}: a ratio of times, 0 (no rule) or more")
+
+    @property
+    def caches_weights(self) -> bool:
+        """Whether FP8 copies of weights are kept."""
+        return self.weight_cache != "off"
+
+    @property
+    def caches_transposes(self) -> bool:
+        """Whether transposed ones are, too."""
+        return self.weight_cache == "fp8+transpose"
 
     def leaves_out(self, fqn: str, m: int, k: int, n: int) -> str:
         """Why `filter` leaves this matmul out; "" if it does not."""
@@ -123,6 +139,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "filter": lambda text: tuple(text.split(",")),
     "min_speedup": float,
     "merge_siblings": _flag("merge_siblings"),
+    "weight_cache": str,
     "strict": _flag("strict"),
     "target": str,
     "mode": str,

@@ -67,7 +67,22 @@ def _(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0].new_empty(shape)
 
 
-QUANTIZE, ROWS = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default
+@torch.library.custom_op("fp8pass::rounded", mutates_args=(), tags=_POINTWISE)
+def _rounded(x: Tensor) -> Tensor:
+    """`x` as it is in memory.
+
+    A kernel goes on computing with more digits than it stores, and would quantize another number than the one that
+    anybody reads: a weight's FP8 copy would not be that of the weight.
+    """
+    return x.clone()
+
+
+@_rounded.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+QUANTIZE, ROWS, ROUNDED = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default, torch.ops.fp8pass.rounded.default
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
 
 
@@ -87,6 +102,16 @@ def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
         return inductor_ops.to_dtype(at_most, dtype, src_dtype=torch.float32)
 
     return _pointwise(x, dtype, quantized, shape)
+
+
+@_lowers(ROUNDED)
+def _(x: Any) -> Any:
+    dtype, element = x.get_dtype(), x.make_loader()
+
+    def stored(index: Any) -> Any:
+        return inductor_ops.to_dtype(inductor_ops.to_dtype(element(index), dtype, use_compute_types=False), dtype)
+
+    return _pointwise(x, dtype, stored, x.get_size())
 
 
 @_lowers(ROWS)

@@ -27,6 +27,7 @@ class Names:
         self._taken: Counter[str] = Counter()
         self._stands_for: dict[fx.Node, fx.Node] = {}
         self._merged: dict[fx.Node, tuple[str, int]] = {}
+        self._parts: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def alias(self, inner: fx.Node, outer: fx.Node) -> None:
         """`inner`, an input of a graph within the graph, is given `outer`."""
@@ -36,10 +37,16 @@ class Names:
         """`cat` stands for several of `owned`, and is called as `merged_name` says."""
         names = [self.of(p, "", [p]) for p in parameters]
         self._merged[cat] = merged_name([name for name, _ in names]), names[0][1]
+        self._parts[cat] = tuple(self._stands_for.get(p, p) for p in parameters)
 
     def is_owned(self, node: fx.Node) -> bool:
         """Whether the node is one of `owned`, or stands for one."""
         return self._stands_for.get(node, node) in self.owned
+
+    def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Those of `owned` that a weight consists of; none if it is anything else."""
+        itself = self._stands_for.get(node, node)
+        return self._parts.get(node, (itself,) if itself in self.owned else ())
 
     def of(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[str, int]:
         """The name of a matmul, and which of `owned` it goes with, or -1.

@@ -7,6 +7,7 @@ depend on whether it is being compiled.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
+from fp8pass.kernel_ops import ROUNDED
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -259,11 +261,44 @@ def frozen_operand(x_q: Tensor, quantizer: Static, dtype: torch.dtype, scales: T
     return scaling.dequantize(x_q, scales[1, quantizer.slot], dtype)
 
 
+@torch.library.custom_op("fp8pass::with_transpose", mutates_args=())
+def with_transpose(x_q: Tensor, x_t: Tensor) -> Tensor:
+    """`x_q` f8[N, K], of which `x_t` f8[K, N] is the transposed copy.
+
+    An op of its own, so that the `use_transposes` pass finds both; nothing is computed by it in the end.
+    """
+    return x_q.clone()
+
+
+@with_transpose.register_fake
+def _(x_q: Tensor, x_t: Tensor) -> Tensor:
+    return torch.empty_like(x_q)
+
+
+WITH_TRANSPOSE = torch.ops.fp8pass.with_transpose.default
+
+
 class _QDQ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
         return quantizer(x, *state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, *[None] * ctx.n_state
+
+
+class _Cached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
+        ctx.n_state = len(state)
+        _, amax, made, *copies = state
+        if quantizer.record:
+            amax.copy_(record(amax, made[1], quantizer.index, quantizer.recipe.on_nonfinite))
+        x_q: Tensor = copies[0] if len(copies) == 1 else with_transpose(*copies)
+        return scaling.dequantize(x_q, made[0], x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -305,6 +340,16 @@ class _GradQDQ(torch.autograd.Function):
 def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     """`x` quantized and dequantized; the gradient passes straight through."""
     return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
+    """`x`, a weight, as its FP8 copy has it: `qdq_operand` where it was quantized when it was last changed.
+
+    state: scales, amax as for `Delayed`, which records the amax of the copy; then `made` f32[2], its scale_inv and its
+    amax, `x_q` f8[N, K], and, where one is kept, `x_t` f8[K, N], its transposed copy. All are those of
+    `fp8pass.weights.Fp8Weight`; scales are not used, for the copy brings its own.
+    """
+    return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
@@ -357,6 +402,38 @@ def begin_step(
     amax_forward.copy_(left[: len(amax_forward)])
     amax_backward.copy_(left[len(amax_forward) :])
     return scales
+
+
+def next_scales(recipe: DelayedScaling, scale: Tensor, amax_history: Tensor, amax_forward: Tensor) -> Tensor:
+    """The scales f32[F] that the next step's forward will quantize with, once it has rolled; writes nothing."""
+    forward = len(amax_forward)
+    scales, _ = scaling.roll_history(
+        scale[:forward],
+        amax_history[:, :forward],
+        amax=amax_forward,
+        fp8_max=torch.full_like(amax_forward, scaling.fp8_max(recipe.dtype("weight"))),
+        algo=recipe.amax_compute_algo,
+        margin=recipe.margin,
+    )
+    return scales
+
+
+def write_weight(made: Tensor, scale: Tensor, parts: list[Tensor], copies: list[Tensor], transposes: list[Tensor]) -> None:
+    """Quantize a weight, which consists of `parts` one below the other, into its FP8 copy, in place.
+
+    made: f32[2], gets scale_inv and amax; see `fp8pass.weights.Fp8Weight`. scale: f32[]. copies: of each part, f8[n, K];
+    transposes: of each f8[K, n], or none.
+    """
+    amaxes = []
+    for i, part in enumerate(parts):
+        stored = part if part.dtype == torch.float32 else ROUNDED(part)
+        x_q = scaling.quantize(stored, scale, scaling.E4M3)
+        amaxes.append(scaling.amax(stored))
+        copies[i].copy_(x_q)
+        if transposes:
+            transposes[i].copy_(x_q.t().contiguous())
+    amax = functools.reduce(torch.maximum, amaxes)
+    made.copy_(torch.stack([scaling.inverse_unless_nonfinite(scale, amax), amax]))
 
 
 def usable(scales: Tensor) -> Tensor:

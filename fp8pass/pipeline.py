@@ -39,6 +39,7 @@ from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.passes.use_transposes import UseTransposes
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
@@ -68,7 +69,8 @@ def passes(choices: list[Choice]) -> list[Pass]:
         BlockScaledMM(),
         ExpandBlocks(),  # after it, which knows blocks by the op
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
-        SaveTransposes(),  # behind it, which lays operands out
+        UseTransposes(),  # behind it, which lays operands out
+        SaveTransposes(),
         SaveSums(),
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]

@@ -103,6 +103,10 @@ class SlotGroup:
     """How many steps the instance has begun with this graph."""
     warm: bool = False
     """No slot is cold; once true, the device is not asked again."""
+    cold_names: frozenset[str] | None = None
+    """The slots that were cold when the device was asked last; None before."""
+    loads: int = 0
+    """How often slots have been set from outside."""
     cold_since: int | None = None
     """The step in which a slot was found cold first."""
     held: tuple[bool, ...] = ()
@@ -113,8 +117,8 @@ class SlotGroup:
     """See `for_repetition`."""
     fixed: list[Tensor] | None = None
     """`inputs` of a static recipe."""
-    weights: dict[Any, tuple[Any, Tensor]] = field(default_factory=dict)
-    """Parameters in FP8, each with the version that it was made of: see `static.frozen_weights`."""
+    weights: dict[Any, Any] = field(default_factory=dict)
+    """Parameters in FP8, by what the graph knows them by: see `static.frozen_weights` and `weights.cached_weights`."""
 
     def keys(self) -> list[tuple[Any, ...]]:
         """What identifies each slot, whatever graph it is in.
@@ -146,10 +150,14 @@ class SlotGroup:
         cold = ((self.tensors.scale == 0) & ~rolls).tolist()
         rows = zip(self.table.names, cold, self.table.records, strict=True)
         names = [name for name, is_cold, records in rows if is_cold and records]
-        self.warm = not names
+        self.warm, self.cold_names = not names, frozenset(names)
         if names and self.cold_since is None:
             self.cold_since = self.steps
         return names
+
+    def has_scale(self, slot: int) -> bool:
+        """Whether the slot is known to have one. Does not ask the device."""
+        return self.warm or (self.cold_names is not None and self.table.names[slot] not in self.cold_names)
 
     @property
     def cold_steps(self) -> int:
@@ -288,7 +296,8 @@ class SlotGroup:
                     scale = self._scale_of(history, slot, scale)
                 t.scale[slot], t.amax_history[:, slot] = scale, history
         self._set_amax(amax)
-        self.warm, self.cold_since = False, None
+        self.warm, self.cold_since, self.cold_names = False, None, None
+        self.loads += 1
 
     def _scale_of(self, history: Tensor, slot: int, keep: Tensor) -> Tensor:
         recipe = self.table.delayed

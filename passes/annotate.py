@@ -51,7 +51,7 @@ from fp8pass.passes.spellings import (
     set_argument,
     spelling_of,
 )
-from fp8pass.passes.state_inputs import Region, Slot, freeze, lift_state
+from fp8pass.passes.state_inputs import Region, Slot, Weight, cache, freeze, lift_state
 from fp8pass.recipes import (
     KINDS,
     BlockwiseScaling,
@@ -220,6 +220,7 @@ class _Annotator:
         self.quantized: dict[Hashable, fx.Node] = {}
         self.mutated: set[fx.Node] = set()
         self.by_columns: set[fx.Node] = set()
+        self.weights: dict[fx.Node, Weight] = {}
         self.regions: list[Region] = []
         self.merged: dict[fx.Node, Recipe] = {}
         self.device: torch.device | None = None
@@ -229,11 +230,12 @@ class _Annotator:
         owned = tuple(self.names.owned.values())
         tables = lift_state(self.graph, self.slots, self.regions, owned, self.device)
         frozen = freeze(self.graph, tables, self.by_columns)
+        cached = cache(self.graph, tables, self.regions, self.weights)
         for module in (self.module, *(region.body for region in self.regions)):
             module.graph.lint()
             module.recompile()
         positions = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
-        return Annotation(self.module, self.choices, positions, tables, frozen)
+        return Annotation(self.module, self.choices, positions, tables, frozen, cached)
 
     def _visit_all(self, transform: str) -> None:
         inline(self.module)
@@ -385,9 +387,10 @@ class _Rewriter:
     def _uniform(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
         """All matmuls read the same quantized tensors, and autograd does the rest."""
         of_a, of_b = found["output"]
-        y = self._product(
-            self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
-        )
+        a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
+        if b_ in self.owner.weights and a.meta["example_value"].requires_grad:
+            self.owner.weights[b_] = replace(self.owner.weights[b_], transposed=self.owner.config.caches_transposes)
+        y = self._product(a_, b_)
         return self._quantized(ops.qdq_gradient, (y, found["grad_input"][0]), y, "grad_output") if trains else y
 
     def _routed(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
@@ -423,8 +426,23 @@ class _Rewriter:
         known = self.owner.quantized
         if key not in known:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
-            known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
+            parts = self._cached_parts(x, quantizer) if role == "weight" else ()
+            if parts:
+                known[key] = self._quantized(ops.cached_operand, (x, quantizer), x, role)
+                self.owner.weights[known[key]] = Weight(parts, transposed=False)
+            else:
+                known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
         return known[key]
+
+    def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
+        """The parameters that `x` consists of, if their FP8 copy is kept from one step to the next."""
+        names, mutated = self.owner.names, self.owner.mutated
+        if not self.owner.config.caches_weights or not self.owner.grad_enabled or x.meta["example_value"].dim() != 2:
+            return ()
+        if not isinstance(quantizer, ops.Delayed):
+            return ()
+        parts = names.parts(x)
+        return parts if all(isinstance(p.meta["example_value"], torch.nn.Parameter) for p in parts) and not mutated & {*parts} else ()
 
     def _is_constant(self, x: fx.Node) -> bool:
         """Whether `x` is a parameter that only the user can change, between two calls."""

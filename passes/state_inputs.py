@@ -19,7 +19,7 @@ from torch import fx
 
 from fp8pass import ops, scaling
 from fp8pass._torch import ConstantSource
-from fp8pass.annotation import STATE_INPUTS, Frozen
+from fp8pass.annotation import STATE_INPUTS, Cached, Frozen
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
 from fp8pass.slots import SlotTable
 
@@ -31,6 +31,14 @@ class Region:
     outer: fx.Graph
     call: fx.Node
     body: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What an operand is an FP8 copy of: inputs of the graph, one below the other. transposed: see `Cached`."""
+
+    parts: tuple[fx.Node, ...]
+    transposed: bool
 
 
 @dataclass
@@ -94,6 +102,45 @@ def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
         node.args = (state_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
         found.append(Frozen(positions[weight], table, quantizer.slot, node in by_columns))
+    return found
+
+
+def cache(
+    graph: fx.Graph, tables: list[SlotTable], regions: list[Region], weights: dict[fx.Node, Weight]
+) -> list[Cached]:
+    """Give the graph inputs for the FP8 copy of each weight, behind all others, and regions what they read of them.
+
+    weights: what the operands are copies of.
+    """
+    positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    inputs: dict[Cached, dict[str, fx.Node]] = {}
+    read: dict[fx.Graph, dict[fx.Node, Cached]] = {}
+    for node, weight in weights.items():
+        quantizer: Any = node.args[1]
+        table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
+        of = Cached(tuple(positions[p] for p in weight.parts), table, quantizer.slot, weight.transposed)
+        if of not in inputs:
+            names = (f"weight_{len(inputs)}_{part}" for part in (("made", "x_q", "x_t")[: 2 + of.transposed]))
+            inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
+        read.setdefault(node.graph, {})[node] = of
+    within = {graph: inputs}
+    for region in regions:
+        wanted = {of for body in _bodies(region, regions) for of in read.get(body, {}).values()}
+        outer = {of: names for of, names in within[region.outer].items() if of in wanted}
+        handed = _thread(region, {name: node for names in outer.values() for name, node in names.items()}, "")
+        within[region.body.graph] = {of: {name: handed[name] for name in names} for of, names in outer.items()}
+    for body, nodes in read.items():
+        for node, of in nodes.items():
+            node.args = (*node.args, *within[body][of].values())
+    return list(inputs)
+
+
+def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
+    """The region's own and those of the regions in it."""
+    found = {region.body.graph}
+    for other in regions:  # outer ones come first
+        if other.outer in found:
+            found.add(other.body.graph)
     return found
 
 

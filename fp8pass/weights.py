@@ -1,0 +1,128 @@
+"""FP8 copies of weights, kept from one optimizer step to the next, so that no forward has to make them.
+
+A copy is the numbers that the forward would have made: of the weight as it is, with the scale that the next step will
+begin with. An update that is compiled with us writes it along with the weight (`update_graph.py`). Whoever else changes
+a weight counts up its version, or gives it other memory: then the copy is made again before it is used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import ops, scaling
+from fp8pass.annotation import Cached
+from fp8pass.slots import SlotGroup
+
+
+class Fp8Weight:
+    """The FP8 copy of a weight f[N, K], which is one parameter or several, one below the other. For all graphs.
+
+    x_q: f8[N, K]. x_t: f8[K, N], or None if nobody wants the transposed copy. made: f32[2], its scale_inv and the amax
+    of the weight that it was made of. group, slot: where its scale is, that of the graph which was called last.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], transposed: bool) -> None:
+        self._parts = tuple(map(weakref.ref, parts))
+        self._made_of: Any = None
+        first = parts[0]
+        shape = sum(p.shape[0] for p in parts), first.shape[1]
+        with torch.inference_mode(False), torch.no_grad():
+            self.made = torch.zeros(2, device=first.device)
+            self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
+            self.x_t = torch.empty(shape[::-1], dtype=scaling.E4M3, device=first.device) if transposed else None
+        rows = [p.shape[0] for p in parts]
+        places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
+        self.copies = [self.x_q.narrow(0, *place) for place in places]
+        self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *place) for place in places]
+        self.group: SlotGroup | None = None
+        self.slot = -1
+        self.refreshed = 0
+        """How often it was made again because something else than a compiled update had changed the weight."""
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The parameters."""
+        parts = [ref() for ref in self._parts]
+        assert all(p is not None for p in parts), "the parameters are gone"
+        return parts  # type: ignore[return-value]
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, beyond that of the weight itself."""
+        return sum(x.nbytes for x in self.inputs())
+
+    def inputs(self) -> list[Tensor]:
+        """What a graph that reads the weight is called with."""
+        return [self.made, self.x_q] if self.x_t is None else [self.made, self.x_q, self.x_t]
+
+    def is_fresh(self) -> bool:
+        """Whether it is a copy of the weight as it is now, by the scale that the next step begins with."""
+        return self._made_of is not None and self._made_of == self._now()
+
+    def written(self) -> None:
+        """A compiled update has made it anew. With a slot that has no history yet there was no scale to make it by."""
+        cold = self.group is None or not self.group.has_scale(self.slot)
+        self._made_of = None if cold else self._now()
+
+    def _now(self) -> Any:
+        assert self.group is not None
+        return [(p._version, p.data_ptr()) for p in self.parts], self.group.table.recipe, self.group.loads
+
+    def refresh(self) -> None:
+        """Make it again, op by op."""
+        group = self.group
+        assert group is not None
+        with torch.inference_mode(False), torch.no_grad():
+            tensors, parts = group.tensors, self.parts
+            scale = ops.next_scales(group.table.delayed, tensors.scale, tensors.amax_history, tensors.amax_forward)
+            amax = torch.stack([scaling.amax(p) for p in parts]).amax()
+            own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, group.table.delayed.margin)
+            scale = torch.where(scale[self.slot] == 0, own, scale[self.slot])
+            ops.write_weight(self.made, scale, [p.detach() for p in parts], self.copies, self.transposes)
+        self._made_of = self._now()
+        self.refreshed += 1
+
+
+_weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
+
+
+def cached_weights(cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup]) -> list[Tensor]:
+    """What a graph takes of the FP8 copies of weights, which are made first where they are not those of the weights."""
+    inputs: list[Tensor] = []
+    for c in cached:
+        weight = _of(c, [args[i] for i in c.positions], groups[c.table])
+        if not weight.is_fresh():
+            weight.refresh()
+        inputs += weight.inputs()
+    return inputs
+
+
+def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
+    weight = group.weights.get(c)
+    if weight is None:
+        key = (group.keys()[c.slot], c.transposed, *map(id, parts))
+        weight = _weights.get(key)
+        if weight is None or any(a is not b for a, b in zip(weight.parts, parts, strict=True)):
+            weight = _weights[key] = Fp8Weight(parts, c.transposed)
+        group.weights[c] = weight
+    weight.group, weight.slot = group, c.slot
+    return weight
+
+
+def weights_of(tensors: Sequence[Tensor]) -> list[Fp8Weight]:
+    """The FP8 copies of weights that consist of any of these, in the order in which they were first used."""
+    ids = set(map(id, tensors))
+    return [w for w in list(_weights.values()) if any(id(ref()) in ids for ref in w._parts)]
+
+
+def cached_example(c: Cached, parts: Sequence[Tensor]) -> list[Tensor]:
+    """What a graph is compiled for: the inputs of an `Fp8Weight` of parameters like these."""
+    rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
+    shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]
+    device = parts[0].device
+    return [torch.empty(2, device=device), *(torch.empty(s, dtype=scaling.E4M3, device=device) for s in shapes)]
