@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -32,11 +33,13 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
-from fp8pass.pipeline import KernelPasses, Pipeline, annotated, behind, known_to_caches
+from fp8pass.passes.write_weights import Place, written
+from fp8pass.pipeline import KernelPasses, Pipeline, annotated, annotated_update, behind, known_to_caches
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
+from fp8pass.update_graph import UpdateGraph, UpdateKey
 from fp8pass.weights import cached_example
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,8 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
     if isinstance(config.recipe, Schedule):
         return _scheduled(module, example_inputs, config, compile_graph)
+    if places := written(module):
+        return _update(module, example_inputs, config, places)
     annotation = annotated(module, config)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config)
@@ -74,6 +79,22 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
             return _lower(annotation.bootstrapped(), inputs, config)
 
     return CompiledGraph(compiled, annotation, for_cold_slots)
+
+
+def _update(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, places: Sequence[Place]
+) -> Callable[..., Any]:
+    """A graph that writes into parameters: compiled when it is called, for the FP8 copies that they have then."""
+    context, mode = TracingContext.get(), detect_fake_mode(example_inputs)
+
+    def compile_for(key: UpdateKey, inputs: list[Tensor]) -> Callable[..., Any]:
+        annotation = annotated_update(module, key)
+        with tracing(context), torch.no_grad():
+            with mode or contextlib.nullcontext():
+                fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+            return _lower(annotation, [*example_inputs, *fakes], config)
+
+    return UpdateGraph(module, places, compile_for)
 
 
 def _scheduled(

@@ -104,7 +104,7 @@ class CompiledGraph:
 
     def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
         """Of the code and the instance; the same for its training and its evaluation."""
-        names = tuple((g.table.names[: g.table.n_forward], *map(id, g.owned_tensors())) for g in groups)
+        names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
         return names or id(self)
 
     def _repeat(self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any]) -> Any:
@@ -123,8 +123,9 @@ class CompiledGraph:
             for keys, then in forward.scales if forward else ():
                 group.copy_slots(keys, then, again.scale)
             cold |= not group.warm and bool((again.scale == 0).any())
-            amax_forward = t.amax_forward if group.catch_up() else again.amax_forward
-            inputs += again._replace(amax_forward=amax_forward).inputs()
+            if group.catch_up():
+                again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
+            inputs += again.inputs()
             group.steps = max(group.steps, 1)
         run = forward.run if forward else None
         if run is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,13 +33,16 @@ from fp8pass.recipes import (
 class SlotTensors(NamedTuple):
     """Delayed-scaling state of the T slots of one graph. All of it is mutated in place.
 
-    The first F slots belong to tensors quantized in forward, the other T - F to gradients.
+    The first F slots belong to tensors quantized in forward, the next W to weights whose FP8 copies are kept
+    (`fp8pass.weights`), the other T - F - W to gradients.
 
         scale            f32[T]     0 until the slot has seen data
         amax_history     f32[H, T]  newest at row 0
         amax_forward     f32[F]     running amax of the step, -1 where it has recorded nothing
-        amax_backward    f32[T-F]
+        amax_backward    f32[T-F-W]
         held             b8[T]      whether the step of this slot has begun already, and nothing is to be rolled
+        amax_weights     f32[W]     as amax_forward
+        made             f32[2, W]  of the FP8 copies as they are: scale_inv, and amax of what they were made of
     """
 
     scale: Tensor
@@ -46,6 +50,8 @@ class SlotTensors(NamedTuple):
     amax_forward: Tensor
     amax_backward: Tensor
     held: Tensor
+    amax_weights: Tensor
+    made: Tensor
 
     def inputs(self) -> list[Tensor]:
         """What the graph is called with: the tensors, and `amax_backward` once more for the backward to write.
@@ -54,11 +60,14 @@ class SlotTensors(NamedTuple):
         own, which the forward does not touch, it is read when the backward runs. `.data` gives each call tensors with
         version counters of their own, so that several forwards may be under way before their backwards.
         """
-        return [t.data for t in (*self, self.amax_backward)]
+        *others, amax_weights, made = self
+        of_weights = [amax_weights, made] if len(amax_weights) else []
+        return [t.data for t in (*others, self.amax_backward, *of_weights)]
 
 
-INPUTS = (*SlotTensors._fields, "amax_backward_late")
-"""Names of the state inputs of a graph, in order."""
+WEIGHT_INPUTS = ("amax_weights", "made")
+INPUTS = (*SlotTensors._fields[:-2], "amax_backward_late")
+"""Names of the state inputs of a graph, in order; behind them come those of weights, if it keeps any."""
 
 
 @torch.library.custom_op("fp8pass::record", mutates_args=())
@@ -294,16 +303,19 @@ class _Cached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
-        _, amax, made, *copies = state
-        if quantizer.record:
-            amax.copy_(record(amax, made[1], quantizer.index, quantizer.recipe.on_nonfinite))
+        made, *copies = state
         x_q: Tensor = copies[0] if len(copies) == 1 else with_transpose(*copies)
-        return scaling.dequantize(x_q, made[0], x.dtype)
+        return scaling.dequantize(x_q, made[0, quantizer.index], x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, *[None] * ctx.n_state
+
+
+def _never_compiled(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside a compiled step, Dynamo would take the backwards of what runs eagerly for code of the user's."""
+    return torch.compiler.disable(backward)  # type: ignore[no-any-return]
 
 
 class _Route(torch.autograd.Function):
@@ -314,6 +326,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_never_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
         needed = ctx.needs_input_grad[1:3]
@@ -333,6 +346,7 @@ class _GradQDQ(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_never_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.quantizer(grads[0], *ctx.state), None, *[None] * len(ctx.state)
 
@@ -345,9 +359,8 @@ def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
 def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
     """`x`, a weight, as its FP8 copy has it: `qdq_operand` where it was quantized when it was last changed.
 
-    state: scales, amax as for `Delayed`, which records the amax of the copy; then `made` f32[2], its scale_inv and its
-    amax, `x_q` f8[N, K], and, where one is kept, `x_t` f8[K, N], its transposed copy. All are those of
-    `fp8pass.weights.Fp8Weight`; scales are not used, for the copy brings its own.
+    state: `made` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, where one is kept, `x_t` f8[K, N], the
+    transposed copy. quantizer: its index is that among the W. `begin_step` records the amax.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -380,60 +393,89 @@ def begin_step(
     amax_forward: Tensor,
     amax_backward: Tensor,
     held: Tensor,
+    *of_weights: Tensor,
 ) -> Tensor:
     """Begin a training forward: roll what the last step recorded, in place. Returns the scales of this step, f32[T].
 
     Where `held`, the step goes on. The graph uses the returned tensor, never the buffer: by the time of the backward
-    that may belong to a later step.
+    that may belong to a later step. of_weights: `amax_weights` and `made`, where copies of weights are kept: this step
+    uses those, and their amaxes are recorded here.
     """
     forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
-    amax = torch.cat([amax_forward, amax_backward])
+    early = [amax_forward, *of_weights[:1]]
+    amax = torch.cat([*early, amax_backward])
+    limits = [*(torch.full_like(part, forward) for part in early), torch.full_like(amax_backward, backward)]
     scales, history = scaling.roll_history(
         scale,
         amax_history,
         amax=torch.where(held, scaling.NOTHING, amax),
-        fp8_max=torch.cat([torch.full_like(amax_forward, forward), torch.full_like(amax_backward, backward)]),
+        fp8_max=torch.cat(limits),
         algo=recipe.amax_compute_algo,
         margin=recipe.margin,
     )
     amax_history.copy_(history)
     scale.copy_(scales)
     left = torch.where(held, amax, scaling.NOTHING)
-    amax_forward.copy_(left[: len(amax_forward)])
-    amax_backward.copy_(left[len(amax_forward) :])
+    left_forward, *left_weights, left_backward = left.split([len(part) for part in (*early, amax_backward)])
+    amax_forward.copy_(left_forward)
+    amax_backward.copy_(left_backward)
+    if of_weights:
+        amax_weights, made = of_weights
+        amax_weights.copy_(scaling.merge_amax(left_weights[0], made[1], recipe.on_nonfinite))
     return scales
 
 
-def next_scales(recipe: DelayedScaling, scale: Tensor, amax_history: Tensor, amax_forward: Tensor) -> Tensor:
-    """The scales f32[F] that the next step's forward will quantize with, once it has rolled; writes nothing."""
-    forward = len(amax_forward)
+@torch.no_grad()
+def next_scales(
+    recipe: DelayedScaling, first: int, scale: Tensor, amax_history: Tensor, amax_weights: Tensor
+) -> Tensor:
+    """The scales f32[W] of weights in the next step, which will roll what this one has recorded; writes nothing.
+
+    first: F, where they begin among the T slots.
+    """
+    of_weights = slice(first, first + len(amax_weights))
     scales, _ = scaling.roll_history(
-        scale[:forward],
-        amax_history[:, :forward],
-        amax=amax_forward,
-        fp8_max=torch.full_like(amax_forward, scaling.fp8_max(recipe.dtype("weight"))),
+        scale[of_weights],
+        amax_history[:, of_weights],
+        amax=amax_weights,
+        fp8_max=torch.full_like(amax_weights, scaling.fp8_max(recipe.dtype("weight"))),
         algo=recipe.amax_compute_algo,
         margin=recipe.margin,
     )
     return scales
 
 
-def write_weight(made: Tensor, scale: Tensor, parts: list[Tensor], copies: list[Tensor], transposes: list[Tensor]) -> None:
-    """Quantize a weight, which consists of `parts` one below the other, into its FP8 copy, in place.
+@torch.no_grad()
+def write_weight(
+    scales: Tensor, index: int, parts: list[Tensor], copies: list[Tensor], transposes: list[Tensor]
+) -> Tensor:
+    """Quantize a weight, which consists of `parts` one below the other, into its FP8 copy, in place. Returns its amax.
 
-    made: f32[2], gets scale_inv and amax; see `fp8pass.weights.Fp8Weight`. scale: f32[]. copies: of each part, f8[n, K];
-    transposes: of each f8[K, n], or none.
+    scales: f32[W], of which it is entry `index`. copies: of each part, f8[n, K]; transposes: of each f8[K, n], or none.
     """
     amaxes = []
     for i, part in enumerate(parts):
         stored = part if part.dtype == torch.float32 else ROUNDED(part)
-        x_q = scaling.quantize(stored, scale, scaling.E4M3)
+        x_q = scaling.quantize(stored, scales[index], scaling.E4M3)
         amaxes.append(scaling.amax(stored))
         copies[i].copy_(x_q)
         if transposes:
             transposes[i].copy_(x_q.t().contiguous())
-    amax = functools.reduce(torch.maximum, amaxes)
-    made.copy_(torch.stack([scaling.inverse_unless_nonfinite(scale, amax), amax]))
+    return functools.reduce(torch.maximum, amaxes)
+
+
+@torch.no_grad()
+def write_made(made: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> None:
+    """Say in `made` f32[2, W] what the copies are now, in place: those that were written, with these amaxes f32[].
+
+    scales: f32[W], those that they were quantized with. None: not written.
+    """
+    amax = torch.stack([made[1, i] if new is None else new for i, new in enumerate(amaxes)])
+    scale_inv = scaling.inverse_unless_nonfinite(scales, amax)
+    if None in amaxes:
+        kept = torch.tensor([new is None for new in amaxes], device=made.device)
+        scale_inv = torch.where(kept, made[0], scale_inv)
+    made.copy_(torch.stack([scale_inv, amax]))
 
 
 def usable(scales: Tensor) -> Tensor:

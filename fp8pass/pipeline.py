@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files, trace_structured
-from fp8pass.annotation import Annotation, Choice
+from fp8pass.annotation import Annotation, Choice, copy_to_edit
 from fp8pass.choices import ONE_AT_A_TIME
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
@@ -40,10 +40,12 @@ from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.passes.use_transposes import UseTransposes
+from fp8pass.passes.write_weights import write_weights
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.scale_state import recipe_of
+from fp8pass.update_graph import UpdateKey
 from fp8pass.verify import verify
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,15 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
                 "out with filter=, or drop strict."
             )
     return lift_scale_states(annotation)
+
+
+def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:
+    """Dynamo's graph of an update of parameters, with what writes the FP8 copies of weights."""
+    module = copy_to_edit(module)
+    write_weights(module, key.states, key.writes)
+    module.graph.lint()
+    module.recompile()
+    return Annotation(module, [], [])
 
 
 def passes(choices: list[Choice]) -> list[Pass]:

@@ -32,7 +32,8 @@ _clock = itertools.count(1)
 class SlotTable:
     """The slots of one compiled graph: what its state looks like, for whichever instance.
 
-    names: T slots, those of forward tensors first; n_forward: F; fp8_max: largest value of each slot's format.
+    names: T slots: those of F forward tensors, of W weights whose FP8 copies are kept, and of gradients. n_forward: F;
+    n_weights: W; fp8_max: largest value of each slot's format.
     owned: paths, relative to the graph's root, of the inputs that belong to the instance: parameters, or else buffers.
     anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
     places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
@@ -51,6 +52,7 @@ class SlotTable:
     training: bool
     records: tuple[bool, ...] = ()
     code: str = ""
+    n_weights: int = 0
 
     @classmethod
     def counter(cls, owned: tuple[str, ...], code: str) -> SlotTable:
@@ -68,15 +70,21 @@ class SlotTable:
         """Whether the slots have a history, and not only a scale."""
         return isinstance(self.recipe, DelayedScaling)
 
+    def forward_names(self) -> frozenset[str]:
+        """Of the slots that a forward uses: the same for training and evaluation."""
+        return frozenset(self.names[: self.n_forward + self.n_weights])
+
     def new_tensors(self) -> SlotTensors:
         """State without history: see `SlotTensors`."""
-        total, forward, device = len(self.names), self.n_forward, self.device
+        total, forward, weights, device = len(self.names), self.n_forward, self.n_weights, self.device
         return SlotTensors(
             scale=torch.zeros(total, device=device),
             amax_history=torch.zeros(self.delayed.amax_history_len if self.remembers else 0, total, device=device),
             amax_forward=torch.full((forward,), scaling.NOTHING, device=device),
-            amax_backward=torch.full((total - forward,), scaling.NOTHING, device=device),
+            amax_backward=torch.full((total - forward - weights,), scaling.NOTHING, device=device),
             held=torch.zeros(total, dtype=torch.bool, device=device),
+            amax_weights=torch.full((weights,), scaling.NOTHING, device=device),
+            made=torch.zeros(2, weights, device=device),
         )
 
     def inputs(self, tensors: SlotTensors) -> list[Tensor]:
@@ -185,7 +193,8 @@ class SlotGroup:
             begin(self)
         else:
             begin(newest)
-            ops.begin_step(newest.table.delayed, *newest.tensors)
+            *state, amax_weights, made = newest.tensors
+            ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
             newest.used = next(_clock)
 
     def for_repetition(self) -> SlotTensors:
@@ -197,10 +206,14 @@ class SlotGroup:
         t = self.tensors
         if self.again is None or not self.table.training:
             self.again = t._replace(
-                scale=t.scale.clone(), amax_forward=torch.empty_like(t.amax_forward), held=torch.ones_like(t.held)
+                scale=t.scale.clone(),
+                amax_forward=torch.empty_like(t.amax_forward),
+                amax_weights=torch.empty_like(t.amax_weights),
+                held=torch.ones_like(t.held),
             )
         self.again.scale.copy_(t.scale)
-        self.again.amax_forward.fill_(scaling.NOTHING)
+        for amax in (self.again.amax_forward, self.again.amax_weights):
+            amax.fill_(scaling.NOTHING)
         return self.again
 
     def catch_up(self) -> bool:
@@ -225,7 +238,11 @@ class SlotGroup:
 
     def amax(self) -> Tensor:
         """The running amax of all slots, a copy: f32[T]."""
-        return torch.cat([self.tensors.amax_forward, self.tensors.amax_backward])
+        return torch.cat(self._amaxes())
+
+    def _amaxes(self) -> list[Tensor]:
+        """In the order of the slots."""
+        return [self.tensors.amax_forward, self.tensors.amax_weights, self.tensors.amax_backward]
 
     def begin(self) -> None:
         """Before every call: bring in what other graphs have learnt since about the slots they share with this one."""
@@ -263,8 +280,9 @@ class SlotGroup:
         into[here] = values[there]
 
     def _set_amax(self, amax: Tensor) -> None:
-        self.tensors.amax_forward.copy_(amax[: self.table.n_forward])
-        self.tensors.amax_backward.copy_(amax[self.table.n_forward :])
+        mine = self._amaxes()
+        for part, new in zip(mine, amax.split([len(part) for part in mine]), strict=True):
+            part.copy_(new)
 
     def inputs(self) -> list[Tensor]:
         """What the graph is called with."""

@@ -7,8 +7,9 @@ a weight counts up its version, or gives it other memory: then the copy is made 
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from fp8pass.slots import SlotGroup
 class Fp8Weight:
     """The FP8 copy of a weight f[N, K], which is one parameter or several, one below the other. For all graphs.
 
-    x_q: f8[N, K]. x_t: f8[K, N], or None if nobody wants the transposed copy. made: f32[2], its scale_inv and the amax
-    of the weight that it was made of. group, slot: where its scale is, that of the graph which was called last.
+    x_q: f8[N, K]. x_t: f8[K, N], or None if nobody wants the transposed copy. group, index: where its scale_inv and the
+    amax of what it was made of are, in `SlotTensors.made` of the graph that was called last.
     """
 
     def __init__(self, parts: Sequence[Tensor], transposed: bool) -> None:
@@ -32,7 +33,6 @@ class Fp8Weight:
         first = parts[0]
         shape = sum(p.shape[0] for p in parts), first.shape[1]
         with torch.inference_mode(False), torch.no_grad():
-            self.made = torch.zeros(2, device=first.device)
             self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
             self.x_t = torch.empty(shape[::-1], dtype=scaling.E4M3, device=first.device) if transposed else None
         rows = [p.shape[0] for p in parts]
@@ -40,7 +40,7 @@ class Fp8Weight:
         self.copies = [self.x_q.narrow(0, *place) for place in places]
         self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *place) for place in places]
         self.group: SlotGroup | None = None
-        self.slot = -1
+        self.index = -1
         self.refreshed = 0
         """How often it was made again because something else than a compiled update had changed the weight."""
 
@@ -51,6 +51,10 @@ class Fp8Weight:
         assert all(p is not None for p in parts), "the parameters are gone"
         return parts  # type: ignore[return-value]
 
+    def has_part(self, ids: Set[int]) -> bool:
+        """Whether one of its parameters has one of these ids."""
+        return any(id(ref()) in ids for ref in self._parts)
+
     @property
     def nbytes(self) -> int:
         """Of memory, beyond that of the weight itself."""
@@ -58,7 +62,14 @@ class Fp8Weight:
 
     def inputs(self) -> list[Tensor]:
         """What a graph that reads the weight is called with."""
-        return [self.made, self.x_q] if self.x_t is None else [self.made, self.x_q, self.x_t]
+        return [self.x_q] if self.x_t is None else [self.x_q, self.x_t]
+
+    def use_in(self, group: SlotGroup, index: int) -> None:
+        """The graph of this group is called next."""
+        if self.group is not None and self.group is not group:
+            with torch.no_grad():
+                group.tensors.made[:, index].copy_(self.group.tensors.made[:, self.index])
+        self.group, self.index = group, index
 
     def is_fresh(self) -> bool:
         """Whether it is a copy of the weight as it is now, by the scale that the next step begins with."""
@@ -66,8 +77,13 @@ class Fp8Weight:
 
     def written(self) -> None:
         """A compiled update has made it anew. With a slot that has no history yet there was no scale to make it by."""
-        cold = self.group is None or not self.group.has_scale(self.slot)
-        self._made_of = None if cold else self._now()
+        assert self.group is not None
+        has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
+        self._made_of = self._now() if has_scale else None
+
+    def forget(self) -> None:
+        """Make it again before it is used."""
+        self._made_of = None
 
     def _now(self) -> Any:
         assert self.group is not None
@@ -77,18 +93,23 @@ class Fp8Weight:
         """Make it again, op by op."""
         group = self.group
         assert group is not None
+        recipe, t = group.table.delayed, group.tensors
         with torch.inference_mode(False), torch.no_grad():
-            tensors, parts = group.tensors, self.parts
-            scale = ops.next_scales(group.table.delayed, tensors.scale, tensors.amax_history, tensors.amax_forward)
+            parts = [p.detach() for p in self.parts]
+            scales = ops.next_scales(recipe, group.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
-            own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, group.table.delayed.margin)
-            scale = torch.where(scale[self.slot] == 0, own, scale[self.slot])
-            ops.write_weight(self.made, scale, [p.detach() for p in parts], self.copies, self.transposes)
+            own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, recipe.margin)
+            scales = torch.where(scales == 0, own, scales)
+            ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
+            amaxes = [amax if i == self.index else None for i in range(len(scales))]
+            ops.write_made(t.made, scales, amaxes)
         self._made_of = self._now()
         self.refreshed += 1
 
 
 _weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
+_made = itertools.count()
+_newest = next(_made)
 
 
 def cached_weights(cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup]) -> list[Tensor]:
@@ -109,20 +130,30 @@ def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
         weight = _weights.get(key)
         if weight is None or any(a is not b for a, b in zip(weight.parts, parts, strict=True)):
             weight = _weights[key] = Fp8Weight(parts, c.transposed)
+            _count_up()
         group.weights[c] = weight
-    weight.group, weight.slot = group, c.slot
+    weight.use_in(group, c.slot - group.table.n_forward)
     return weight
+
+
+def _count_up() -> None:
+    global _newest
+    _newest = next(_made)
+
+
+def newest() -> int:
+    """A number that changes when there is a weight more: `weights_of` need not be asked again while it does not."""
+    return _newest
 
 
 def weights_of(tensors: Sequence[Tensor]) -> list[Fp8Weight]:
     """The FP8 copies of weights that consist of any of these, in the order in which they were first used."""
     ids = set(map(id, tensors))
-    return [w for w in list(_weights.values()) if any(id(ref()) in ids for ref in w._parts)]
+    return [w for w in list(_weights.values()) if w.has_part(ids)]
 
 
 def cached_example(c: Cached, parts: Sequence[Tensor]) -> list[Tensor]:
     """What a graph is compiled for: the inputs of an `Fp8Weight` of parameters like these."""
     rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
     shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]
-    device = parts[0].device
-    return [torch.empty(2, device=device), *(torch.empty(s, dtype=scaling.E4M3, device=device) for s in shapes)]
+    return [torch.empty(s, dtype=scaling.E4M3, device=parts[0].device) for s in shapes]

@@ -71,7 +71,7 @@ def match(copy: fx.Node) -> Match | None:
             return None
         new = as_node(sources[0])
     parts: Any = new.args[0]
-    slots = [_slot(i, first(part)) for i, part in enumerate(parts)]
+    slots = [_slot(i, first(p)) if p.target is aten.unsqueeze.default else None for i, p in enumerate(parts)]
     found = [s for s in slots if s is not None]
     return Match(copy, found) if len(found) == len(slots) else None
 

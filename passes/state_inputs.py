@@ -70,10 +70,11 @@ def lift_state(
         for i, twin in twins.items():
             twin.name = min(twin.name, of_recipe[i].name, key=len)  # without a number, if one has none
         own = [s for i, s in enumerate(of_recipe) if i not in twins]
-        ordered = sorted(own, key=lambda s: s.role == "grad_output")
+        ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s)))
         table = SlotTable(
             names=tuple(s.name for s in ordered),
-            n_forward=sum(s.role != "grad_output" for s in ordered),
+            n_forward=sum(s.role != "grad_output" and not _is_kept(s) for s in ordered),
+            n_weights=sum(map(_is_kept, ordered)),
             fp8_max=tuple(scaling.fp8_max(s.quantizer.dtype) for s in ordered),
             recipe=recipe,
             device=device,
@@ -120,7 +121,7 @@ def cache(
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
         of = Cached(tuple(positions[p] for p in weight.parts), table, quantizer.slot, weight.transposed)
         if of not in inputs:
-            names = (f"weight_{len(inputs)}_{part}" for part in (("made", "x_q", "x_t")[: 2 + of.transposed]))
+            names = (f"weight_{len(inputs)}_{part}" for part in ("x_q", "x_t")[: 1 + of.transposed])
             inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
         read.setdefault(node.graph, {})[node] = of
     within = {graph: inputs}
@@ -144,6 +145,11 @@ def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
     return found
 
 
+def _is_kept(slot: Slot) -> bool:
+    """Whether the slot is of a weight whose FP8 copy is kept."""
+    return slot.node.target is ops.cached_operand
+
+
 def _records(slot: Slot) -> bool:
     return isinstance(slot.quantizer, ops.Delayed) and slot.quantizer.record
 
@@ -159,9 +165,9 @@ def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
 def _place(
     graph: fx.Graph, table: SlotTable, slots: list[tuple[Slot, int]], regions: list[Region], suffix: str
 ) -> None:
-    names = ops.INPUTS if table.remembers else ("scales",)
+    names = (*ops.INPUTS, *(ops.WEIGHT_INPUTS if table.n_weights else ())) if table.remembers else ("scales",)
     inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
-    read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late")}
+    read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late", "made")}
     if table.remembers:
         read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
         if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
@@ -171,12 +177,15 @@ def _place(
     for region in regions:
         within[region.body.graph] = _thread(region, within[region.outer], suffix)
     for slot, i in slots:
-        backward, of = i >= table.n_forward, within[slot.node.graph]
+        of, first_gradient = within[slot.node.graph], table.n_forward + table.n_weights
+        backward = i >= first_gradient
         placed: ops.Stateful
         if isinstance(slot.quantizer, ops.Static):
             placed, state = replace(slot.quantizer, slot=i), [of["scales"]]
+        elif _is_kept(slot):
+            placed, state = replace(slot.quantizer, slot=i, index=i - table.n_forward), [of["made"]]
         else:
-            placed = replace(slot.quantizer, slot=i, index=i - table.n_forward if backward else i)
+            placed = replace(slot.quantizer, slot=i, index=i - first_gradient if backward else i)
             begun = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
             state = [of["usable" if begun else "scales"], of["amax_backward_late" if backward else "amax_forward"]]
         args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
@@ -201,7 +210,7 @@ def state_input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def _begin_step(graph: fx.Graph, recipe: Any, inputs: dict[str, fx.Node]) -> fx.Node:
-    state = [inputs[name] for name in ops.SlotTensors._fields]
+    state = [inputs[name] for name in ops.SlotTensors._fields if name in inputs]
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         return graph.call_function(ops.begin_step, (recipe, *state))

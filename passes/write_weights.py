@@ -1,0 +1,184 @@
+"""Whoever updates a weight writes its FP8 copy along with it, for the next forward to find.
+
+before   p.addcdiv_(exp_avg, denom)                              or whatever else writes into a parameter, last of all
+after    p.addcdiv_(exp_avg, denom)
+         s: f32[W] = usable(next_scales(scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W]))
+         a: f32[]  = write_weight(s, 0, [p], [x_q: f8[N, K]], [x_t: f8[K, N]])
+         write_made(made: f32[2, W], s, [a, ...])
+changes  nothing that was there; the copy is that which the next forward would have made
+
+Runs on Dynamo's graph of an update: one that writes into parameters and gives nothing that has a gradient. Optimizers
+are not known by name. Behind AOTAutograd the parameter's `copy_` and these writes read one value, which Inductor has at
+hand in one kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass import ops
+from fp8pass._torch import FakeTensor, FakeTensorMode
+from fp8pass.passes.spellings import mutates
+from fp8pass.passes.state_inputs import state_input
+from fp8pass.recipes import DelayedScaling
+
+Place = int | str
+"""Of a tensor in a graph of Dynamo's: the position of an input, or the name of an attribute."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A weight's FP8 copy. parts: where its parameters are in the graph, None for one that is not.
+
+    state: which of the states its scale is in; index: where among its W. transposed: see `Fp8Weight`.
+    """
+
+    parts: tuple[Place | None, ...]
+    state: int
+    index: int
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a group of weights: see `SlotTensors`. first: F; count: W."""
+
+    recipe: DelayedScaling
+    first: int
+    count: int
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pattern: only reads.
+
+
+def written(module: fx.GraphModule) -> list[Place]:
+    """The tensors that a graph writes into, if it is an update; none if it is anything else.
+
+    It is run on fake tensors, whose versions tell.
+    """
+    graph = module.graph
+    tensors = {place: x for node, place in _places(graph).items() if isinstance(x := _example(module, node), Tensor)}
+    if not any(_is_parameter(x) for x in tensors.values()) or not any(map(mutates, graph.nodes)):
+        return []
+    if any(x.requires_grad for x in _results(graph)):
+        return []
+    modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]  # Dynamo's; the backend has another
+    runner = _OnFakes(module, modes[0] if modes else FakeTensorMode())
+    runner.run()
+    changed = [place for place, x in tensors.items() if runner.changed(place, x)]
+    return changed if any(_is_parameter(tensors[place]) for place in changed) else []
+
+
+def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    return {**{n: i for i, n in enumerate(inputs)}, **{n: str(n.target) for n in graph.nodes if n.op == "get_attr"}}
+
+
+def _example(module: fx.GraphModule, node: fx.Node) -> Any:
+    return node.meta.get("example_value") if node.op == "placeholder" else attribute(module, str(node.target))
+
+
+def attribute(module: torch.nn.Module, name: str) -> Any:
+    """What a `get_attr` node of that target gives."""
+    for part in name.split("."):
+        module = getattr(module, part, None)  # type: ignore[assignment]
+    return module
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return x.is_leaf and x.requires_grad
+
+
+def _results(graph: fx.Graph) -> list[Tensor]:
+    values = (n.meta.get("example_value") for n in graph.output_node().all_input_nodes)
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+def _ignored_symbols(mode: FakeTensorMode) -> Any:
+    """Sizes that depend on data, and that the real graph knows already."""
+    return contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
+class _OnFakes(fx.Interpreter):
+    """Runs a graph on fake tensors of its own, under the grad mode that it begins with."""
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module)
+        self.mode = mode
+        self.of: dict[Place, Tensor] = {}
+        self.began: dict[Place, int] = {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Without arguments."""
+        grad_enabled = torch.is_grad_enabled()
+        try:
+            with self.mode, _ignored_symbols(self.mode):
+                return super().run(*args, enable_io_processing=False, **kwargs)
+        finally:
+            torch.set_grad_enabled(grad_enabled)
+
+    def changed(self, place: Place, x: Tensor) -> bool:
+        """Whether the tensor has been written into."""
+        return place in self.of and self.of[place]._version != self.began[place]
+
+    def _fake(self, place: Place, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if place not in self.of:
+            sizes = x.shape, x.stride()
+            fake = torch.empty_strided(*sizes, dtype=x.dtype, device=x.device)
+            self.of[place] = fake.requires_grad_(_is_parameter(x))
+            self.began[place] = self.of[place]._version
+        return self.of[place]
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Inputs and attributes are replaced by fakes."""
+        if n.op == "placeholder":
+            place = [p for p in n.graph.nodes if p.op == "placeholder"].index(n)
+            return self._fake(place, n.meta["example_value"])
+        if n.op == "get_attr":
+            return self._fake(str(n.target), attribute(self.module, str(n.target)))
+        return super().run_node(n)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite: only builds.
+
+
+def write_weights(module: fx.GraphModule, states: Sequence[State], writes: Sequence[Write]) -> None:
+    """Write FP8 copies at the end of the graph.
+
+    Behind its inputs come scale, amax_history, amax_weights and made of each state; then of each write the copies of its
+    parts, their transposes, and those parts that the graph has no place for.
+    """
+    graph = module.graph
+    nodes = {place: node for node, place in _places(graph).items()}
+    names = "scale", "amax_history", "amax_weights", "made"
+    of_states = [[state_input(graph, f"fp8pass_{name}_{i}") for name in names] for i in range(len(states))]
+    of_writes = [_inputs_of(graph, i, w) for i, w in enumerate(writes)]
+    with graph.inserting_before(graph.output_node()):
+        for i, (state, (*scales_of, made)) in enumerate(zip(states, of_states, strict=True)):
+            scales = graph.call_function(ops.next_scales, (state.recipe, state.first, *scales_of))
+            scales = graph.call_function(ops.usable, (scales,))
+            amaxes: list[fx.Node | None] = [None] * state.count
+            for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
+                if w.state == i:
+                    parts = [others.pop(0) if place is None else nodes[place] for place in w.parts]
+                    args = scales, w.index, parts, copies, transposes
+                    amaxes[w.index] = graph.call_function(ops.write_weight, args)
+            graph.call_function(ops.write_made, (made, scales, amaxes))
+
+
+def _inputs_of(graph: fx.Graph, i: int, w: Write) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    def several(name: str, count: int) -> list[fx.Node]:
+        return [state_input(graph, f"fp8pass_weight_{i}_{name}_{k}") for k in range(count)]
+
+    parts = len(w.parts)
+    return several("x_q", parts), several("x_t", parts * w.transposed), several("part", w.parts.count(None))
