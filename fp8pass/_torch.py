@@ -24,7 +24,7 @@ from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.ir import ConcatKernel, Pointwise, TensorBox
+from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V as Virtualized
 from torch._inductor.virtualized import ops as inductor_ops
@@ -81,6 +81,7 @@ __all__ = [
     "ForeachKernelSchedulerNode",
     "FusedSchedulerNode",
     "InductorChoices",
+    "MutationLayoutSHOULDREMOVE",
     "Pointwise",
     "SchedulerNode",
     "TensorBox",

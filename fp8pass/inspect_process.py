@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fp8pass.config import WEIGHT_CACHES
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.inspector import Inspection, Kernel, Run
@@ -85,7 +86,7 @@ def main(request: dict[str, Any], answer: Path) -> None:
     runs = []
     for way in _ways(request, target, notes):
         work.doing, work.advice = f"{spec} can't be compiled with {way.name} for {target.name}", _TRACED
-        runs.append(_run(gpu, way, factory, request["ptx"], work))
+        runs.append(_run(gpu, way, factory, request["ptx"], work, request["optimizer"]))
     found = Inspection(spec, target.name, torch.__version__, tuple(runs), tuple(notes))
     answer.write_text(json.dumps(asdict(found)))
 
@@ -106,6 +107,8 @@ def _factory(spec: str) -> Callable[[], Any]:
 
 def _ways(request: dict[str, Any], target: Target, notes: list[str]) -> Iterator[_Way]:
     options = {**request["options"], "target": target.name}
+    if request["optimizer"] is not None:
+        options.setdefault("weight_cache", WEIGHT_CACHES[-1])
     yield _Way(f"fp8pass {options['recipe']}", lambda model: model, "fp8pass", options)
     yield _Way("bf16", lambda model: model, "inductor")
     if request["peer"] is None:
@@ -125,7 +128,9 @@ def _torchao(model: Any, recipe: str) -> Any:
     return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def _run(gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work: _Work) -> Run:
+def _run(
+    gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
+) -> Run:
     torch.compiler.reset()
     with fakes(), gpu.compiles() as found, warnings.catch_warnings(record=True) as caught:
         traced = replace(work)
@@ -135,6 +140,8 @@ def _run(gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work:
         work.doing, work.advice = traced.doing, traced.advice
         compiled: Any = torch.compile(model, backend=way.backend, options=way.options)
         _backward(compiled(*inputs))
+        if optimizer is not None:
+            _update(model, optimizer, way)
     if not found:
         raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
     kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
@@ -154,6 +161,12 @@ def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
     return built
 
 
+def _update(model: Any, name: str, way: _Way) -> None:
+    """A second step's update, which is that of all later ones: the first has no state yet."""
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=True)  # as it is on GPUs
+    torch.compile(optimizer.step, backend=way.backend, options=way.options)()
+
+
 def _backward(result: Any) -> None:
     """Backward of the sum of all results that have a gradient."""
     sums = [x.sum() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
@@ -165,7 +178,7 @@ def _names(found: list[Generated]) -> list[str]:
     """What each graph is called."""
     names, counts = [], Counter[str]()
     for graph in found:
-        kind = "backward" if graph.is_backward else "forward"
+        kind = "backward" if graph.is_backward else "update" if graph.is_inference else "forward"
         counts[kind] += 1
         names.append(kind if counts[kind] == 1 else f"{kind} {counts[kind]}")
     return names

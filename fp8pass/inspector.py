@@ -127,6 +127,7 @@ def inspect(
     recipe: str = "delayed",
     *,
     peer: str | None = None,
+    optimizer: str | None = None,
     ptx: bool = False,
     machine: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
@@ -147,7 +148,7 @@ def inspect(
     options = {**(options or {}), "recipe": recipe}
     make_config(options)
     request = {
-        "spec": spec, "target": target, "peer": peer, "ptx": ptx, "machine": str(machine) if machine else None,
+        "spec": spec, "target": target, "peer": peer, "optimizer": optimizer, "ptx": ptx, "machine": str(machine) if machine else None,
         "options": options,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

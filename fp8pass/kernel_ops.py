@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8pass._torch import ConcatKernel, Pointwise, TensorBox, inductor_lowering, inductor_ops
+from fp8pass._torch import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox, inductor_lowering, inductor_ops
 from fp8pass.scaling import fp8_max, quantize
 
 _POINTWISE = (torch.Tag.pointwise,)
@@ -82,6 +82,18 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("fp8pass::write", mutates_args=("into",))
+def _write(into: Tensor, x: Tensor) -> None:
+    """`into.copy_(x)`, by the kernel that computes `x`, in the order in which it does. Nothing reads `into` later."""
+    into.copy_(x)
+
+
+@_write.register_fake
+def _(into: Tensor, x: Tensor) -> None:
+    return None
+
+
+WRITE = torch.ops.fp8pass.write.default
 QUANTIZE, ROWS, ROUNDED = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default, torch.ops.fp8pass.rounded.default
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
 
@@ -112,6 +124,12 @@ def _(x: Any) -> Any:
         return inductor_ops.to_dtype(inductor_ops.to_dtype(element(index), dtype, use_compute_types=False), dtype)
 
     return _pointwise(x, dtype, stored, x.get_size())
+
+
+@_lowers(WRITE)
+def _(into: Any, x: Any) -> None:
+    of_its_own = _pointwise(x, x.get_dtype(), x.make_loader(), x.get_size())
+    MutationLayoutSHOULDREMOVE.realize_into(of_its_own, into, unsafe_alias=True)
 
 
 @_lowers(ROWS)

@@ -39,6 +39,7 @@ from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.passes.split_foreach import SplitForeach
 from fp8pass.passes.use_transposes import UseTransposes
 from fp8pass.passes.write_weights import write_weights
 from fp8pass.recipes import DelayedScaling
@@ -89,7 +90,7 @@ def passes(choices: list[Choice]) -> list[Pass]:
 
 def kernel_passes() -> list[Pass]:
     """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), MakeOnce(), EmulateMatmuls()]
+    return [SplitForeach(), FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), MakeOnce(), EmulateMatmuls()]
 
 
 class KernelPasses(CustomGraphPass):

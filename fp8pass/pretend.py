@@ -297,7 +297,7 @@ class Pretended:
                 with mode:
                     lowering.run(*on_gpu)
                 code = lowering.codegen()[0].value
-        return Generated(code, is_backward, module, lowering, lowering.launches, _n_returned())
+        return Generated(code, is_backward, is_inference, module, lowering, lowering.launches, _n_returned())
 
 
 @contextlib.contextmanager
@@ -316,6 +316,7 @@ class Generated:
 
     code: str
     is_backward: bool
+    is_inference: bool
     module: fx.GraphModule
     lowering: GraphLowering
     launches: list[Launch]

@@ -102,6 +102,7 @@ class BatchAmaxes:
                 groups = _groups(graph, found.slots)
                 _Rewriter(graph, found).rewrite(groups)
                 applied += len(groups)
+        applied += _all_as_matrices(graph)
         if applied:
             graph.eliminate_dead_code()
         return applied
@@ -134,7 +135,6 @@ class _Rewriter:
     def __init__(self, graph: fx.Graph, m: Match) -> None:
         self.m = m
         self.build = Builder(graph, BatchAmaxes.name)
-        self.matrices: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self, groups: list[list[Slot]]) -> None:
         for group in groups[1:]:
@@ -176,18 +176,7 @@ class _Rewriter:
         elements = [self.build.emit(at, aten.select.int, scale_inv, 0, i) for i in range(len(group))]
         for slot, element in zip(group, elements, strict=True):
             slot.inverse.replace_all_uses_with(element)
-        for matmul in dict.fromkeys(u for e in elements for u in e.users if u.target is aten._scaled_mm.default):
-            self._as_matrices(matmul)
         return amax
-
-    def _as_matrices(self, matmul: fx.Node) -> None:
-        """Give a matmul its scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
-        scales = [as_node(a) for a in matmul.args[2:4]]
-        for scale in scales:
-            if val(scale).dim() == 0 and scale not in self.matrices:
-                at = min(user for user in scale.users if user.target is aten._scaled_mm.default)
-                self.matrices[scale] = self.build.emit(at, aten.reshape.default, scale, [1, 1])
-        matmul.args = (*matmul.args[:2], *(self.matrices.get(s, s) for s in scales), *matmul.args[4:])
 
     def _record(self, amaxes: list[fx.Node], ends: list[tuple[int, int]]) -> None:
         copy = self.m.copy
@@ -200,6 +189,23 @@ class _Rewriter:
                 copy, aten.copy_.default, self.build.emit(copy, aten.slice.Tensor, amax, 0, start, end), value
             )
         copy.graph.erase_node(copy)
+
+
+def _all_as_matrices(graph: fx.Graph) -> int:
+    """Give matmuls their scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
+    matrices: dict[fx.Node, fx.Node] = {}
+    matmuls = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
+    for matmul in matmuls:
+        scales = [as_node(a) for a in matmul.args[2:4]]
+        if all(s.target is not aten.select.int for s in scales):
+            continue
+        for scale in scales:
+            if val(scale).dim() == 0 and scale not in matrices:
+                build = Builder(graph, BatchAmaxes.name)
+                at = min(user for user in scale.users if user.target is aten._scaled_mm.default)
+                matrices[scale] = build.emit(at, aten.reshape.default, scale, [1, 1])
+        matmul.args = (*matmul.args[:2], *(matrices.get(s, s) for s in scales), *matmul.args[4:])
+    return len(matrices)
 
 
 def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, val
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
 from fp8pass.passes.patterns import (
     RESHAPES,
     as_node,
@@ -152,8 +152,8 @@ def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
 
 
 def _rewrite(build: Builder, m: Match) -> None:
-    emit, dtype = functools.partial(build.emit, m.x_q), val(m.x_q).dtype
-    tiles = _tiles(build, m)
+    emit, dtype, into = functools.partial(build.emit, m.x_q), val(m.x_q).dtype, _destinations(m)
+    tiles = _tiles(build, m, into)
     with_amax = _reduce(build, m, tiles)
 
     def quantized(part: fx.Node) -> fx.Node:
@@ -162,16 +162,94 @@ def _rewrite(build: Builder, m: Match) -> None:
             q.meta[WITH_AMAX] = True
         return q
 
-    def turned(part: fx.Node) -> fx.Node:
+    def transposed(part: fx.Node) -> fx.Node:
         return emit(
             aten.clone.default, emit(aten.permute.default, part, [2, 0, 1]), memory_format=torch.contiguous_format
         )
 
     # each quantized anew: what reads another's result, Inductor may put into another kernel
-    x_t = _made_here(emit, _each(emit, tiles, lambda part: turned(quantized(part)), 0), "columns")
+    if into:
+        for write, turned in zip(into, (True, False), strict=True):
+            _write(build, write, quantized(tiles[0]), turned)
+        return
+    x_t = _made_here(emit, _each(emit, tiles, lambda part: transposed(quantized(part)), 0), "columns")
     x_q = _made_here(emit, _each(emit, tiles, quantized, 2), "columns")
     m.copy.replace_all_uses_with(emit(aten.reshape.default, x_t, [m.columns, m.rows]))
     m.x_q.replace_all_uses_with(emit(aten.reshape.default, x_q, list(val(m.x_q).shape)))
+
+
+def _destinations(m: Match) -> list[fx.Node]:
+    """The `copy_` that writes the transposed copy into an input, and that which so writes the tensor itself.
+
+    None if either is needed for anything else.
+    """
+    writes = [*map(_write_of, m.copy.users), *(_write_of(u) for u in m.x_q.users if u is not first(m.copy))]
+    found = [w for w in writes if w is not None]
+    alone = len(first(m.copy).users) == 1 and first(first(m.copy)) is m.x_q
+    return found if alone and len(found) == len(writes) == 2 else []
+
+
+def _write_of(user: fx.Node) -> fx.Node | None:
+    """The node that copies what `user` is given into an input, if that is all that it is for."""
+    if user.target is aten.copy.default and len(user.users) == 1:  # what is written into strides of the input's
+        (user,) = user.users
+    into_input = user.target is aten.copy_.default and first(user).op == "placeholder"
+    return user if into_input and not user.users else None
+
+
+class _InTiles:
+    """What is computed elementwise of tensors of one shape, computed of their tiles."""
+
+    def __init__(self, build: Builder, x: fx.Node, tiles: list[int]) -> None:
+        self.build = build
+        self.shape = val(x).shape
+        self.tiles = tiles
+        self.of: dict[fx.Node, fx.Node] = {}
+
+    def __call__(self, at: fx.Node, x: fx.Node) -> fx.Node:
+        """`x`, in tiles, in front of `at`."""
+        if x in self.of:
+            return self.of[x]
+        if val(x).shape != self.shape or x.op == "placeholder" or not is_elementwise(x):
+            result = self.build.emit(at, aten.reshape.default, x, self.tiles) if val(x).shape == self.shape else x
+        else:
+            args = fx.map_arg((x.args, x.kwargs), lambda n: self(at, n))
+            result = self.build.emit(at, x.target, *args[0], **args[1])
+        self.of[x] = result
+        return result
+
+
+def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.Node]) -> fx.Node:
+    """`x`, which an update computes, in tiles, and what else the update writes of it: in one kernel, read once.
+
+    Whatever is written into inputs of this size and made of the same tensors belongs to it.
+    """
+    in_tiles, made_of, at = _InTiles(build, m.x, tiles), _large_sources(m.x), min(m.x.users)
+    new = first(m.x) if m.x.target is ROUNDED else m.x
+    tile = in_tiles(at, new)
+    in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
+    result = in_tiles(at, m.x)
+    writes = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
+    for node in [n for n in writes if first(n).op == "placeholder"]:
+        value = as_node(node.args[1])
+        if val(value).shape == val(m.x).shape and is_elementwise(value) and made_of & _large_sources(value):
+            _write(build, node, in_tiles(node, value))
+    return result
+
+
+def _large_sources(x: fx.Node) -> set[fx.Node]:
+    """The tensors that `x` is computed of, elementwise."""
+    return {n for n in {x, *sources(x, is_elementwise)} if n.op == "placeholder" and not has_one_element(n)}
+
+
+def _write(build: Builder, copy: fx.Node, tiles: fx.Node, turned: bool = False) -> None:
+    """Write tiles into an input, turned or not, in place of a `copy_` of the whole."""
+    emit, shape = functools.partial(build.emit, copy), list(val(tiles).shape)
+    into = val(first(copy))
+    strides = (into.t() if turned else into).view(shape).stride()
+    write = emit(WRITE, emit(aten.as_strided.default, first(copy), shape, list(strides)), tiles)
+    write.meta[TILED] = "columns"
+    build.graph.erase_node(copy)
 
 
 def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx.Node], fx.Node], dim: int) -> fx.Node:
@@ -184,14 +262,16 @@ def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx
     return emit(CONCATENATED, results, dim)
 
 
-def _tiles(build: Builder, m: Match) -> list[fx.Node]:
-    """[k, R/k, C], of each part of a cat."""
+def _tiles(build: Builder, m: Match, into: list[fx.Node]) -> list[fx.Node]:
+    """[k, R/k, C], of each part of a cat. into: see `_destinations`."""
     at, shared = min(m.x.users), len(m.x.users) > 2
-    xs = _parts(m.x)
+    xs = [m.x] if into else _parts(m.x)
     chunks = _chunks(m.rows, max(val(p).shape[-1] for p in xs))
     shapes = [[chunks, m.rows // chunks, val(p).shape[-1]] for p in xs]
     # an elementwise op that torch 2.11, too, fuses in any order of loops
     xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
+    if into:
+        return [_update_in_tiles(build, m, shapes[0], into)]
     parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
     if len(parts) == 1 and m.x.op != "placeholder" and shared:
         return [build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))]

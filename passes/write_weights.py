@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import ops
-from fp8pass._torch import FakeTensor, FakeTensorMode
+from fp8pass._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 from fp8pass.passes.spellings import mutates
 from fp8pass.passes.state_inputs import state_input
 from fp8pass.recipes import DelayedScaling
@@ -61,7 +61,7 @@ class State:
 def written(module: fx.GraphModule) -> list[Place]:
     """The tensors that a graph writes into, if it is an update; none if it is anything else.
 
-    It is run on fake tensors, whose versions tell.
+    It is run on fake tensors, to see.
     """
     graph = module.graph
     tensors = {place: x for node, place in _places(graph).items() if isinstance(x := _example(module, node), Tensor)}
@@ -70,10 +70,8 @@ def written(module: fx.GraphModule) -> list[Place]:
     if any(x.requires_grad for x in _results(graph)):
         return []
     modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]  # Dynamo's; the backend has another
-    runner = _OnFakes(module, modes[0] if modes else FakeTensorMode())
-    runner.run()
-    changed = [place for place, x in tensors.items() if runner.changed(place, x)]
-    return changed if any(_is_parameter(tensors[place]) for place in changed) else []
+    changed = _OnFakes(module, modes[0] if modes else FakeTensorMode()).written()
+    return [p for p in tensors if p in changed] if any(_is_parameter(tensors[p]) for p in changed) else []
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
@@ -113,39 +111,50 @@ class _OnFakes(fx.Interpreter):
         super().__init__(module)
         self.mode = mode
         self.of: dict[Place, Tensor] = {}
-        self.began: dict[Place, int] = {}
+        self.places = _places(module.graph)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Without arguments."""
+    def written(self) -> set[Place]:
+        """Run it; the places of the tensors that it writes into."""
         grad_enabled = torch.is_grad_enabled()
         try:
-            with self.mode, _ignored_symbols(self.mode):
-                return super().run(*args, enable_io_processing=False, **kwargs)
+            with self.mode, _ignored_symbols(self.mode), _Writes() as writes:
+                self.run(enable_io_processing=False)
         finally:
             torch.set_grad_enabled(grad_enabled)
-
-    def changed(self, place: Place, x: Tensor) -> bool:
-        """Whether the tensor has been written into."""
-        return place in self.of and self.of[place]._version != self.began[place]
-
-    def _fake(self, place: Place, x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if place not in self.of:
-            sizes = x.shape, x.stride()
-            fake = torch.empty_strided(*sizes, dtype=x.dtype, device=x.device)
-            self.of[place] = fake.requires_grad_(_is_parameter(x))
-            self.began[place] = self.of[place]._version
-        return self.of[place]
+        return {place for place, x in self.of.items() if _storage(x) in writes.into}
 
     def run_node(self, n: fx.Node) -> Any:
         """Inputs and attributes are replaced by fakes."""
-        if n.op == "placeholder":
-            place = [p for p in n.graph.nodes if p.op == "placeholder"].index(n)
-            return self._fake(place, n.meta["example_value"])
-        if n.op == "get_attr":
-            return self._fake(str(n.target), attribute(self.module, str(n.target)))
-        return super().run_node(n)
+        if n not in self.places:
+            return super().run_node(n)
+        place, x = self.places[n], _example(self.module, n)
+        if not isinstance(x, Tensor):
+            return x
+        if place not in self.of:
+            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            self.of[place] = fake.requires_grad_(_is_parameter(x))
+        return self.of[place]
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what ops write into. Not by versions: on fake tensors, those of `_foreach_` ops stay what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.into: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One op."""
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[i] if i < len(args) else kwargs.get(argument.name)
+                self.into |= {_storage(x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)}
+        return func(*args, **kwargs)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 # ---------------------------------------------------------------------------------------------------------------------
