@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8pass._torch import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox, inductor_lowering, inductor_ops
+from fp8pass._torch import (
+    ConcatKernel,
+    MutationLayoutSHOULDREMOVE,
+    Pointwise,
+    TensorBox,
+    inductor_lowering,
+    inductor_ops,
+)
 from fp8pass.scaling import fp8_max, quantize
 
 _POINTWISE = (torch.Tag.pointwise,)
@@ -94,7 +101,11 @@ def _(into: Tensor, x: Tensor) -> None:
 
 
 WRITE = torch.ops.fp8pass.write.default
-QUANTIZE, ROWS, ROUNDED = torch.ops.fp8pass.quantize.default, torch.ops.fp8pass.rows.default, torch.ops.fp8pass.rounded.default
+QUANTIZE, ROWS, ROUNDED = (
+    torch.ops.fp8pass.quantize.default,
+    torch.ops.fp8pass.rows.default,
+    torch.ops.fp8pass.rounded.default,
+)
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
 
 

@@ -21,7 +21,7 @@ from fp8pass.graph import MADE_BY, is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inspector import Kernel
 from fp8pass.names import module_path
-from fp8pass.pretend import BaseSchedulerNode, Generated, Launch, NopKernelSchedulerNode, V
+from fp8pass.pretend import BaseSchedulerNode, Generated, Launch, MemoryDep, NopKernelSchedulerNode, V
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from fp8pass.scaling import FP8_DTYPES
 
@@ -78,11 +78,15 @@ def _bytes(node: BaseSchedulerNode) -> tuple[int, int]:
 
 
 def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
-    """(read, written): the terms of `get_read_write_buffers_sizes`. What a kernel writes it need not read again."""
+    """(read, written): the terms of `get_read_write_buffers_sizes`. What a kernel writes it need not read again.
+
+    A kernel depends on the whole of an input that it writes into, also where it reads nothing of it.
+    """
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     own = {dep.name for dep in node.read_writes.writes}
     written = sum(size for name, size in moved.items() if name in own)
-    return sum(moved.values()) - written, written
+    read = {dep.name for dep in node.read_writes.reads if node.is_extern() or isinstance(dep, MemoryDep)}
+    return sum(size for name, size in moved.items() if name in read - own), written
 
 
 def _origins(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> list[fx.Node]:

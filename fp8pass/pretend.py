@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch._dynamo import device_interface
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx, config, debug
+from torch._inductor.dependencies import MemoryDep as MemoryDep
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode

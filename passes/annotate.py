@@ -431,7 +431,9 @@ class _Rewriter:
                 known[key] = self._quantized(ops.cached_operand, (x, quantizer), x, role)
                 self.owner.weights[known[key]] = Weight(parts, transposed=False)
             else:
-                known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
+                known[key] = (
+                    self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
+                )
         return known[key]
 
     def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
@@ -442,7 +444,11 @@ class _Rewriter:
         if not isinstance(quantizer, ops.Delayed):
             return ()
         parts = names.parts(x)
-        return parts if all(isinstance(p.meta["example_value"], torch.nn.Parameter) for p in parts) and not mutated & {*parts} else ()
+        return (
+            parts
+            if all(isinstance(p.meta["example_value"], torch.nn.Parameter) for p in parts) and not mutated & {*parts}
+            else ()
+        )
 
     def _is_constant(self, x: fx.Node) -> bool:
         """Whether `x` is a parameter that only the user can change, between two calls."""
