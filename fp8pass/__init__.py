@@ -13,6 +13,7 @@ from fp8pass.scaling import quantize as quantize
 from fp8pass.state_dict import state as state
 from fp8pass.static import calibrate as calibrate
 from fp8pass.steps import accumulate as accumulate
+from fp8pass.train_step import train_step as train_step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "quantize",
     "recipes",
     "state",
+    "train_step",
 ]

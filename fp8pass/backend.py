@@ -33,7 +33,7 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
-from fp8pass.passes.write_weights import Place, written
+from fp8pass.passes.write_weights import Place, real_inputs, written
 from fp8pass.pipeline import KernelPasses, Pipeline, annotated, annotated_update, behind, known_to_caches
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
@@ -63,10 +63,10 @@ def fp8pass(
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
-    if isinstance(config.recipe, Schedule):
-        return _scheduled(module, example_inputs, config, compile_graph)
     if places := written(module):
         return _update(module, example_inputs, config, places)
+    if isinstance(config.recipe, Schedule):
+        return _scheduled(module, example_inputs, config, compile_graph)
     annotation = annotated(module, config)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config)
@@ -94,7 +94,11 @@ def _update(
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             return _lower(annotation, [*example_inputs, *fakes], config)
 
-    return UpdateGraph(module, places, compile_for)
+    graph = UpdateGraph(module, places, config.skip_nonfinite, compile_for)
+    examples = real_inputs(module)
+    if examples is not None:  # now, and not in the first call, for Dynamo may have to think again
+        graph.compile(examples)
+    return graph
 
 
 def _scheduled(

@@ -37,6 +37,9 @@ class Config:
     """What is kept of each weight from one optimizer step to the next: "off" nothing, it is quantized in every forward;
     "fp8" its FP8 copy, 1 byte per element; "fp8+transpose" that and the transposed one, 2 bytes. `fp8pass.train_step`
     begins with the last. Only delayed scaling, and matrices."""
+    skip_nonfinite: bool = False
+    """An optimizer's step whose gradients hold a NaN or an infinity leaves parameters, moments and FP8 state as they
+    were; `TrainStep.skipped` counts. Only for optimizers that are compiled, as `fp8pass.train_step` does it."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
     target: str | None = None
@@ -140,6 +143,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "min_speedup": float,
     "merge_siblings": _flag("merge_siblings"),
     "weight_cache": str,
+    "skip_nonfinite": _flag("skip_nonfinite"),
     "strict": _flag("strict"),
     "target": str,
     "mode": str,

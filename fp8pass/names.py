@@ -18,7 +18,7 @@ class Names:
     """
 
     def __init__(self, placeholders: Sequence[fx.Node]) -> None:
-        sources = {p: _source_name(p) for p in placeholders}
+        sources = {p: source_name(p) for p in placeholders}
         parameters = [p for p in placeholders if isinstance(p.meta.get("example_value"), torch.nn.Parameter)]
         owned = parameters or [p for p in placeholders if "._buffers[" in sources[p]]
         paths = {p: _path(sources[p]) for p in owned}
@@ -109,7 +109,8 @@ def module_path(source: str) -> str:
     return _path(source)[1]
 
 
-def _source_name(placeholder: fx.Node) -> str:
+def source_name(placeholder: fx.Node) -> str:
+    """Where Dynamo has an input from, as Python: "L['self'].param_groups[0]['params'][0].grad"; "" if unknown."""
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)

@@ -478,6 +478,32 @@ def write_made(made: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> Non
     made.copy_(torch.stack([scale_inv, amax]))
 
 
+@torch.no_grad()
+def any_nonfinite(tensors: list[Tensor]) -> Tensor:
+    """Whether any of the tensors, floating and of any shape, holds a NaN or an infinity: b8[]."""
+    device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
+    amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in tensors if x.numel()]
+    return scaling.is_finite(torch.stack([a.to(device) for a in amaxes]).amax()).logical_not()
+
+
+@torch.no_grad()
+def keep(unchanged: Tensor, x: Tensor, old: Tensor) -> None:
+    """Put `old` back into `x`, in place, where `unchanged` b8[]."""
+    x.copy_(torch.where(unchanged, old, x))
+
+
+@torch.no_grad()
+def forget_step(forgets: Tensor, amax: Tensor) -> None:
+    """Empty the running amaxes f32[...] of a step, in place, where `forgets` b8[]: nothing will be rolled."""
+    amax.copy_(torch.where(forgets, scaling.NOTHING, amax))
+
+
+@torch.no_grad()
+def count(event: Tensor, counts: Tensor) -> None:
+    """Count calls, and those with the event, in `counts` i64[2], in place."""
+    counts.add_(torch.stack([torch.ones_like(event), event]))
+
+
 def usable(scales: Tensor) -> Tensor:
     """`scales` f32[T], with 1 for slots that have no history yet: for all of them at once."""
     return torch.where(scales == 0, 1.0, scales)

@@ -39,9 +39,10 @@ from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.passes.split_foreach import SplitForeach
+from fp8pass.passes.skip_nonfinite import skip_nonfinite
+from fp8pass.passes.split_foreach import SplitForeach, expand_symbolic
 from fp8pass.passes.use_transposes import UseTransposes
-from fp8pass.passes.write_weights import write_weights
+from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
@@ -67,8 +68,14 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
 def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:
     """Dynamo's graph of an update of parameters, with what writes the FP8 copies of weights."""
     module = copy_to_edit(module)
-    write_weights(module, key.states, key.writes)
-    module.graph.lint()
+    graph = module.graph
+    expand_symbolic(graph)
+    inputs = inputs_of_states(graph, key.states, skips=bool(key.keeps))
+    if key.keeps:
+        amaxes = [node for of_state in inputs for name, node in of_state.items() if name.startswith("amax_")]
+        skip_nonfinite(graph, at_beginning(graph, key.keeps), [n for n in amaxes if "history" not in n.name])
+    write_weights(graph, key.states, inputs, key.writes)
+    graph.lint()
     module.recompile()
     return Annotation(module, [], [])
 

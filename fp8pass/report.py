@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from fp8pass.recipes import Kind
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,40 @@ class Gemm:
         return product
 
 
+@dataclass(frozen=True)
+class Break:
+    """A place where Dynamo ends a graph and goes on with another. source: "file.py:12"; reason: why, in a line.
+
+    nbytes: of the tensors that the graph before it has to write to memory for whatever comes after it.
+    """
+
+    source: str
+    reason: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        handed = f"{self.nbytes / 1e6:.1f} MB handed over" if self.nbytes else "no tensors of any size handed over"
+        return f"the graph breaks at {self.source}: {self.reason} ({handed}, and one graph more to call)"
+
+
+def frame_of(module: Any) -> str:
+    """The function that a graph of Dynamo's begins in; "" if that is not known."""
+    why = getattr(module, "compile_subgraph_reason", None)
+    return why.user_stack[0].name if why is not None and why.user_stack else ""
+
+
+def break_of(module: Any) -> Break | None:
+    """Where and why a graph of Dynamo's ends, if that is a break."""
+    why = getattr(module, "compile_subgraph_reason", None)
+    if why is None or not why.graph_break:
+        return None
+    frame = why.user_stack[-1] if why.user_stack else None
+    source = f"{frame.filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.lineno}" if frame else "?"
+    results = (n.meta.get("example_value") for n in module.graph.output_node().all_input_nodes)
+    nbytes = sum(x.numel() * x.element_size() for x in results if isinstance(x, torch.Tensor) and x.dim())
+    return Break(source, str(why.reason).strip().splitlines()[0], int(nbytes))
+
+
 @dataclass
 class Report:
     """The matmuls of one or more compiled graphs, in graph order."""
@@ -69,12 +105,14 @@ class Report:
     gemms: list[Gemm] = field(default_factory=list)
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
+    breaks: list[Break] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Append what another report has."""
         self.gemms += other.gemms
         self.graphs += other.graphs
         self.notes += [note for note in other.notes if note not in self.notes]
+        self.breaks += [b for b in other.breaks if b not in self.breaks]
 
     @property
     def rewritten(self) -> list[Gemm]:
@@ -119,7 +157,7 @@ class Report:
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
         if notes:
             lines += ["", *notes]
-        return "\n".join([*lines, "", *self.notes, self.summary()])
+        return "\n".join([*lines, "", *map(str, self.breaks), *self.notes, self.summary()])
 
 
 _HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "status", "source")

@@ -332,10 +332,13 @@ registry.on_new.append(_restore)
 
 
 def state(module: Any) -> State:
-    """The delayed-scaling state of a module, compiled or not; the same object each time.
+    """The delayed-scaling state of a module, compiled or not, or of what a `train_step` trains; always the same object.
 
-    Exists, and can be loaded, before the first call. Raises TypeError for what is not a module.
+    Exists, and can be loaded, before the first call; of a step whose model is an argument from then on. Raises TypeError
+    for what is not a module, and for a step that trains none or several.
     """
+    if callable(of_step := getattr(module, "state", None)) and not isinstance(module, nn.Module):
+        return of_step()  # type: ignore[no-any-return]
     module = getattr(module, "_orig_mod", module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"state() takes a module or a compiled module, not {type(module).__name__}")

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass.passes.skip_nonfinite import gradients
 from fp8pass.passes.write_weights import Place, State, Write, attribute
-from fp8pass.slots import SlotGroup
+from fp8pass.slots import SlotGroup, registry
 from fp8pass.weights import Fp8Weight, newest, weights_of
 
 Run = Callable[..., Any]
@@ -23,10 +24,11 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class UpdateKey:
-    """What an update graph is compiled for."""
+    """What an update graph is compiled for. keeps: what stays as it is if a gradient is not finite; if empty, nothing."""
 
     states: tuple[State, ...]
     writes: tuple[Write, ...]
+    keeps: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,49 @@ class _Plan:
 class UpdateGraph:
     """An update; what Dynamo calls. places: of the tensors that it writes.
 
-    compile_for: compiles for a key and examples of the inputs that come behind Dynamo's.
+    skips: whether an update with gradients that are not finite is to be skipped. compile_for: compiles for a key and
+    examples of the inputs that come behind Dynamo's. counts: i64[2], how many updates there were, and how many of them
+    were skipped; None if that is not asked for.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
         places: Sequence[Place],
+        skips: bool,
         compile_for: Callable[[UpdateKey, list[Tensor]], Run],
     ) -> None:
         self._module = module
         self._places = list(places)
         self._compile_for = compile_for
+        self.counts: Tensor | None = None
+        if skips and gradients(module.graph):
+            tensors = (x for p in self._places if isinstance(x := self._example(p), Tensor))
+            device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
+            with torch.inference_mode(False):
+                self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._runs: dict[UpdateKey, Run] = {}
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self._lock = threading.Lock()
 
     @torch.no_grad()
+    def compile(self, args: Sequence[Any]) -> None:
+        """For a call with these inputs of Dynamo's, which are those that it is compiled for."""
+        self._plan(args)
+
+    @torch.no_grad()
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs, and what there is of the weights that it writes."""
         plan = self._plan(args)
-        result = plan.run(*args, *_inputs(plan, self._in_graph(args)))
+        result = plan.run(*args, *self._inputs(plan, self._in_graph(args)))
         for weight in plan.weights:
             weight.written()
         return result
+
+    def _example(self, place: Place) -> Any:
+        if isinstance(place, str):
+            return attribute(self._module, place)
+        return [n for n in self._module.graph.nodes if n.op == "placeholder"][place].meta["example_value"]
 
     def _in_graph(self, args: Sequence[Any]) -> dict[int, Place]:
         tensors = ((p, args[p] if isinstance(p, int) else attribute(self._module, p)) for p in self._places)
@@ -86,25 +107,36 @@ class UpdateGraph:
         tensors = [args[p] if isinstance(p, int) else attribute(self._module, p) for p in self._places]
         weights = weights_of(tensors)
         groups = list(dict.fromkeys(w.group for w in weights if w.group is not None))
+        if self.counts is not None:
+            ids = set(map(id, tensors))
+            trained = (g for g in registry.groups() if g.table.training and g.table.remembers)
+            groups += [g for g in trained if g not in groups and any(id(t) in ids for t in g.owned_tensors())]
         places = self._in_graph(args)
         writes = (
             Write(tuple(places.get(id(p)) for p in w.parts), groups.index(w.group), w.index, w.x_t is not None)  # type: ignore[arg-type]
             for w in weights
         )
-        states = (State(g.table.delayed, g.table.n_forward, g.table.n_weights) for g in groups)
-        key = UpdateKey(tuple(states), tuple(writes))
+        key = UpdateKey(
+            tuple(map(state_of, groups)), tuple(writes), tuple(self._places) if self.counts is not None else ()
+        )
         plan = _Plan(weights, groups, lambda *_: None)
         if key not in self._runs:
-            self._runs[key] = self._compile_for(key, _inputs(plan, places))
+            self._runs[key] = self._compile_for(key, self._inputs(plan, places))
         return _Plan(weights, groups, self._runs[key])
 
+    def _inputs(self, plan: _Plan, places: dict[int, Place]) -> list[Tensor]:
+        """What `annotated_update` gives the graph inputs for."""
+        inputs: list[Tensor] = []
+        for group in plan.groups:
+            tensors = group.tensors._asdict()
+            inputs += [tensors[name].data for name in state_of(group).inputs(self.counts is not None)]
+        if self.counts is not None:
+            inputs.append(self.counts)
+        for w in plan.weights:
+            inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in places)]
+        return inputs
 
-def _inputs(plan: _Plan, places: dict[int, Place]) -> list[Tensor]:
-    """What `write_weights` gives the graph inputs for."""
-    inputs: list[Tensor] = []
-    for group in plan.groups:
-        t = group.tensors
-        inputs += [x.data for x in (t.scale, t.amax_history, t.amax_weights, t.made)]
-    for w in plan.weights:
-        inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in places)]
-    return inputs
+
+def state_of(group: SlotGroup) -> State:
+    """Of the weights of a group."""
+    return State(group.table.delayed, group.table.n_forward, group.table.n_weights)

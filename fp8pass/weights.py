@@ -7,6 +7,7 @@ a weight counts up its version, or gives it other memory: then the copy is made 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence, Set
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8pass import ops, scaling
 from fp8pass.annotation import Cached
@@ -30,6 +32,7 @@ class Fp8Weight:
     def __init__(self, parts: Sequence[Tensor], transposed: bool) -> None:
         self._parts = tuple(map(weakref.ref, parts))
         self._made_of: Any = None
+        _watch_optimizers()
         first = parts[0]
         shape = sum(p.shape[0] for p in parts), first.shape[1]
         with torch.inference_mode(False), torch.no_grad():
@@ -42,7 +45,9 @@ class Fp8Weight:
         self.group: SlotGroup | None = None
         self.index = -1
         self.refreshed = 0
-        """How often it was made again because something else than a compiled update had changed the weight."""
+        """How often it was made by kernels of its own."""
+        self.expected = 1
+        """How often of these there was no other way: no update has come yet, or it knew no scale."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -80,6 +85,7 @@ class Fp8Weight:
         assert self.group is not None
         has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
         self._made_of = self._now() if has_scale else None
+        self.expected += not has_scale
 
     def forget(self) -> None:
         """Make it again before it is used."""
@@ -105,6 +111,22 @@ class Fp8Weight:
             ops.write_made(t.made, scales, amaxes)
         self._made_of = self._now()
         self.refreshed += 1
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once: whatever an optimizer does, it makes its weights' copies stale; an update that is compiled renews them.
+
+    There are optimizers, of other people, that write into `p.data`, of which versions know nothing.
+    """
+    register_optimizer_step_pre_hook(_forget)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if len(_weights):
+        for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
+            weight.forget()
 
 
 _weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()

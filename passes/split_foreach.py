@@ -10,7 +10,9 @@ changes  nothing
 Inductor puts all tensors of a `_foreach_` op into one launch, and nothing that reduces or transposes into that: whoever
 quantizes a weight would read it once more. For small tensors one launch is what is wanted.
 
-Runs on graphs of updates that quantize, once they are in ATen ops.
+Runs on graphs of updates that quantize, once they are in ATen ops. `expand_symbolic` runs on Dynamo's graph: there, an
+op on a list whose scalar may change from call to call, a learning rate, becomes one op for each tensor. On lists, torch
+takes such numbers for constants, and compiles anew for each.
 """
 
 from __future__ import annotations
@@ -108,3 +110,36 @@ def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
 
     (result,) = build.inline(node, computed, *tensors)
     return result
+
+
+def expand_symbolic(graph: fx.Graph) -> None:
+    """Ops on lists with a symbolic number among their arguments, in Dynamo's graph, become one op for each tensor."""
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        base = name.removeprefix("_foreach_")
+        if name == base or base.removesuffix("_") not in SPLITS or not any(map(_is_symbolic, node.all_input_nodes)):
+            continue
+        in_place = base.endswith("_")
+        if not all(u.target is operator.getitem for u in node.users) and not (in_place and not node.users):
+            continue
+        count = max(len(a) for a in node.args if isinstance(a, (list, tuple)))
+        with graph.inserting_before(node):
+            results = [_call_one(graph, node, base, i) for i in range(count)]
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:
+    args = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
+    kwargs = dict(node.kwargs)
+    if method.removesuffix("_") in ("addcdiv", "addcmul") and len(args) > 3:
+        kwargs["value"] = args.pop()
+    new = graph.call_method(method, tuple(args), kwargs)
+    new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+    return new
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymFloat)

@@ -53,6 +53,12 @@ class State:
     first: int
     count: int
 
+    def inputs(self, skips: bool) -> tuple[str, ...]:
+        """The names of the tensors that an update takes."""
+        of_weights = ("scale", "amax_history", "made") if self.count else ()
+        of_step = ("amax_forward", "amax_backward") if skips else ()
+        return (*of_weights, *of_step, *(("amax_weights",) if self.count else ()))
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pattern: only reads.
@@ -64,7 +70,7 @@ def written(module: fx.GraphModule) -> list[Place]:
     It is run on fake tensors, to see.
     """
     graph = module.graph
-    tensors = {place: x for node, place in _places(graph).items() if isinstance(x := _example(module, node), Tensor)}
+    tensors = {place: x for node, place in places(graph).items() if isinstance(x := _example(module, node), Tensor)}
     if not any(_is_parameter(x) for x in tensors.values()) or not any(map(mutates, graph.nodes)):
         return []
     if any(x.requires_grad for x in _results(graph)):
@@ -74,7 +80,14 @@ def written(module: fx.GraphModule) -> list[Place]:
     return [p for p in tensors if p in changed] if any(_is_parameter(tensors[p]) for p in changed) else []
 
 
-def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
+def real_inputs(module: fx.GraphModule) -> list[Any] | None:
+    """What Dynamo compiles the graph for, the tensors themselves; None where it does not say."""
+    known = [n.meta.get("grapharg") for n in module.graph.nodes if n.op == "placeholder"]
+    return None if any(arg is None for arg in known) else [arg.example for arg in known]
+
+
+def places(graph: fx.Graph) -> dict[fx.Node, Place]:
+    """The nodes that give a tensor which the graph does not compute, and where each is."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     return {**{n: i for i, n in enumerate(inputs)}, **{n: str(n.target) for n in graph.nodes if n.op == "get_attr"}}
 
@@ -111,7 +124,7 @@ class _OnFakes(fx.Interpreter):
         super().__init__(module)
         self.mode = mode
         self.of: dict[Place, Tensor] = {}
-        self.places = _places(module.graph)
+        self.places = places(module.graph)
 
     def written(self) -> set[Place]:
         """Run it; the places of the tensors that it writes into."""
@@ -124,9 +137,10 @@ class _OnFakes(fx.Interpreter):
         return {place for place, x in self.of.items() if _storage(x) in writes.into}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Inputs and attributes are replaced by fakes."""
+        """Inputs and attributes are replaced by fakes; numbers of the data, a learning rate, are those of the graph."""
         if n not in self.places:
-            return super().run_node(n)
+            known = n.meta.get("example_value")
+            return known if isinstance(known, (torch.SymFloat, torch.SymInt, torch.SymBool)) else super().run_node(n)
         place, x = self.places[n], _example(self.module, n)
         if not isinstance(x, Tensor):
             return x
@@ -161,19 +175,32 @@ def _storage(x: Tensor) -> int:
 # Rewrite: only builds.
 
 
-def write_weights(module: fx.GraphModule, states: Sequence[State], writes: Sequence[Write]) -> None:
-    """Write FP8 copies at the end of the graph.
+def inputs_of_states(graph: fx.Graph, states: Sequence[State], skips: bool) -> list[dict[str, fx.Node]]:
+    """Inputs for the tensors of each state, by their names in `SlotTensors`, behind those that the graph has.
 
-    Behind its inputs come scale, amax_history, amax_weights and made of each state; then of each write the copies of its
-    parts, their transposes, and those parts that the graph has no place for.
+    Those that have to do with weights, if there are any; if an update may be skipped, all amaxes of the step.
     """
-    graph = module.graph
-    nodes = {place: node for node, place in _places(graph).items()}
-    names = "scale", "amax_history", "amax_weights", "made"
-    of_states = [[state_input(graph, f"fp8pass_{name}_{i}") for name in names] for i in range(len(states))]
+    return [
+        {name: state_input(graph, f"fp8pass_{name}_{i}") for name in state.inputs(skips)}
+        for i, state in enumerate(states)
+    ]
+
+
+def write_weights(
+    graph: fx.Graph, states: Sequence[State], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
+) -> None:
+    """Write FP8 copies at the end of the graph. inputs: those of the states.
+
+    Behind all inputs come the copies of each weight's parts, their transposes, and those parts that the graph has no
+    place for.
+    """
+    nodes = {place: node for node, place in places(graph).items()}
     of_writes = [_inputs_of(graph, i, w) for i, w in enumerate(writes)]
     with graph.inserting_before(graph.output_node()):
-        for i, (state, (*scales_of, made)) in enumerate(zip(states, of_states, strict=True)):
+        for i, (state, of_state) in enumerate(zip(states, inputs, strict=True)):
+            if not state.count:
+                continue
+            scales_of = (of_state[name] for name in ("scale", "amax_history", "amax_weights"))
             scales = graph.call_function(ops.next_scales, (state.recipe, state.first, *scales_of))
             scales = graph.call_function(ops.usable, (scales,))
             amaxes: list[fx.Node | None] = [None] * state.count
@@ -182,7 +209,21 @@ def write_weights(module: fx.GraphModule, states: Sequence[State], writes: Seque
                     parts = [others.pop(0) if place is None else nodes[place] for place in w.parts]
                     args = scales, w.index, parts, copies, transposes
                     amaxes[w.index] = graph.call_function(ops.write_weight, args)
-            graph.call_function(ops.write_made, (made, scales, amaxes))
+            graph.call_function(ops.write_made, (of_state["made"], scales, amaxes))
+
+
+def at_beginning(graph: fx.Graph, wanted: Sequence[Place]) -> list[fx.Node]:
+    """Nodes for the tensors at some places, ahead of everything that is computed."""
+    nodes = {place: node for node, place in places(graph).items()}
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    found = []
+    for place in wanted:
+        if isinstance(place, str):
+            with graph.inserting_after(last):
+                last = graph.get_attr(place)
+            last.meta = dict(nodes[place].meta)
+        found.append(last if isinstance(place, str) else nodes[place])
+    return found
 
 
 def _inputs_of(graph: fx.Graph, i: int, w: Write) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:

@@ -1,0 +1,281 @@
+"""`@fp8pass.train_step`: an ordinary training step, run as a few graphs.
+
+Dynamo compiles the function with this backend: forward and loss are one graph, the backward belongs to it, and the
+optimizer's update is another. What it can't capture runs as it is, between graphs. One call is one step of delayed
+scaling, however many forwards and backwards are in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from fp8pass.backend import compile_graph
+from fp8pass.config import WEIGHT_CACHES, Config, make_config
+from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.report import Report, break_of, collect, frame_of
+from fp8pass.state_dict import State, state
+from fp8pass.steps import accumulate
+from fp8pass.update_graph import UpdateGraph
+from fp8pass.weights import weights_of
+
+DEPTH, MOST = 3, 64
+"""How deep, and into how many elements of a container, models and optimizers are looked for."""
+
+
+def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> Any:
+    """Run a training step in FP8: `@fp8pass.train_step` or `@fp8pass.train_step(recipe="delayed", min_speedup=0)`.
+
+    function: of any signature, a method too; does one optimizer step per call, with as many forwards and backwards as it
+    likes. Its models and optimizers are found among its arguments, in its closure, the globals that it names, and the
+    attributes of these. config: fields of `fp8pass.Config`, where `weight_cache` is "fp8+transpose" unless it is given.
+
+    Returns a `TrainStep`, which is called as the function is. Raises ValueError for unknown fields. The first call
+    raises Fp8Error for a function without model, optimizer or backward, for an optimizer whose step leaves all
+    parameters of the model as they were, and for a model on several devices.
+    """
+    if function is None:
+        return functools.partial(train_step, **config)
+    return TrainStep(function, make_config({"weight_cache": WEIGHT_CACHES[-1], **config}))
+
+
+class TrainStep:
+    """A training step in FP8. Called as the function that it was made of."""
+
+    def __init__(self, function: Callable[..., Any], config: Config) -> None:
+        functools.update_wrapper(self, function)
+        self.config = config
+        self._function = function
+        self._compiled = torch.compile(function, backend=self._compile)
+        self._collected = Report()
+        self._updates: list[UpdateGraph] = []
+        self._is_compiled = False
+        """Whether any graph begins in the function itself."""
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One optimizer step."""
+        models, optimizers = self._found(args, kwargs)
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(accumulate(model))
+            if all(x in self._checked for x in (*models, *optimizers)) and models and optimizers:
+                return self._compiled(*args, **kwargs)
+            return self._first_call(models, optimizers, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As of a function: bound to the instance."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    @property
+    def report(self) -> Report:
+        """What has been compiled so far: every matmul, where the graph breaks, and what FP8 copies of weights take."""
+        report = Report()
+        report.add(self._collected)
+        if report.graphs and not self._is_compiled:
+            report.notes.append(
+                f"{self._function.__qualname__} itself runs op by op, and only the functions and modules that it calls are "
+                "compiled: that is what torch does with a graph break, such as backward(), inside a for or while loop. "
+                "What else is in the loop, a loss say, is compiled too if it is put into a function with the model's call"
+            )
+        parameters = [p for model in self._models for p in model.parameters()]
+        if weights := weights_of(parameters):
+            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for w in weights for p in w.parts)
+            report.notes.append(
+                f"FP8 copies of {len(weights)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
+                f"(weight_cache={self.config.weight_cache!r})"
+            )
+            if again := [w for w in weights if w.refreshed > w.expected]:
+                times = max(w.refreshed - w.expected for w in again)
+                report.notes.append(
+                    f"{len(again)} weights were quantized again by kernels of their own, up to {times} times, because "
+                    "something else than a compiled update had changed them: an optimizer that runs eagerly (with "
+                    "fused=True, say: use foreach=True), a state that was loaded, an edit"
+                )
+        return report
+
+    @property
+    def skipped(self) -> int:
+        """How many optimizer steps were skipped, for gradients that were not finite. Waits for the device."""
+        return sum(int(u.counts[1]) for u in self._updates if u.counts is not None)
+
+    def state(self) -> State:
+        """The FP8 state of the model that the step trains. Raises TypeError if that is not known, or not one."""
+        models = list(self._models) or _owners(*self._found((), {}))
+        if len(models) != 1:
+            raise TypeError(f"the step trains {len(models)} models, as far as is known: write fp8pass.state(model)")
+        return state(models[0])
+
+    def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend."""
+        with collect() as report:
+            compiled = compile_graph(module, example_inputs, self.config)
+        name = self._function.__name__
+        self._is_compiled |= frame_of(module) == name or f"_in_{name}_at_" in frame_of(module)
+        if (found := break_of(module)) is not None:
+            report.breaks.append(found)
+        self._collected.add(report)
+        if isinstance(compiled, UpdateGraph):
+            self._updates.append(compiled)
+        return compiled
+
+    def _found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[nn.Module], list[Optimizer]]:
+        reached = list(_reached([*args, *kwargs.values(), self._function]))
+        return [x for x in reached if isinstance(x, nn.Module)], [x for x in reached if isinstance(x, Optimizer)]
+
+    def _first_call(self, models: list[nn.Module], optimizers: list[Optimizer], args: Any, kwargs: Any) -> Any:
+        where = f"{self._function.__qualname__} ({_place(self._function)})"
+        _check_found(models, optimizers, where)
+        trained = _owners(models, optimizers) or models
+        parameters = [p for model in trained for p in model.parameters()]
+        before = [(p._version, p.data_ptr()) for p in parameters]
+        with _Backwards(parameters) as backwards:
+            result = self._compiled(*args, **kwargs)
+        changed = before != [(p._version, p.data_ptr()) for p in parameters]
+        if not changed:
+            _check_trained(models, optimizers, backwards.count, where, self._has_scaler(args, kwargs))
+        self._models.update(trained)
+        for x in (*models, *optimizers):
+            self._checked.add(x)
+        return result
+
+    def _has_scaler(self, args: Any, kwargs: Any) -> bool:
+        return any(_is_scaler(x) for x in _reached([*args, *kwargs.values(), self._function]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step works on
+
+
+def _reached(roots: Sequence[Any]) -> Iterator[Any]:
+    """Models, optimizers and gradient scalers, among these and what they hold."""
+    seen: set[int] = set()
+    todo = [(x, 0) for x in roots]
+    while todo:
+        x, depth = todo.pop(0)
+        if id(x) in seen or isinstance(x, _LEAVES):
+            continue
+        seen.add(id(x))
+        if isinstance(x, (nn.Module, Optimizer)) or _is_scaler(x):
+            yield x
+        if depth < DEPTH:
+            todo += [(value, depth + 1) for value in _held(x)]
+
+
+_LEAVES = (Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def _held(x: Any) -> list[Any]:
+    """What an object holds."""
+    if isinstance(x, TrainStep):
+        return [x._function]
+    if isinstance(x, types.MethodType):
+        return [x.__self__, x.__func__]
+    if isinstance(x, types.FunctionType):
+        cells = [c.cell_contents for c in x.__closure__ or () if c != types.CellType()]
+        named = (x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)
+        return [*cells, *named, *(x.__defaults__ or ())]
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, Optimizer):
+        return []
+    if isinstance(x, nn.Module):
+        return [v for name, v in vars(x).items() if name not in _OF_MODULES]
+    if isinstance(x, Mapping):
+        return list(itertools.islice(x.values(), MOST))
+    if isinstance(x, (list, tuple, set, frozenset)):
+        return list(itertools.islice(x, MOST))
+    slots = [getattr(x, name) for name in getattr(type(x), "__slots__", ()) if hasattr(x, name)]
+    return [*vars(x).values(), *slots] if hasattr(x, "__dict__") else slots
+
+
+_OF_MODULES = set(vars(nn.Module()))
+
+
+def _is_scaler(x: Any) -> bool:
+    return isinstance(x, torch.amp.GradScaler)
+
+
+def _owners(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Module]:
+    """The models that the optimizers update, without those that are part of another."""
+    updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    owners = [m for m in models if any(id(p) in updated for p in m.parameters())]
+    return [m for m in owners if not any(m is not other and m in set(other.modules()) for other in owners)]
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = inspect.unwrap(function).__code__ if hasattr(inspect.unwrap(function), "__code__") else None
+    return f"{code.co_filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else "?"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], where: str) -> None:
+    looked = "among its arguments, in its closure, the globals that it names, and the attributes of these"
+    for found, what in ((models, "torch.nn.Module"), (optimizers, "torch.optim.Optimizer")):
+        if not found:
+            raise Fp8Error(f"train_step: {where} has no {what} {looked}. Pass it to the function")
+    for model in models:
+        devices = {p.device: name for name, p in model.named_parameters()}
+        if len(devices) > 1:
+            places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise Fp8Error(
+                f"train_step: {type(model).__name__} is on several devices: {places}. A step has one; move the model "
+                "to one device, or train each part by a step of its own"
+            )
+
+
+def _check_trained(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], backwards: int, where: str, scaler: bool
+) -> None:
+    """After a first call that has left all parameters as they were."""
+    if not backwards:
+        raise Fp8Error(
+            f"train_step: {where} computed no gradient of any parameter: a step calls backward() on a loss that "
+            "depends on the model, with gradients enabled"
+        )
+    if not _owners(models, optimizers):
+        theirs = [tuple(p.shape) for o in optimizers for group in o.param_groups for p in group["params"]]
+        names = ", ".join(type(m).__name__ for m in models)
+        raise Fp8Error(
+            f"train_step: {where} has gradients of {names}, and its optimizer updates {len(theirs)} other parameters, "
+            f"of shapes {', '.join(map(str, theirs[:3]))}. Make the optimizer of this model's parameters(), after "
+            "whatever replaces them; or copy what it updates into the model, within the step"
+        )
+    if not scaler:
+        warn_once(f"fp8pass: {where} computed gradients, and its first call updated no parameter: optimizer.step()?")
+
+
+class _Backwards:
+    """Within it, counts gradients that reach any of the parameters."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.count = 0
+        with torch.enable_grad():
+            edges = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad and p.is_leaf]  # type: ignore[union-attr]
+        self._edges = [e for e in edges if e is not None]
+
+    def __enter__(self) -> _Backwards:
+        self._handles = [e.register_prehook(self._saw) for e in self._edges]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _saw(self, _: Any) -> None:
+        self.count += 1
