@@ -33,6 +33,7 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
+from fp8pass.passes.quantize_moments import moments_of
 from fp8pass.passes.write_weights import Place, real_inputs, written
 from fp8pass.pipeline import KernelPasses, Pipeline, annotated, annotated_update, behind, known_to_caches
 from fp8pass.recipes import Schedule
@@ -58,7 +59,12 @@ def fp8pass(
 
     Raises ValueError for unknown options, and Fp8Error under `strict=True` for matmuls that can't run in FP8.
     """
-    return compile_graph(module, example_inputs, make_config(options, mode))
+    config = make_config(options, mode)
+    if config.optimizer_state != "off":
+        raise ValueError(
+            "optimizer_state is an option of fp8pass.train_step, which knows the optimizer: decorate the step with it"
+        )
+    return compile_graph(module, example_inputs, config)
 
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
@@ -94,7 +100,8 @@ def _update(
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             return _lower(annotation, [*example_inputs, *fakes], config)
 
-    graph = UpdateGraph(module, places, config.skip_nonfinite, compile_for)
+    moments = functools.partial(moments_of, module, places) if config.optimizer_state == "fp8" else None
+    graph = UpdateGraph(module, places, config.skip_nonfinite, moments, compile_for)
     examples = real_inputs(module)
     if examples is not None:  # now, and not in the first call, for Dynamo may have to think again
         graph.compile(examples)

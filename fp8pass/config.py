@@ -13,6 +13,7 @@ from fp8pass.recipes import ByModule, Plan, Recipe, Schedule, choose, matches, r
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
+OPTIMIZER_STATES = ("off", "fp8")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
 
@@ -37,6 +38,9 @@ class Config:
     """What is kept of each weight from one optimizer step to the next: "off" nothing, it is quantized in every forward;
     "fp8" its FP8 copy, 1 byte per element; "fp8+transpose" that and the transposed one, 2 bytes. `fp8pass.train_step`
     begins with the last. Only delayed scaling, and matrices."""
+    optimizer_state: str = "off"
+    """"fp8": an optimizer's first moments are kept in e4m3 and its second ones as square roots in float16, 3 bytes in the
+    place of 8. Only in `fp8pass.train_step`, for optimizers that are compiled."""
     skip_nonfinite: bool = False
     """An optimizer's step whose gradients hold a NaN or an infinity leaves parameters, moments and FP8 state as they
     were; `TrainStep.skipped` counts. Only for optimizers that are compiled, as `fp8pass.train_step` does it."""
@@ -58,6 +62,7 @@ class Config:
         if self.mode is not None:
             choose("mode", self.mode, tuple(list_mode_options()))
         choose("lowering", self.lowering, LOWERINGS)
+        choose("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         choose("weight_cache", self.weight_cache, WEIGHT_CACHES)
         if self.target is not None:
             choose("target", self.target, tuple(TARGETS))
@@ -143,6 +148,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "min_speedup": float,
     "merge_siblings": _flag("merge_siblings"),
     "weight_cache": str,
+    "optimizer_state": str,
     "skip_nonfinite": _flag("skip_nonfinite"),
     "strict": _flag("strict"),
     "target": str,

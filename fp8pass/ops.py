@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8pass import scaling
+from fp8pass import moments, scaling
 from fp8pass.kernel_ops import ROUNDED
+from fp8pass.moments import MomentKind
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -476,6 +477,35 @@ def write_made(made: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> Non
         kept = torch.tensor([new is None for new in amaxes], device=made.device)
         scale_inv = torch.where(kept, made[0], scale_inv)
     made.copy_(torch.stack([scale_inv, amax]))
+
+
+@torch.no_grad()
+def decode_moment(kind: MomentKind, x_q: Tensor, numbers: Tensor, index: int, dtype: torch.dtype) -> Tensor:
+    """The moment that `x_q` stores. numbers: f32[2, n], see `moments.Fp8Moment`."""
+    return moments.decode(kind, x_q, numbers[0, index], dtype)
+
+
+@torch.no_grad()
+def next_moment_scales(kinds: tuple[MomentKind, ...], numbers: Tensor, skipped: Tensor | None) -> Tensor:
+    """The scales f32[n] to store moments by, of what is stored now; the same as now where `skipped` b8[]."""
+    now = numbers[0].reciprocal()
+    targets = torch.tensor([moments.TARGETS[kind] for kind in kinds], device=numbers.device)
+    new = moments.scale_towards(targets, numbers[1], now)
+    return new if skipped is None else torch.where(skipped, now, new)
+
+
+@torch.no_grad()
+def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index: int) -> Tensor:
+    """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]. Returns the amax f32[] of what is stored."""
+    stored = moments.encode(kind, x, scales[index])
+    x_q.copy_(stored)
+    return moments.amax_of(stored, scales[index].reciprocal())
+
+
+@torch.no_grad()
+def write_numbers(numbers: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None:
+    """Say in `numbers` f32[2, n] what is stored now, in place."""
+    numbers.copy_(torch.stack([scales.reciprocal(), torch.stack(amaxes)]))
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.quantize_moments import read_moments, write_moments
 from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
@@ -71,11 +72,17 @@ def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:
     graph = module.graph
     expand_symbolic(graph)
     inputs = inputs_of_states(graph, key.states, skips=bool(key.keeps))
+    decoded, skipped = read_moments(graph, key.moments) if key.moments else [], None
     if key.keeps:
-        amaxes = [node for of_state in inputs for name, node in of_state.items() if name.startswith("amax_")]
-        skip_nonfinite(graph, at_beginning(graph, key.keeps), [n for n in amaxes if "history" not in n.name])
+        amaxes = [of[name] for of in inputs for name in of if name in ("amax_forward", "amax_backward", "amax_weights")]
+        moments = {m.place for m in key.moments}
+        others = at_beginning(graph, [place for place in key.keeps if place not in moments])
+        skipped = skip_nonfinite(graph, [*others, *decoded], amaxes)
+    if key.moments:
+        write_moments(graph, key.moments, decoded, skipped)
     write_weights(graph, key.states, inputs, key.writes)
     graph.lint()
+    module = copy_to_edit(module)  # without attributes that are not read any more
     module.recompile()
     return Annotation(module, [], [])
 

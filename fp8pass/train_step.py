@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.moments import nbytes_saved, save_plainly
 from fp8pass.report import Report, break_of, collect, frame_of
 from fp8pass.state_dict import State, state
 from fp8pass.steps import accumulate
@@ -63,6 +64,7 @@ class TrainStep:
         """Whether any graph begins in the function itself."""
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One optimizer step."""
@@ -70,9 +72,11 @@ class TrainStep:
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(accumulate(model))
-            if all(x in self._checked for x in (*models, *optimizers)) and models and optimizers:
-                return self._compiled(*args, **kwargs)
-            return self._first_call(models, optimizers, args, kwargs)
+            known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
+            run = self._compiled if known else functools.partial(self._first_call, models, optimizers)
+            result = run(*args, **kwargs)
+        self._store_moments(optimizers)
+        return result
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As of a function: bound to the instance."""
@@ -103,6 +107,13 @@ class TrainStep:
                     "something else than a compiled update had changed them: an optimizer that runs eagerly (with "
                     "fused=True, say: use foreach=True), a state that was loaded, an edit"
                 )
+        if self.config.optimizer_state == "fp8":
+            count, saved = nbytes_saved(list(self._optimizers))
+            report.notes.append(
+                f"{count} moments of optimizers are in FP8, which saves {saved / 1e6:.1f} MB"
+                if count
+                else "optimizer_state='fp8' has had no effect: no update of an optimizer was compiled that has moments"
+            )
         return report
 
     @property
@@ -134,7 +145,7 @@ class TrainStep:
         reached = list(_reached([*args, *kwargs.values(), self._function]))
         return [x for x in reached if isinstance(x, nn.Module)], [x for x in reached if isinstance(x, Optimizer)]
 
-    def _first_call(self, models: list[nn.Module], optimizers: list[Optimizer], args: Any, kwargs: Any) -> Any:
+    def _first_call(self, models: list[nn.Module], optimizers: list[Optimizer], *args: Any, **kwargs: Any) -> Any:
         where = f"{self._function.__qualname__} ({_place(self._function)})"
         _check_found(models, optimizers, where)
         trained = _owners(models, optimizers) or models
@@ -146,9 +157,21 @@ class TrainStep:
         if not changed:
             _check_trained(models, optimizers, backwards.count, where, self._has_scaler(args, kwargs))
         self._models.update(trained)
+        self._optimizers.update(optimizers)
         for x in (*models, *optimizers):
             self._checked.add(x)
         return result
+
+    def _store_moments(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers their moments in FP8, where an update knows them only as plain tensors."""
+        for update in self._updates:
+            if not (moments := update.stored()):
+                continue
+            for optimizer in optimizers:
+                save_plainly(optimizer)
+                for state in optimizer.state.values():
+                    state.update({n: moments[id(x)] for n, x in state.items() if id(x) in moments})
+            update.retire()
 
     def _has_scaler(self, args: Any, kwargs: Any) -> bool:
         return any(_is_scaler(x) for x in _reached([*args, *kwargs.values(), self._function]))

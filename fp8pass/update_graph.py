@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fp8pass.moments import Fp8Moment, pack
+from fp8pass.passes.quantize_moments import Moment
 from fp8pass.passes.skip_nonfinite import gradients
 from fp8pass.passes.write_weights import Place, State, Write, attribute
 from fp8pass.slots import SlotGroup, registry
@@ -29,6 +31,7 @@ class UpdateKey:
     states: tuple[State, ...]
     writes: tuple[Write, ...]
     keeps: tuple[Place, ...]
+    moments: tuple[Moment, ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class _Plan:
 
     weights: list[Fp8Weight]
     groups: list[SlotGroup]
+    moments: list[Fp8Moment]
     run: Run
 
     def fits(self) -> bool:
@@ -47,7 +51,8 @@ class _Plan:
 class UpdateGraph:
     """An update; what Dynamo calls. places: of the tensors that it writes.
 
-    skips: whether an update with gradients that are not finite is to be skipped. compile_for: compiles for a key and
+    skips: whether an update with gradients that are not finite is to be skipped. moments: how the moments that are to be
+    kept in FP8 are found, among these places; None if none are. compile_for: compiles for a key and
     examples of the inputs that come behind Dynamo's. counts: i64[2], how many updates there were, and how many of them
     were skipped; None if that is not asked for.
     """
@@ -57,11 +62,17 @@ class UpdateGraph:
         module: fx.GraphModule,
         places: Sequence[Place],
         skips: bool,
+        moments: Callable[[], list[Moment]] | None,
         compile_for: Callable[[UpdateKey, list[Tensor]], Run],
     ) -> None:
-        self._module = module
+        self._module: fx.GraphModule | None = module
         self._places = list(places)
         self._compile_for = compile_for
+        self._moments = [] if moments is None else moments()
+        attributes = [m for m in self._moments if isinstance(m.place, str)]
+        self._plain = [m for m in attributes if not isinstance(self._tensor(m.place), Fp8Moment)]
+        self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
+        """What is in FP8 of the moments that the optimizer has as plain tensors: with these, by id."""
         self.counts: Tensor | None = None
         if skips and gradients(module.graph):
             tensors = (x for p in self._places if isinstance(x := self._example(p), Tensor))
@@ -86,14 +97,16 @@ class UpdateGraph:
             weight.written()
         return result
 
+    def _tensor(self, place: Place, args: Sequence[Any] = ()) -> Any:
+        return args[place] if isinstance(place, int) else attribute(self._module, place)
+
     def _example(self, place: Place) -> Any:
         if isinstance(place, str):
             return attribute(self._module, place)
         return [n for n in self._module.graph.nodes if n.op == "placeholder"][place].meta["example_value"]
 
     def _in_graph(self, args: Sequence[Any]) -> dict[int, Place]:
-        tensors = ((p, args[p] if isinstance(p, int) else attribute(self._module, p)) for p in self._places)
-        return {id(x): p for p, x in tensors}
+        return {id(self._tensor(p, args)): p for p in self._places}
 
     def _plan(self, args: Sequence[Any]) -> _Plan:
         key = newest(), *(id(args[p]) for p in self._places if isinstance(p, int))
@@ -104,7 +117,7 @@ class UpdateGraph:
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
-        tensors = [args[p] if isinstance(p, int) else attribute(self._module, p) for p in self._places]
+        tensors = [self._tensor(p, args) for p in self._places]
         weights = weights_of(tensors)
         groups = list(dict.fromkeys(w.group for w in weights if w.group is not None))
         if self.counts is not None:
@@ -112,17 +125,47 @@ class UpdateGraph:
             trained = (g for g in registry.groups() if g.table.training and g.table.remembers)
             groups += [g for g in trained if g not in groups and any(id(t) in ids for t in g.owned_tensors())]
         places = self._in_graph(args)
+        moments = self._stored_moments(args)
         writes = (
             Write(tuple(places.get(id(p)) for p in w.parts), groups.index(w.group), w.index, w.x_t is not None)  # type: ignore[arg-type]
             for w in weights
         )
-        key = UpdateKey(
-            tuple(map(state_of, groups)), tuple(writes), tuple(self._places) if self.counts is not None else ()
-        )
-        plan = _Plan(weights, groups, lambda *_: None)
+        keeps = tuple(self._places) if self.counts is not None else ()
+        key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
+        plan = _Plan(weights, groups, list(moments.values()), lambda *_: None)
         if key not in self._runs:
             self._runs[key] = self._compile_for(key, self._inputs(plan, places))
-        return _Plan(weights, groups, self._runs[key])
+        return replace(plan, run=self._runs[key])
+
+    def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
+        """The moments that are stored in FP8: all, but those that are zeros, before their first update."""
+        found: dict[Moment, Fp8Moment] = {}
+        for m in self._moments:
+            x = self._tensor(m.place, args)
+            if not isinstance(x, Fp8Moment) and id(x) not in self._stored and bool(x.any()):
+                self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
+            if isinstance(x, Fp8Moment) or id(x) in self._stored:
+                found[m] = x if isinstance(x, Fp8Moment) else self._stored[id(x)][1]
+        return found
+
+    def stored(self) -> dict[int, Fp8Moment]:
+        """By the ids of the tensors that the optimizer has them in, its moments in FP8, where it has plain tensors.
+
+        Not by this graph any more: once the optimizer has those in their place, it is another graph's turn.
+        """
+        for m in self._plain:
+            x = self._tensor(m.place)
+            if id(x) not in self._stored:
+                self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
+        return {key: moment for key, (_, moment) in self._stored.items()}
+
+    def retire(self) -> None:
+        """Let go of all tensors. Not to be called any more."""
+        self._stored.clear()
+        self._plans.clear()
+        self._runs.clear()
+        self._moments, self._plain, self._places, self._module = [], [], [], None
+        self._compile_for = _retired
 
     def _inputs(self, plan: _Plan, places: dict[int, Place]) -> list[Tensor]:
         """What `annotated_update` gives the graph inputs for."""
@@ -130,11 +173,17 @@ class UpdateGraph:
         for group in plan.groups:
             tensors = group.tensors._asdict()
             inputs += [tensors[name].data for name in state_of(group).inputs(self.counts is not None)]
+        if plan.moments:
+            inputs += [pack(plan.moments), *(m.x_q for m in plan.moments)]
         if self.counts is not None:
             inputs.append(self.counts)
         for w in plan.weights:
             inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in places)]
         return inputs
+
+
+def _retired(*_: Any) -> Run:
+    raise AssertionError("an update ran in a graph that had moments in full precision, which are in FP8 now")
 
 
 def state_of(group: SlotGroup) -> State:

@@ -29,8 +29,8 @@ def gradients(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder" and source_name(n).endswith(".grad")]
 
 
-def skip_nonfinite(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> None:
-    """Put back what was `written`, and forget `amaxes`, if a gradient is not finite.
+def skip_nonfinite(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:
+    """Put back what was `written`, and forget `amaxes`, if a gradient is not finite. Returns whether: b8[].
 
     written: inputs, and nodes that get attributes, at the beginning of the graph. Behind the inputs comes `counts`.
     """
@@ -46,3 +46,4 @@ def skip_nonfinite(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence
         for amax in amaxes:
             graph.call_function(ops.forget_step, (bad, amax))
         graph.call_function(ops.count, (bad, counts))
+    return bad

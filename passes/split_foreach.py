@@ -18,6 +18,7 @@ takes such numbers for constants, and compiles anew for each.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,10 +115,15 @@ def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
 
 def expand_symbolic(graph: fx.Graph) -> None:
     """Ops on lists with a symbolic number among their arguments, in Dynamo's graph, become one op for each tensor."""
+    expand_foreach(graph, lambda node: any(map(_is_symbolic, node.all_input_nodes)))
+
+
+def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _: True) -> None:
+    """Ops on lists, in Dynamo's graph, become one op for each tensor."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         base = name.removeprefix("_foreach_")
-        if name == base or base.removesuffix("_") not in SPLITS or not any(map(_is_symbolic, node.all_input_nodes)):
+        if name == base or base.removesuffix("_") not in SPLITS or not wanted(node):
             continue
         in_place = base.endswith("_")
         if not all(u.target is operator.getitem for u in node.users) and not (in_place and not node.users):
@@ -136,7 +142,10 @@ def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:
     kwargs = dict(node.kwargs)
     if method.removesuffix("_") in ("addcdiv", "addcmul") and len(args) > 3:
         kwargs["value"] = args.pop()
-    new = graph.call_method(method, tuple(args), kwargs)
+    if method.endswith("_"):
+        new = graph.call_method(method, tuple(args), kwargs)
+    else:  # on numbers too: 0.9 ** step
+        new = graph.call_function(getattr(torch, method), tuple(args), kwargs)
     new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
     return new
 

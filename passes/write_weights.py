@@ -70,7 +70,7 @@ def written(module: fx.GraphModule) -> list[Place]:
     It is run on fake tensors, to see.
     """
     graph = module.graph
-    tensors = {place: x for node, place in places(graph).items() if isinstance(x := _example(module, node), Tensor)}
+    tensors = {place: x for node, place in places(graph).items() if isinstance(x := example(module, node), Tensor)}
     if not any(_is_parameter(x) for x in tensors.values()) or not any(map(mutates, graph.nodes)):
         return []
     if any(x.requires_grad for x in _results(graph)):
@@ -92,11 +92,12 @@ def places(graph: fx.Graph) -> dict[fx.Node, Place]:
     return {**{n: i for i, n in enumerate(inputs)}, **{n: str(n.target) for n in graph.nodes if n.op == "get_attr"}}
 
 
-def _example(module: fx.GraphModule, node: fx.Node) -> Any:
+def example(module: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node of `places` gives: of an input a fake."""
     return node.meta.get("example_value") if node.op == "placeholder" else attribute(module, str(node.target))
 
 
-def attribute(module: torch.nn.Module, name: str) -> Any:
+def attribute(module: torch.nn.Module | None, name: str) -> Any:
     """What a `get_attr` node of that target gives."""
     for part in name.split("."):
         module = getattr(module, part, None)  # type: ignore[assignment]
@@ -141,7 +142,7 @@ class _OnFakes(fx.Interpreter):
         if n not in self.places:
             known = n.meta.get("example_value")
             return known if isinstance(known, (torch.SymFloat, torch.SymInt, torch.SymBool)) else super().run_node(n)
-        place, x = self.places[n], _example(self.module, n)
+        place, x = self.places[n], example(self.module, n)
         if not isinstance(x, Tensor):
             return x
         if place not in self.of:

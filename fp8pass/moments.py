@@ -1,0 +1,174 @@
+"""An optimizer's moments in FP8: `optimizer_state="fp8"`.
+
+The first moment, any running mean of gradients, is kept as e4m3; the second, any running mean of their squares, as its
+square root in float16: as MS-AMP keeps them, each tensor with one scale, a power of two. The update reads and writes
+these (`quantize_moments.py`). In `optimizer.state` an `Fp8Moment` stands where the float32 tensor was: it reads as that.
+
+The scale of a step is that of the largest value of the step before, with room to grow: for an update in one pass. What
+a state dict holds is float32, exactly what was stored, and loads into any optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8pass import scaling
+from fp8pass._torch import FakeTensor, pytree
+from fp8pass.errors import Fp8Error
+
+MomentKind = Literal["first", "second"]
+DTYPES: dict[MomentKind, torch.dtype] = {"first": scaling.E4M3, "second": torch.float16}
+TARGETS: dict[MomentKind, float] = {"first": scaling.fp8_max(scaling.E4M3) / 2, "second": 256.0}
+"""What the largest value of the step before becomes at most: the next one may be twice, or 255 times, as large."""
+LEAST = 4096
+"""Elements of a tensor that is worth it."""
+
+
+def scale_towards(target: Tensor | float, amax: Tensor, keep: Tensor | float) -> Tensor:
+    """f32[...]: the power of two that takes amax f32[...] to at most `target`; `keep` where it is 0 or not finite.
+
+    At most 2**126, of which the inverse is no subnormal number, which GPUs would flush to 0.
+    """
+    return scaling.floor_to_power_of_2(scaling.scale_from_amax(amax, target, keep)).clamp(max=2.0**126)
+
+
+def encode(kind: MomentKind, x: Tensor, scale: Tensor) -> Tensor:
+    """What is stored of a moment: e4m3 of `x * scale`, or float16 of `sqrt(x) * scale`. Saturates; NaN stays NaN."""
+    if kind == "first":
+        return scaling.quantize(x, scale, DTYPES[kind])
+    limit = torch.finfo(torch.float16).max
+    return (x.float().sqrt() * scale).clamp(max=limit).to(torch.float16)
+
+
+def decode(kind: MomentKind, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """The moment that was stored, rounded once to `dtype`."""
+    x = x_q.float() * scale_inv
+    x = x if kind == "first" else x.square()
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def amax_of(x_q: Tensor, scale_inv: Tensor) -> Tensor:
+    """f32[]: the largest stored value, of the square root for a second moment."""
+    return scaling.amax(x_q.float()) * scale_inv
+
+
+class Fp8Moment(torch.Tensor):
+    """A moment [...] of dtype float32 or bfloat16, stored as `x_q` of the same shape. Reads as the moment.
+
+    numbers: f32[2, n], of n moments: the scale_inv and the amax of what is stored; this one's are in column `index`.
+    Raises Fp8Error for what writes into it: only the compiled update can. But for `copy_` and `zero_`.
+    """
+
+    x_q: Tensor
+    numbers: Tensor
+    index: int
+    kind: MomentKind
+
+    @staticmethod
+    def __new__(cls, x_q: Tensor, numbers: Tensor, index: int, kind: MomentKind, dtype: torch.dtype) -> Fp8Moment:
+        """No memory but that of `x_q`."""
+        made: Fp8Moment = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device
+        )
+        return made
+
+    def __init__(self, x_q: Tensor, numbers: Tensor, index: int, kind: MomentKind, dtype: torch.dtype) -> None:
+        self.x_q, self.numbers, self.index, self.kind = x_q, numbers, index, kind
+
+    @classmethod
+    def of(cls, kind: MomentKind, x: Tensor) -> Fp8Moment:
+        """`x`, as it is best stored now. What was stored before is stored again without a further error."""
+        with torch.no_grad():
+            root = x if kind == "first" else x.float().sqrt()
+            limit = scaling.fp8_max(scaling.E4M3) if kind == "first" else 65504.0
+            scale = scale_towards(limit, scaling.amax(root.reshape(1, -1)), 1.0)
+            x_q = encode(kind, x, scale)
+            scale_inv = scale.reciprocal()
+            return cls(x_q, torch.stack([scale_inv, amax_of(x_q.reshape(1, -1), scale_inv)]).unsqueeze(1), 0, kind, x.dtype)
+
+    def value(self) -> Tensor:
+        """The moment, as a plain tensor."""
+        return decode(self.kind, self.x_q, self.numbers[0, self.index], self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Kind, shape and dtype of what is stored."""
+        return f"Fp8Moment({self.kind}, {list(self.shape)}, {self.x_q.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """For Dynamo, which traces the optimizer with fake ones."""
+        return ["x_q", "numbers"], (self.index, self.kind, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], of: tuple[Any, ...], *_: Any) -> Fp8Moment:
+        """The reverse."""
+        return Fp8Moment(inner["x_q"], inner["numbers"], *of)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An op on the moment as it reads."""
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            x = args[0]
+            return cls(x.x_q, x.numbers, x.index, x.kind, x.dtype)
+        into = [x for x in _written(func, args, kwargs) if isinstance(x, Fp8Moment)]
+        plain = pytree.tree_map_only(Fp8Moment, Fp8Moment.value, (args, kwargs))
+        if not into:
+            return func(*plain[0], **plain[1])
+        if not isinstance(into[0].x_q, FakeTensor):
+            if func not in (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default):
+                raise Fp8Error(
+                    f"{func} writes into a moment that is kept in FP8 (optimizer_state='fp8'), and only the optimizer's "
+                    "compiled update can: let train_step compile it (foreach=True, not fused=True), or drop the option"
+                )
+            new = cls.of(into[0].kind, func(*plain[0], **plain[1]))
+            into[0].x_q.copy_(new.x_q)
+            into[0].numbers[:, into[0].index] = new.numbers[:, 0]
+            return into[0]
+        result = func(*plain[0], **plain[1])  # Dynamo wants to know shapes
+        return args[0] if isinstance(result, Tensor) else result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an op writes into."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += pytree.tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def pack(moments: Sequence[Fp8Moment]) -> Tensor:
+    """One tensor f32[2, n] for the numbers of all of them, which is in each from here on."""
+    numbers = moments[0].numbers
+    if all(m.numbers is numbers and m.index == i for i, m in enumerate(moments)) and numbers.shape[1] == len(moments):
+        return numbers
+    with torch.no_grad(), torch.inference_mode(False):
+        numbers = torch.stack([m.numbers[:, m.index] for m in moments], 1).contiguous()
+    for i, m in enumerate(moments):
+        m.numbers, m.index = numbers, i
+    return numbers
+
+
+def save_plainly(optimizer: torch.optim.Optimizer) -> None:
+    """From here on, state dicts of the optimizer hold plain tensors in the place of moments in FP8."""
+    if not hasattr(optimizer, "_fp8pass_saves_plainly"):
+        optimizer._fp8pass_saves_plainly = optimizer.register_state_dict_post_hook(_plain)  # type: ignore[attr-defined]
+
+
+def _plain(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def value(x: Any) -> Any:
+        return x.value() if isinstance(x, Fp8Moment) else x
+
+    states = {key: {n: value(x) for n, x in of.items()} if isinstance(of, dict) else of for key, of in state_dict["state"].items()}
+    return {**state_dict, "state": states}
+
+
+def nbytes_saved(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, int]:
+    """(how many moments are in FP8, bytes of memory that this saves)."""
+    states = (x for o in optimizers for state in o.state.values() for x in state.values())
+    moments = [x for x in states if isinstance(x, Fp8Moment)]
+    return len(moments), sum(m.numel() * (m.dtype.itemsize - m.x_q.element_size()) for m in moments)
