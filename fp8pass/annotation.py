@@ -86,6 +86,7 @@ class Annotation:
     cached: list[Cached] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     states: list[tuple[int, ...]] = field(default_factory=list)
+    is_update: bool = False
 
     def bootstrapped(self) -> Annotation:
         """A copy in which a slot without history is scaled by the tensor's own amax."""

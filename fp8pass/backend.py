@@ -142,7 +142,7 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
-    pipeline = Pipeline(config, annotation.choices, next(_numbers))
+    pipeline = Pipeline(config, annotation, next(_numbers))
     lower = _lower_eager if config.lowering == "eager" else _lower_inductor
     compiled = lower(annotation.module, inputs, pipeline)
     pipeline.warn_if_nothing()

@@ -5,6 +5,7 @@ Run as `python -m fp8pass.inspect_process REQUEST ANSWER`: the request as JSON, 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fp8pass.config import WEIGHT_CACHES
+from fp8pass.backend import compile_graph
+from fp8pass.config import WEIGHT_CACHES, make_config
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.inspector import Inspection, Kernel, Run
@@ -138,8 +140,7 @@ def _run(
         model, *inputs = _built(factory)
         model = way.prepare(model)
         work.doing, work.advice = traced.doing, traced.advice
-        compiled: Any = torch.compile(model, backend=way.backend, options=way.options)
-        _backward(compiled(*inputs))
+        _backward(_compiled(model, way)(*inputs))
         if optimizer is not None:
             _update(model, optimizer, way)
     if not found:
@@ -162,9 +163,15 @@ def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def _update(model: Any, name: str, way: _Way) -> None:
-    """A second step's update, which is that of all later ones: the first has no state yet."""
+    """The update, as it is from the second step on: with state."""
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=True)  # as it is on GPUs
-    torch.compile(optimizer.step, backend=way.backend, options=way.options)()
+    _compiled(optimizer.step, way)()
+
+
+def _compiled(function: Any, way: _Way) -> Any:
+    if way.options is None:
+        return torch.compile(function, backend=way.backend)
+    return torch.compile(function, backend=functools.partial(compile_graph, config=make_config(way.options)))
 
 
 def _backward(result: Any) -> None:

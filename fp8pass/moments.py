@@ -88,7 +88,9 @@ class Fp8Moment(torch.Tensor):
             scale = scale_towards(limit, scaling.amax(root.reshape(1, -1)), 1.0)
             x_q = encode(kind, x, scale)
             scale_inv = scale.reciprocal()
-            return cls(x_q, torch.stack([scale_inv, amax_of(x_q.reshape(1, -1), scale_inv)]).unsqueeze(1), 0, kind, x.dtype)
+            return cls(
+                x_q, torch.stack([scale_inv, amax_of(x_q.reshape(1, -1), scale_inv)]).unsqueeze(1), 0, kind, x.dtype
+            )
 
     def value(self) -> Tensor:
         """The moment, as a plain tensor."""
@@ -163,7 +165,10 @@ def _plain(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     def value(x: Any) -> Any:
         return x.value() if isinstance(x, Fp8Moment) else x
 
-    states = {key: {n: value(x) for n, x in of.items()} if isinstance(of, dict) else of for key, of in state_dict["state"].items()}
+    states = {
+        key: {n: value(x) for n, x in of.items()} if isinstance(of, dict) else of
+        for key, of in state_dict["state"].items()
+    }
     return {**state_dict, "state": states}
 
 

@@ -474,8 +474,7 @@ def write_made(made: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> Non
     amax = torch.stack([made[1, i] if new is None else new for i, new in enumerate(amaxes)])
     scale_inv = scaling.inverse_unless_nonfinite(scales, amax)
     if None in amaxes:
-        kept = torch.tensor([new is None for new in amaxes], device=made.device)
-        scale_inv = torch.where(kept, made[0], scale_inv)
+        scale_inv = torch.stack([(made[0] if new is None else scale_inv)[i] for i, new in enumerate(amaxes)])
     made.copy_(torch.stack([scale_inv, amax]))
 
 
@@ -487,19 +486,27 @@ def decode_moment(kind: MomentKind, x_q: Tensor, numbers: Tensor, index: int, dt
 
 @torch.no_grad()
 def next_moment_scales(kinds: tuple[MomentKind, ...], numbers: Tensor, skipped: Tensor | None) -> Tensor:
-    """The scales f32[n] to store moments by, of what is stored now; the same as now where `skipped` b8[]."""
+    """The scales f32[n] to store moments by, of what is stored now; the same as now where `skipped` b8[].
+
+    kinds: of each, first moments before second ones.
+    """
     now = numbers[0].reciprocal()
-    targets = torch.tensor([moments.TARGETS[kind] for kind in kinds], device=numbers.device)
-    new = moments.scale_towards(targets, numbers[1], now)
+    firsts = kinds.count("first")  # these come first
+    of_kinds = numbers[1].split([firsts, len(kinds) - firsts])
+    targets = [
+        torch.full_like(of, moments.TARGETS[kind]) for of, kind in zip(of_kinds, ("first", "second"), strict=True)
+    ]
+    new = moments.scale_towards(torch.cat(targets), numbers[1], now)
     return new if skipped is None else torch.where(skipped, now, new)
 
 
 @torch.no_grad()
 def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index: int) -> Tensor:
     """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]. Returns the amax f32[] of what is stored."""
-    stored = moments.encode(kind, x, scales[index])
-    x_q.copy_(stored)
-    return moments.amax_of(stored, scales[index].reciprocal())
+    x, scale = x.float(), scales[index]
+    x_q.copy_(moments.encode(kind, x, scale))
+    # the largest stored value is the stored largest value: rounding keeps order
+    return moments.encode(kind, scaling.amax(x), scale).float() * scale.reciprocal()
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:
     graph.lint()
     module = copy_to_edit(module)  # without attributes that are not read any more
     module.recompile()
-    return Annotation(module, [], [])
+    return Annotation(module, [], [], is_update=True)
 
 
 def passes(choices: list[Choice]) -> list[Pass]:
@@ -100,6 +100,11 @@ def passes(choices: list[Choice]) -> list[Pass]:
         SaveSums(),
         BatchRecords(),  # last: dead quantizes have taken their records along
     ]
+
+
+def update_passes() -> list[Pass]:
+    """Of a graph that updates parameters."""
+    return [Matmuls([], update=True)]
 
 
 def kernel_passes() -> list[Pass]:
@@ -135,9 +140,10 @@ class Pipeline(CustomGraphPass):
     Keeps nothing that outlives the compilation but the report: where Inductor's caches hit, it does not run.
     """
 
-    def __init__(self, config: Config, choices: list[Choice], number: int) -> None:
+    def __init__(self, config: Config, annotation: Annotation, number: int) -> None:
         self.config = config
-        self.choices = choices
+        self.choices = annotation.choices
+        self.passes = update_passes() if annotation.is_update else passes(annotation.choices)
         self.number = number
         self.report = Report()
         self.parts = 0
@@ -145,12 +151,13 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> bytes:
         """Changes with the passes' sources, configuration, torch, and what a graph does not say of the choices."""
         choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
-        return _sources_hash() + repr((self.config.cache_key(), torch.__version__, choices)).encode()
+        own = self.config.cache_key(), torch.__version__, choices, len(self.passes)
+        return _sources_hash() + repr(own).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
         context = Context(self.config)
-        _run_all(passes(self.choices), graph, context, self.folder())
+        _run_all(self.passes, graph, context, self.folder())
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
         self.parts += 1
         if self.config.strict:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass._torch import FakeTensor
 from fp8pass.moments import Fp8Moment, pack
 from fp8pass.passes.quantize_moments import Moment
 from fp8pass.passes.skip_nonfinite import gradients
@@ -68,7 +69,7 @@ class UpdateGraph:
         self._module: fx.GraphModule | None = module
         self._places = list(places)
         self._compile_for = compile_for
-        self._moments = [] if moments is None else moments()
+        self._moments = sorted([] if moments is None else moments(), key=lambda m: m.kind)  # first ones first
         attributes = [m for m in self._moments if isinstance(m.place, str)]
         self._plain = [m for m in attributes if not isinstance(self._tensor(m.place), Fp8Moment)]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
@@ -142,7 +143,7 @@ class UpdateGraph:
         found: dict[Moment, Fp8Moment] = {}
         for m in self._moments:
             x = self._tensor(m.place, args)
-            if not isinstance(x, Fp8Moment) and id(x) not in self._stored and bool(x.any()):
+            if not isinstance(x, Fp8Moment) and id(x) not in self._stored and _has_values(x):
                 self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
             if isinstance(x, Fp8Moment) or id(x) in self._stored:
                 found[m] = x if isinstance(x, Fp8Moment) else self._stored[id(x)][1]
@@ -180,6 +181,11 @@ class UpdateGraph:
         for w in plan.weights:
             inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in places)]
         return inputs
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether it is anything but zeros; a fake tensor, of `inspect`, may be taken to be."""
+    return isinstance(x, FakeTensor) or bool(x.any())
 
 
 def _retired(*_: Any) -> Run:

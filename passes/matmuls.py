@@ -49,16 +49,20 @@ class _Forward(NamedTuple):
 
 
 class Matmuls:
-    """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`."""
+    """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`.
+
+    update: the graph is one of an optimizer's, in which no matmul is to run in FP8.
+    """
 
     name = "matmuls"
 
-    def __init__(self, choices: list[Choice]) -> None:
+    def __init__(self, choices: list[Choice], update: bool = False) -> None:
         self.choices = choices
+        self.update = update
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Fill `context.gemms`."""
-        context.notes += _unread_dequantizes(graph)
+        context.notes += [] if self.update else _unread_dequantizes(graph)
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_Forward]] = {}
         for node in graph.nodes:
@@ -84,7 +88,7 @@ class Matmuls:
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
         if index is None and recipe is not None:
-            choice.rule, choice.reason = _why_unknown(node)
+            choice.rule, choice.reason = _OF_UPDATE if self.update else _why_unknown(node)
         declined = choice.declined.get(kind)
         return Gemm(
             kind=kind,
@@ -199,6 +203,9 @@ def _custom(node: fx.Node) -> dict[str, Any]:
     """What the annotate pass left on the call that this node comes of."""
     custom = node.meta.get("custom")
     return custom if isinstance(custom, dict) else {}
+
+
+_OF_UPDATE = "update", "in an update of parameters: what an optimizer computes stays in high precision"
 
 
 def _why_unknown(node: fx.Node) -> tuple[str, str]:

@@ -79,9 +79,7 @@ def _is_candidate(x: Tensor) -> bool:
     return not x.requires_grad and x.is_floating_point() and x.numel() >= LEAST
 
 
-def _in_aten(
-    module: fx.GraphModule, written: Sequence[Place]
-) -> tuple[fx.Graph, dict[Place, tuple[fx.Node, fx.Node]]]:
+def _in_aten(module: fx.GraphModule, written: Sequence[Place]) -> tuple[fx.Graph, dict[Place, tuple[fx.Node, fx.Node]]]:
     """The update in ATen ops without writes, and of each written tensor what it was and what it becomes."""
     module = copy_to_edit(module)
     expand_foreach(module.graph)

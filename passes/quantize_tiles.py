@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, val
+from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
 from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
 from fp8pass.passes.patterns import (
     RESHAPES,
@@ -153,6 +153,8 @@ def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
 
 def _rewrite(build: Builder, m: Match) -> None:
     emit, dtype, into = functools.partial(build.emit, m.x_q), val(m.x_q).dtype, _destinations(m)
+    if into:
+        _compute_scales_once(build, m.scale)
     tiles = _tiles(build, m, into)
     with_amax = _reduce(build, m, tiles)
 
@@ -176,6 +178,14 @@ def _rewrite(build: Builder, m: Match) -> None:
     x_q = _made_here(emit, _each(emit, tiles, quantized, 2), "columns")
     m.copy.replace_all_uses_with(emit(aten.reshape.default, x_t, [m.columns, m.rows]))
     m.x_q.replace_all_uses_with(emit(aten.reshape.default, x_q, list(val(m.x_q).shape)))
+
+
+def _compute_scales_once(build: Builder, scale: fx.Node) -> None:
+    """Make the vector that `scale` is of, which each kernel would compute for itself."""
+    if scale.target is aten.select.int and first(scale).target is not FORCE_STRIDE_ORDER:
+        vector = first(scale)
+        made = build.emit(min(vector.users), FORCE_STRIDE_ORDER, vector, list(val(vector).stride()))
+        vector.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 
 def _destinations(m: Match) -> list[fx.Node]:
@@ -202,6 +212,7 @@ class _InTiles:
 
     def __init__(self, build: Builder, x: fx.Node, tiles: list[int]) -> None:
         self.build = build
+        self.last = first(x) if x.target is ROUNDED else x
         self.shape = val(x).shape
         self.tiles = tiles
         self.of: dict[fx.Node, fx.Node] = {}
@@ -215,6 +226,9 @@ class _InTiles:
         else:
             args = fx.map_arg((x.args, x.kwargs), lambda n: self(at, n))
             result = self.build.emit(at, x.target, *args[0], **args[1])
+            if x is not self.last and sum(val(u).shape == self.shape for u in x.users if is_tensor(u)) > 1:
+                # what several nodes read is one node that all can be fused with, or else each would compute it
+                result = self.build.emit(at, FORCE_STRIDE_ORDER, result, list(val(result).stride()))
         self.of[x] = result
         return result
 
@@ -224,16 +238,27 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
 
     Whatever is written into inputs of this size and made of the same tensors belongs to it.
     """
-    in_tiles, made_of, at = _InTiles(build, m.x, tiles), _large_sources(m.x), min(m.x.users)
+    in_tiles, made_of = _InTiles(build, m.x, tiles), _large_sources(m.x)
+
+    def belongs(value: fx.Node) -> bool:
+        alike = val(value).shape == val(m.x).shape and is_elementwise(value)
+        return alike and bool(made_of & _large_sources(value))
+
+    copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
+    writes = [n for n in copies if first(n).op == "placeholder" and belongs(as_node(n.args[1]))]
+    amaxes = [n for n in build.graph.nodes if _is_amax(n) and belongs(_of_amax(n)) and _of_amax(n) is not m.x]
+    at = min([*m.x.users, *amaxes, *writes])
     new = first(m.x) if m.x.target is ROUNDED else m.x
     tile = in_tiles(at, new)
     in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
-    result = in_tiles(at, m.x)
-    writes = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
-    for node in [n for n in writes if first(n).op == "placeholder"]:
-        value = as_node(node.args[1])
-        if val(value).shape == val(m.x).shape and is_elementwise(value) and made_of & _large_sources(value):
-            _write(build, node, in_tiles(node, value))
+    for node in amaxes:
+        magnitude = build.emit(node, aten.abs.default, in_tiles(node, _of_amax(node)))
+        columns = build.emit(node, aten.amax.default, magnitude, [1])
+        columns.meta[TILED] = "columns"
+        build.replace(node, build.emit(node, aten.amax.default, columns))
+    result = in_tiles(min(m.x.users), m.x)
+    for node in writes:
+        _write(build, node, in_tiles(node, as_node(node.args[1])))
     return result
 
 
@@ -357,6 +382,11 @@ def _is_amax(node: fx.Node) -> bool:
         return False
     rows = first(node)
     return rows.target is aten.amax.default and rows.args[1] == [-1] and first(rows).target is aten.abs.default
+
+
+def _of_amax(node: fx.Node) -> fx.Node:
+    """What it is the amax of."""
+    return first(first(first(node)))
 
 
 def _is_made_of(scale: fx.Node, amax: fx.Node) -> bool:
