@@ -36,6 +36,7 @@ from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, val
 from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
 from fp8pass.passes.patterns import (
     RESHAPES,
+    VIEWS,
     as_node,
     aten,
     dtype_of,
@@ -210,13 +211,21 @@ class _InTiles:
         """`x`, in tiles, in front of `at`."""
         if x in self.of:
             return self.of[x]
-        if val(x).shape != self.shape or x.op == "placeholder" or not is_elementwise(x):
-            result = self.build.emit(at, aten.reshape.default, x, self.tiles) if val(x).shape == self.shape else x
+        if val(x).shape != self.shape:
+            result = x
+        elif x.op == "placeholder" or not self._fits(x):
+            result = self.build.emit(at, aten.reshape.default, x, self.tiles)
         else:
             args = fx.map_arg((x.args, x.kwargs), lambda n: self(at, n))
             result = self.build.emit(at, x.target, *args[0], **args[1])
         self.of[x] = result
         return result
+
+    def _fits(self, x: fx.Node) -> bool:
+        """Whether `x` is no view, and each argument has the same shape, or one number for all rows."""
+        shapes = [val(a).shape for a in x.all_input_nodes]
+        is_computed = is_elementwise(x) and x.target not in VIEWS
+        return is_computed and all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
 
 
 def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.Node]) -> fx.Node:
@@ -229,11 +238,14 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
     tile = in_tiles(at, new)
     in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
     result = in_tiles(at, m.x)
-    writes = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
-    for node in [n for n in writes if first(n).op == "placeholder"]:
+    writes = [n for n in build.graph.nodes if n.target in (aten.copy_.default, WRITE)]
+    also = {}
+    for node in [n for n in writes if n.target is not WRITE and n not in known and first(n).op == "placeholder"]:
         value = as_node(node.args[1])
         if val(value).shape == val(m.x).shape and is_elementwise(value) and made_of & _large_sources(value):
-            _write(build, node, in_tiles(node, value))
+            also[node] = in_tiles(writes[0], value)  # before anything is written that it may read
+    for node, value in also.items():
+        _write(build, node, value)
     return result
 
 
