@@ -173,14 +173,7 @@ def load_scales(model: nn.Module, i: int) -> None:
     if i == 0:
         return
     saved = fp8pass.state(model).state_dict()
-    changed = {
-        k: {n: x * 0.5 if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in v.items()}
-        if isinstance(v, dict)
-        else v * 0.5
-        if isinstance(v, Tensor) and v.is_floating_point()
-        else v
-        for k, v in saved.items()
-    }
+    changed = {k: x * 0.5 if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in saved.items()}
     fp8pass.state(model).load_state_dict(changed)
 
 

@@ -21,7 +21,8 @@ class Lion(torch.optim.Optimizer):
     """An optimizer that nobody knows by name, written as users write them."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "decay": 0.1})
+        defaults: dict[str, Any] = {"lr": lr, "beta": 0.9, "decay": 0.1}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -51,8 +52,8 @@ def graphs(function: Callable[..., Any], *inputs: Any) -> list[tuple[set[int], s
 
         def run(*args: Any) -> Any:
             attributes = [str(n.target) for n in module.graph.nodes if n.op == "get_attr"]
-            tensors = {**dict(enumerate(args)), **{name: attribute(module, name) for name in attributes}}
-            tensors = {p: x for p, x in tensors.items() if isinstance(x, Tensor)}
+            inputs = [*enumerate(args), *((name, attribute(module, name)) for name in attributes)]
+            tensors = {p: x for p, x in inputs if isinstance(x, Tensor)}
             before = {p: x._version for p, x in tensors.items()}
             result = module.forward(*args)
             changed = {id(x) for p, x in tensors.items() if x._version != before[p]}
@@ -65,7 +66,7 @@ def graphs(function: Callable[..., Any], *inputs: Any) -> list[tuple[set[int], s
     return found
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     """With gradients."""
     made = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))
     made(torch.randn(5, 8)).square().sum().backward()
@@ -161,6 +162,8 @@ def test_updates_by_hand() -> None:
 
 
 class WithStatistics(nn.Module):
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.fc, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
