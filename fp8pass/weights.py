@@ -56,6 +56,10 @@ class Fp8Weight:
         assert all(p is not None for p in parts), "the parameters are gone"
         return parts  # type: ignore[return-value]
 
+    def is_of(self, parts: Sequence[Tensor]) -> bool:
+        """Whether it is of these parameters, and not of others, gone by now, whose ids they have."""
+        return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
+
     def has_part(self, ids: Set[int]) -> bool:
         """Whether one of its parameters has one of these ids."""
         return any(id(ref()) in ids for ref in self._parts)
@@ -150,7 +154,7 @@ def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
     if weight is None:
         key = (group.keys()[c.slot], c.transposed, *map(id, parts))
         weight = _weights.get(key)
-        if weight is None or any(a is not b for a, b in zip(weight.parts, parts, strict=True)):
+        if weight is None or not weight.is_of(parts):
             weight = _weights[key] = Fp8Weight(parts, c.transposed)
             _count_up()
         group.weights[c] = weight

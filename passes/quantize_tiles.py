@@ -36,6 +36,7 @@ from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
 from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
 from fp8pass.passes.patterns import (
     RESHAPES,
+    VIEWS,
     as_node,
     aten,
     dtype_of,
@@ -221,8 +222,10 @@ class _InTiles:
         """`x`, in tiles, in front of `at`."""
         if x in self.of:
             return self.of[x]
-        if val(x).shape != self.shape or x.op == "placeholder" or not is_elementwise(x):
-            result = self.build.emit(at, aten.reshape.default, x, self.tiles) if val(x).shape == self.shape else x
+        if val(x).shape != self.shape:
+            result = x
+        elif x.op == "placeholder" or not self._fits(x):
+            result = self.build.emit(at, aten.reshape.default, x, self.tiles)
         else:
             args = fx.map_arg((x.args, x.kwargs), lambda n: self(at, n))
             result = self.build.emit(at, x.target, *args[0], **args[1])
@@ -231,6 +234,12 @@ class _InTiles:
                 result = self.build.emit(at, FORCE_STRIDE_ORDER, result, list(val(result).stride()))
         self.of[x] = result
         return result
+
+    def _fits(self, x: fx.Node) -> bool:
+        """Whether `x` is no view, and each argument has the same shape, or one number for all rows."""
+        shapes = [val(a).shape for a in x.all_input_nodes]
+        is_computed = is_elementwise(x) and x.target not in VIEWS
+        return is_computed and all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
 
 
 def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.Node]) -> fx.Node:
@@ -247,7 +256,9 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
     copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
     writes = [n for n in copies if first(n).op == "placeholder" and belongs(as_node(n.args[1]))]
     amaxes = [n for n in build.graph.nodes if _is_amax(n) and belongs(_of_amax(n)) and _of_amax(n) is not m.x]
-    at = min([*m.x.users, *amaxes, *writes])
+    # before anything is written that it may read
+    first_write = min(n for n in build.graph.nodes if n.target in (aten.copy_.default, WRITE))
+    at = min([*m.x.users, *amaxes, first_write])
     new = first(m.x) if m.x.target is ROUNDED else m.x
     tile = in_tiles(at, new)
     in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
@@ -257,8 +268,9 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
         columns.meta[TILED] = "columns"
         build.replace(node, build.emit(node, aten.amax.default, columns))
     result = in_tiles(min(m.x.users), m.x)
-    for node in writes:
-        _write(build, node, in_tiles(node, as_node(node.args[1])))
+    values = [in_tiles(first_write, as_node(node.args[1])) for node in writes]
+    for node, value in zip(writes, values, strict=True):
+        _write(build, node, value)
     return result
 
 

@@ -154,6 +154,8 @@ class _OnFakes(fx.Interpreter):
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what ops write into. Not by versions: on fake tensors, those of `_foreach_` ops stay what they are."""
 
+    supports_higher_order_operators = True  # which write into nothing, or, if kernels of the user's, count up versions
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.into: set[int] = set()
@@ -161,7 +163,8 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
         kwargs = kwargs or {}
-        for i, argument in enumerate(func._schema.arguments):
+        arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else []
+        for i, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
                 self.into |= {_storage(x) for x in pytree.tree_leaves(given) if isinstance(x, Tensor)}

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass.config import Config
 from fp8pass.graph import WITH_AMAX
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE
+from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
 from fp8pass.passes import quantize_tiles
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
@@ -394,3 +394,73 @@ def test_cats_that_stay_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (count(module, CONCATENATED), count(module, aten.cat.default)) == (0, 1)
     assert tiled(module)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted[:3], module(*inputs)[:3], strict=True))
+
+
+def momentum(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """The new parameter and state."""
+    new = m * 0.9 + g
+    return p - 0.1 * new, new
+
+
+def of_the_old(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """The state is made of the parameter as it was, and is written behind it."""
+    new = p - 0.1 * g
+    return new, new - p
+
+
+def average_of_the_old(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    return p - 0.1 * g, m.lerp(p, 0.5)
+
+
+def turned(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """A view that has the parameter's shape, and is no view of its tiles."""
+    return p - 0.1 * g.t(), m + g
+
+
+def by_columns(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    return p - 0.1 * g * g.square().mean(0), m + g * g.mean(0, keepdim=True)
+
+
+def by_rows(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """A number for each row, which is none for each row of a tile."""
+    return p - 0.1 * g, g / g.square().mean(1, keepdim=True)
+
+
+def expanded(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    return p - 0.1 * g * g.mean(0).expand(p.shape), m + p
+
+
+def flat(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    return p - 0.1 * (g.view(-1) * 2).view(p.shape), (m.view(-1) + g.view(-1)).view(m.shape)
+
+
+UPDATES = momentum, of_the_old, average_of_the_old, turned, by_columns, by_rows, expanded, flat
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("rule", UPDATES, ids=lambda f: f.__name__)
+def test_updates_write_tiles(rule: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Of a parameter, what is made of it and of what it is made of, and both of its FP8 copies: the same bits."""
+
+    def update(p: Tensor, g: Tensor, m: Tensor, x_q: Tensor, x_t: Tensor, made: Tensor, s: Tensor) -> None:
+        new, state = rule(p, g, m)
+        stored = new if dtype == F32 else ROUNDED(new)
+        both_ = both(stored, s)
+        amax = scaling.amax(stored)
+        for into, value in zip((p, m, x_q, x_t, made), (new, state, *both_, amax), strict=True):
+            into.copy_(value)
+
+    p, g, m = (torch.randn(128, 128).to(dtype) for _ in range(3))
+    inputs = p, g, m, torch.zeros(128, 128).to(E4M3), torch.zeros(128, 128).to(E4M3), torch.zeros(()), scale(8.0)
+    module = capture(update, *inputs)
+    wanted, got = ([x.clone() for x in inputs] for _ in range(2))
+    module(*wanted)
+    apply(module, QuantizeTiles())
+    assert count(module, WRITE) == 4
+    module(*got)
+    for a, b, before in zip(wanted, got, inputs, strict=True):
+        assert torch.equal(a.float(), b.float())
+        assert torch.equal(a.float(), before.float()) == (before is g or before is inputs[-1])
+    before_ = text(module)
+    apply(module, QuantizeTiles())
+    assert text(module) == before_, "a second run finds nothing"

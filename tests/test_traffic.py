@@ -15,10 +15,30 @@ from fp8pass.inspector import Run, inspect
 
 # Of delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
 TRAFFIC = {
-    "llama_mlp": (3_323_322_870, 14, 1),
-    "llama_block": (4_968_793_224, 30, 2),
-    "gpt2_mlp": (2_619_736_566, 14, 2),
+    "llama_mlp": (3_323_273_674, 14, 1),
+    "llama_block": (4_968_694_792, 30, 2),
+    "gpt2_mlp": (2_619_687_370, 14, 2),
 }
+
+# Of a whole step: with the update by AdamW, which writes the FP8 copies of the weights.
+STEP = {
+    "llama_mlp": (5_437_424_274, 22, 1),
+    "llama_block": (7_586_563_716, 41, 2),
+}
+MLP = [4096 * 14336] * 3
+WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
+"""Numbers of elements."""
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, Run]:
+    """Of each block, with its update."""
+
+    def inspected(block: str) -> Run:
+        return inspect(f"bench.blocks:{block}", optimizer="AdamW").run("fp8pass delayed")
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(STEP, pool.map(inspected, STEP), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +73,32 @@ def test_both_orientations_are_stored_16_bytes_at_once(runs: dict[str, Run]) -> 
         assert kernel.compiled is not None
         assert kernel.compiled.stores[0] == 128 and 8 not in kernel.compiled.stores, kernel
         assert kernel.compiled.registers <= 128 and kernel.compiled.spilled == 0, kernel
+
+
+@pytest.mark.parametrize("block", STEP)
+def test_traffic_and_launches_of_a_step(steps: dict[str, Run], block: str) -> None:
+    assert around_matmuls(steps[block]) == STEP[block]
+
+
+@pytest.mark.parametrize("block", STEP)
+def test_a_weight_and_its_state_are_read_once_in_the_update(steps: dict[str, Run], block: str) -> None:
+    """bfloat16 parameter, gradient and moments in; parameter, moments and both FP8 copies out, 8 bytes each way."""
+    update = [k for k in steps[block].kernels if k.graph == "update"]
+    large = [k for k in update if k.bytes_read >= 2 * min(WEIGHTS[block])]
+    assert all("write_weight" in k.what and "quantize e4m3 x 2" in k.what for k in large)
+    assert sorted(round(k.bytes_read / 8, -3) for k in large) == sorted(round(n, -3) for n in WEIGHTS[block])
+    for k in large:
+        assert 0 <= k.bytes_written - k.bytes_read < 1 << 17, "and the amax of each column of a tile"
+    others = [k for k in update if k not in large]
+    assert sum(k.bytes_moved for k in others) < 2 << 20
+
+
+@pytest.mark.parametrize("block", STEP)
+def test_no_forward_or_backward_reads_a_weight_in_bfloat16(
+    runs: dict[str, Run], steps: dict[str, Run], block: str
+) -> None:
+    """What quantizing the weights takes is gone: 2 bytes in and 2 out for each element, and their amaxes."""
+    kernels = [k for k in steps[block].of("triton") if k.graph != "update"]
+    others = [k for k in steps[block].of("extern") if "attention" not in k.name]
+    now, before = sum(k.bytes_moved for k in (*kernels, *others)), around_matmuls(runs[block])[0]
+    assert (before - now) / (4 * sum(WEIGHTS[block])) == pytest.approx(1, rel=1e-3)
