@@ -74,8 +74,8 @@ class Annotation:
 
     owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
     the order of the state inputs. Behind those come `frozen` and `cached`, parameters in FP8, and `late`, positions of
-    inputs that the graph takes once more, for its backward to write. states: of each scale state that the user wrote, the positions
-    of its scale, amax_history, amax, step_ended and held.
+    inputs that the graph takes once more, for its backward to write. states: of each scale state that the user wrote,
+    the positions of its scale, amax_history, amax, step_ended and held. is_update: of a graph that updates parameters.
     """
 
     module: fx.GraphModule

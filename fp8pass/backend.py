@@ -33,14 +33,24 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
-from fp8pass.passes.quantize_moments import moments_of
-from fp8pass.passes.write_weights import Place, real_inputs, written
-from fp8pass.pipeline import KernelPasses, Pipeline, annotated, annotated_update, behind, known_to_caches
+from fp8pass.pipeline import (
+    KernelPasses,
+    Pipeline,
+    annotated,
+    annotated_update,
+    behind,
+    gradients,
+    known_to_caches,
+    moments_of,
+    real_inputs,
+    written,
+)
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, publish
 from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
-from fp8pass.update_graph import UpdateGraph, UpdateKey
+from fp8pass.update_graph import UpdateGraph
+from fp8pass.updates import Place, UpdateKey
 from fp8pass.weights import cached_example
 
 log = logging.getLogger(__name__)
@@ -100,8 +110,9 @@ def _update(
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             return _lower(annotation, [*example_inputs, *fakes], config)
 
-    moments = functools.partial(moments_of, module, places) if config.optimizer_state == "fp8" else None
-    graph = UpdateGraph(module, places, config.skip_nonfinite, moments, compile_for)
+    skips = config.skip_nonfinite and bool(gradients(module.graph))
+    moments = moments_of(module, places) if config.optimizer_state == "fp8" else []
+    graph = UpdateGraph(module, places, skips, moments, compile_for)
     examples = real_inputs(module)
     if examples is not None:  # now, and not in the first call, for Dynamo may have to think again
         graph.compile(examples)
@@ -142,7 +153,7 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
-    pipeline = Pipeline(config, annotation, next(_numbers))
+    pipeline = Pipeline(config, annotation.choices, next(_numbers), annotation.is_update)
     lower = _lower_eager if config.lowering == "eager" else _lower_inductor
     compiled = lower(annotation.module, inputs, pipeline)
     pipeline.warn_if_nothing()

@@ -39,8 +39,8 @@ class Config:
     "fp8" its FP8 copy, 1 byte per element; "fp8+transpose" that and the transposed one, 2 bytes. `fp8pass.train_step`
     begins with the last. Only delayed scaling, and matrices."""
     optimizer_state: str = "off"
-    """"fp8": an optimizer's first moments are kept in e4m3 and its second ones as square roots in float16, 3 bytes in the
-    place of 8. Only in `fp8pass.train_step`, for optimizers that are compiled."""
+    """"fp8": an optimizer's first moments are kept in e4m3 and its second ones as square roots in float16: 3 bytes in
+    the place of 8. Only in `fp8pass.train_step`, for optimizers that are compiled."""
     skip_nonfinite: bool = False
     """An optimizer's step whose gradients hold a NaN or an infinity leaves parameters, moments and FP8 state as they
     were; `TrainStep.skipped` counts. Only for optimizers that are compiled, as `fp8pass.train_step` does it."""

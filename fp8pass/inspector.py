@@ -148,8 +148,8 @@ def inspect(
     options = {**(options or {}), "recipe": recipe}
     make_config(options)
     request = {
-        "spec": spec, "target": target, "peer": peer, "optimizer": optimizer, "ptx": ptx, "machine": str(machine) if machine else None,
-        "options": options,
+        "spec": spec, "target": target, "peer": peer, "optimizer": optimizer, "ptx": ptx,
+        "machine": str(machine) if machine else None, "options": options,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

@@ -1,8 +1,8 @@
 """An optimizer's moments in FP8: `optimizer_state="fp8"`.
 
-The first moment, any running mean of gradients, is kept as e4m3; the second, any running mean of their squares, as its
+The first moment, any running mean of gradients, is kept as e4m3; the second, a running mean of their squares, as its
 square root in float16: as MS-AMP keeps them, each tensor with one scale, a power of two. The update reads and writes
-these (`quantize_moments.py`). In `optimizer.state` an `Fp8Moment` stands where the float32 tensor was: it reads as that.
+these (`quantize_moments.py`). In `optimizer.state` an `Fp8Moment` stands where the float32 tensor was, and reads as it.
 
 The scale of a step is that of the largest value of the step before, with room to grow: for an update in one pass. What
 a state dict holds is float32, exactly what was stored, and loads into any optimizer.
@@ -59,25 +59,25 @@ def amax_of(x_q: Tensor, scale_inv: Tensor) -> Tensor:
 class Fp8Moment(torch.Tensor):
     """A moment [...] of dtype float32 or bfloat16, stored as `x_q` of the same shape. Reads as the moment.
 
-    numbers: f32[2, n], of n moments: the scale_inv and the amax of what is stored; this one's are in column `index`.
+    numbers: f32[2, n], of n moments: the scale_inv and the amax of what is stored; this one's are in column `column`.
     Raises Fp8Error for what writes into it: only the compiled update can. But for `copy_` and `zero_`.
     """
 
     x_q: Tensor
     numbers: Tensor
-    index: int
+    column: int
     kind: MomentKind
 
     @staticmethod
-    def __new__(cls, x_q: Tensor, numbers: Tensor, index: int, kind: MomentKind, dtype: torch.dtype) -> Fp8Moment:
+    def __new__(cls, x_q: Tensor, numbers: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> Fp8Moment:
         """No memory but that of `x_q`."""
-        made: Fp8Moment = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Fp8Moment = torch.Tensor._make_wrapper_subclass(
             cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device
         )
         return made
 
-    def __init__(self, x_q: Tensor, numbers: Tensor, index: int, kind: MomentKind, dtype: torch.dtype) -> None:
-        self.x_q, self.numbers, self.index, self.kind = x_q, numbers, index, kind
+    def __init__(self, x_q: Tensor, numbers: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> None:
+        self.x_q, self.numbers, self.column, self.kind = x_q, numbers, column, kind
 
     @classmethod
     def of(cls, kind: MomentKind, x: Tensor) -> Fp8Moment:
@@ -94,15 +94,15 @@ class Fp8Moment(torch.Tensor):
 
     def value(self) -> Tensor:
         """The moment, as a plain tensor."""
-        return decode(self.kind, self.x_q, self.numbers[0, self.index], self.dtype)
+        return decode(self.kind, self.x_q, self.numbers[0, self.column], self.dtype)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Kind, shape and dtype of what is stored."""
         return f"Fp8Moment({self.kind}, {list(self.shape)}, {self.x_q.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """For Dynamo, which traces the optimizer with fake ones."""
-        return ["x_q", "numbers"], (self.index, self.kind, self.dtype)
+        return ["x_q", "numbers"], (self.column, self.kind, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], of: tuple[Any, ...], *_: Any) -> Fp8Moment:
@@ -110,12 +110,12 @@ class Fp8Moment(torch.Tensor):
         return Fp8Moment(inner["x_q"], inner["numbers"], *of)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """An op on the moment as it reads."""
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             x = args[0]
-            return cls(x.x_q, x.numbers, x.index, x.kind, x.dtype)
+            return cls(x.x_q, x.numbers, x.column, x.kind, x.dtype)
         into = [x for x in _written(func, args, kwargs) if isinstance(x, Fp8Moment)]
         plain = pytree.tree_map_only(Fp8Moment, Fp8Moment.value, (args, kwargs))
         if not into:
@@ -123,12 +123,12 @@ class Fp8Moment(torch.Tensor):
         if not isinstance(into[0].x_q, FakeTensor):
             if func not in (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default):
                 raise Fp8Error(
-                    f"{func} writes into a moment that is kept in FP8 (optimizer_state='fp8'), and only the optimizer's "
-                    "compiled update can: let train_step compile it (foreach=True, not fused=True), or drop the option"
+                    f"{func} writes into a moment that is kept in FP8 (optimizer_state='fp8'), and only the compiled "
+                    "update can: let train_step compile it (foreach=True, not fused=True), or drop the option"
                 )
             new = cls.of(into[0].kind, func(*plain[0], **plain[1]))
             into[0].x_q.copy_(new.x_q)
-            into[0].numbers[:, into[0].index] = new.numbers[:, 0]
+            into[0].numbers[:, into[0].column] = new.numbers[:, 0]
             return into[0]
         result = func(*plain[0], **plain[1])  # Dynamo wants to know shapes
         return args[0] if isinstance(result, Tensor) else result
@@ -146,12 +146,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def pack(moments: Sequence[Fp8Moment]) -> Tensor:
     """One tensor f32[2, n] for the numbers of all of them, which is in each from here on."""
     numbers = moments[0].numbers
-    if all(m.numbers is numbers and m.index == i for i, m in enumerate(moments)) and numbers.shape[1] == len(moments):
+    if all(m.numbers is numbers and m.column == i for i, m in enumerate(moments)) and numbers.shape[1] == len(moments):
         return numbers
     with torch.no_grad(), torch.inference_mode(False):
-        numbers = torch.stack([m.numbers[:, m.index] for m in moments], 1).contiguous()
+        numbers = torch.stack([m.numbers[:, m.column] for m in moments], 1).contiguous()
     for i, m in enumerate(moments):
-        m.numbers, m.index = numbers, i
+        m.numbers, m.column = numbers, i
     return numbers
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -314,11 +313,6 @@ class _Cached(torch.autograd.Function):
         return grads[0], None, *[None] * ctx.n_state
 
 
-def _never_compiled(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Inside a compiled step, Dynamo would take the backwards of what runs eagerly for code of the user's."""
-    return torch.compiler.disable(backward)  # type: ignore[no-any-return]
-
-
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
@@ -327,8 +321,9 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_never_compiled
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        # not compiled: in a compiled step, Dynamo takes the backward of what ran eagerly for code of the user's
         (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
         needed = ctx.needs_input_grad[1:3]
         quantizers = [q for q, n in zip((quantizer_a, quantizer_b), needed, strict=True) if n and q is not None]
@@ -347,8 +342,8 @@ class _GradQDQ(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_never_compiled
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
         return ctx.quantizer(grads[0], *ctx.state), None, *[None] * len(ctx.state)
 
 
@@ -417,7 +412,7 @@ def begin_step(
     amax_history.copy_(history)
     scale.copy_(scales)
     left = torch.where(held, amax, scaling.NOTHING)
-    left_forward, *left_weights, left_backward = left.split([len(part) for part in (*early, amax_backward)])
+    left_forward, *left_weights, left_backward = torch.split(left, [len(part) for part in (*early, amax_backward)])
     amax_forward.copy_(left_forward)
     amax_backward.copy_(left_backward)
     if of_weights:
@@ -492,10 +487,8 @@ def next_moment_scales(kinds: tuple[MomentKind, ...], numbers: Tensor, skipped: 
     """
     now = numbers[0].reciprocal()
     firsts = kinds.count("first")  # these come first
-    of_kinds = numbers[1].split([firsts, len(kinds) - firsts])
-    targets = [
-        torch.full_like(of, moments.TARGETS[kind]) for of, kind in zip(of_kinds, ("first", "second"), strict=True)
-    ]
+    first, second = torch.split(numbers[1], [firsts, len(kinds) - firsts])
+    targets = torch.full_like(first, moments.TARGETS["first"]), torch.full_like(second, moments.TARGETS["second"])
     new = moments.scale_towards(torch.cat(targets), numbers[1], now)
     return new if skipped is None else torch.where(skipped, now, new)
 

@@ -35,20 +35,24 @@ from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.quantize_moments import moments_of as moments_of
 from fp8pass.passes.quantize_moments import read_moments, write_moments
 from fp8pass.passes.quantize_tiles import QuantizeTiles
 from fp8pass.passes.save_sums import SaveSums
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.passes.skip_nonfinite import gradients as gradients
 from fp8pass.passes.skip_nonfinite import skip_nonfinite
 from fp8pass.passes.split_foreach import SplitForeach, expand_symbolic
 from fp8pass.passes.use_transposes import UseTransposes
 from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
+from fp8pass.passes.write_weights import real_inputs as real_inputs
+from fp8pass.passes.write_weights import written as written
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.scale_state import recipe_of
-from fp8pass.update_graph import UpdateKey
+from fp8pass.updates import UpdateKey
 from fp8pass.verify import verify
 
 log = logging.getLogger(__name__)
@@ -140,10 +144,10 @@ class Pipeline(CustomGraphPass):
     Keeps nothing that outlives the compilation but the report: where Inductor's caches hit, it does not run.
     """
 
-    def __init__(self, config: Config, annotation: Annotation, number: int) -> None:
+    def __init__(self, config: Config, choices: list[Choice], number: int, is_update: bool = False) -> None:
         self.config = config
-        self.choices = annotation.choices
-        self.passes = update_passes() if annotation.is_update else passes(annotation.choices)
+        self.choices = choices
+        self.passes = update_passes() if is_update else passes(choices)
         self.number = number
         self.report = Report()
         self.parts = 0

@@ -281,7 +281,7 @@ class SlotGroup:
 
     def _set_amax(self, amax: Tensor) -> None:
         mine = self._amaxes()
-        for part, new in zip(mine, amax.split([len(part) for part in mine]), strict=True):
+        for part, new in zip(mine, torch.split(amax, [len(part) for part in mine]), strict=True):
             part.copy_(new)
 
     def inputs(self) -> list[Tensor]:

@@ -334,8 +334,8 @@ registry.on_new.append(_restore)
 def state(module: Any) -> State:
     """The delayed-scaling state of a module, compiled or not, or of what a `train_step` trains; always the same object.
 
-    Exists, and can be loaded, before the first call; of a step whose model is an argument from then on. Raises TypeError
-    for what is not a module, and for a step that trains none or several.
+    Exists, and can be loaded, before the first call; of a step whose model is an argument, from then on. Raises
+    TypeError for what is not a module, and for a step that trains none or several.
     """
     if callable(of_step := getattr(module, "state", None)) and not isinstance(module, nn.Module):
         return of_step()  # type: ignore[no-any-return]

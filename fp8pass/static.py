@@ -142,7 +142,8 @@ def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             x_q = scaling.quantize(weight.clone(), group.tensors.scale[f.slot], scaling.E4M3)
             group.weights[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
-    return group.weights[f][1]
+    weight_q: Tensor = group.weights[f][1]
+    return weight_q
 
 
 def frozen_example(f: Frozen, weight: Tensor) -> Tensor:

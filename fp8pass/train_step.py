@@ -37,9 +37,9 @@ DEPTH, MOST = 3, 64
 def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> Any:
     """Run a training step in FP8: `@fp8pass.train_step` or `@fp8pass.train_step(recipe="delayed", min_speedup=0)`.
 
-    function: of any signature, a method too; does one optimizer step per call, with as many forwards and backwards as it
-    likes. Its models and optimizers are found among its arguments, in its closure, the globals that it names, and the
-    attributes of these. config: fields of `fp8pass.Config`, where `weight_cache` is "fp8+transpose" unless it is given.
+    function: of any signature, a method too; does one optimizer step per call, with as many forwards and backwards as
+    it likes. Its models and optimizers are found among its arguments, in its closure, among the globals that it names,
+    and the attributes of these. config: fields of `fp8pass.Config`; `weight_cache` is "fp8+transpose" unless given.
 
     Returns a `TrainStep`, which is called as the function is. Raises ValueError for unknown fields. The first call
     raises Fp8Error for a function without model, optimizer or backward, for an optimizer whose step leaves all
@@ -89,9 +89,9 @@ class TrainStep:
         report.add(self._collected)
         if report.graphs and not self._is_compiled:
             report.notes.append(
-                f"{self._function.__qualname__} itself runs op by op, and only the functions and modules that it calls are "
-                "compiled: that is what torch does with a graph break, such as backward(), inside a for or while loop. "
-                "What else is in the loop, a loss say, is compiled too if it is put into a function with the model's call"
+                f"{self._function.__qualname__} itself runs op by op, and only the functions and modules that it calls "
+                "are compiled: that is what torch does with a graph break, such as backward(), in a for or while loop. "
+                "What else is in the loop, a loss say, is compiled too if it is in a function with the model's call"
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
@@ -169,8 +169,8 @@ class TrainStep:
                 continue
             for optimizer in optimizers:
                 save_plainly(optimizer)
-                for state in optimizer.state.values():
-                    state.update({n: moments[id(x)] for n, x in state.items() if id(x) in moments})
+                for of in optimizer.state.values():
+                    of.update({name: moments[id(x)] for name, x in of.items() if id(x) in moments})
             update.retire()
 
     def _has_scaler(self, args: Any, kwargs: Any) -> bool:

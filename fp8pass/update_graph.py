@@ -16,23 +16,11 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensor
 from fp8pass.moments import Fp8Moment, pack
-from fp8pass.passes.quantize_moments import Moment
-from fp8pass.passes.skip_nonfinite import gradients
-from fp8pass.passes.write_weights import Place, State, Write, attribute
 from fp8pass.slots import SlotGroup, registry
+from fp8pass.updates import Moment, Place, State, UpdateKey, Write, attribute
 from fp8pass.weights import Fp8Weight, newest, weights_of
 
 Run = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class UpdateKey:
-    """What an update graph is compiled for. keeps: what stays as it is if a gradient is not finite; if empty, nothing."""
-
-    states: tuple[State, ...]
-    writes: tuple[Write, ...]
-    keeps: tuple[Place, ...]
-    moments: tuple[Moment, ...]
 
 
 @dataclass(frozen=True)
@@ -52,8 +40,8 @@ class _Plan:
 class UpdateGraph:
     """An update; what Dynamo calls. places: of the tensors that it writes.
 
-    skips: whether an update with gradients that are not finite is to be skipped. moments: how the moments that are to be
-    kept in FP8 are found, among these places; None if none are. compile_for: compiles for a key and
+    skips: whether an update with gradients that are not finite is to be skipped. moments: those
+    that are to be kept in FP8. compile_for: compiles for a key and
     examples of the inputs that come behind Dynamo's. counts: i64[2], how many updates there were, and how many of them
     were skipped; None if that is not asked for.
     """
@@ -63,19 +51,19 @@ class UpdateGraph:
         module: fx.GraphModule,
         places: Sequence[Place],
         skips: bool,
-        moments: Callable[[], list[Moment]] | None,
+        moments: Sequence[Moment],
         compile_for: Callable[[UpdateKey, list[Tensor]], Run],
     ) -> None:
         self._module: fx.GraphModule | None = module
         self._places = list(places)
         self._compile_for = compile_for
-        self._moments = sorted([] if moments is None else moments(), key=lambda m: m.kind)  # first ones first
+        self._moments = sorted(moments, key=lambda m: m.kind)  # first ones first
         attributes = [m for m in self._moments if isinstance(m.place, str)]
         self._plain = [m for m in attributes if not isinstance(self._tensor(m.place), Fp8Moment)]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
         """What is in FP8 of the moments that the optimizer has as plain tensors: with these, by id."""
         self.counts: Tensor | None = None
-        if skips and gradients(module.graph):
+        if skips:
             tensors = (x for p in self._places if isinstance(x := self._example(p), Tensor))
             device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
             with torch.inference_mode(False):
@@ -104,6 +92,7 @@ class UpdateGraph:
     def _example(self, place: Place) -> Any:
         if isinstance(place, str):
             return attribute(self._module, place)
+        assert self._module is not None
         return [n for n in self._module.graph.nodes if n.op == "placeholder"][place].meta["example_value"]
 
     def _in_graph(self, args: Sequence[Any]) -> dict[int, Place]:

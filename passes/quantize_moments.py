@@ -8,8 +8,8 @@ after    x: f32[N, K]       = decode_moment("first", x_q: f8[N, K], numbers: f32
          write_numbers(numbers, s, [write_moment("first", x, x_q, s, 0), ...])
 changes  the moments, to those that 8 bits hold, or 16 of a square root
 
-Moments are known by what the update does with them, not by name: what becomes a polynomial of degree 2 in itself and the
-gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is.
+Moments are known by what the update does with them, not by name: what becomes a polynomial of degree 2 in itself and
+the gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is.
 
 Runs on Dynamo's graph of an update.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,22 +28,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass import ops
 from fp8pass._torch import FakeTensor, FakeTensorMode
 from fp8pass.annotation import copy_to_edit
-from fp8pass.moments import LEAST, Fp8Moment, MomentKind
+from fp8pass.moments import LEAST, Fp8Moment
 from fp8pass.names import source_name
 from fp8pass.passes.patterns import aten
 from fp8pass.passes.split_foreach import expand_foreach
 from fp8pass.passes.state_inputs import state_input
-from fp8pass.passes.write_weights import Place, example, places
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A moment that an update writes. dtype: as the optimizer knows it."""
-
-    place: Place
-    kind: MomentKind
-    dtype: torch.dtype
-
+from fp8pass.passes.write_weights import example, places
+from fp8pass.updates import Moment, Place
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pattern: only reads.
@@ -123,7 +113,7 @@ class _On(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Numbers are those of the graph."""
         if n in self.places:
-            return self.given.get(self.places[n], example(self.module, n))  # type: ignore[arg-type]
+            return self.given.get(self.places[n], example(self.module, n))
         known = n.meta.get("example_value")
         return 1.0 if isinstance(known, (torch.SymFloat, torch.SymInt)) else super().run_node(n)
 
@@ -136,7 +126,7 @@ _CONSTANTS = {aten.full_like.default, aten.ones_like.default, aten.zeros_like.de
 
 
 class _Degrees:
-    """Of polynomials in the tensors that an update is given: 1 for a sum of multiples of them, inf for anything else."""
+    """Of polynomials in the tensors that an update is given: 1 for a sum of their multiples, inf for anything else."""
 
     def __init__(self) -> None:
         self.known: dict[fx.Node, float] = {}

@@ -54,7 +54,7 @@ def large(node: fx.Node) -> list[int]:
         return []
     lists = [a for a in node.args if isinstance(a, (list, tuple)) and all(map(is_tensor, a))]
     count = len(lists[0])
-    sizes = [max(val(a[i]).numel() * val(a[i]).element_size() for a in lists) for i in range(count)]  # type: ignore[arg-type]
+    sizes = [max(val(a[i]).nbytes for a in lists) for i in range(count)]
     return [i for i, size in enumerate(sizes) if size > SMALL]
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,39 +25,7 @@ from fp8pass import ops
 from fp8pass._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 from fp8pass.passes.spellings import mutates
 from fp8pass.passes.state_inputs import state_input
-from fp8pass.recipes import DelayedScaling
-
-Place = int | str
-"""Of a tensor in a graph of Dynamo's: the position of an input, or the name of an attribute."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """A weight's FP8 copy. parts: where its parameters are in the graph, None for one that is not.
-
-    state: which of the states its scale is in; index: where among its W. transposed: see `Fp8Weight`.
-    """
-
-    parts: tuple[Place | None, ...]
-    state: int
-    index: int
-    transposed: bool
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of a group of weights: see `SlotTensors`. first: F; count: W."""
-
-    recipe: DelayedScaling
-    first: int
-    count: int
-
-    def inputs(self, skips: bool) -> tuple[str, ...]:
-        """The names of the tensors that an update takes."""
-        of_weights = ("scale", "amax_history", "made") if self.count else ()
-        of_step = ("amax_forward", "amax_backward") if skips else ()
-        return (*of_weights, *of_step, *(("amax_weights",) if self.count else ()))
-
+from fp8pass.updates import Place, State, Write, attribute
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pattern: only reads.
@@ -92,16 +59,9 @@ def places(graph: fx.Graph) -> dict[fx.Node, Place]:
     return {**{n: i for i, n in enumerate(inputs)}, **{n: str(n.target) for n in graph.nodes if n.op == "get_attr"}}
 
 
-def example(module: fx.GraphModule, node: fx.Node) -> Any:
+def example(module: torch.nn.Module, node: fx.Node) -> Any:
     """What a node of `places` gives: of an input a fake."""
     return node.meta.get("example_value") if node.op == "placeholder" else attribute(module, str(node.target))
-
-
-def attribute(module: torch.nn.Module | None, name: str) -> Any:
-    """What a `get_attr` node of that target gives."""
-    for part in name.split("."):
-        module = getattr(module, part, None)  # type: ignore[assignment]
-    return module
 
 
 def _is_parameter(x: Tensor) -> bool:
@@ -172,7 +132,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,7 +165,8 @@ def write_weights(
             if not state.count:
                 continue
             scales_of = (of_state[name] for name in ("scale", "amax_history", "amax_weights"))
-            scales = graph.call_function(ops.next_scales, (state.recipe, state.first, *scales_of))
+            of: Any = (state.recipe, state.first, *scales_of)
+            scales = graph.call_function(ops.next_scales, of)
             scales = graph.call_function(ops.usable, (scales,))
             amaxes: list[fx.Node | None] = [None] * state.count
             for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
