@@ -85,12 +85,12 @@ class CompiledGraph:
         """What the graph is called with behind `args`, Dynamo's."""
         return [*(x for group in groups for x in group.inputs()), *self._last(groups, args)]
 
-    def _last(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
+    def _last(self, groups: Sequence[SlotGroup], args: Sequence[Any], repeats: bool = False) -> list[Tensor]:
         """What the graph is called with behind the state."""
         of = self._annotation
         return [
             *frozen_weights(of.frozen, args, groups),
-            *cached_weights(of.cached, args, groups),
+            *cached_weights(of.cached, args, groups, repeats),
             *of.late_inputs(args),
         ]
 
@@ -130,7 +130,7 @@ class CompiledGraph:
         run = forward.run if forward else None
         if run is None:
             run = self._annotation.bootstrapped().run if (forward.eager if forward else cold) else self._compiled
-        return run(*self._with_held_states(args, forward), *inputs, *self._last(groups, args))
+        return run(*self._with_held_states(args, forward), *inputs, *self._last(groups, args, repeats=True))
 
     def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
         """Dynamo's inputs, with scale states that neither roll nor record, and have the scales of then."""

@@ -80,10 +80,10 @@ class Break:
         return f"the graph breaks at {self.source}: {self.reason} ({handed}, and one graph more to call)"
 
 
-def frame_of(module: Any) -> str:
-    """The function that a graph of Dynamo's begins in; "" if that is not known."""
+def frame_of(module: Any) -> tuple[str, str]:
+    """The function that a graph of Dynamo's begins in, and its file; "" if that is not known."""
     why = getattr(module, "compile_subgraph_reason", None)
-    return why.user_stack[0].name if why is not None and why.user_stack else ""
+    return (why.user_stack[0].name, why.user_stack[0].filename) if why is not None and why.user_stack else ("", "")
 
 
 def break_of(module: Any) -> Break | None:

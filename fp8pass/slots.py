@@ -182,6 +182,10 @@ class SlotGroup:
                 self.flags[held] = torch.tensor(flags, device=self.table.device)
             self.tensors.held.copy_(self.flags[held])
 
+    def holds(self, slot: int) -> bool:
+        """Whether the step of the slot goes on."""
+        return bool(self.held) and self.held[slot]
+
     @torch.no_grad()
     def begin_trained_step(self, begin: Callable[[SlotGroup], None]) -> None:
         """Roll the slots that this group, of evaluation, shares with training: its forward is one of training.

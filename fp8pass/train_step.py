@@ -59,7 +59,9 @@ class TrainStep:
         self._function = function
         self._compiled = torch.compile(function, backend=self._compile)
         self._collected = Report()
-        self._updates: list[UpdateGraph] = []
+        self._updates: weakref.WeakSet[UpdateGraph] = weakref.WeakSet()
+        self._counts: list[Tensor] = []
+        """See `UpdateGraph`. Not the graphs themselves, which hold on to the parameters of the optimizer."""
         self._is_compiled = False
         """Whether any graph begins in the function itself."""
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -89,7 +91,7 @@ class TrainStep:
         report.add(self._collected)
         if report.graphs and not self._is_compiled:
             report.notes.append(
-                f"{self._function.__qualname__} itself runs op by op, and only the functions and modules that it calls "
+                f"{_name(self._function)} itself runs op by op, and only the functions and modules that it calls "
                 "are compiled: that is what torch does with a graph break, such as backward(), in a for or while loop. "
                 "What else is in the loop, a loss say, is compiled too if it is in a function with the model's call"
             )
@@ -119,7 +121,7 @@ class TrainStep:
     @property
     def skipped(self) -> int:
         """How many optimizer steps were skipped, for gradients that were not finite. Waits for the device."""
-        return sum(int(u.counts[1]) for u in self._updates if u.counts is not None)
+        return sum(int(counts[1]) for counts in self._counts)
 
     def state(self) -> State:
         """The FP8 state of the model that the step trains. Raises TypeError if that is not known, or not one."""
@@ -132,21 +134,27 @@ class TrainStep:
         """Dynamo's backend."""
         with collect() as report:
             compiled = compile_graph(module, example_inputs, self.config)
-        name = self._function.__name__
-        self._is_compiled |= frame_of(module) == name or f"_in_{name}_at_" in frame_of(module)
+        self._is_compiled |= self._is_of_function(*frame_of(module))
         if (found := break_of(module)) is not None:
             report.breaks.append(found)
         self._collected.add(report)
         if isinstance(compiled, UpdateGraph):
-            self._updates.append(compiled)
+            self._updates.add(compiled)
+            self._counts += [] if compiled.counts is None else [compiled.counts]
         return compiled
+
+    def _is_of_function(self, name: str, file: str) -> bool:
+        """Whether a frame is the function, or how it goes on behind a graph break; optimizers have a `step`, too."""
+        mine = getattr(self._function, "__name__", "")
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        return (code is None or file == code.co_filename) and (name == mine or f"_in_{mine}_at_" in name)
 
     def _found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[nn.Module], list[Optimizer]]:
         reached = list(_reached([*args, *kwargs.values(), self._function]))
         return [x for x in reached if isinstance(x, nn.Module)], [x for x in reached if isinstance(x, Optimizer)]
 
     def _first_call(self, models: list[nn.Module], optimizers: list[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        where = f"{self._function.__qualname__} ({_place(self._function)})"
+        where = f"{_name(self._function)} ({_place(self._function)})"
         _check_found(models, optimizers, where)
         trained = _owners(models, optimizers) or models
         parameters = [p for model in trained for p in model.parameters()]
@@ -164,7 +172,7 @@ class TrainStep:
 
     def _store_moments(self, optimizers: Sequence[Optimizer]) -> None:
         """Give optimizers their moments in FP8, where an update knows them only as plain tensors."""
-        for update in self._updates:
+        for update in list(self._updates):
             if not (moments := update.stored()):
                 continue
             for optimizer in optimizers:
@@ -237,6 +245,10 @@ def _owners(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> lis
     return [m for m in owners if not any(m is not other and m in set(other.modules()) for other in owners)]
 
 
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
 def _place(function: Callable[..., Any]) -> str:
     code = inspect.unwrap(function).__code__ if hasattr(inspect.unwrap(function), "__code__") else None
     return f"{code.co_filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else "?"
@@ -278,7 +290,8 @@ def _check_trained(
             f"of shapes {', '.join(map(str, theirs[:3]))}. Make the optimizer of this model's parameters(), after "
             "whatever replaces them; or copy what it updates into the model, within the step"
         )
-    if not scaler:
+    stepped = any(o.state for o in optimizers)  # into p.data, say, or by a fused kernel, which versions do not count
+    if not scaler and not stepped:
         warn_once(f"fp8pass: {where} computed gradients, and its first call updated no parameter: optimizer.step()?")
 
 

@@ -7,8 +7,9 @@ when a weight more has a copy.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,16 +26,19 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a call does with tensors like those of the last one."""
+    """What a call does with tensors like those of the last one. Keeps nothing alive of a model that is gone."""
 
-    weights: list[Fp8Weight]
-    groups: list[SlotGroup]
-    moments: list[Fp8Moment]
+    weights: list[weakref.ref[Fp8Weight]]
+    groups: list[weakref.ref[SlotGroup]]
+    moments: tuple[Moment, ...]
     run: Run
 
-    def fits(self) -> bool:
-        """Whether the scales of the weights are where they were."""
-        return all(w.group in self.groups for w in self.weights)
+    def found(self) -> tuple[list[Fp8Weight], list[SlotGroup]] | None:
+        """The weights and groups; None if some are gone, or the scales of the weights are elsewhere."""
+        weights = [w for ref in self.weights if (w := ref()) is not None]
+        groups = [g for ref in self.groups if (g := ref()) is not None]
+        complete = len(weights) == len(self.weights) and len(groups) == len(self.groups)
+        return (weights, groups) if complete and all(w.group in groups for w in weights) else None
 
 
 class UpdateGraph:
@@ -80,9 +84,10 @@ class UpdateGraph:
     @torch.no_grad()
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs, and what there is of the weights that it writes."""
-        plan = self._plan(args)
-        result = plan.run(*args, *self._inputs(plan, self._in_graph(args)))
-        for weight in plan.weights:
+        weights, groups, moments, run = self._plan(args)
+        stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
+        result = run(*args, *self._inputs(weights, groups, stored, self._in_graph(args)))
+        for weight in weights:
             weight.written()
         return result
 
@@ -98,15 +103,19 @@ class UpdateGraph:
     def _in_graph(self, args: Sequence[Any]) -> dict[int, Place]:
         return {id(self._tensor(p, args)): p for p in self._places}
 
-    def _plan(self, args: Sequence[Any]) -> _Plan:
+    def _plan(self, args: Sequence[Any]) -> tuple[list[Fp8Weight], list[SlotGroup], tuple[Moment, ...], Run]:
         key = newest(), *(id(args[p]) for p in self._places if isinstance(p, int))
         with self._lock:
             plan = self._plans.get(key)
-            if plan is None or not plan.fits():
-                plan = self._plans[key] = self._new_plan(args)
-        return plan
+            found = None if plan is None else plan.found()
+            if plan is not None and found is not None:
+                return *found, plan.moments, plan.run
+            self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
+            weights, groups, moments, run = self._new_plan(args)
+            self._plans[key] = _Plan(list(map(weakref.ref, weights)), list(map(weakref.ref, groups)), moments, run)
+        return weights, groups, moments, run
 
-    def _new_plan(self, args: Sequence[Any]) -> _Plan:
+    def _new_plan(self, args: Sequence[Any]) -> tuple[list[Fp8Weight], list[SlotGroup], tuple[Moment, ...], Run]:
         tensors = [self._tensor(p, args) for p in self._places]
         weights = weights_of(tensors)
         groups = list(dict.fromkeys(w.group for w in weights if w.group is not None))
@@ -122,10 +131,9 @@ class UpdateGraph:
         )
         keeps = tuple(self._places) if self.counts is not None else ()
         key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
-        plan = _Plan(weights, groups, list(moments.values()), lambda *_: None)
         if key not in self._runs:
-            self._runs[key] = self._compile_for(key, self._inputs(plan, places))
-        return replace(plan, run=self._runs[key])
+            self._runs[key] = self._compile_for(key, self._inputs(weights, groups, list(moments.values()), places))
+        return weights, groups, key.moments, self._runs[key]
 
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
         """The moments that are stored in FP8: all, but those that are zeros, before their first update."""
@@ -157,17 +165,23 @@ class UpdateGraph:
         self._moments, self._plain, self._places, self._module = [], [], [], None
         self._compile_for = _retired
 
-    def _inputs(self, plan: _Plan, places: dict[int, Place]) -> list[Tensor]:
+    def _inputs(
+        self,
+        weights: Sequence[Fp8Weight],
+        groups: Sequence[SlotGroup],
+        moments: Sequence[Fp8Moment],
+        places: dict[int, Place],
+    ) -> list[Tensor]:
         """What `annotated_update` gives the graph inputs for."""
         inputs: list[Tensor] = []
-        for group in plan.groups:
+        for group in groups:
             tensors = group.tensors._asdict()
             inputs += [tensors[name].data for name in state_of(group).inputs(self.counts is not None)]
-        if plan.moments:
-            inputs += [pack(plan.moments), *(m.x_q for m in plan.moments)]
+        if moments:
+            inputs += [pack(moments), *(m.x_q for m in moments)]
         if self.counts is not None:
             inputs.append(self.counts)
-        for w in plan.weights:
+        for w in weights:
             inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in places)]
         return inputs
 

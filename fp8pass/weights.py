@@ -2,7 +2,8 @@
 
 A copy is the numbers that the forward would have made: of the weight as it is, with the scale that the next step will
 begin with. An update that is compiled with us writes it along with the weight (`update_graph.py`). Whoever else changes
-a weight counts up its version, or gives it other memory: then the copy is made again before it is used.
+a weight counts up its version, or gives it other memory: then the copy is made again before it is used. So it is where
+steps come that no update has prepared, for their scale may be another one.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from fp8pass.slots import SlotGroup
 class Fp8Weight:
     """The FP8 copy of a weight f[N, K], which is one parameter or several, one below the other. For all graphs.
 
-    x_q: f8[N, K]. x_t: f8[K, N], or None if nobody wants the transposed copy. group, index: where its scale_inv and the
-    amax of what it was made of are, in `SlotTensors.made` of the graph that was called last.
+    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph wants it. group, index: where its scale_inv and the amax of
+    what it was made of are, in `SlotTensors.made` of the graph that was called last.
     """
 
-    def __init__(self, parts: Sequence[Tensor], transposed: bool) -> None:
+    def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = tuple(map(weakref.ref, parts))
         self._made_of: Any = None
         _watch_optimizers()
@@ -37,17 +38,22 @@ class Fp8Weight:
         shape = sum(p.shape[0] for p in parts), first.shape[1]
         with torch.inference_mode(False), torch.no_grad():
             self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
-            self.x_t = torch.empty(shape[::-1], dtype=scaling.E4M3, device=first.device) if transposed else None
+        self.x_t: Tensor | None = None
         rows = [p.shape[0] for p in parts]
-        places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
-        self.copies = [self.x_q.narrow(0, *place) for place in places]
-        self.transposes = [] if self.x_t is None else [self.x_t.narrow(1, *place) for place in places]
+        self._places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
+        self.copies = [self.x_q.narrow(0, *place) for place in self._places]
+        self.transposes: list[Tensor] = []
         self.group: SlotGroup | None = None
         self.index = -1
+        self._behind = 0
+        """How many steps have begun since the one that the copy was made for."""
+        self._unchanged = 0
+        """How many steps have begun since the weight was changed."""
+        self._changes = 0
         self.refreshed = 0
         """How often it was made by kernels of its own."""
         self.expected = 1
-        """How often of these there was no other way: no update has come yet, or it knew no scale."""
+        """How often of these there was no other way: no update has come for this step, or it knew no scale."""
 
     @property
     def parts(self) -> list[Tensor]:
@@ -67,11 +73,18 @@ class Fp8Weight:
     @property
     def nbytes(self) -> int:
         """Of memory, beyond that of the weight itself."""
-        return sum(x.nbytes for x in self.inputs())
+        return sum(x.nbytes for x in (self.x_q, self.x_t) if x is not None)
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self, transposed: bool) -> list[Tensor]:
         """What a graph that reads the weight is called with."""
-        return [self.x_q] if self.x_t is None else [self.x_q, self.x_t]
+        return [self.x_q, self.x_t] if transposed and self.x_t is not None else [self.x_q]
+
+    def transpose(self) -> None:
+        """From now on there is a transposed copy. Both are to be made again."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.x_t = torch.empty(self.x_q.shape[::-1], dtype=scaling.E4M3, device=self.x_q.device)
+        self.transposes = [self.x_t.narrow(1, *place) for place in self._places]
+        self.forget()
 
     def use_in(self, group: SlotGroup, index: int) -> None:
         """The graph of this group is called next."""
@@ -80,16 +93,39 @@ class Fp8Weight:
                 group.tensors.made[:, index].copy_(self.group.tensors.made[:, self.index])
         self.group, self.index = group, index
 
+    def begin_step(self) -> None:
+        """A step begins that reads it, and rolls its history."""
+        self._behind += 1
+        self._unchanged += 1
+
     def is_fresh(self) -> bool:
-        """Whether it is a copy of the weight as it is now, by the scale that the next step begins with."""
+        """Whether it is a copy of the weight as it is now, by the scale of the step that has begun, or the next one."""
+        return self._is_of_now() and (self._behind <= 0 or self._scale_stays())
+
+    def _is_of_now(self) -> bool:
         return self._made_of is not None and self._made_of == self._now()
+
+    def _scale_stays(self) -> bool:
+        """Whether the history is known to hold nothing but the amax of the weight as it is now."""
+        assert self.group is not None
+        recipe = self.group.table.delayed
+        always = self._changes == 1 and self.group.loads == 0 and isinstance(recipe.amax_compute_algo, str)
+        return always or self._unchanged > recipe.amax_history_len + 1
+
+    def _made(self) -> None:
+        self._made_of = self._now()
+        self._unchanged = 0
+        self._changes += 1
 
     def written(self) -> None:
         """A compiled update has made it anew. With a slot that has no history yet there was no scale to make it by."""
         assert self.group is not None
         has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
-        self._made_of = self._now() if has_scale else None
-        self.expected += not has_scale
+        self._made()
+        self._behind = -1
+        if not has_scale:
+            self.forget()
+            self.expected += 1
 
     def forget(self) -> None:
         """Make it again before it is used."""
@@ -99,8 +135,8 @@ class Fp8Weight:
         assert self.group is not None
         return [(p._version, p.data_ptr()) for p in self.parts], self.group.table.recipe, self.group.loads
 
-    def refresh(self) -> None:
-        """Make it again, op by op."""
+    def refresh(self, begins: bool = True) -> None:
+        """Make it again, op by op. begins: for the step that has just begun; otherwise for the next one."""
         group = self.group
         assert group is not None
         recipe, t = group.table.delayed, group.tensors
@@ -113,7 +149,11 @@ class Fp8Weight:
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]
             ops.write_made(t.made, scales, amaxes)
-        self._made_of = self._now()
+        if self._is_of_now():
+            self.expected += 1
+        else:
+            self._made()
+        self._behind = 0 if begins else -1
         self.refreshed += 1
 
 
@@ -138,24 +178,35 @@ _made = itertools.count()
 _newest = next(_made)
 
 
-def cached_weights(cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup]) -> list[Tensor]:
-    """What a graph takes of the FP8 copies of weights, which are made first where they are not those of the weights."""
+def cached_weights(
+    cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup], repeats: bool = False
+) -> list[Tensor]:
+    """What a graph takes of the FP8 copies of weights, which are made first where they are not those of the weights.
+
+    repeats: a forward runs again, in its backward.
+    """
     inputs: list[Tensor] = []
     for c in cached:
         weight = _of(c, [args[i] for i in c.positions], groups[c.table])
+        begins = not repeats and not groups[c.table].holds(c.slot)
+        if begins:
+            weight.begin_step()
         if not weight.is_fresh():
-            weight.refresh()
-        inputs += weight.inputs()
+            weight.refresh(begins)
+        inputs += weight.inputs(c.transposed)
     return inputs
 
 
 def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
     weight = group.weights.get(c)
     if weight is None:
-        key = (group.keys()[c.slot], c.transposed, *map(id, parts))
+        key = (group.keys()[c.slot], *map(id, parts))
         weight = _weights.get(key)
         if weight is None or not weight.is_of(parts):
-            weight = _weights[key] = Fp8Weight(parts, c.transposed)
+            weight = _weights[key] = Fp8Weight(parts)
+            _count_up()
+        if c.transposed and weight.x_t is None:
+            weight.transpose()
             _count_up()
         group.weights[c] = weight
     weight.use_in(group, c.slot - group.table.n_forward)
@@ -168,7 +219,7 @@ def _count_up() -> None:
 
 
 def newest() -> int:
-    """A number that changes when there is a weight more: `weights_of` need not be asked again while it does not."""
+    """A number that changes when there is a copy more: `weights_of` need not be asked again while it does not."""
     return _newest
 
 

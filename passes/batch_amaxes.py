@@ -146,8 +146,9 @@ class _Rewriter:
         else:  # written by one kernel at the end
             for amax, group in zip(amaxes, groups, strict=True):
                 for i, slot in enumerate(group):
-                    element = self.build.emit(min(slot.whole.users), aten.select.int, amax, 0, i)
-                    slot.whole.replace_all_uses_with(element)
+                    later = {user for user in slot.whole.users if user > amax}  # what is earlier is dead by now
+                    element = self.build.emit(min(later), aten.select.int, amax, 0, i)
+                    slot.whole.replace_all_uses_with(element, delete_user_cb=later.__contains__)
 
     def _scales(self, group: list[Slot]) -> None:
         """Give a group a vector of its own scales, so that the kernels of equal layers are equal: compiled once.

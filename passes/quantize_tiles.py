@@ -237,9 +237,10 @@ class _InTiles:
 
     def _fits(self, x: fx.Node) -> bool:
         """Whether `x` is no view, and each argument has the same shape, or one number for all rows."""
+        if not is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
+            return False
         shapes = [val(a).shape for a in x.all_input_nodes]
-        is_computed = is_elementwise(x) and x.target not in VIEWS
-        return is_computed and all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
+        return all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
 
 
 def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.Node]) -> fx.Node:

@@ -65,7 +65,8 @@ def example(module: torch.nn.Module, node: fx.Node) -> Any:
 
 
 def _is_parameter(x: Tensor) -> bool:
-    return x.is_leaf and x.requires_grad
+    """One that is frozen too: an average of others, say."""
+    return x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))
 
 
 def _results(graph: fx.Graph) -> list[Tensor]:
@@ -107,7 +108,7 @@ class _OnFakes(fx.Interpreter):
             return x
         if place not in self.of:
             fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            self.of[place] = fake.requires_grad_(_is_parameter(x))
+            self.of[place] = fake.requires_grad_(x.is_leaf and x.requires_grad)
         return self.of[place]
 
 

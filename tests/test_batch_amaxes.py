@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -15,6 +18,17 @@ from tests.harness import BF16, E4M3, apply, aten, capture, count
 
 def step(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
     """Two layers, of which the second waits for the first, and the records of their four operands."""
+    return _step(x, w, h, v, scales, amaxes, (0, 1, 2, 3))
+
+
+def crossed(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with other slots: 0 and 2 belong together."""
+    return _step(x, w, h, v, scales, amaxes, (0, 2, 1, 3))
+
+
+def _step(
+    x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor, order: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     new = []
 
     def operand(t: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -26,7 +40,7 @@ def step(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Ten
     y = torch._scaled_mm(x_q, w_q.t(), s_x, s_w, out_dtype=BF16)
     (h_q, s_h), (v_q, s_v) = operand(y * h, 2), operand(v, 3)
     z = torch._scaled_mm(h_q, v_q.t(), s_h, s_v, out_dtype=BF16)
-    amaxes.copy_(scaling.merge_amax(amaxes, torch.stack(new), "evict"))
+    amaxes.copy_(scaling.merge_amax(amaxes, torch.stack([new[i] for i in order]), "evict"))
     return y, z
 
 
@@ -38,8 +52,8 @@ def inputs(bad: float | None = None) -> tuple[Tensor, ...]:
     return x, w, h, v, torch.tensor([8.0, 16.0, 2.0, 32.0]), torch.tensor([-1.0, 3.0, -1.0, 9.0])
 
 
-def captured() -> fx.GraphModule:
-    module = capture(step, *inputs())
+def captured(function: Callable[..., Any] = step) -> fx.GraphModule:
+    module = capture(function, *inputs())
     (copy,) = (n for n in module.graph.nodes if n.target is aten.copy_.default)
     copy.args[1].meta[RECORDED] = "evict"  # as batch_records leaves it
     return module
@@ -75,6 +89,18 @@ def test_same_bits(bad: float | None) -> None:
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
         assert got.isnan().sum() == want.isnan().sum()
     assert mine[-1][1] == (3.0 if bad is not None else max(3.0, float(wanted[1].abs().max())))
+
+
+@pytest.mark.parametrize("bad", [None, float("nan")])
+def test_a_group_of_slots_that_do_not_follow_one_another(bad: float | None) -> None:
+    """A model that is called twice: its first layer has the slots 0 and 2. One record writes them all."""
+    module = captured(crossed)
+    mine, wanted = inputs(bad), inputs(bad)
+    apply(module, BatchAmaxes())
+    module.graph.lint()
+    assert count(module, aten.copy_.default) == 1
+    for got, want in zip((*module(*mine), mine[-1]), (*crossed(*wanted), wanted[-1]), strict=True):
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
 def test_what_is_no_record_stays() -> None:
