@@ -95,14 +95,32 @@ def load_text(limit: int = 8 << 20) -> Text:
     return Text(*(torch.frombuffer(parts[held_out], dtype=torch.uint8) for held_out in (False, True)))
 
 
+def loss_of(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats per byte, f32[], of logits in bfloat16."""
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+        logits = model(tokens)
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """What is compiled: one optimizer step, of ordinary eager code. Returns the loss."""
+    loss = loss_of(model, tokens, targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 @dataclass
 class Run:
-    """One model in training."""
+    """One model in training. compiled: the model, for validation; train: a compiled `train_step`."""
 
     name: str
     model: nn.Module
     compiled: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
+    train: Callable[..., Tensor] = train_step
     losses: list[float] = field(default_factory=list)
     validation: float = math.nan
     seconds: float = 0.0
@@ -112,33 +130,30 @@ class Run:
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._loss(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.item())
+        self.losses.append(self.train(self.model, self.optimizer, tokens, targets).item())
         self.seconds += time.perf_counter() - started
-
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            logits = self.compiled(tokens)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def validate(self, text: Text, device: str) -> None:
         """Mean loss over the same held-out batches for every run."""
         generator = torch.Generator().manual_seed(1)
         batches = [text.batch(generator, device, validation=True) for _ in range(VALIDATION_BATCHES)]
-        self.validation = sum(self._loss(*b).item() for b in batches) / len(batches)
+        self.validation = sum(loss_of(self.compiled, *b).item() for b in batches) / len(batches)
 
 
-def new_run(name: str, device: str, **compile_options: Any) -> Run:
-    """A model with the weights that every run starts from."""
+def new_run(name: str, device: str, recipe: Any = None) -> Run:
+    """A model with the weights that every run starts from, trained in BF16, or in FP8 by a recipe (`Config.recipe`)."""
     torch.manual_seed(0)
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    return Run(name, model, torch.compile(model, **compile_options), optimizer)
+    if recipe is None:
+        return Run(name, model, torch.compile(model), optimizer, torch.compile(train_step))
+    options: dict[str, Any] = {
+        "recipe": recipe,
+        "min_speedup": 0,
+    }  # a model this small is for looking at losses, not at speed
+    compiled = torch.compile(model, backend="fp8pass", options=options)
+    return Run(name, model, compiled, optimizer, fp8pass.train_step(**options)(train_step))
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -197,8 +212,7 @@ def main(steps: int, recipe: str, device: str, out: Path) -> int:
     text = load_text()
     report = explain(recipe, device, text)
     print(report, end="\n\n")
-    options = {"recipe": recipe, "min_speedup": 0}  # a model this small is for looking at losses, not at speed
-    runs = [new_run("BF16", device), new_run("FP8", device, backend="fp8pass", options=options)]
+    runs = [new_run("BF16", device), new_run("FP8", device, recipe)]
     size = sum(p.numel() for p in runs[0].model.parameters())
     print(
         f"{size / 1e6:.1f}M parameters, {len(text.train) / 1e6:.1f} MB of text, "

@@ -183,13 +183,15 @@ _collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=Non
 
 @contextmanager
 def collect() -> Iterator[Report]:
-    """Within it, the verdicts of everything that is compiled go into one Report."""
+    """Within it, the verdicts of everything that is compiled go into one Report; and then into that around it."""
     report = Report()
     token = _collector.set(report)
     try:
         yield report
     finally:
         _collector.reset(token)
+        if (around := _collector.get()) is not None:
+            around.add(report)
 
 
 def publish(report: Report) -> None:
