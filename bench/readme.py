@@ -77,6 +77,11 @@ def traffic() -> str:
     return run(sys.executable, "bench/traffic.py")
 
 
+def step_traffic() -> str:
+    """The table of bench/traffic.py of whole steps."""
+    return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
+
+
 def compile_time() -> str:
     """The table of bench/compile_time.py, which wants a machine that does nothing else."""
     backends = ("inductor", "torchao", "delayed", "delayed:blocks")
@@ -92,15 +97,17 @@ def block(text: str, language: str = "") -> str:
 SECTIONS = {
     "demo": demo,
     "example": lambda: example("train.py"),
+    "train_step": lambda: example("train_step.py"),
     "qdq": lambda: example("qdq.py"),
     "passes": table_of_passes,
     "first_step": first_step,
     "recipes": recipes,
     "inspect": inspect,
     "traffic": traffic,
+    "step_traffic": step_traffic,
     "compile_time": compile_time,
 }
-FILES = {"inspect": "docs/inspect.md", "compile_time": "docs/kernels.md"}
+FILES = {"inspect": "docs/inspect.md", "step_traffic": "docs/train-step.md", "compile_time": "docs/kernels.md"}
 """Where a marker is, if not in README.md."""
 
 

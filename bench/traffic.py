@@ -1,10 +1,11 @@
 """What is read and written around the matmuls in one training step, and how many kernels that takes.
 
-    python bench/traffic.py [--target h100] [--blocks llama_mlp ...] [--json FILE]
+    python bench/traffic.py [--target h100] [--blocks llama_mlp ...] [--optimizer AdamW] [--json FILE]
 
-Prints a table. Nothing is measured: Inductor generates the code for the GPU, on any machine, and its scheduler counts
-the bytes; `fp8pass inspect bench.blocks:llama_mlp` shows kernel by kernel. Rows of torchao are left out where it is not
-installed. Launches are those of Triton kernels + those of ATen's that finish a sum. Matmuls are not counted, nor is
+Prints a table. With an optimizer its update counts too: compiled, as the rest, and in rows of fp8pass with what
+`fp8pass.train_step` makes of it. Nothing is measured: Inductor generates the code for the GPU, on any machine, and its
+scheduler counts the bytes; `fp8pass inspect bench.blocks:llama_mlp` shows kernel by kernel. Rows of torchao are left
+out where it is not installed. Launches are those of Triton kernels + those of ATen's that finish a sum. Matmuls are not counted, nor is
 attention: FlashAttention-2 reads and writes the same in all rows.
 """
 
@@ -31,10 +32,11 @@ def around_matmuls(run: Run) -> tuple[int, int, int]:
     return sum(k.bytes_moved for k in (*triton, *others)), len(triton), len(others)
 
 
-def inspected(block: str, target: str) -> list[Inspection]:
+def inspected(block: str, target: str, optimizer: str | None = None) -> list[Inspection]:
     """The block with either recipe, each beside torchao's of the same name."""
     pairs = (("delayed", "torchao:tensorwise"), ("rowwise", "torchao:rowwise"))
-    return [inspect(f"bench.blocks:{block}", target, recipe, peer=peer) for recipe, peer in pairs]
+    spec = f"bench.blocks:{block}"
+    return [inspect(spec, target, recipe, peer=peer, optimizer=optimizer) for recipe, peer in pairs]
 
 
 def table(found: dict[str, list[Inspection]]) -> str:
@@ -57,9 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
     parser.add_argument("--blocks", nargs="+", default=BLOCKS, help="factories in bench/blocks.py (default: all)")
+    parser.add_argument("--optimizer", help="a class of torch.optim: the whole step (default: forward and backward)")
     parser.add_argument("--json", type=Path, help="file to write everything to")
     args = parser.parse_args()
-    found = {block: inspected(block, args.target) for block in args.blocks}
+    found = {block: inspected(block, args.target, args.optimizer) for block in args.blocks}
     print(table(found))
     if args.json is not None:
         everything = {block: [asdict(i) for i in of] for block, of in found.items()}

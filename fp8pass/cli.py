@@ -12,7 +12,7 @@ from pathlib import Path
 from fp8pass import __version__, demo
 from fp8pass.errors import Fp8Error
 from fp8pass.inspect_table import show
-from fp8pass.inspector import PEERS, inspect
+from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +45,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
     command.add_argument("--compare", metavar="PEER", help=f"one of {', '.join(PEERS)}: that too, if it is installed")
+    command.add_argument("--optimizer", metavar="NAME", help=f"its update too: one of {', '.join(OPTIMIZERS)}")
     command.add_argument("--ptx", action="store_true", help="compile every Triton kernel to machine code")
     command.add_argument("--machine", type=Path, help="file with a machine's measured speeds, instead of --target")
     command.add_argument("--json", type=Path, help="file to write everything to")
@@ -52,7 +53,10 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     try:
-        found = inspect(args.spec, args.target, args.recipe, peer=args.compare, ptx=args.ptx, machine=args.machine)
+        found = inspect(
+            args.spec, args.target, args.recipe,
+            peer=args.compare, optimizer=args.optimizer, ptx=args.ptx, machine=args.machine,
+        )  # fmt: skip
     except (Fp8Error, ValueError) as error:
         print(f"fp8pass inspect: {error}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
 from fp8pass.recipes import choose
 
+OPTIMIZERS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 PEERS = ("torchao:tensorwise", "torchao:rowwise", "torchao:rowwise_with_gw_hp")
 
 
@@ -135,14 +136,16 @@ def inspect(
     """Compile the training step of `spec` for a GPU that need not be there.
 
     spec: "module:factory", a callable without arguments that returns `(model, *inputs)`; the current directory can be
-    imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. ptx: compile every Triton
-    kernel to machine code, for `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them.
-    Raises ValueError for unknown names, Fp8Error where something is missing or the model can't be traced.
+    imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. optimizer: one of OPTIMIZERS,
+    whose update is compiled too; FP8 copies of weights are kept then. ptx: compile every Triton kernel to machine
+    code, for `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them. Raises ValueError for unknown names, Fp8Error where something is missing or the model can't be traced.
     """
     if machine is None:
         choose("target", target, tuple(TARGETS))
     if peer is not None:
         choose("peer", peer, PEERS)
+    if optimizer is not None:
+        choose("optimizer", optimizer, OPTIMIZERS)
     if ":" not in spec:
         raise ValueError(f"{spec!r} names no model: write module:factory, a callable that returns (model, *inputs)")
     options = {**(options or {}), "recipe": recipe}

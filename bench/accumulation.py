@@ -1,0 +1,70 @@
+"""Four microbatches per optimizer step against one batch four times as large, on the demo's language model, in FP8.
+
+    python bench/accumulation.py [--steps 200]
+
+Prints validation losses and how far the training losses are apart. The matmuls see the same numbers, in other groups:
+gradients add up in another order, and each microbatch's gradients are quantized with a scale for all four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass import demo
+
+MICROBATCHES = 4
+TOLERANCE = 0.01
+"""Of the validation loss."""
+
+
+def accumulated_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """`demo.train_step`, on a quarter of the batch at a time."""
+    losses = []
+    for part in zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
+        loss = demo.loss_of(model, *part) / MICROBATCHES
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum()
+
+
+def trained(step: Any, steps: int, recipe: str) -> demo.Run:
+    """The demo's model, trained by a step."""
+    torch._dynamo.reset()
+    run, text = demo.new_run(step.__name__, "cpu", recipe), demo.load_text()
+    run.train = fp8pass.train_step(recipe=recipe, min_speedup=0)(step)
+    for _ in demo.train([run], text, steps, "cpu"):
+        pass
+    run.validate(text, "cpu")
+    return run
+
+
+def main() -> int:
+    """Print the table; returns 1 if the losses are further apart than the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
+    args = parser.parse_args()
+    whole, parts = (trained(step, args.steps, args.recipe) for step in (demo.train_step, accumulated_step))
+    gap = parts.validation / whole.validation - 1
+    apart = max(abs(a - b) / b for a, b in zip(parts.losses, whole.losses, strict=True))
+    print(f"{args.steps} steps, {args.recipe}, torch {torch.__version__}\n")
+    print("| a step of | validation loss |\n|---|---:|")
+    print(f"| one batch of {demo.BATCH} | {whole.validation:.4f} |")
+    print(f"| {MICROBATCHES} microbatches of {demo.BATCH // MICROBATCHES} | {parts.validation:.4f} ({gap:+.2%}) |")
+    print(
+        f"\nTraining losses are at most {apart:.2%} apart in any step; tolerance of the validation loss: {TOLERANCE:.0%}."
+    )
+    return int(abs(gap) > TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
