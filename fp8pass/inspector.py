@@ -136,9 +136,10 @@ def inspect(
     """Compile the training step of `spec` for a GPU that need not be there.
 
     spec: "module:factory", a callable without arguments that returns `(model, *inputs)`; the current directory can be
-    imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. optimizer: one of OPTIMIZERS,
-    whose update is compiled too; FP8 copies of weights are kept then. ptx: compile every Triton kernel to machine
-    code, for `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them. Raises ValueError for unknown names, Fp8Error where something is missing or the model can't be traced.
+    imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. optimizer: see OPTIMIZERS;
+    its update is compiled too, and FP8 copies of weights are kept. ptx: compile every Triton kernel to machine code, for
+    `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them. Raises ValueError for unknown
+    names, Fp8Error where something is missing or the model can't be traced.
     """
     if machine is None:
         choose("target", target, tuple(TARGETS))
