@@ -4,7 +4,7 @@
 
 Prints a table. With an optimizer its update counts too: compiled, as the rest, and in rows of fp8pass with what
 `fp8pass.train_step` makes of it. Nothing is measured: Inductor generates the code for the GPU, on any machine, and its
-scheduler counts the bytes; `fp8pass inspect bench.blocks:llama_mlp` shows kernel by kernel. Rows of torchao are left out
+scheduler counts the bytes; `fp8pass inspect bench.blocks:llama_mlp` shows kernel by kernel. Rows of torchao are missing
 where it is not installed. Launches are those of Triton kernels + those of ATen's that finish a sum. Matmuls are not
 counted, nor is attention: FlashAttention-2 reads and writes the same in all rows.
 """

@@ -137,7 +137,7 @@ def inspect(
 
     spec: "module:factory", a callable without arguments that returns `(model, *inputs)`; the current directory can be
     imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. optimizer: see OPTIMIZERS;
-    its update is compiled too, and FP8 copies of weights are kept. ptx: compile every Triton kernel to machine code, for
+    its update is compiled too, with FP8 copies of weights. ptx: compile every Triton kernel to machine code, for
     `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them. Raises ValueError for unknown
     names, Fp8Error where something is missing or the model can't be traced.
     """
