@@ -60,9 +60,8 @@ def main() -> int:
     print("| a step of | validation loss |\n|---|---:|")
     print(f"| one batch of {demo.BATCH} | {whole.validation:.4f} |")
     print(f"| {MICROBATCHES} microbatches of {demo.BATCH // MICROBATCHES} | {parts.validation:.4f} ({gap:+.2%}) |")
-    print(
-        f"\nTraining losses are at most {apart:.2%} apart in any step; tolerance of the validation loss: {TOLERANCE:.0%}."
-    )
+    print(f"\nTraining losses are at most {apart:.2%} apart in any step.")
+    print(f"Tolerance of the validation loss: {TOLERANCE:.0%}.")
     return int(abs(gap) > TOLERANCE)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -76,8 +77,8 @@ class Break:
     nbytes: int
 
     def __str__(self) -> str:
-        handed = f"{self.nbytes / 1e6:.1f} MB handed over" if self.nbytes else "no tensors of any size handed over"
-        return f"the graph breaks at {self.source}: {self.reason} ({handed}, and one graph more to call)"
+        handed = f"{self.nbytes / 1e6:.1f} MB handed over" if self.nbytes else "nothing handed over"
+        return f"the graph breaks at {self.source}: {self.reason} ({handed}; one graph more to call)"
 
 
 def frame_of(module: Any) -> tuple[str, str]:
@@ -91,11 +92,23 @@ def break_of(module: Any) -> Break | None:
     why = getattr(module, "compile_subgraph_reason", None)
     if why is None or not why.graph_break:
         return None
-    frame = why.user_stack[-1] if why.user_stack else None
-    source = f"{frame.filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.lineno}" if frame else "?"
+    own = [f for f in why.user_stack if not f.filename.startswith(_TORCH)] or list(why.user_stack)
+    source = f"{own[-1].filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{own[-1].lineno}" if own else "?"
     results = (n.meta.get("example_value") for n in module.graph.output_node().all_input_nodes)
     nbytes = sum(x.numel() * x.element_size() for x in results if isinstance(x, torch.Tensor) and x.dim())
-    return Break(source, str(why.reason).strip().splitlines()[0], int(nbytes))
+    return Break(source, _reason(why), int(nbytes))
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _reason(why: Any) -> str:
+    """In a line; of the two breaks that every step has, without Dynamo's advice."""
+    if "Tensor.backward()" in why.reason:
+        return "backward(), which was compiled with its forward"
+    if why.user_stack and why.user_stack[-1].filename.startswith(str(Path(_TORCH) / "optim")):
+        return "the optimizer, whose update is a graph of its own"
+    return str(why.reason).strip().splitlines()[0]
 
 
 @dataclass

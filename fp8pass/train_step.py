@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from fp8pass._torch import counters
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, warn_once
@@ -59,6 +62,8 @@ class TrainStep:
         self._function = function
         self._compiled = torch.compile(function, backend=self._compile)
         self._collected = Report()
+        self._breaks: Counter[str] = Counter()
+        """Why graphs broke, by Dynamo's count: also where there was nothing to compile in front of the break."""
         self._updates: weakref.WeakSet[UpdateGraph] = weakref.WeakSet()
         self._counts: list[Tensor] = []
         """See `UpdateGraph`. Not the graphs themselves, which hold on to the parameters of the optimizer."""
@@ -76,7 +81,9 @@ class TrainStep:
                 stack.enter_context(accumulate(model))
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
             run = self._compiled if known else functools.partial(self._first_call, models, optimizers)
+            before = Counter(counters["graph_break"])
             result = run(*args, **kwargs)
+            self._breaks += Counter(counters["graph_break"]) - before
         self._store_moments(optimizers)
         return result
 
@@ -89,6 +96,9 @@ class TrainStep:
         """What has been compiled so far: every matmul, where the graph breaks, and what FP8 copies of weights take."""
         report = Report()
         report.add(self._collected)
+        if silent := sum(self._breaks.values()) - len(report.breaks):
+            reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
+            report.notes.append(f"{silent} more graph breaks have nothing in front of them. All: {reasons}")
         if report.graphs and not self._is_compiled:
             report.notes.append(
                 f"{_name(self._function)} itself runs op by op, and only the functions and modules that it calls "
@@ -232,6 +242,12 @@ def _held(x: Any) -> list[Any]:
 
 
 _OF_MODULES = set(vars(nn.Module()))
+
+
+def _called(reason: str) -> str:
+    """What broke a graph, as Dynamo names it: the function in backquotes, or else its first line."""
+    names = re.findall(r"`([^`]+)`", reason.partition("Hint:")[0])
+    return names[0] if names else reason.strip().splitlines()[0]
 
 
 def _is_scaler(x: Any) -> bool:
