@@ -106,7 +106,7 @@ def test_numbers(bad: float | None) -> None:
         grad[2, 3] = bad
     amax, counts = torch.tensor([3.0, -1.0]), torch.tensor([5, 2])
     inputs = {"p": p, "m": m, "grad": grad}
-    names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
     given = [inputs[{"L_p_": "p", "L_m_": "m"}.get(name, "grad")] for name in names[:3]]
     p_, m_ = p.clone(), m.clone()
     with torch.no_grad():
