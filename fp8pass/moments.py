@@ -100,6 +100,12 @@ class Fp8Moment(torch.Tensor):
         """Kind, shape and dtype of what is stored."""
         return f"Fp8Moment({self.kind}, {list(self.shape)}, {self.x_q.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Moment:
+        """Of what is stored, for a copy of an optimizer."""
+        numbers = self.numbers[:, self.column : self.column + 1].clone()
+        memo[id(self)] = made = Fp8Moment(self.x_q.clone(), numbers, 0, self.kind, self.dtype)
+        return made
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """For Dynamo, which traces the optimizer with fake ones."""
         return ["x_q", "numbers"], (self.column, self.kind, self.dtype)

@@ -9,7 +9,8 @@ after    x: f32[N, K]       = decode_moment("first", x_q: f8[N, K], numbers: f32
 changes  the moments, to those that 8 bits hold, or 16 of a square root
 
 Moments are known by what the update does with them, not by name: what becomes a polynomial of degree 2 in itself and
-the gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is.
+the gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is, and so
+does what the parameters are copied from, or what is made of them as they have become.
 
 Runs on Dynamo's graph of an update.
 """
@@ -30,7 +31,7 @@ from fp8pass._torch import FakeTensor, FakeTensorMode
 from fp8pass.annotation import copy_to_edit
 from fp8pass.moments import LEAST, Fp8Moment
 from fp8pass.names import source_name
-from fp8pass.passes.patterns import aten
+from fp8pass.passes.patterns import aten, prims
 from fp8pass.passes.split_foreach import expand_foreach
 from fp8pass.passes.state_inputs import state_input
 from fp8pass.passes.write_weights import example, places
@@ -50,12 +51,16 @@ def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]
     inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     degrees = _Degrees()
     gradients = {n for name, n in inputs.items() if name.startswith("grad")}
+    parameters = {value for place, (_, value) in new.items() if stored[place].requires_grad}
+    copied = set(map(_copied, parameters))
     for place, (old, value) in new.items():
         size = stored[place]
         if isinstance(size, Fp8Moment) or not _is_candidate(size):
             continue
         made_of, degree = _above(value), degrees(value)
-        if old not in made_of or not made_of & gradients or _only_grows(old, value):
+        if old in gradients or old not in made_of or not made_of & gradients or _only_grows(old, value):
+            continue
+        if made_of & parameters or value in copied:  # an average of parameters, or what they are rounded from
             continue
         has_root = any(u.target in _ROOTS for u in _below(value))
         if degree == 1 and not has_root:
@@ -133,7 +138,7 @@ class _Degrees:
 
     def __call__(self, x: object) -> float:
         """Numbers, and tensors of one, are constants."""
-        if not isinstance(x, fx.Node) or x.meta["val"].dim() == 0 or x.target in _CONSTANTS:
+        if not isinstance(x, fx.Node) or _is_number(x) or x.target in _CONSTANTS:
             return 0
         if x not in self.known:
             self.known[x] = 1 if x.op == "placeholder" else self._of_op(x)
@@ -149,25 +154,43 @@ class _Degrees:
             return 2 * degrees[0]
         if x.target is aten.addcmul.default:
             return max(degrees[0], degrees[1] + degrees[2])
+        if x.target is prims.fma.default:
+            return max(degrees[0] + degrees[1], degrees[2])
+        if x.target is aten.copy.default:
+            return degrees[1]
         if x.target in (aten.lerp.Scalar, aten.lerp.Tensor):
             return max(degrees[:2]) + (degrees[2] if len(degrees) > 2 else 0)
         if x.target is aten.div.Tensor and degrees[1] == 0:
             return degrees[0]
-        return math.inf if any(degrees) else 0
+        return math.inf if any(map(self, x.all_input_nodes)) else 0
 
 
 def _only_grows(old: fx.Node, value: fx.Node) -> bool:
     """Whether the tensor is itself and something more: Adagrad's sum, to which 16 bits could soon add nothing."""
-    if value.target not in (aten.add.Tensor, aten.addcmul.default):
+    if value.target is aten.copy.default and isinstance(value.args[1], fx.Node):
+        value = value.args[1]
+    if value.target not in (aten.add.Tensor, aten.addcmul.default, prims.fma.default):
         return False
-    first, *rest = value.args
+    first, *rest = reversed(value.args) if value.target is prims.fma.default else value.args
     return first is old and not any(old in _above(n) for n in rest if isinstance(n, fx.Node))
+
+
+def _is_number(x: fx.Node) -> bool:
+    """Whether it is a tensor of one number; an op on lists has many."""
+    return isinstance(x.meta["val"], Tensor) and x.meta["val"].dim() == 0
+
+
+def _copied(value: fx.Node) -> fx.Node:
+    """What a tensor is copied from, if it is."""
+    while value.target in (aten.copy.default, aten._to_copy.default, aten.clone.default):
+        value = value.args[value.target is aten.copy.default]  # type: ignore[assignment]
+    return value
 
 
 def _above(node: fx.Node) -> set[fx.Node]:
     found, todo = {node}, [node]
     while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in found and n.meta["val"].dim()]
+        new = [n for n in todo.pop().all_input_nodes if n not in found and not _is_number(n)]
         found.update(new)
         todo += new
     return found

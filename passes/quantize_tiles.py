@@ -259,15 +259,22 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
     amaxes = [n for n in build.graph.nodes if _is_amax(n) and belongs(_of_amax(n)) and _of_amax(n) is not m.x]
     # before anything is written that it may read
     first_write = min(n for n in build.graph.nodes if n.target in (aten.copy_.default, WRITE))
-    at = min([*m.x.users, *amaxes, first_write])
     new = first(m.x) if m.x.target is ROUNDED else m.x
-    tile = in_tiles(at, new)
-    in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
-    for node in amaxes:
+    at = min([*m.x.users, first_write, *(n for n in amaxes if _is_amax_made_of(n, new))])
+
+    def take(node: fx.Node) -> None:
         magnitude = build.emit(node, aten.abs.default, in_tiles(node, _of_amax(node)))
         columns = build.emit(node, aten.amax.default, magnitude, [1])
         columns.meta[TILED] = "columns"
         build.replace(node, build.emit(node, aten.amax.default, columns))
+
+    early = [n for n in amaxes if n < at]  # where what `x` is made of need not be known yet
+    for node in early:
+        take(node)
+    tile = in_tiles(at, new)
+    in_tiles.of[new] = build.emit(at, FORCE_STRIDE_ORDER, tile, list(val(tile).stride()))
+    for node in amaxes[len(early) :]:
+        take(node)
     result = in_tiles(min(m.x.users), m.x)
     values = [in_tiles(first_write, as_node(node.args[1])) for node in writes]
     for node, value in zip(writes, values, strict=True):
@@ -400,6 +407,12 @@ def _is_amax(node: fx.Node) -> bool:
 def _of_amax(node: fx.Node) -> fx.Node:
     """What it is the amax of."""
     return first(first(first(node)))
+
+
+def _is_amax_made_of(node: fx.Node, x: fx.Node) -> bool:
+    """Whether it is the amax of what is computed of `x`, elementwise."""
+    of = _of_amax(node)
+    return of is x or x in sources(of, lambda n: n is not x and is_elementwise(n))
 
 
 def _is_made_of(scale: fx.Node, amax: fx.Node) -> bool:

@@ -1,0 +1,74 @@
+"""Moments in FP8 on the demo's language model, made small: losses and bytes against moments in float32.
+
+    python bench/optimizer_state.py [--steps 200]
+
+Both runs have the same weights, batches and matmuls in FP8. Prints a table, one row as soon as a run is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass import demo
+from fp8pass.moments import Fp8Moment
+
+SMALL = {"WIDTH": 128, "LAYERS": 2, "CONTEXT": 64, "HEADS": 4}
+
+
+def trained(state: str, steps: int) -> tuple[float, float, int]:
+    """Mean training loss of the last 20 steps, validation loss, and bytes of the optimizer's state."""
+    torch._dynamo.reset()
+    text = demo.load_text()
+    run = demo.new_run(state, "cpu", backend="eager")
+    run.compiled = run.model
+    model, optimizer = run.model, run.optimizer
+
+    @fp8pass.train_step(optimizer_state=state, min_speedup=0)
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = run._loss(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    generator, losses = torch.Generator().manual_seed(0), []
+    for i in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = demo.rate_at(i, steps)
+        losses.append(step(*text.batch(generator, "cpu")).item())
+    run.validate(text, "cpu")
+    return sum(losses[-20:]) / len(losses[-20:]), run.validation, nbytes(optimizer)
+
+
+def nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer has of its moments."""
+    states: list[Any] = [x for of in optimizer.state.values() for x in of.values()]
+    stored = [x.x_q if isinstance(x, Fp8Moment) else x for x in states]
+    return sum(x.nbytes for x in stored if x.dim())
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=200)
+    steps = parser.parse_args().steps
+    for name, value in SMALL.items():
+        setattr(demo, name, value)
+    print(f"AdamW on the demo's GPT, {SMALL['LAYERS']} layers of width {SMALL['WIDTH']}, {steps} steps\n")
+    print("| optimizer_state | training loss | validation loss | against off | moments |\n|---|---|---|---|---|")
+    baseline = 0.0
+    for state in ("off", "fp8"):
+        loss, validation, size = trained(state, steps)
+        baseline = baseline or validation
+        gap = f"{validation / baseline - 1:+.2%}" if state != "off" else ""
+        print(f"| {state} | {loss:.4f} | {validation:.4f} | {gap} | {size / 1e6:.2f} MB |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""The quantize_moments pass: which tensors are moments, how they are read and written, and what numbers come of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fp8pass
+from fp8pass import ops
+from fp8pass.annotation import copy_to_edit
+from fp8pass.moments import Fp8Moment
+from fp8pass.passes import quantize_moments
+from fp8pass.passes.quantize_moments import moments_of, read_moments, write_moments
+from fp8pass.passes.write_weights import written
+from fp8pass.updates import attribute
+from tests.harness import BF16, E4M3, F16, F32, expect_graph
+from tests.test_write_weights import Lion
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pattern
+
+
+def model(dtype: torch.dtype = F32) -> nn.Sequential:
+    """With gradients; the first weight is large enough for FP8, its bias and the second weight are not."""
+    made = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 63, bias=False)).to(dtype)
+    made(torch.randn(5, 64, dtype=dtype)).square().sum().backward()
+    return made
+
+
+def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
+    """Of the state that the optimizer has of a weight, by name, what is found to be a moment. Nothing else is found."""
+    of = model(dtype)
+    optimizer = make(of.parameters())
+    optimizer.step()
+    found: dict[int, str] = {}
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        before = module.code
+        moments = moments_of(module, places) if (places := written(module)) else []
+        assert module.code == before, "only reads"
+
+        def run(*args: Any) -> Any:
+            for moment in moments:
+                x = args[moment.place] if isinstance(moment.place, int) else attribute(module, moment.place)
+                assert moment.dtype == x.dtype
+                found[id(x)] = moment.kind
+            return module.forward(*args)
+
+        return run
+
+    torch.compile(optimizer.step, backend=backend)()
+    state = optimizer.state[of[0].weight]
+    named = {name: found.pop(id(x)) for name, x in state.items() if id(x) in found}
+    assert not found, "what is small, or no moment"
+    return named
+
+
+class Momentum(torch.optim.Optimizer):
+    """By hand. kind: what it has beside a moment."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {"lr": 1e-2})
+        self.kind = kind
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"momentum": torch.zeros_like(p), "other": p.detach().clone()}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum, other = self.state[p]["momentum"], self.state[p]["other"]
+                momentum.lerp_(p.grad, 0.1)
+                if self.kind == "average":
+                    p.sub_(momentum, alpha=group["lr"])
+                    other.lerp_(p, 0.01)
+                elif self.kind == "master":
+                    other.mul_(1 - 1e-3).sub_(momentum, alpha=group["lr"])
+                    p.copy_(other)
+
+
+BOTH = {"exp_avg": "first", "exp_avg_sq": "second"}
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "SGD": (lambda p, **k: torch.optim.SGD(p, lr=0.1, **k), {}),
+    "SGD momentum": (
+        lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, **k),
+        {"momentum_buffer": "first"},
+    ),
+    "SGD nesterov": (
+        lambda p, **k: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, **k),
+        {"momentum_buffer": "first"},
+    ),
+    "Adam": (lambda p, **k: torch.optim.Adam(p, lr=0.1, **k), BOTH),
+    "Adam, weight decay": (lambda p, **k: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, **k), BOTH),
+    "AdamW": (lambda p, **k: torch.optim.AdamW(p, lr=0.1, **k), BOTH),
+    "AdamW, lr in a tensor": (lambda p, foreach: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False), BOTH),
+    "AdamW maximize": (lambda p, **k: torch.optim.AdamW(p, lr=0.1, maximize=True, **k), BOTH),
+    "amsgrad": (
+        lambda p, **k: torch.optim.Adam(p, lr=0.1, amsgrad=True, **k),
+        {**BOTH, "max_exp_avg_sq": "second"},
+    ),
+    "NAdam": (lambda p, **k: torch.optim.NAdam(p, lr=0.1, **k), BOTH),
+    "Adamax": (lambda p, **k: torch.optim.Adamax(p, lr=0.1, **k), {"exp_avg": "first"}),
+    "RMSprop": (lambda p, **k: torch.optim.RMSprop(p, lr=0.1, **k), {"square_avg": "second"}),
+    "Adagrad": (lambda p, **k: torch.optim.Adagrad(p, lr=0.1, **k), {}),
+    "Adafactor": (lambda p, **k: torch.optim.Adafactor(p, lr=0.1, **k), {}),
+}
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_what_is_a_moment(case: str, foreach: bool) -> None:
+    make, wanted = OPTIMIZERS[case]
+    if case == "amsgrad" and foreach:  # a maximum on lists is not looked into
+        wanted = BOTH
+    assert kinds(lambda p: make(p, foreach=foreach)) == wanted
+
+
+def test_of_an_optimizer_that_nobody_knows() -> None:
+    assert kinds(Lion) == {"momentum": "first"}
+
+
+@pytest.mark.parametrize("kind", ["average", "master"])
+def test_no_moments(kind: str) -> None:
+    """Averages of parameters, and their copies in full precision, that an optimizer has beside its moments."""
+    assert kinds(lambda p: Momentum(p, kind)) == {"momentum": "first"}
+
+
+def test_moments_in_bfloat16() -> None:
+    """A square root in float16 is as large: only first ones."""
+    assert kinds(lambda p: torch.optim.AdamW(p, foreach=True), BF16) == {"exp_avg": "first"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite
+
+
+def adam(p: nn.Parameter, m: Tensor, v: Tensor) -> None:
+    """An optimizer's step by hand."""
+    with torch.no_grad():
+        assert p.grad is not None
+        m.lerp_(p.grad, 0.1)
+        v.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+        p.sub_(m / v.sqrt(), alpha=0.1)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
+    """Dynamo's graph of it, rewritten."""
+    monkeypatch.setattr(quantize_moments, "LEAST", 1)
+    found: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(copy_to_edit(module))
+        return module.forward
+
+    p = nn.Parameter(torch.randn(4, 8))
+    p.grad = torch.randn(4, 8)
+    torch.compile(adam, backend=backend, fullgraph=True)(p, torch.zeros(4, 8), torch.zeros(4, 8))
+    (module,) = found
+    moments = sorted(moments_of(module, written(module)), key=lambda x: x.kind)
+    assert [x.kind for x in moments] == ["first", "second"]
+    write_moments(module.graph, moments, read_moments(module.graph, moments), None)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def test_graph(module: fx.GraphModule) -> None:
+    expect_graph(
+        module,
+        """\
+L_p_: "f32[4, 8]",
+L_p_grad: "f32[4, 8]",
+L_m_: "f32[4, 8]",
+L_v_: "f32[4, 8]",
+fp8pass_numbers,
+fp8pass_moment_0,
+fp8pass_moment_1,
+l_p_ = L_p_
+l_p_grad = L_p_grad
+l_m_ = L_m_
+l_v_ = L_v_
+decode_moment = fp8pass_ops_decode_moment('first', fp8pass_moment_0, fp8pass_numbers, 0, torch.float32)
+decode_moment_1 = fp8pass_ops_decode_moment('second', fp8pass_moment_1, fp8pass_numbers, 1, torch.float32)
+_set_grad_enabled = torch._C._set_grad_enabled(False)
+lerp_: "f32[4, 8]" = decode_moment.lerp_(l_p_grad, 0.1)
+mul_: "f32[4, 8]" = decode_moment_1.mul_(0.9)
+mul: "f32[4, 8]" = torch.mul(l_p_grad, l_p_grad)
+fma_default: "f32[4, 8]" = prims.fma.default(mul, 0.1, mul_)
+copy_: "f32[4, 8]" = mul_.copy_(fma_default)
+sqrt: "f32[4, 8]" = decode_moment_1.sqrt()
+truediv: "f32[4, 8]" = decode_moment / sqrt
+sub_: "f32[4, 8]" = l_p_.sub_(truediv, alpha = 0.1)
+_set_grad_enabled_1 = torch._C._set_grad_enabled(True)
+next_moment_scales = fp8pass_ops_next_moment_scales(('first', 'second'), fp8pass_numbers, None)
+write_moment = fp8pass_ops_write_moment('first', decode_moment, fp8pass_moment_0, next_moment_scales, 0)
+write_moment_1 = fp8pass_ops_write_moment('second', decode_moment_1, fp8pass_moment_1, next_moment_scales, 1)
+write_numbers = fp8pass_ops_write_numbers(fp8pass_numbers, next_moment_scales, [write_moment, write_moment_1])
+return ()
+""",
+    )
+
+
+def stored(kind: str, x: Tensor, scale: float) -> Tensor:
+    """What is stored, by the formula."""
+    x = x.double()
+    if kind == "first":
+        return (x * scale).clamp(-448, 448).float().to(E4M3)
+    return (x.sqrt() * scale).clamp(max=65504).float().to(F16)
+
+
+def read(kind: str, x_q: Tensor, scale: float) -> Tensor:
+    """What that stands for: f64."""
+    x = x_q.double() / scale
+    return x if kind == "first" else x.square()
+
+
+def power_of_2(target: float, amax: float) -> float:
+    """The largest that takes amax to `target` at most."""
+    return min(2.0 ** math.floor(math.log2(target / amax)), 2.0**126) if amax else 1.0
+
+
+def test_what_is_written(module: fx.GraphModule) -> None:
+    """With the scales that the amaxes of what was stored give; the plain moments, which are inputs still, stay."""
+    p, grad = torch.randn(4, 8), torch.randn(4, 8)
+    m_q, v_q = stored("first", torch.randn(4, 8), 16.0), stored("second", torch.rand(4, 8), 128.0)
+    numbers = torch.tensor([[1 / 16, 1 / 128], [5.0, 0.75]])
+    given = {"L_p_": p.clone(), "L_p_grad": grad, "L_m_": torch.zeros(4, 8), "L_v_": torch.zeros(4, 8)}
+    rest = {"fp8pass_numbers": numbers.clone(), "fp8pass_moment_0": m_q.clone(), "fp8pass_moment_1": v_q.clone()}
+    inputs = {**given, **rest}
+    module(*(inputs[str(n.target)] for n in module.graph.nodes if n.op == "placeholder"))
+    m = read("first", m_q, 16.0) * 0.9 + grad.double() * 0.1
+    v = read("second", v_q, 128.0) * 0.9 + grad.double().square() * 0.1
+    torch.testing.assert_close(inputs["L_p_"].double(), p - 0.1 * m / v.sqrt(), rtol=1e-5, atol=1e-6)
+    assert not inputs["L_m_"].any() and not inputs["L_v_"].any()
+    scales = power_of_2(224, 5.0), power_of_2(256, 0.75)
+    assert scales == (32.0, 256.0)
+    for kind, x, scale, x_q in (
+        ("first", m, scales[0], rest["fp8pass_moment_0"]),
+        ("second", v, scales[1], rest["fp8pass_moment_1"]),
+    ):
+        wanted = stored(kind, x, scale).float()
+        assert (x_q.float() - wanted).abs().max() <= wanted.abs().max() * 2**-10, "up to float32's last bit"
+    got = rest["fp8pass_numbers"]
+    assert got[0].tolist() == [1 / 32, 1 / 256]
+    amaxes = [rest[f"fp8pass_moment_{i}"].float().abs().max() * got[0, i] for i in range(2)]
+    assert torch.equal(got[1], torch.stack(amaxes))
+
+
+def test_scales_of_a_step_that_is_skipped() -> None:
+    numbers = torch.tensor([[0.5, 0.25], [100.0, 1e-3]])
+    assert ops.next_moment_scales(("first", "second"), numbers, torch.tensor(True)).tolist() == [2.0, 4.0]
+    assert ops.next_moment_scales(("first", "second"), numbers, torch.tensor(False)).tolist() == [2.0, 131072.0]
+
+
+@pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
+def test_scales_stay_where_the_amax_says_nothing(amax: float) -> None:
+    numbers = torch.tensor([[0.5], [amax]])
+    assert ops.next_moment_scales(("first",), numbers, None).tolist() == [2.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+class Product(nn.Module):
+    """Whose weight has the gradient that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sum()
+
+
+class Oracle:
+    """The formulas, in float64. `names` of moments by kind."""
+
+    def __init__(self, w: Tensor, kinds: dict[str, str]) -> None:
+        self.w, self.kinds, self.steps = w.detach().double(), kinds, 0
+        self.moments = {name: torch.zeros_like(self.w) for name in kinds}
+        self.amaxes: dict[str, float] = {}
+        self.scales: dict[str, float] = {}
+        self.x_q: dict[str, Tensor] = {}
+
+    def store(self) -> None:
+        for name, kind in self.kinds.items():
+            x, first = self.moments[name], kind == "first"
+            if not self.steps:  # as it is best stored
+                root = float((x if first else x.sqrt()).abs().max())
+                scale = power_of_2(448 if first else 65504, root)
+            else:
+                amax = self.amaxes[name]
+                scale = power_of_2(224 if first else 256, amax) if amax else self.scales[name]
+            x_q = self.x_q[name] = stored(kind, x, scale)
+            self.moments[name], self.scales[name] = read(kind, x_q, scale), scale
+            self.amaxes[name] = float(x_q.double().abs().max()) / scale
+        self.steps += 1
+
+    def adamw(self, grad: Tensor) -> None:
+        m, v, t = self.moments["exp_avg"], self.moments["exp_avg_sq"], self.steps + 1
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.square()
+        self.moments = {"exp_avg": m, "exp_avg_sq": v}
+        denominator = (v / (1 - 0.999**t)).sqrt() + 1e-8
+        self.w = self.w * (1 - 0.01 * 0.1) - 0.01 * (m / (1 - 0.9**t)) / denominator
+
+    def sgd(self, grad: Tensor) -> None:
+        m = self.moments["momentum_buffer"]
+        self.moments = {"momentum_buffer": grad if not self.steps else 0.9 * m + grad}
+        self.w = self.w - 0.01 * self.moments["momentum_buffer"]
+
+
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+TRAINED: dict[str, tuple[Callable[..., Any], dict[str, str], Callable[[Oracle, Tensor], None]]] = {
+    "AdamW": (lambda p: torch.optim.AdamW(p, **ADAMW, foreach=False), BOTH, Oracle.adamw),
+    "AdamW foreach": (lambda p: torch.optim.AdamW(p, **ADAMW, foreach=True), BOTH, Oracle.adamw),
+    "SGD": (
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, foreach=True),
+        {"momentum_buffer": "first"},
+        Oracle.sgd,
+    ),
+}
+RANGES = [1.0, 1.5, 0.5, 40.0, 1.0, 1e-3, 0.0, 1.0]
+"""Of gradients: also such that a first moment saturates, and such that others become small."""
+
+
+@pytest.mark.parametrize("config", [{}, {"skip_nonfinite": True}, {"lowering": "inductor"}], ids=str)
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_by_the_formulas(case: str, config: dict[str, Any]) -> None:
+    make, kinds_, update = TRAINED[case]
+    if config.get("lowering") == "inductor" and case != "AdamW foreach":
+        pytest.skip("one is enough")
+    torch.manual_seed(0)
+    of = Product()
+    optimizer, oracle = make(of.parameters()), Oracle(of.w, kinds_)
+
+    @fp8pass.train_step(**{"lowering": "eager", "recipe": None, "optimizer_state": "fp8", **config})
+    def step(x: Tensor) -> None:
+        of(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for factor in RANGES:
+        grad = torch.randn(64, 64) * factor
+        step(grad)
+        update(oracle, grad.double())
+        oracle.store()
+        torch.testing.assert_close(of.w.detach().double(), oracle.w, rtol=0, atol=2e-4)
+        for name, kind in kinds_.items():
+            got = optimizer.state[of.w][name]
+            if name == "momentum_buffer" and oracle.steps == 1:  # it is the gradient, and no update has read it
+                continue
+            assert isinstance(got, Fp8Moment) and got.kind == kind
+            assert float(got.numbers[0, got.column]) == 1 / oracle.scales[name], name
+            differ = (got.x_q.float() != oracle.x_q[name].float()).float().mean()
+            assert differ < 0.01, "where float32 rounds to the other side"

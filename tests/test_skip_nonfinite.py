@@ -1,0 +1,251 @@
+"""The skip_nonfinite pass: an update whose gradients are not finite leaves everything as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import fp8pass
+from fp8pass import ops
+from fp8pass.annotation import copy_to_edit
+from fp8pass.passes.skip_nonfinite import gradients, skip_nonfinite
+from fp8pass.passes.state_inputs import state_input
+from fp8pass.passes.write_weights import at_beginning, written
+from tests.harness import BF16, F32, expect_graph
+from tests.test_write_weights import Lion
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pass
+
+
+def momentum(p: nn.Parameter, m: Tensor) -> None:
+    """An optimizer's step by hand."""
+    with torch.no_grad():
+        assert p.grad is not None
+        m.mul_(0.9).add_(p.grad)
+        p.sub_(m, alpha=0.1)
+
+
+def captured(p: nn.Parameter, m: Tensor) -> fx.GraphModule:
+    """Dynamo's graph of it, with an input for running amaxes."""
+    found: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(copy_to_edit(module))
+        return module.forward
+
+    torch.compile(momentum, backend=backend, fullgraph=True)(p, m)
+    (module,) = found
+    return module
+
+
+def rewritten() -> fx.GraphModule:
+    p, m = parameter(), torch.zeros(4, 8)
+    module = captured(p, m)
+    places = written(module)
+    amax = state_input(module.graph, "amax")
+    skip_nonfinite(module.graph, at_beginning(module.graph, places), [amax])
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def parameter() -> nn.Parameter:
+    p = nn.Parameter(torch.randn(4, 8))
+    p.grad = torch.randn(4, 8)
+    return p
+
+
+def test_graph() -> None:
+    expect_graph(
+        rewritten(),
+        """\
+L_p_: "f32[4, 8]",
+L_p_grad: "f32[4, 8]",
+L_m_: "f32[4, 8]",
+amax,
+fp8pass_counts,
+l_p_ = L_p_
+l_p_grad = L_p_grad
+l_m_ = L_m_
+any_nonfinite = fp8pass_ops_any_nonfinite([l_p_grad])
+clone_1 = l_m_.clone()
+clone = l_p_.clone()
+_set_grad_enabled = torch._C._set_grad_enabled(False)
+mul_: "f32[4, 8]" = l_m_.mul_(0.9)
+add_: "f32[4, 8]" = mul_.add_(l_p_grad)
+sub_: "f32[4, 8]" = l_p_.sub_(l_m_, alpha = 0.1)
+_set_grad_enabled_1 = torch._C._set_grad_enabled(True)
+keep = fp8pass_ops_keep(any_nonfinite, l_p_, clone)
+keep_1 = fp8pass_ops_keep(any_nonfinite, l_m_, clone_1)
+forget_step = fp8pass_ops_forget_step(any_nonfinite, amax)
+count = fp8pass_ops_count(any_nonfinite, fp8pass_counts)
+return ()
+""",
+    )
+
+
+def test_gradients_are_those_of_parameters() -> None:
+    module = captured(parameter(), torch.zeros(4, 8))
+    assert [n.meta["example_value"].shape for n in gradients(module.graph)] == [(4, 8)]
+    assert len([n for n in module.graph.nodes if n.op == "placeholder"]) == 3
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 3e38], ids=str)
+def test_numbers(bad: float | None) -> None:
+    """3e38 is large, and finite."""
+    module = rewritten()
+    p, m, grad = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 8)
+    if bad is not None:
+        grad[2, 3] = bad
+    amax, counts = torch.tensor([3.0, -1.0]), torch.tensor([5, 2])
+    inputs = {"p": p, "m": m, "grad": grad}
+    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
+    given = [inputs[{"L_p_": "p", "L_m_": "m"}.get(name, "grad")] for name in names[:3]]
+    p_, m_ = p.clone(), m.clone()
+    with torch.no_grad():
+        module(*given, amax, counts)
+    skipped = bad is not None and not math.isfinite(bad)
+    new = m_ * 0.9 + grad
+    torch.testing.assert_close(m, m_ if skipped else new, rtol=1e-6, atol=0)
+    torch.testing.assert_close(p, p_ if skipped else p_ - 0.1 * new, rtol=1e-6, atol=1e-6)
+    assert torch.equal(m, m_) is skipped and torch.equal(p, p_) is skipped
+    assert amax.tolist() == ([-1.0, -1.0] if skipped else [3.0, -1.0])
+    assert counts.tolist() == [6, 2 + skipped]
+
+
+SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (0, 4)]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16, torch.float64], ids=str)
+def test_any_nonfinite(dtype: torch.dtype) -> None:
+    """Of any shape, none of them empty alone; largest numbers are finite."""
+    largest = torch.finfo(dtype).max if dtype != torch.float64 else 1e38  # amaxes are float32
+    tensors = [torch.full(shape, largest, dtype=dtype) for shape in SHAPES]
+    assert not ops.any_nonfinite(tensors)
+    for x in tensors:
+        for bad in (math.nan, math.inf, -math.inf):
+            if x.numel():
+                before = x.clone()
+                x.view(-1)[-1] = bad
+                assert ops.any_nonfinite(tensors), (x.shape, bad)
+                x.copy_(before)
+    assert not ops.any_nonfinite(tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "Lion": Lion,
+}
+
+
+class Trained:
+    """A small model, trained. bad: before which steps there is another, of a batch that makes gradients `value`."""
+
+    def __init__(
+        self, optimizer: Callable[..., Any], bad: Iterable[int] = (), value: float = math.inf, **config: Any
+    ) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.optimizer = optimizer(self.model.parameters())
+
+        @fp8pass.train_step(**{"min_speedup": 0, "lowering": "eager", "skip_nonfinite": True, **config})
+        def step(x: Tensor) -> float:
+            loss = F.mse_loss(self.model(x), x.roll(1, 0))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.item()
+
+        generator = torch.Generator().manual_seed(1)
+        self.losses, self.skipped = [], []
+        for i in range(5):
+            x = torch.randn(16, 64, generator=generator)
+            if i in bad:
+                poisoned = x.flip(0) * 3
+                poisoned[3, 4] = value
+                step(poisoned)
+            self.losses.append(step(x))
+            self.skipped.append(step.skipped)
+        self.step = step
+        self.state = fp8pass.state(self.model).state_dict()
+
+    def check_same(self, other: Trained) -> None:
+        """Bit for bit; the count of steps, of forwards begun, aside."""
+        assert self.losses == other.losses
+        for p, q in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(p, q) and p.isfinite().all()
+        mine, theirs = (x.optimizer.state_dict()["state"] for x in (self, other))
+        assert mine and mine.keys() == theirs.keys()
+        for key, of in mine.items():
+            assert of.keys() == theirs[key].keys()
+            assert all(torch.equal(x, theirs[key][name]) for name, x in of.items())
+        assert self.state.keys() == other.state.keys()
+        for key in self.state.keys() - {"steps"}:
+            assert torch.equal(self.state[key], other.state[key]), key
+
+
+CASES = [
+    ("AdamW", "off", {}),
+    ("AdamW", "fp8+transpose", {}),
+    ("AdamW foreach", "off", {}),
+    ("AdamW foreach", "fp8", {}),
+    ("AdamW foreach", "fp8+transpose", {}),
+    ("SGD", "fp8+transpose", {}),
+    ("Lion", "fp8+transpose", {}),
+    ("AdamW foreach", "fp8+transpose", {"optimizer_state": "fp8"}),
+    ("AdamW", "off", {"optimizer_state": "fp8"}),
+    ("AdamW foreach", "fp8+transpose", {"lowering": "inductor"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cache", "config"), CASES, ids=lambda x: " ".join(map(str, x.values())) if isinstance(x, dict) else x
+)
+def test_as_if_the_batch_had_not_been(optimizer: str, cache: str, config: dict[str, Any]) -> None:
+    """One after the first step, two later on."""
+    config = {"weight_cache": cache, **config}
+    wanted = Trained(OPTIMIZERS[optimizer], **config)
+    got = Trained(OPTIMIZERS[optimizer], bad=(1, 3, 4), **config)
+    assert len(set(wanted.losses)) == len(wanted.losses), "something is learnt"
+    assert wanted.skipped == [0] * 5 and got.skipped == [0, 1, 1, 2, 3]
+    got.check_same(wanted)
+    assert int(got.state["steps"]) == int(wanted.state["steps"]) + 3
+
+
+def test_nan_in_the_batch() -> None:
+    wanted = Trained(OPTIMIZERS["SGD"])
+    Trained(OPTIMIZERS["SGD"], bad=(2,), value=math.nan).check_same(wanted)
+
+
+@pytest.mark.parametrize("cache", ["off", "fp8+transpose"])
+def test_the_very_first_batch(cache: str) -> None:
+    """Parameters and moments stay; scales have been made of the batch."""
+    got = Trained(OPTIMIZERS["AdamW"], bad=(0,), weight_cache=cache)
+    wanted = Trained(OPTIMIZERS["AdamW"], weight_cache=cache)
+    assert got.skipped == [1] * 5
+    assert all(p.isfinite().all() for p in got.model.parameters())
+    got.check_same(wanted)
+
+
+def test_without_the_option() -> None:
+    """It is what it protects from."""
+    got = Trained(OPTIMIZERS["AdamW"], bad=(1,), skip_nonfinite=False)
+    assert got.skipped == [0] * 5
+    assert math.isnan(got.losses[-1])
+
+
+def test_with_the_option_and_finite_gradients_nothing_changes() -> None:
+    Trained(OPTIMIZERS["AdamW"]).check_same(Trained(OPTIMIZERS["AdamW"], skip_nonfinite=False))
