@@ -172,7 +172,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
 
 
 def test_graph(module: fx.GraphModule) -> None:
-    expect_graph(module, """\
+    expect_graph(
+        module,
+        """\
 L_p_: "f32[4, 8]",
 L_p_grad: "f32[4, 8]",
 L_m_: "f32[4, 8]",
@@ -201,7 +203,8 @@ write_moment = fp8pass_ops_write_moment('first', decode_moment, fp8pass_moment_0
 write_moment_1 = fp8pass_ops_write_moment('second', decode_moment_1, fp8pass_moment_1, next_moment_scales, 1)
 write_numbers = fp8pass_ops_write_numbers(fp8pass_numbers, next_moment_scales, [write_moment, write_moment_1])
 return ()
-""")
+""",
+    )
 
 
 def stored(kind: str, x: Tensor, scale: float) -> Tensor:
