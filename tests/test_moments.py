@@ -95,7 +95,6 @@ def test_reads_as_a_plain_tensor(kind: MomentKind, dtype: torch.dtype) -> None:
         assert torch.equal(result.clone(), function(plain))
     assert type(moment + 1) is Tensor
     assert type(moment.detach()) is Fp8Moment and moment.detach().x_q is moment.x_q
-    assert moment.tolist() == plain.tolist()
     assert repr(moment) == f"Fp8Moment({kind}, [32, 48], {moment.x_q.dtype})"
 
 
