@@ -11,7 +11,6 @@ import argparse
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import fp8pass
 from fp8pass import demo
@@ -24,24 +23,14 @@ def trained(state: str, steps: int) -> tuple[float, float, int]:
     """Mean training loss of the last 20 steps, validation loss, and bytes of the optimizer's state."""
     torch._dynamo.reset()
     text = demo.load_text()
-    run = demo.new_run(state, "cpu", backend="eager")
-    run.compiled = run.model
-    model, optimizer = run.model, run.optimizer
-
-    @fp8pass.train_step(optimizer_state=state, min_speedup=0)
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = run._loss(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    run = demo.new_run(state, "cpu")
+    run.compiled, optimizer = run.model, run.optimizer
+    step = fp8pass.train_step(optimizer_state=state, min_speedup=0)(demo.train_step)
     generator, losses = torch.Generator().manual_seed(0), []
     for i in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = demo.rate_at(i, steps)
-        losses.append(step(*text.batch(generator, "cpu")).item())
+        losses.append(step(run.model, optimizer, *text.batch(generator, "cpu")).item())
     run.validate(text, "cpu")
     return sum(losses[-20:]) / len(losses[-20:]), run.validation, nbytes(optimizer)
 

@@ -103,12 +103,12 @@ def _update(
     """A graph that writes into parameters: compiled when it is called, for the FP8 copies that they have then."""
     context, mode = TracingContext.get(), detect_fake_mode(example_inputs)
 
-    def compile_for(key: UpdateKey, inputs: list[Tensor]) -> Callable[..., Any]:
+    def compile_for(key: UpdateKey, args: Sequence[Any], inputs: list[Tensor]) -> Callable[..., Any]:
         annotation = annotated_update(module, key)
         with tracing(context), torch.no_grad():
             with mode or contextlib.nullcontext():
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
-            return _lower(annotation, [*example_inputs, *fakes], config)
+            return _lower(annotation, [*args, *fakes], config)  # not Dynamo's: gradients would be kept for ever
 
     skips = config.skip_nonfinite and bool(gradients(module.graph))
     moments = moments_of(module, places) if config.optimizer_state == "fp8" else []

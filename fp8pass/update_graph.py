@@ -44,10 +44,9 @@ class _Plan:
 class UpdateGraph:
     """An update; what Dynamo calls. places: of the tensors that it writes.
 
-    skips: whether an update with gradients that are not finite is to be skipped. moments: those
-    that are to be kept in FP8. compile_for: compiles for a key and
-    examples of the inputs that come behind Dynamo's. counts: i64[2], how many updates there were, and how many of them
-    were skipped; None if that is not asked for.
+    skips: whether an update with gradients that are not finite is to be skipped. moments: those that are to be kept in
+    FP8. compile_for: compiles for a key, and examples of Dynamo's inputs and of those that come behind them. counts:
+    i64[2], how many updates there were, and how many of them were skipped; None if that is not asked for.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class UpdateGraph:
         places: Sequence[Place],
         skips: bool,
         moments: Sequence[Moment],
-        compile_for: Callable[[UpdateKey, list[Tensor]], Run],
+        compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor]], Run],
     ) -> None:
         self._module: fx.GraphModule | None = module
         self._places = list(places)
@@ -132,7 +131,9 @@ class UpdateGraph:
         keeps = tuple(self._places) if self.counts is not None else ()
         key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
         if key not in self._runs:
-            self._runs[key] = self._compile_for(key, self._inputs(weights, groups, list(moments.values()), places))
+            self._runs[key] = self._compile_for(
+                key, args, self._inputs(weights, groups, list(moments.values()), places)
+            )
         return weights, groups, key.moments, self._runs[key]
 
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
@@ -158,7 +159,12 @@ class UpdateGraph:
         return {key: moment for key, (_, moment) in self._stored.items()}
 
     def retire(self) -> None:
-        """Let go of all tensors. Not to be called any more."""
+        """Let go of all tensors. Not to be called any more.
+
+        Dynamo goes on holding the plain moments, with the graph that they are attributes of: as empty ones.
+        """
+        for x, _ in self._stored.values():
+            x.data = x.new_empty(0)
         self._stored.clear()
         self._plans.clear()
         self._runs.clear()
