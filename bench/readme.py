@@ -48,8 +48,12 @@ def example(name: str) -> str:
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
     on_dynamos = ["inline", "merge_siblings", "annotate", "lift_scale_states"]
+    on_updates = ["quantize_moments", "skip_nonfinite", "write_weights"]
     graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
-    graphs |= {p.name: "joint graph" for p in passes([])} | {p.name: "forward, backward" for p in kernel_passes()}
+    graphs |= dict.fromkeys(on_updates, "Dynamo's graph of an update")
+    graphs |= {p.name: "joint graph" for p in passes([])} | {
+        p.name: "forward, backward, update" for p in kernel_passes()
+    }
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
     for name, graph in graphs.items():
         doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
