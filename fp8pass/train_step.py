@@ -31,7 +31,7 @@ from fp8pass.report import Report, break_of, collect, frame_of
 from fp8pass.state_dict import State, state
 from fp8pass.steps import accumulate
 from fp8pass.update_graph import UpdateGraph
-from fp8pass.weights import weights_of
+from fp8pass.weights import settle, weights_of
 
 DEPTH, MOST = 3, 64
 """How deep, and into how many elements of a container, models and optimizers are looked for."""
@@ -84,6 +84,7 @@ class TrainStep:
             before = Counter(counters["graph_break"])
             result = run(*args, **kwargs)
             self._breaks += Counter(counters["graph_break"]) - before
+        settle([p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad])
         self._store_moments(optimizers)
         return result
 

@@ -50,6 +50,8 @@ class Fp8Weight:
         self._unchanged = 0
         """How many steps have begun since the weight was changed."""
         self._changes = 0
+        self._was_written = False
+        """Whether a compiled update has made it anew, since `settle` was called last."""
         self.refreshed = 0
         """How often it was made by kernels of its own."""
         self.expected = 1
@@ -123,9 +125,16 @@ class Fp8Weight:
         has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
         self._made()
         self._behind = -1
+        self._was_written = True
         if not has_scale:
             self.forget()
             self.expected += 1
+
+    def settle(self) -> None:
+        """See the function."""
+        if not self._was_written:
+            self.forget()
+        self._was_written = False
 
     def forget(self) -> None:
         """Make it again before it is used."""
@@ -159,16 +168,16 @@ class Fp8Weight:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Once: whatever an optimizer does, it makes its weights' copies stale; an update that is compiled renews them.
+    """Once: whatever an optimizer does that runs op by op, it makes its weights' copies stale.
 
     There are optimizers, of other people, that write into `p.data`, of which versions know nothing.
     """
     register_optimizer_step_pre_hook(_forget)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if len(_weights):
+    # Dynamo, which calls hooks in a loop, would have all of an optimizer's step run op by op if this broke its graph.
+    if not torch.compiler.is_compiling() and len(_weights):
         for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
             weight.forget()
 
@@ -227,6 +236,12 @@ def weights_of(tensors: Sequence[Tensor]) -> list[Fp8Weight]:
     """The FP8 copies of weights that consist of any of these, in the order in which they were first used."""
     ids = set(map(id, tensors))
     return [w for w in list(_weights.values()) if w.has_part(ids)]
+
+
+def settle(tensors: Sequence[Tensor]) -> None:
+    """A training step of these is over. A copy that no compiled update has made anew may be of what was before it."""
+    for weight in weights_of(tensors):
+        weight.settle()
 
 
 def cached_example(c: Cached, parts: Sequence[Tensor]) -> list[Tensor]:

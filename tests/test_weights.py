@@ -222,6 +222,17 @@ def test_memory_that_is_used_again_for_other_numbers() -> None:
     check_same(wanted, trained("fp8", lambda p: torch.optim.SGD(p, lr=0.0), poke=poke))
 
 
+def test_an_optimizer_is_still_one_graph() -> None:
+    """Whether or not there are copies to forget at its step, which Dynamo sees as a hook."""
+    model = make(Block)
+    run, optimizer = compiling("fp8")(model), Lion(model.parameters())
+    loss_of(run(batches(1, 16, 32)[0])).backward()
+    assert copies(model)
+    before = model.up.weight.clone()
+    torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    assert (model.up.weight != before).any()
+
+
 def test_two_instances_of_a_class() -> None:
     def run(cache: str) -> tuple[list[float], list[nn.Module]]:
         torch._dynamo.reset()
