@@ -19,6 +19,7 @@ from torch._inductor import cudagraph_utils
 from torch._inductor import utils as inductor_utils
 from torch._inductor.graph import GraphLowering
 
+import fp8pass
 from fp8pass.hardware import TARGETS
 from fp8pass.pretend import Pretended, returns
 from fp8pass.slots import SlotGroup, registry
@@ -138,10 +139,11 @@ def main() -> None:
     }))  # fmt: skip
 
 
-def cudagraphs(gpu: Pretended, recipe: str) -> list[dict[str, Any]]:
-    """What Inductor decides about CUDA graphs for the forward and backward of a training step, and for evaluation.
+def cudagraphs(gpu: Pretended, what: str) -> list[dict[str, Any]]:
+    """What Inductor decides about CUDA graphs for forward and backward of a training step, and for evaluation.
 
-    placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
+    what: a recipe; or "step", for one that is decorated, and its update in place of evaluation. placeholders, mutated
+    and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
     """
     from tests.models import Block
 
@@ -155,13 +157,29 @@ def cudagraphs(gpu: Pretended, recipe: str) -> list[dict[str, Any]]:
 
     model = Block(64, 128).bfloat16()
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    options = {"recipe": recipe, "min_speedup": 0, "target": "sm_90", "strict": True, "mode": "reduce-overhead"}
+    options: dict[str, Any] = {"min_speedup": 0, "target": "sm_90", "strict": True, "mode": "reduce-overhead"}
     with gpu.compiles(inner):
-        run = torch.compile(model, backend="fp8pass", options=options)
+        if what == "step":
+            _whole_step(model, x, options)
+            return found
+        run = torch.compile(model, backend="fp8pass", options={"recipe": what, **options})
         run(x).sum().backward()
         with torch.no_grad():
             run(x)
     return found
+
+
+def _whole_step(model: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    @fp8pass.train_step(skip_nonfinite=True, optimizer_state="fp8", **options)
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(x)
+    step(x)
 
 
 def _decided(

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.ops import SlotTensors
 from fp8pass.slots import registry
+from fp8pass.update_graph import UpdateGraph
 from tests.harness import BF16, compiled
 from tests.models import Block, batches, make
 from tests.test_sm90 import pretend
@@ -32,6 +33,32 @@ def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str) -> None:
         assert len(graph["mutated"]) == n and set(graph["mutated"]) <= set(graph["static"])
     for graph in forward, evaluation:  # all but the batch
         assert len(set(graph["inputs"]) - set(graph["static"])) == 1
+
+
+def test_nor_against_those_of_a_whole_step() -> None:
+    """With copies of weights, counters and moments in FP8. The second update finds moments that are in FP8."""
+    forward, backward, *updates = pretend("cudagraphs", "step")
+    for graph in forward, backward, *updates:
+        assert graph["wanted"] and graph["reasons"] == []
+        assert set(graph["mutated"]) <= set(graph["static"])
+    for graph in updates:  # all but the gradients
+        assert len(set(graph["inputs"]) - set(graph["static"])) == 4
+        assert len(graph["mutated"]) >= 4 + 3 * 4 + 2 * 2 + 2  # weights; moments, steps; copies, transposes; state
+
+
+def whole_step(model: nn.Module, **options: Any) -> Any:
+    """Of AdamW, decorated."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+    @fp8pass.train_step(skip_nonfinite=True, **{"min_speedup": 0, **options})
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 def test_state_stays_at_its_address() -> None:
@@ -88,10 +115,12 @@ def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPa
             step(x)
             step(x)
 
+    whole = whole_step(make(), lowering="eager")
     data = batches(8, 16, 32)
     for x in data[:4]:
         step(x)
         accumulated(x)
+        whole(x)
 
     def waits(*_: Any, **__: Any) -> Any:
         raise AssertionError("waits for the device")
@@ -102,6 +131,25 @@ def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPa
     for x in data[4:]:
         step(x)
         accumulated(x)
+        whole(x)
+
+
+def test_an_update_finds_everything_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it is called with behind Dynamo's inputs: copies of weights, state, counters."""
+    seen: list[list[int]] = []
+
+    def inputs(self: UpdateGraph, *args: Any) -> list[Tensor]:
+        found = real(self, *args)
+        seen.append([x.data_ptr() for x in found])
+        return found
+
+    real = UpdateGraph._inputs
+    monkeypatch.setattr(UpdateGraph, "_inputs", inputs)
+    step = whole_step(make(), lowering="eager")
+    for x in batches(4, 16, 32):
+        step(x)
+    assert len(seen) == 4 + 1  # and once to compile
+    assert all(pointers == seen[0] for pointers in seen) and len(seen[0]) > 2 * 2 + 4
 
 
 @pytest.mark.gpu
@@ -134,5 +182,25 @@ def test_steps_under_cuda_graphs_are_those_without() -> None:
     graphs, plain = results(mode="reduce-overhead"), results()
     assert skips["cudagraph_skips"] == before
     assert len(graphs) == len(plain) > 20 * 2 * 5
+    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
+        assert torch.equal(a, b), i
+
+
+@pytest.mark.gpu
+def test_whole_steps_under_cuda_graphs_are_those_without() -> None:
+    def results(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = make(Block, BF16).cuda()
+        step = whole_step(model, **options)
+        losses = []
+        for batch in batches(20, 16, 32, dtype=BF16):
+            torch.compiler.cudagraph_mark_step_begin()
+            losses.append(step(batch.cuda()).clone())
+        return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+    skips = torch._dynamo.utils.counters["inductor"]
+    before = skips["cudagraph_skips"]
+    graphs, plain = results(mode="reduce-overhead"), results()
+    assert skips["cudagraph_skips"] == before
     for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
         assert torch.equal(a, b), i
