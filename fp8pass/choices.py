@@ -76,12 +76,16 @@ class Choices(InductorChoices):
         """Each orientation of a tensor is fused with the kernel of its amax before anything else.
 
         The amax decides the order of loops, and can't change that of a pair. And nothing is fused with the second half
-        of a sum that will be taken away: the casts of all such sums can share a launch.
+        of a sum that will be taken away: the casts of all such sums can share a launch. On CPUs, Inductor can't have in
+        one nest of loops what writes into a tensor and what reads it before that, and is read elsewhere: it looks for a
+        read that isn't there.
         """
         nodes = node1, node2
         if not any(n.is_reduction() for n in nodes) and any(map(_waits_for_amax, nodes)):
             return False
         if _completes_sum_of_mixed(scheduler, node1):
+            return False
+        if node1.is_cpu() and (_only_waits(node1, node2) or _only_waits(node2, node1)):
             return False
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
@@ -93,6 +97,12 @@ MAX_PARTIALS = 1 << 16
 def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
     buffers = [b for read in node.read_writes.reads if (b := scheduler.name_to_buf.get(read.name)) is not None]
     return any(b.get_name() in sums_of_mixed(scheduler.name_to_fused_node[b.defining_op_name()]) for b in buffers)
+
+
+def _only_waits(node: Any, other: Any) -> bool:
+    """Whether it runs behind the other for a tensor that it does not read."""
+    nodes = set(node.get_nodes())
+    return any(user.is_weak and user.node in nodes for b in other.get_outputs() for user in b.users)
 
 
 def _waits_for_amax(node: Any) -> bool:

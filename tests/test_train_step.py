@@ -156,6 +156,29 @@ def test_optimizers(name: str) -> None:
     assert_cached_as_uncached(scenario)
 
 
+def test_weights_that_are_changed_again_in_the_same_graph() -> None:
+    """Inductor's CPU code has no loops for this unless it is told: `choices.can_fuse`."""
+
+    def scenario(decorated: Decorate) -> Any:
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @decorated
+        def step(x: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), x * 0.5)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            with torch.no_grad():
+                for w in (model[0].weight, model[2].weight):
+                    w.div_(w.norm(dim=1, keepdim=True).clamp(min=0.5))
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return [step(batch(i, 16, 64)) for i in range(4)], everything(model, optimizer)
+
+    assert_cached_as_uncached(scenario, lowering="inductor")
+
+
 # Changes behind our back
 
 
