@@ -12,6 +12,7 @@ from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
 from fp8pass.state_dict import state as state
 from fp8pass.static import calibrate as calibrate
+from fp8pass.stats import stats as stats
 from fp8pass.steps import accumulate as accumulate
 from fp8pass.train_step import train_step as train_step
 
@@ -30,5 +31,6 @@ __all__ = [
     "quantize",
     "recipes",
     "state",
+    "stats",
     "train_step",
 ]

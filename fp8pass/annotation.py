@@ -9,9 +9,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass import ops
+from fp8pass.numerics import WatchTable, watch_cached, watch_operand
 from fp8pass.rewrite import Reject
 from fp8pass.slots import SlotTable
 
@@ -72,10 +74,11 @@ class Choice:
 class Annotation:
     """An annotated copy of Dynamo's graph.
 
-    owned: positions of the inputs that its state goes by. tables: its slots, a table for each recipe that has any, in
-    the order of the state inputs. Behind those come `frozen` and `cached`, parameters in FP8, and `late`, positions of
-    inputs that the graph takes once more, for its backward to write. states: of each scale state that the user wrote,
-    the positions of its scale, amax_history, amax, step_ended and held. is_update: of a graph that updates parameters.
+    owned, owned_paths: positions and names of the inputs that its state goes by. tables: its slots, a table for each
+    recipe that has any, in the order of the state inputs. Behind those come `frozen` and `cached`, parameters in FP8,
+    and `late`, positions of inputs that the graph takes once more, for its backward to write. states: of each scale
+    state that the user wrote, the positions of its scale, amax_history, amax, step_ended and held. is_update: of a
+    graph that updates parameters. watched: what the numerics monitor watches; where it counts are the last inputs.
     """
 
     module: fx.GraphModule
@@ -87,6 +90,13 @@ class Annotation:
     late: list[int] = field(default_factory=list)
     states: list[tuple[int, ...]] = field(default_factory=list)
     is_update: bool = False
+    owned_paths: tuple[str, ...] = ()
+    watched: WatchTable | None = None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it takes more than Dynamo's inputs."""
+        return bool(self.tables or self.states or self.watched)
 
     def bootstrapped(self) -> Annotation:
         """A copy in which a slot without history is scaled by the tensor's own amax."""
@@ -95,7 +105,7 @@ class Annotation:
             for node in part.graph.nodes:
                 if node.target is ops.usable:
                     node.replace_all_uses_with(node.args[0])
-                node.args = tuple(replace(a, bootstrap=True) if isinstance(a, ops.Delayed) else a for a in node.args)
+                node.args = map_aggregate(node.args, _bootstrapped)
             part.recompile()
         return replace(self, module=module)
 
@@ -106,6 +116,10 @@ class Annotation:
     def run(self, *args: Any) -> Any:
         """The graph, eagerly."""
         return _Eager(self.module).run(*args)
+
+
+def _bootstrapped(argument: Any) -> Any:
+    return replace(argument, bootstrap=True) if isinstance(argument, ops.Delayed) else argument
 
 
 class _Eager(fx.Interpreter):
@@ -121,6 +135,8 @@ class _Eager(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CHECKPOINT:
             return self._checkpoint(*args, **kwargs)
+        if not self.record and target in (watch_operand, watch_cached):
+            return None
         if not self.record and target in (ops.qdq_operand, ops.operand):  # a gradient is quantized by its backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
         return super().call_function(target, args, kwargs)

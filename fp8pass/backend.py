@@ -32,6 +32,7 @@ from fp8pass.choices import with_choices
 from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
+from fp8pass.numerics import Ring
 from fp8pass.partition import Partition
 from fp8pass.pipeline import (
     KernelPasses,
@@ -86,7 +87,7 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     annotation = annotated(module, config)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config)
-    if not annotation.tables and not annotation.states:
+    if not annotation.has_state:
         return compiled
     context = TracingContext.get()
 
@@ -146,10 +147,11 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
         return []
     with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
         state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
+        watched = [] if annotation.watched is None else [x.clone() for x in Ring(annotation.watched).inputs()]
         late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
         frozen = (frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)
         cached = (x for c in annotation.cached for x in cached_example(c, [example_inputs[i] for i in c.positions]))
-        return [*state, *frozen, *cached, *late]
+        return [*state, *frozen, *cached, *late, *watched]
 
 
 def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
@@ -252,7 +254,7 @@ def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
     if isinstance(config.recipe, Schedule):
         return _scheduled(module, example_inputs, config, _reference)
     annotation = annotated(module, config)
-    if not annotation.tables and not annotation.states:
+    if not annotation.has_state:
         return annotation.run
     return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
 

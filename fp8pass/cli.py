@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fp8pass import __version__, demo
+from fp8pass import __version__, demo, plots
 from fp8pass.errors import Fp8Error
 from fp8pass.inspect_table import show
 from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
@@ -22,9 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="train a small language model in BF16 and in FP8, side by side"))
     _add_inspect(commands.add_parser("inspect", help="the kernels, bytes and predicted time of a step on a GPU"))
+    _add_plot(commands.add_parser("plot", help="draw what the numerics monitor has counted"))
     args = parser.parse_args(argv)
     if args.command == "inspect":
         return _inspect(args)
+    if args.command == "plot":
+        return _plot(args)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     return demo.main(args.steps, args.recipe, args.device, args.out)
@@ -49,6 +52,26 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ptx", action="store_true", help="compile every Triton kernel to machine code")
     command.add_argument("--machine", type=Path, help="file with a machine's measured speeds, instead of --target")
     command.add_argument("--json", type=Path, help="file to write everything to")
+
+
+def _add_plot(command: argparse.ArgumentParser) -> None:
+    command.description = "Draw amax, scale, saturation, underflow and SQNR of quantized tensors over the steps."
+    command.add_argument("rows", type=Path, help="file that fp8pass.stats(model).to_jsonl(path) wrote")
+    command.add_argument("--slots", default="*", help="name pattern (default: %(default)s)")
+    command.add_argument("--out", type=Path, default=Path("fp8pass-stats.png"), help="picture (default: %(default)s)")
+
+
+def _plot(args: argparse.Namespace) -> int:
+    try:
+        drawn = plots.plot(plots.read(args.rows), args.out, args.slots)
+    except ImportError:
+        print("fp8pass plot needs matplotlib: pip install 'fp8pass[demo]'", file=sys.stderr)
+        return 2
+    except (Fp8Error, OSError) as error:
+        print(f"fp8pass plot: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {', '.join(drawn)}")
+    return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass.annotation import Annotation
+from fp8pass.numerics import Ring
 from fp8pass.recipes import Schedule
-from fp8pass.slots import SlotGroup, SlotTable, registry
+from fp8pass.slots import SlotGroup, SlotTable, clock, registry
 from fp8pass.static import frozen_weights
 from fp8pass.steps import Pass, begin_step, checkpointed_region, join_step
 from fp8pass.weights import cached_weights
@@ -56,6 +57,10 @@ class CompiledGraph:
         self._compile_for_cold_slots = for_cold_slots
         self._for_cold_slots: Run | None = None
         self._lock = threading.Lock()
+        self._counter: SlotTable | None = None
+        """Of the steps that the numerics monitor counts in."""
+        if (watched := annotation.watched) is not None:
+            self._counter = SlotTable.counter(annotation.owned_paths, watched.code)
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
@@ -63,10 +68,12 @@ class CompiledGraph:
         groups = [registry.of(table, owned) for table in self._annotation.tables]
         found = checkpointed_region()
         if found is None:
-            return self._begin(groups)(*args, *self._state(groups, args))
+            return self._begin(groups)(*args, *self._state(groups, args), *self._numbers(owned))
         (region, how), key = found, self._key(groups)
         if how is Pass.REPEATED:
-            return self._repeat(region.next_forward(key), groups, args)
+            forward = region.next_forward(key)
+            numbers = self._numbers(owned, repeats=forward is not None and forward.run is not None)
+            return self._repeat(forward, groups, args, numbers)
         if how is Pass.AHEAD:
             for group in groups:
                 group.ahead += 1
@@ -75,7 +82,7 @@ class CompiledGraph:
         eager = how is Pass.AHEAD and not all(g.is_trained() for g in groups)
         if eager:  # as its repetition will, which has to draw the same random numbers
             run = self._annotation.run
-        result = run(*args, *self._state(groups, args))
+        result = run(*args, *self._state(groups, args), *self._numbers(owned))
         scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
         states = [args[state[0]].clone() for state in self._annotation.states]
         region.remember(key, _Forward(run if how is Pass.FIRST else None, eager, scales, states))
@@ -94,6 +101,19 @@ class CompiledGraph:
             *of.late_inputs(args),
         ]
 
+    def _numbers(self, owned: Sequence[Tensor], repeats: bool = False) -> list[Tensor]:
+        """What the graph is called with last: where it counts for the numerics monitor."""
+        if self._annotation.watched is None:
+            return []
+        assert self._counter is not None
+        counter = registry.of(self._counter, owned)
+        if counter.ring is None:
+            counter.ring = Ring(self._annotation.watched)
+        if not repeats:
+            begin_step(counter)
+            counter.ring.begin(counter.steps - 1, next(clock))
+        return counter.ring.inputs(repeats)
+
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
         for group in groups:
             group.begin()
@@ -107,7 +127,9 @@ class CompiledGraph:
         names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
         return names or id(self)
 
-    def _repeat(self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any]) -> Any:
+    def _repeat(
+        self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any], numbers: Sequence[Tensor]
+    ) -> Any:
         """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice.
 
         forward: None in a region within a region, which is another one each time: then the newest scales are taken.
@@ -130,7 +152,8 @@ class CompiledGraph:
         run = forward.run if forward else None
         if run is None:
             run = self._annotation.bootstrapped().run if (forward.eager if forward else cold) else self._compiled
-        return run(*self._with_held_states(args, forward), *inputs, *self._last(groups, args, repeats=True))
+        last = self._last(groups, args, repeats=True)
+        return run(*self._with_held_states(args, forward), *inputs, *last, *numbers)
 
     def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
         """Dynamo's inputs, with scale states that neither roll nor record, and have the scales of then."""

@@ -44,6 +44,11 @@ class Config:
     skip_nonfinite: bool = False
     """An optimizer's step whose gradients hold a NaN or an infinity leaves parameters, moments and FP8 state as they
     were; `TrainStep.skipped` counts. Only for optimizers that are compiled, as `fp8pass.train_step` does it."""
+    monitor: bool | str | Sequence[str] = False
+    """Count in the graph what quantization does to each tensor, for `fp8pass.stats`: True for all, or name patterns of
+    slots (`layers.3`, `*.grad_output`). Where gradients are enabled."""
+    monitor_steps: int = 128
+    """How many steps of that are kept, on the device: 36 bytes for each and each tensor."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
     target: str | None = None
@@ -59,6 +64,11 @@ class Config:
         object.__setattr__(self, "recipe", resolve(self.recipe))
         if isinstance(self.filter, str):
             object.__setattr__(self, "filter", (self.filter,))
+        if not isinstance(self.monitor, bool):
+            patterns = (self.monitor,) if isinstance(self.monitor, str) else tuple(self.monitor)
+            object.__setattr__(self, "monitor", patterns)
+        if self.monitor_steps < 1:
+            raise ValueError(f"monitor_steps={self.monitor_steps}: how many steps are kept, 1 or more")
         if self.mode is not None:
             choose("mode", self.mode, tuple(list_mode_options()))
         choose("lowering", self.lowering, LOWERINGS)
@@ -78,6 +88,12 @@ class Config:
     def caches_transposes(self) -> bool:
         """Whether transposed ones are, too."""
         return self.weight_cache == "fp8+transpose"
+
+    def monitors(self, slot: str) -> bool:
+        """Whether the tensor of this slot is to be watched."""
+        if isinstance(self.monitor, bool):
+            return self.monitor
+        return any(matches(slot, pattern) for pattern in self.monitor)
 
     def leaves_out(self, fqn: str, m: int, k: int, n: int) -> str:
         """Why `filter` leaves this matmul out; "" if it does not."""
@@ -150,6 +166,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "weight_cache": str,
     "optimizer_state": str,
     "skip_nonfinite": _flag("skip_nonfinite"),
+    "monitor": lambda text: text == "1" if text in ("0", "1") else tuple(text.split(",")),
+    "monitor_steps": int,
     "strict": _flag("strict"),
     "target": str,
     "mode": str,

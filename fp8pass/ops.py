@@ -109,14 +109,19 @@ class Delayed:
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
         """`x` quantized and dequantized; records its amax in `amax`, in place."""
         new = scaling.amax(x)
-        scale = scales[self.slot]
-        if self.bootstrap:
-            own = scaling.scale_from_amax(new, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
-            scale = torch.where(scale == 0, own, scale)
+        _, scale = self.scaled(x, scales)
         x_q = scaling.quantize(x, scale, self.dtype)
         if self.record:
             amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
         return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), x.dtype)
+
+    def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` in the shape that it is quantized in, and what it is multiplied with."""
+        scale = scales[self.slot]
+        if self.bootstrap:
+            own = scaling.scale_from_amax(scaling.amax(x), scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+            scale = torch.where(scale == 0, own, scale)
+        return x, scale
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,10 @@ class Dynamic:
         """`x` quantized and dequantized."""
         return _qdq_by_amax(x, scaling.amax(x), self.dtype, self.recipe.power_of_2)
 
+    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `Delayed`."""
+        return x, _scale(scaling.amax(x), self.dtype, self.recipe.power_of_2)
+
 
 @dataclass(frozen=True)
 class Rowwise:
@@ -142,6 +151,10 @@ class Rowwise:
     def __call__(self, x: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
         return _qdq_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+
+    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `Delayed`; a scale for each row."""
+        return x, _scale(scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
 
 
 def _qdq_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
@@ -171,30 +184,41 @@ class Blockwise:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
-        if self.square:
-            return self._matrix(x)
-        order = [*(d for d in range(x.dim()) if d not in self.dims), *self.dims]
-        moved = x.permute(order)
-        columns = math.prod(x.shape[d] for d in self.dims)
-        back = [order.index(d) for d in range(x.dim())]
-        return self._matrix(moved.reshape(-1, columns)).view(moved.shape).permute(back)
+        matrix, back = self._matrix_of(x)
+        blocks, scale, scale_inv = self._blocks(matrix)
+        x_q = scaling.quantize(blocks, scale, self.dtype).reshape(matrix.shape).contiguous()
+        scale_inv = scale_inv.reshape(blocks.shape[0], blocks.shape[2]).contiguous()
+        result: Tensor = dequantize_blocks(x_q, scale_inv, x.dtype)
+        return result if back is None else result.view([x.shape[d] for d in back]).permute(_inverse(back))
 
-    def _matrix(self, x: Tensor) -> Tensor:
-        """[R, C], blocks along C."""
+    def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `Delayed`; in blocks, with a scale for each."""
+        matrix, _ = self._matrix_of(x)
+        blocks, scale, _ = self._blocks(matrix)
+        return blocks, scale
+
+    def _matrix_of(self, x: Tensor) -> tuple[Tensor, list[int] | None]:
+        """`x` as [R, C], blocks along C, and the order of its dimensions in that; None as it is."""
+        if self.square:
+            return x, None
+        order = [*(d for d in range(x.dim()) if d not in self.dims), *self.dims]
+        return x.permute(order).reshape(-1, math.prod(x.shape[d] for d in self.dims)), order
+
+    def _blocks(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, C] as [R / r, r, C / c, c], and the scales of blocks and their inverses as the recipe stores them."""
         rows, columns = x.shape
         height = self.block if self.square else 1
         blocks = x.reshape(rows // height, height, columns // self.block, self.block)
         amax = scaling.amax_along(blocks, (1, 3))
         if isinstance(self.recipe, MXFP8Scaling):
             scale_inv = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
-            scale = _reciprocal_of_e8m0(scale_inv)
-        else:
-            scale = _scale(amax, self.dtype, self.recipe.power_of_2)
-            scale_inv = scaling.inverse_unless_nonfinite(scale, amax)
-        x_q = scaling.quantize(blocks, scale, self.dtype).reshape(rows, columns).contiguous()
-        scale_inv = scale_inv.reshape(rows // height, columns // self.block).contiguous()
-        result: Tensor = dequantize_blocks(x_q, scale_inv, x.dtype)
-        return result
+            return blocks, _reciprocal_of_e8m0(scale_inv), scale_inv
+        scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+        return blocks, scale, scaling.inverse_unless_nonfinite(scale, amax)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
 
 
 def _reciprocal_of_e8m0(codes: Tensor) -> Tensor:
@@ -243,6 +267,10 @@ class Static:
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
         return frozen_operand(scaling.quantize(x, scales[0, self.slot], self.dtype), self, x.dtype, scales)
+
+    def scaled(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `Delayed`."""
+        return x, scales[0, self.slot]
 
 
 @dataclass(frozen=True)

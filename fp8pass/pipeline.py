@@ -45,6 +45,7 @@ from fp8pass.passes.skip_nonfinite import gradients as gradients
 from fp8pass.passes.skip_nonfinite import skip_nonfinite
 from fp8pass.passes.split_foreach import SplitForeach, expand_symbolic
 from fp8pass.passes.use_transposes import UseTransposes
+from fp8pass.passes.watch import watch
 from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
 from fp8pass.passes.write_weights import real_inputs as real_inputs
 from fp8pass.passes.write_weights import written as written
@@ -67,7 +68,7 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
                 f"strict: output of {choice.name} at {choice.source} does not run in FP8: {choice.reason}. Leave it "
                 "out with filter=, or drop strict."
             )
-    return lift_scale_states(annotation)
+    return watch(lift_scale_states(annotation), config)
 
 
 def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import ops, scaling
+from fp8pass.numerics import Ring
 from fp8pass.ops import SlotTensors
 from fp8pass.recipes import DelayedScaling, StaticScaling
 
@@ -25,7 +26,8 @@ Entry = dict[str, Tensor]
 PARTS = ("scale", "amax_history", "amax")
 """What an `Entry`, the state of one slot, consists of: f32[], f32[H] and f32[]."""
 
-_clock = itertools.count(1)
+clock = itertools.count(1)
+"""Tells which of two calls was the later one."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class SlotGroup:
     relatives: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
     """Groups of other graphs that hold some of the same slots: of evaluation, or of a second entry point."""
     used: int = 0
-    """When this group's graph was last called in training, by `_clock`."""
+    """When this group's graph was last called in training, by `clock`."""
     seen: int = 0
     """The newest `used` of a relative that this group has taken in."""
     ahead: int = 0
@@ -127,6 +129,8 @@ class SlotGroup:
     """`inputs` of a static recipe."""
     weights: dict[Any, Any] = field(default_factory=dict)
     """Parameters in FP8, by what the graph knows them by: see `static.frozen_weights` and `weights.cached_weights`."""
+    ring: Ring | None = None
+    """What the numerics monitor has counted; of a table without slots."""
 
     def keys(self) -> list[tuple[Any, ...]]:
         """What identifies each slot, whatever graph it is in.
@@ -199,7 +203,7 @@ class SlotGroup:
             begin(newest)
             *state, amax_weights, made = newest.tensors
             ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
-            newest.used = next(_clock)
+            newest.used = next(clock)
 
     def for_repetition(self) -> SlotTensors:
         """What a forward that the backward repeats is called with: nothing rolls, and its amaxes are forgotten.
@@ -256,7 +260,7 @@ class SlotGroup:
             self.seen = other.used
             self.warm &= other.warm
         if self.table.training:
-            self.used = self.seen = next(_clock)
+            self.used = self.seen = next(clock)
 
     @torch.no_grad()
     def _take(self, other: SlotGroup) -> None:

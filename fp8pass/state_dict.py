@@ -54,6 +54,11 @@ class State:
         self._steps = 0
 
     @property
+    def module(self) -> nn.Module | None:
+        """Whose state it is; None once that is gone."""
+        return self._module()
+
+    @property
     def slots(self) -> list[str]:
         """The names of all slots, sorted."""
         return sorted(self._entries())
@@ -191,6 +196,20 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
 
     A slot that goes with a parameter is named after the parameter; the others follow most of the parameters.
     """
+    renames, usual = _renames(module, group)
+    slots = zip(group.table.names, group.table.anchors, strict=True)
+    pairs = ((name, usual if anchor < 0 else renames[anchor]) for name, anchor in slots)
+    return {name: rename(name) for name, rename in pairs if rename and name.startswith(rename.drop)}
+
+
+def usual_name(module: nn.Module, group: SlotGroup, name: str) -> str | None:
+    """What the module calls something of a graph; None if nothing of the graph belongs to it."""
+    _, usual = _renames(module, group)
+    return None if usual is None else usual(name)
+
+
+def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename | None], _Rename | None]:
+    """For each of the instance's tensors what makes of its name in the graph that in the module; and for most."""
     paths: dict[int, list[str]] = {}
     if module is not None:
         tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
@@ -203,12 +222,7 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
         for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)
     ]
     votes = Counter(filter(None, renames))
-    if not votes:
-        return {}
-    usual = votes.most_common(1)[0][0]
-    slots = zip(group.table.names, group.table.anchors, strict=True)
-    pairs = ((name, usual if anchor < 0 else renames[anchor]) for name, anchor in slots)
-    return {name: rename(name) for name, rename in pairs if rename and name.startswith(rename.drop)}
+    return renames, votes.most_common(1)[0][0] if votes else None
 
 
 def _recipe_text(groups: Sequence[SlotGroup]) -> str:

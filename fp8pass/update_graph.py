@@ -26,19 +26,29 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a call does with tensors like those of the last one. Keeps nothing alive of a model that is gone."""
+    """What runs in a call, and what it is called with behind Dynamo's inputs."""
 
-    weights: list[weakref.ref[Fp8Weight]]
-    groups: list[weakref.ref[SlotGroup]]
-    moments: tuple[Moment, ...]
+    weights: Sequence[Fp8Weight]
+    groups: Sequence[SlotGroup]
+    moments: Sequence[Moment]
     run: Run
 
-    def found(self) -> tuple[list[Fp8Weight], list[SlotGroup]] | None:
-        """The weights and groups; None if some are gone, or the scales of the weights are elsewhere."""
-        weights = [w for ref in self.weights if (w := ref()) is not None]
-        groups = [g for ref in self.groups if (g := ref()) is not None]
-        complete = len(weights) == len(self.weights) and len(groups) == len(self.groups)
-        return (weights, groups) if complete and all(w.group in groups for w in weights) else None
+
+class _Kept:
+    """A plan for the next call with the same tensors. Keeps nothing alive of a model that is gone."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._weights, self._groups = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.groups))
+        self._moments, self._run = plan.moments, plan.run
+
+    def plan(self) -> _Plan | None:
+        """None if some weights or groups are gone, or the scales of the weights are elsewhere."""
+        weights = [w for ref in self._weights if (w := ref()) is not None]
+        groups = [g for ref in self._groups if (g := ref()) is not None]
+        complete = len(weights) == len(self._weights) and len(groups) == len(self._groups)
+        if not complete or any(w.group not in groups for w in weights):
+            return None
+        return _Plan(weights, groups, self._moments, self._run)
 
 
 class UpdateGraph:
@@ -72,7 +82,7 @@ class UpdateGraph:
             with torch.inference_mode(False):
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._runs: dict[UpdateKey, Run] = {}
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self._plans: dict[tuple[int, ...], _Kept] = {}
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -83,10 +93,10 @@ class UpdateGraph:
     @torch.no_grad()
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs, and what there is of the weights that it writes."""
-        weights, groups, moments, run = self._plan(args)
-        stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
-        result = run(*args, *self._inputs(weights, groups, stored, self._in_graph(args)))
-        for weight in weights:
+        plan = self._plan(args)
+        stored = [m for spec, m in self._stored_moments(args).items() if spec in plan.moments] if plan.moments else []
+        result = plan.run(*args, *self._inputs(plan.weights, plan.groups, stored, self._in_graph(args)))
+        for weight in plan.weights:
             weight.written()
         return result
 
@@ -102,25 +112,24 @@ class UpdateGraph:
     def _in_graph(self, args: Sequence[Any]) -> dict[int, Place]:
         return {id(self._tensor(p, args)): p for p in self._places}
 
-    def _plan(self, args: Sequence[Any]) -> tuple[list[Fp8Weight], list[SlotGroup], tuple[Moment, ...], Run]:
+    def _plan(self, args: Sequence[Any]) -> _Plan:
         key = newest(), *(id(args[p]) for p in self._places if isinstance(p, int))
         with self._lock:
-            plan = self._plans.get(key)
-            found = None if plan is None else plan.found()
-            if plan is not None and found is not None:
-                return *found, plan.moments, plan.run
-            self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
-            weights, groups, moments, run = self._new_plan(args)
-            self._plans[key] = _Plan(list(map(weakref.ref, weights)), list(map(weakref.ref, groups)), moments, run)
-        return weights, groups, moments, run
+            kept = self._plans.get(key)
+            plan = None if kept is None else kept.plan()
+            if plan is None:
+                plan = self._new_plan(args)
+                self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
+                self._plans[key] = _Kept(plan)
+        return plan
 
-    def _new_plan(self, args: Sequence[Any]) -> tuple[list[Fp8Weight], list[SlotGroup], tuple[Moment, ...], Run]:
+    def _new_plan(self, args: Sequence[Any]) -> _Plan:
         tensors = [self._tensor(p, args) for p in self._places]
         weights = weights_of(tensors)
         groups = list(dict.fromkeys(w.group for w in weights if w.group is not None))
         if self.counts is not None:
             ids = set(map(id, tensors))
-            trained = (g for g in registry.groups() if g.table.training and g.table.remembers)
+            trained = (g for g in registry.groups() if g.table.training and g.table.remembers and g.table.names)
             groups += [g for g in trained if g not in groups and any(id(t) in ids for t in g.owned_tensors())]
         places = self._in_graph(args)
         moments = self._stored_moments(args)
@@ -134,7 +143,7 @@ class UpdateGraph:
             self._runs[key] = self._compile_for(
                 key, args, self._inputs(weights, groups, list(moments.values()), places)
             )
-        return weights, groups, key.moments, self._runs[key]
+        return _Plan(weights, groups, key.moments, self._runs[key])
 
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
         """The moments that are stored in FP8: all, but those that are zeros, before their first update."""

@@ -35,6 +35,7 @@ from fp8pass.config import Config
 from fp8pass.errors import warn_once
 from fp8pass.graph import source_of
 from fp8pass.names import Names
+from fp8pass.numerics import WATCHED, Watched
 from fp8pass.passes.inline import inline
 from fp8pass.passes.merge_siblings import Sibling, families, merge, should_merge
 from fp8pass.passes.patterns import dtype_name
@@ -235,7 +236,7 @@ class _Annotator:
             module.graph.lint()
             module.recompile()
         positions = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
-        return Annotation(self.module, self.choices, positions, tables, frozen, cached)
+        return Annotation(self.module, self.choices, positions, tables, frozen, cached, owned_paths=owned)
 
     def _visit_all(self, transform: str) -> None:
         inline(self.module)
@@ -465,12 +466,17 @@ class _Rewriter:
     def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
         """A call with quantizers among its arguments. One that has state gets a slot."""
         node, owner = self._call(how, args, like), self.owner
-        for quantizer in {a for a in args if isinstance(a, ops.Stateful)}:
+        watched = []
+        for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
             name = owner.names.slot(self.choice.name, role)
+            watched.append(Watched(name, role, self.choice.source))
+            if not isinstance(quantizer, ops.Stateful):
+                continue
             place = "" if owner.names.is_owned(like) else self.choice.source
             if self.call.node in owner.merged:
                 place += " merged"  # one state with a call at the same line that stands for itself: not right for both
             owner.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
+        node.meta[WATCHED] = watched
         return node
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:

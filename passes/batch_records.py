@@ -8,19 +8,24 @@ after    new: f32[T] = stack([amax_0, amax_1, ...])
          copy_(amax, merge_amax(amax, new, "evict"))
 changes  nothing: entries are merged independently, so T launches become a few whatever T is
 
+So with what the numerics monitor counts: record_numerics(numerics: f32[T, 9], new: f32[9], index).
+
 Also pins what the forward writes into the state: the backward must read the values of its own forward, and recomputing
 them there would start from buffers that have moved on.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8pass import numerics
 from fp8pass.graph import RECORDED, Builder, val
+from fp8pass.numerics import RECORD_NUMERICS
 from fp8pass.ops import RECORD
 from fp8pass.passes.matmuls import backward_nodes
 from fp8pass.passes.patterns import aten
@@ -46,7 +51,7 @@ class BatchRecords:
 
 
 def _is_record(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is RECORD
+    return isinstance(node, fx.Node) and node.target in (RECORD, RECORD_NUMERICS)
 
 
 def _drop_copies(graph: fx.Graph) -> None:
@@ -69,18 +74,19 @@ def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
 def _batch(build: Builder, chain: list[fx.Node]) -> None:
     """Replace the chain by one vector update, or by one per use where the same slot is used several times."""
     last = chain[-1]
-    amax, on_nonfinite = chain[0].args[0], str(chain[0].args[3])
+    amax, _, _, *how = chain[0].args
     assert isinstance(amax, fx.Node)
+    merged = functools.partial(merge_amax, on_nonfinite=str(how[0])) if how else numerics.merge
 
     def update(amax: Any, *new: Any) -> Any:
-        return merge_amax(amax, torch.stack(new), on_nonfinite)
+        return merged(amax, torch.stack(new))
 
     rounds = _rounds(chain)
     for uses in rounds:
         new = [uses.get(i) or _nothing(build, last, amax) for i in range(val(amax).shape[0])]
         (amax,) = build.inline(last, update, amax, *new)
-    if len(rounds) == 1:
-        amax.meta[RECORDED] = on_nonfinite
+    if len(rounds) == 1 and how:
+        amax.meta[RECORDED] = str(how[0])
     last.replace_all_uses_with(amax)
 
 
@@ -97,8 +103,9 @@ def _rounds(chain: list[fx.Node]) -> list[dict[int, fx.Node]]:
 
 
 def _nothing(build: Builder, before: fx.Node, amax: fx.Node) -> fx.Node:
-    """The amax that records nothing, for a slot that this graph only reads: under no_grad, say."""
-    return build.emit(before, aten.full.default, [], NOTHING, dtype=torch.float32, device=val(amax).device)
+    """What records nothing, for a slot that this graph only reads: under no_grad, say."""
+    shape, value = ([], NOTHING) if val(amax).dim() == 1 else ([numerics.N], 0.0)
+    return build.emit(before, aten.full.default, shape, value, dtype=torch.float32, device=val(amax).device)
 
 
 def _pin(graph: fx.Graph) -> None:

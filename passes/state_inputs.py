@@ -128,7 +128,7 @@ def cache(
     for region in regions:
         wanted = {of for body in _bodies(region, regions) for of in read.get(body, {}).values()}
         outer = {of: names for of, names in within[region.outer].items() if of in wanted}
-        handed = _thread(region, {name: node for names in outer.values() for name, node in names.items()}, "")
+        handed = thread(region, {name: node for names in outer.values() for name, node in names.items()}, "")
         within[region.body.graph] = {of: {name: handed[name] for name in names} for of, names in outer.items()}
     for body, nodes in read.items():
         for node, of in nodes.items():
@@ -175,7 +175,7 @@ def _place(
                 read["usable"] = graph.call_function(ops.usable, (read["scales"],))
     within = {graph: read}
     for region in regions:
-        within[region.body.graph] = _thread(region, within[region.outer], suffix)
+        within[region.body.graph] = thread(region, within[region.outer], suffix)
     for slot, i in slots:
         of, first_gradient = within[slot.node.graph], table.n_forward + table.n_weights
         backward = i >= first_gradient
@@ -192,7 +192,7 @@ def _place(
         slot.node.args = args
 
 
-def _thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:
+def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:
     """Hand state on into the body of a region; returns what it is called there."""
     region.call.args = (*region.call.args, *outer.values())
     region.body.meta[STATE_INPUTS] = region.body.meta.get(STATE_INPUTS, 0) + len(outer)

@@ -1,0 +1,77 @@
+"""`fp8pass plot`: what the numerics monitor has counted, over steps, as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8pass.errors import Fp8Error
+from fp8pass.recipes import matches
+
+MOST = 10
+"""So many slots have a line with a name; of more, those that lose most to saturation and to zero."""
+PANELS = {
+    "amax": "max |x|",
+    "scale": "scale",
+    "saturation": "saturated, share",
+    "underflow": "became 0, share",
+    "sqnr": "SQNR, dB",
+}
+LOGARITHMIC = ("amax", "scale")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of `Stats.to_jsonl`. Raises Fp8Error, naming the line, for what is none."""
+    return [_row(line, f"{path}, line {i}") for i, line in enumerate(path.read_text().splitlines(), 1)]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        return {**row, "step": int(row["step"]), "slot": str(row["slot"]), **{k: row[k] for k in PANELS}}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise Fp8Error(f"{where} is no row of fp8pass.stats(model).to_jsonl: {error}") from error
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path, slots: str = "*") -> list[str]:
+    """Write a PNG, or whatever matplotlib makes of the path's suffix: a panel for each number, a line for each slot.
+
+    slots: a name pattern. Returns the slots that have a line. A cross marks a step with NaN or inf. Raises Fp8Error if
+    there is nothing to draw, ImportError without matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    by_slot: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if matches(row["slot"], slots):
+            by_slot.setdefault(row["slot"], []).append(row)
+    if not by_slot:
+        raise Fp8Error(f"no slot is named {slots!r}, of {len({row['slot'] for row in rows})}")
+    chosen = sorted(by_slot, key=lambda slot: _worst(by_slot[slot]), reverse=True)[:MOST]
+    figure, panels = pyplot.subplots(len(PANELS), 1, figsize=(9, 11), sharex=True, layout="constrained")
+    for axes, (name, label) in zip(panels, PANELS.items(), strict=True):
+        for slot in sorted(chosen):
+            steps = [row["step"] for row in by_slot[slot]]
+            values = [math.nan if row[name] is None else row[name] for row in by_slot[slot]]
+            (line,) = axes.plot(steps, values, label=slot, linewidth=1.2, marker="." if len(steps) < 3 else None)
+            bad = [row["step"] for row in by_slot[slot] if row.get("nonfinite")]
+            axes.plot(bad, [0.04] * len(bad), "x", color=line.get_color(), transform=axes.get_xaxis_transform())
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        if name in LOGARITHMIC:
+            axes.set_yscale("log")
+    panels[-1].set_xlabel("step")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return sorted(chosen)
+
+
+def _worst(rows: Iterable[dict[str, Any]]) -> tuple[float, float]:
+    return max((float(bool(row.get("nonfinite"))), row["saturation"] + row["underflow"]) for row in rows)
