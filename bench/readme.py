@@ -47,7 +47,7 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
-    on_dynamos = ["inline", "merge_siblings", "annotate", "lift_scale_states"]
+    on_dynamos = ["inline", "merge_siblings", "annotate", "lift_scale_states", "watch"]
     on_updates = ["quantize_moments", "skip_nonfinite", "write_weights"]
     graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
     graphs |= dict.fromkeys(on_updates, "Dynamo's graph of an update")
@@ -86,6 +86,25 @@ def step_traffic() -> str:
     return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
 
 
+def monitor() -> str:
+    """What examples/monitor.py prints."""
+    return block(run(sys.executable, "examples/monitor.py"))
+
+
+def monitor_cost() -> str:
+    """The totals of `fp8pass inspect` of an MLP, with the monitor and without."""
+    command = (sys.executable, "-m", "fp8pass.cli", "inspect", "bench.blocks:llama_mlp")
+    off, on = (run("env", f"FP8PASS_MONITOR={flag}", *command).splitlines() for flag in "01")
+    totals = next(i for i, line in enumerate(off) if line == "totals")
+    row = {
+        name: next(line for line in lines[::-1] if line.startswith("fp8pass"))
+        for name, lines in (("", off), ("monitor", on))
+    }
+    return block(
+        "\n".join([off[totals + 1], row[""], row["monitor"].replace("fp8pass delayed", "with monitor   "), off[-1]])
+    )
+
+
 def compile_time() -> str:
     """The table of bench/compile_time.py, which wants a machine that does nothing else."""
     backends = ("inductor", "torchao", "delayed", "delayed:blocks")
@@ -110,8 +129,11 @@ SECTIONS = {
     "traffic": traffic,
     "step_traffic": step_traffic,
     "compile_time": compile_time,
+    "monitor": monitor,
+    "monitor_cost": monitor_cost,
 }
 FILES = {"inspect": "docs/inspect.md", "step_traffic": "docs/train-step.md", "compile_time": "docs/kernels.md"}
+FILES |= dict.fromkeys(("monitor", "monitor_cost"), "docs/monitor.md")
 """Where a marker is, if not in README.md."""
 
 
