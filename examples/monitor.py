@@ -7,11 +7,14 @@ import fp8pass
 
 
 class Block(nn.Module):
+    """A pre-norm MLP."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
 
     def forward(self, x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        """x: f32[B, 128]; gain: f32[], 1 unless something is wrong."""
         hidden = nn.functional.gelu(self.up(self.norm(x)))
         return x + self.down(hidden * gain)  # the fault
 
@@ -23,6 +26,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 @fp8pass.train_step(monitor=True, min_speedup=0)
 def step(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """One optimizer step."""
     y = model[1](model[0](x, torch.ones(())), gain)
     loss = nn.functional.mse_loss(y, x.roll(1, dims=-1))
     loss.backward()
