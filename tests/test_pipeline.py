@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def pipeline(**options: Any) -> Pipeline:
-    return Pipeline(Config(**options), [], 0)
+    return Pipeline(Config(**options), [])
 
 
 PASSES = [
