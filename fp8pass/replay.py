@@ -2,13 +2,14 @@
 
     python 012.joint.scaled_mm.after.py [--seed 0] [--device cpu] [--inputs FILE.pt] [--against OTHER.py]
 
-The inputs are made of a seed, by position: all dumps of one graph see the same ones.
+The inputs are made of a seed and their names: what has one name in two dumps has the same values.
 """
 
 from __future__ import annotations
 
 import argparse
 import runpy
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8pass import scaling
 from fp8pass._torch import pytree
 
 _on: list[torch.device] = []
@@ -27,15 +29,15 @@ _on: list[torch.device] = []
 class Random:
     """A tensor that is an input of a dumped graph: strides in elements, values of a seed.
 
-    Floating-point values are normal, or uniform in [0.5, 1.5] where `positive`: scales, amaxes, second moments, and
-    whatever has one element. Integers are 0 or 1, and 1 where there is one.
+    about: 0 for normal values; else they are positive, and uniform from half to one and a half of it. So are those of
+    whatever has one element, about 1. Integers are 0 or 1, and 1 where there is one.
     """
 
     shape: Sequence[int]
     stride: Sequence[int]
     dtype: torch.dtype
     device: str = "cpu"
-    positive: bool = False
+    about: float = 0
     requires_grad: bool = False
 
     def make(self, seed: int) -> Tensor:
@@ -50,9 +52,44 @@ class Random:
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
             low = int(count == 1 and self.dtype != torch.bool)
             return torch.randint(low, 2, (count,), generator=generator).to(self.dtype)
-        if self.positive or count == 1:
-            return (torch.rand(count, generator=generator) + 0.5).to(self.dtype)
+        if self.about or count == 1:
+            return ((torch.rand(count, generator=generator) + 0.5) * (self.about or 1)).to(self.dtype)
         return torch.randn(count, generator=generator).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The FP8 copy of a weight: the input `of`, times the scale whose inverse is `made[0, index]`, by rows."""
+
+    of: str
+    made: str
+    index: int
+    dtype: torch.dtype
+
+    def make(self, others: Mapping[str, Any]) -> Tensor:
+        """Of the inputs by name."""
+        return scaling.quantize(others[self.of].detach(), 1 / others[self.made][0, self.index], self.dtype)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transposed copy, by rows, of the input `of`."""
+
+    of: str
+
+    def make(self, others: Mapping[str, Any]) -> Tensor:
+        """Of the inputs by name."""
+        x: Tensor = others[self.of]
+        return x.t().contiguous()
+
+
+@dataclass(frozen=True)
+class RngState:
+    """The state of the CPU's random numbers."""
+
+    def make(self, seed: int) -> Tensor:
+        """Behind that seed."""
+        return torch.Generator().manual_seed(seed).get_state()
 
 
 def missing(what: str) -> Callable[..., Any]:
@@ -95,8 +132,11 @@ def main(graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[
         other = runpy.run_path(options.against)
         others = run(other["GRAPH"], {**other["INPUTS"], **given}, other["ATTRIBUTES"], options.seed)
     _print(f"{Path(file).name}: {len(inputs)} inputs of seed {options.seed}")
+    width = max(map(len, results), default=0)
     for name, value in results.items():
-        _print(f"{name:40} {summary(value)}" + ("" if others is None else f"  {distance(value, others.get(name))}"))
+        _print(
+            f"{name:{width}}  {summary(value)}" + ("" if others is None else f"  {distance(value, others.get(name))}")
+        )
 
 
 def _print(line: str) -> None:
@@ -128,7 +168,9 @@ def run(
 ) -> dict[str, Any]:
     """The outputs of a dumped graph, the gradients of what requires one, and the inputs that it wrote, by name."""
     module = _build(graph)
-    made = {name: _made(value, seed + i) for i, (name, value) in enumerate({**inputs, **attributes}.items())}
+    made = {name: _made(value, seed + zlib.crc32(name.encode())) for name, value in {**inputs, **attributes}.items()}
+    for kind in (Quantized, Transposed):  # a copy, and then what is a copy of that
+        made.update({name: value.make(made) for name, value in made.items() if isinstance(value, kind)})
     for name in attributes:
         _place(module, name.split("."), made[name])
     versions = {name: x._version for name, x in made.items() if isinstance(x, Tensor)}
@@ -173,7 +215,7 @@ def _place(module: nn.Module, path: Sequence[str], value: Any) -> None:
 
 
 def _made(value: Any, seed: int) -> Any:
-    if isinstance(value, Random):
+    if isinstance(value, (Random, RngState)):
         return value.make(seed)
     if isinstance(value, Tensor):  # a copy, for graphs write into what they are given
         return value.detach().clone().to(_on[0] if _on else value.device)
@@ -195,6 +237,8 @@ def summary(value: Any) -> str:
 
 def distance(value: Any, other: Any) -> str:
     """How far a result is from another's, relative to the norm of that."""
+    if other is None and value is not None:
+        return "not in the other"
     if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
         return "equal" if value == other else f"differs: {summary(other)}"
     if value.shape != other.shape or value.dtype != other.dtype:

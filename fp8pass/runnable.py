@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import CodeGen, hint_of
-from fp8pass.replay import Random
+from fp8pass._torch import CodeGen, FakeTensor, hint_of
+from fp8pass.ops import cached_operand
+from fp8pass.recipes import Recipe
+from fp8pass.replay import Quantized, Random, RngState, Transposed
+from fp8pass.scale_state import recipe_of
 
 MOST = 16
 """Elements of an attribute whose values are written down. Larger ones are made of a seed, as inputs are."""
@@ -22,16 +25,36 @@ MOST = 16
 
 @dataclasses.dataclass
 class Origins:
-    """What the joint graph no longer says of its inputs, from Dynamo's: their names there, and which are positive."""
+    """What the joint graph no longer says of its inputs, from Dynamo's: their names there, and how large those are.
+
+    about: see `Random`, of those that are positive. copies: of those that are made of others.
+    """
 
     names: list[str] = dataclasses.field(default_factory=list)
-    positive: set[str] = dataclasses.field(default_factory=set)
+    about: dict[str, float] = dataclasses.field(default_factory=dict)
+    copies: dict[str, Quantized | Transposed] = dataclasses.field(default_factory=dict)
 
     def learn(self, module: fx.GraphModule, examples: Sequence[Any]) -> None:
         """From Dynamo's graph, or its annotated copy."""
         inputs = [(str(n.target), value) for n, value in _inputs(module.graph, examples)]
         self.names = [name for name, _ in inputs]
-        self.positive = {n for n, x in (*inputs, *_attributes(module)) if isinstance(x, Tensor) and _is_positive(x, n)}
+        for node in (n for n in module.graph.nodes if n.target is cached_operand):
+            self._learn_copies(*node.args)
+        self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if isinstance(x, Tensor)}
+
+    def _learn_copies(self, weight: fx.Node, quantizer: Any, made: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
+        if weight.op == "placeholder":  # not of several, one below the other
+            names = str(weight.target), str(made.target)
+            self.copies[str(x_q.target)] = Quantized(*names, quantizer.index, quantizer.dtype)
+        self.copies.update({str(x.target): Transposed(str(x_q.target)) for x in x_t})
+
+    def copy(self, name: str, inputs: dict[str, str]) -> str:
+        """The text of an input that is made of others, if those are inputs too: by their names in Dynamo's graph."""
+        copy = self.copies.get(name)
+        if copy is None or not {copy.of, getattr(copy, "made", copy.of)} <= set(inputs):
+            return ""
+        changed = {"of": inputs[copy.of], **({"made": inputs[copy.made]} if isinstance(copy, Quantized) else {})}
+        return f"replay.{dataclasses.replace(copy, **changed)!r}"
 
     def name_of(self, node: fx.Node) -> str:
         """Of an input of a graph that AOTAutograd made; "" if it is none of Dynamo's."""
@@ -50,8 +73,10 @@ def runnable(
     examples: of its inputs, where the graph does not know them. differentiable: whether its backward is run, too.
     """
     body = _code(module)
-    inputs = [_input(node, value, origins, differentiable) for node, value in _inputs(module.graph, examples)]
-    attributes = [f"    {name!r}: {_value(x, name in origins.positive)},\n" for name, x in _attributes(module)]
+    known = list(_inputs(module.graph, examples))
+    names = {origins.name_of(node) or str(node.target): str(node.target) for node, _ in known}
+    inputs = [_input(node, value, origins, names, differentiable) for node, value in known]
+    attributes = [f"    {name!r}: {_value(x, origins.about.get(name, 0))},\n" for name, x in _attributes(module)]
     return (
         "# Runs by itself; --help says how. fp8pass has to be installed.\n\n"
         f"{_imports(module, body)}\n\n\n{body}\n\n\n"
@@ -62,9 +87,11 @@ def runnable(
 
 _NAME = "Graph"
 _CHECKPOINT = re.compile(r"torch\.ops\.higher_order\.(?=tag_activation_checkpoint\()")
-_NO_TEXT = re.compile(
-    r"<(?:function |bound method |built-in \w+ |class )?['\"]?([\w.<>]+?)['\"]?(?: of .*?)?(?: at 0x[0-9a-f]+)?>"
+_FUNCTION = re.compile(
+    r"(?<!['\"])<(?:function|bound method|built-in \w+) ([\w.<>]+?)(?: of .*?)?(?: at 0x[0-9a-f]+)?>"
 )
+_ALGORITHM = re.compile(r"(?<=amax_compute_algo=)'(?!max'|most_recent')([^']*)'")
+_SCALES = "StaticScaling({...})"
 
 
 def _code(module: fx.GraphModule) -> str:
@@ -80,10 +107,13 @@ def _code(module: fx.GraphModule) -> str:
 
 
 def _with_stand_ins(line: str) -> str:
-    """A line of code; what has no text of its own is named, and fails when it is called."""
-    if line.lstrip().startswith("#") or "<" not in line:
+    """A line of code; functions that have no text of their own are named, and fail when they are called."""
+    if line.lstrip().startswith("#"):
         return line
-    return _NO_TEXT.sub(lambda m: f"replay.missing({m[1]!r})", line)
+    line = line.replace(_SCALES, "StaticScaling({})")  # they are an input of the graph
+    for pattern in _FUNCTION, _ALGORITHM:
+        line = pattern.sub(lambda m: f"replay.missing({m[1]!r})", line)
+    return line
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -98,9 +128,17 @@ def _imports(module: fx.GraphModule, body: str) -> str:
             if re.search(rf"\b{re.escape(name)}\b", body):
                 lines.add(_import(name, value))
         for node in part.graph.nodes:
-            for kind in _types_in((node.args, node.kwargs)):
+            keys = {a: r for a in node.args if isinstance(a, str) and isinstance(r := recipe_of(a), Recipe)}
+            for kind in _types_in((node.args, node.kwargs, keys)):
                 lines.add(f"from {kind.__module__} import {kind.__qualname__}")
-    return "\n".join(sorted(filter(None, lines), key=lambda line: (" = " in line, line.startswith("from"), line)))
+            for key, recipe in keys.items():
+                lines |= {
+                    "from fp8pass import scale_state",
+                    f"scale_state.remember({key!r}, {_with_stand_ins(repr(recipe))})",
+                }
+    return "\n".join(
+        sorted(filter(None, lines), key=lambda line: ("import" not in line, line.startswith("from"), line))
+    )
 
 
 def _types_in(x: Any) -> Iterator[type]:
@@ -147,17 +185,18 @@ def _inputs(graph: fx.Graph, examples: Sequence[Any]) -> Iterator[tuple[fx.Node,
         yield node, examples[i] if known is None and i < len(examples) else known
 
 
-def _input(node: fx.Node, value: Any, origins: Origins, differentiable: bool) -> str:
+def _input(node: fx.Node, value: Any, origins: Origins, names: dict[str, str], differentiable: bool) -> str:
     origin = origins.name_of(node)
     comment = f"  # {origin}" if origin else ""
-    positive = not {str(node.target), origin}.isdisjoint(origins.positive)
-    return f"    {str(node.target)!r}: {_value(value, positive, differentiable)},{comment}\n"
+    name = origin or str(node.target)
+    text = origins.copy(name, names) or _value(value, origins.about.get(name, 0), differentiable)
+    return f"    {str(node.target)!r}: {text},{comment}\n"
 
 
-def _value(value: Any, positive: bool, differentiable: bool = False) -> str:
+def _value(value: Any, about: float, differentiable: bool = False) -> str:
     """The text that makes an input or an attribute."""
     if isinstance(value, Tensor):
-        return _known(value) or _random(value, positive, differentiable and value.requires_grad)
+        return _known(value) or _random(value, about, differentiable and value.requires_grad)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return repr(hint_of(value))
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
@@ -176,28 +215,32 @@ def _known(x: Tensor) -> str:
     return f'torch.tensor({values.tolist()!r}, dtype={x.dtype}, device="{x.device}")'
 
 
-def _random(x: Tensor, positive: bool, requires_grad: bool) -> str:
+def _random(x: Tensor, about: float, requires_grad: bool) -> str:
     shape, stride = ([hint_of(n) for n in of] for of in (x.shape, x.stride()))
-    options = ", positive=True" if positive else ""
+    if x.dtype == torch.uint8 and shape == list(torch.get_rng_state().shape):
+        return f"replay.{RngState()!r}"
+    options = f", about={about:g}" if about else ""
     options += ", requires_grad=True" if requires_grad else ""
     return f'replay.{Random.__name__}({shape}, {stride}, {x.dtype}, "{x.device}"{options})'
 
 
-_POSITIVE = re.compile(r"scale|amax|made|numbers|_sq|square|running_var|step")
+_POSITIVE = re.compile(r"scale|made|numbers|_sq|square|running_var|step")
 """Names of what is above zero."""
+_AMAX = 512
+"""More than matmuls of normal numbers give, and little enough for FP8 to tell such numbers apart."""
 
 
-def _is_positive(x: Tensor, name: str) -> bool:
-    """Whether the values of a tensor are: by themselves, if it is real, or by its name."""
+def _about(x: Tensor, name: str) -> float:
+    """Of a real tensor whether it is positive; of another what its name says."""
     if not x.dtype.is_floating_point:
-        return False
-    if not _is_real(x):
-        return bool(_POSITIVE.search(name))
-    return x.numel() > 0 and bool((x.detach().float() >= 0).all())
+        return 0
+    if _is_real(x):
+        return float(x.numel() > 0 and bool((x.detach().float() >= 0).all()))
+    return _AMAX if "amax" in name else float(bool(_POSITIVE.search(name)))
 
 
 def _is_real(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided
+    return not isinstance(x, FakeTensor) and x.layout == torch.strided
 
 
 def _attributes(module: fx.GraphModule) -> Iterator[tuple[str, Any]]:
