@@ -77,10 +77,9 @@ class Dump:
 
         Raises Fp8Error if `config.dump_dir` can't be written into.
         """
-        number = next(_numbers)
+        number, title = next(_numbers), ".".join(filter(None, (_name_of(module), kind)))
         if not config.dump_dir:
-            return cls(number=number)
-        title = ".".join(filter(None, (_name_of(module), kind)))
+            return cls(None, number, title)
         folder = _run_folder(config.dump_dir, os.getpid()) / f"graph_{number:03d}.{title}"
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -162,9 +161,7 @@ class Dump:
             raise
         finally:
             seconds = time.perf_counter() - started
-            log.info(
-                "graph %d%s: %s, in %.1f s", self.number, f" ({self._title})" * bool(self._title), outcome, seconds
-            )
+            log.info("graph %d, %s: %s, compiled in %.1f s", self.number, self._title, outcome, seconds)
             if self.folder is not None:
                 _append(self.folder.parent / "index.md", _row(f"{self.folder.name}/index.md", outcome, seconds))
 
@@ -186,15 +183,18 @@ class Dump:
 
 
 def _name_of(module: fx.GraphModule) -> str:
-    """A readable name: the class of the module that the graph is of, or the function that it begins in."""
-    stacks = (n.meta.get("nn_module_stack") for n in module.graph.nodes)
-    stack = next(filter(None, stacks), None)
-    if stack:
-        _, kind = next(iter(stack.values()))
-        name = kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
-    else:
-        name = frame_of(module)[0]
-    return re.sub(r"\W+", "_", name).strip("_") or "graph"
+    """A readable name: the class of the module that the graph is of, or the file and function that it begins in."""
+    for node in module.graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            if path.endswith("]"):  # "L['self'].up" is a module within
+                return _in_file_names(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
+        if found := re.search(r'([^/\\]+)\.py", line \d+, in (\w+)', node.meta.get("stack_trace") or ""):
+            return _in_file_names(f"{found[1]}.{found[2]}")
+    return _in_file_names(frame_of(module)[0]) or "graph"
+
+
+def _in_file_names(name: str) -> str:
+    return re.sub(r"[^\w.]+", "_", name).strip("_.")
 
 
 @functools.cache

@@ -179,12 +179,12 @@ def run(
         results = module(*(made[name] for name in inputs))
         outputs = [x for x in pytree.tree_leaves(results) if x is not None]
         _backward(outputs, seed)
-    found = {f"output {i}": x for i, x in enumerate(outputs)}
+    found = {f"output {i}": x.detach() if isinstance(x, Tensor) else x for i, x in enumerate(outputs)}
     for name, x in made.items():
         if isinstance(x, Tensor) and x.grad is not None:
             found[f"gradient of {name}"] = x.grad
         if name in versions and x._version != versions[name]:
-            found[f"written into {name}"] = x
+            found[f"written into {name}"] = x.detach()
     return found
 
 

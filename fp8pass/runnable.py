@@ -53,15 +53,16 @@ class Origins:
         copy = self.copies.get(name)
         if copy is None or not {copy.of, getattr(copy, "made", copy.of)} <= set(inputs):
             return ""
-        changed = {"of": inputs[copy.of], **({"made": inputs[copy.made]} if isinstance(copy, Quantized) else {})}
-        return f"replay.{dataclasses.replace(copy, **changed)!r}"
+        if isinstance(copy, Quantized):
+            return f"replay.{dataclasses.replace(copy, of=inputs[copy.of], made=inputs[copy.made])!r}"
+        return f"replay.{Transposed(inputs[copy.of])!r}"
 
     def name_of(self, node: fx.Node) -> str:
         """Of an input of a graph that AOTAutograd made; "" if it is none of Dynamo's."""
-        origin = node.meta.get("desc")
+        origin: object = node.meta.get("desc")
         index = getattr(origin, "idx", None)
         if index is not None and index < len(self.names) and not hasattr(origin, "output"):
-            return self.names[index]
+            return str(self.names[index])
         return str(getattr(origin, "target", ""))
 
 
