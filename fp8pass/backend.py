@@ -101,14 +101,14 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
 def _annotated(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, dump: Dump) -> Annotation:
     """`annotated`, with dumps."""
 
-    def examples() -> list[Any]:
-        return [*example_inputs, *_fake_state(annotation, example_inputs)] if dump.folder else []
+    def examples() -> list[Any]:  # of the annotation as it is by then
+        return [*example_inputs, *_fake_state(annotation, example_inputs)]
 
     annotation = Annotation(module, [], [])
     for name, run in dynamo_passes(config):
-        with dump.step("dynamo", name, annotation.module, examples()) as step:
+        with dump.step("dynamo", name, annotation.module, examples) as step:
             annotation, step.applied = run(annotation)
-            step.module, step.examples = annotation.module, examples()
+            step.module = annotation.module
     return annotation
 
 
@@ -124,7 +124,7 @@ def _update(
             with mode or contextlib.nullcontext():
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             examples = [*args, *fakes]
-            with dump.step("dynamo", "update", module, examples) as step:
+            with dump.step("dynamo", "update", module, lambda: examples) as step:
                 annotation = annotated_update(module, key)
                 step.module, step.applied = annotation.module, len(key.writes) + len(key.moments) + bool(key.keeps)
             return _lower(annotation, examples, config, dump)  # not Dynamo's: gradients would be kept for ever

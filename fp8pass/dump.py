@@ -48,12 +48,12 @@ _LOCK = threading.RLock()
 class Step:
     """What a pass reports of itself within `Dump.step`.
 
-    module: the graph afterwards, if that is another one. examples: of its inputs, as far as it does not know them.
+    module: the graph afterwards, if that is another one. examples: gives those of its inputs, if it does not know them.
     applied: how often the pass did something.
     """
 
     module: fx.GraphModule
-    examples: Sequence[Any] = ()
+    examples: Callable[[], Sequence[Any]] = tuple
     applied: int = 0
 
 
@@ -86,7 +86,9 @@ class Dump:
         return cls(folder, number, title)
 
     @contextmanager
-    def step(self, part: str, name: str, module: fx.GraphModule, examples: Sequence[Any] = ()) -> Iterator[Step]:
+    def step(
+        self, part: str, name: str, module: fx.GraphModule, examples: Callable[[], Sequence[Any]] = tuple
+    ) -> Iterator[Step]:
         """Around a pass: what the graph is before and after it. part: "dynamo", "joint", "forward" or "backward"."""
         found = Step(module, examples)
         before = self._text(part, found)
@@ -107,10 +109,11 @@ class Dump:
     def _text(self, part: str, step: Step) -> str:
         if self.folder is None:
             return ""
+        examples = step.examples()
         if part == "dynamo":
-            self._origins.learn(step.module, step.examples)
+            self._origins.learn(step.module, examples)
         differentiable = part == "dynamo" and torch.is_grad_enabled()
-        return runnable(step.module, self._origins, step.examples, differentiable)
+        return runnable(step.module, self._origins, examples, differentiable)
 
     def _write_step(self, part: str, name: str, head: str, before: str, after: str | None = None) -> None:
         if self.folder is None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import CodeGen, FakeTensor, hint_of
+from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
 from fp8pass.ops import cached_operand
 from fp8pass.recipes import Recipe
 from fp8pass.replay import Quantized, Random, RngState, Transposed
@@ -209,11 +209,12 @@ def _known(x: Tensor) -> str:
     """The values themselves, of a small constant."""
     if not _is_real(x) or x.requires_grad or x.is_complex() or x.numel() > MOST or not x.is_contiguous():
         return ""
-    values = x.detach().cpu()
-    values = values.double() if x.dtype.is_floating_point else values
-    if not values.isfinite().all():
-        return ""
-    return f'torch.tensor({values.tolist()!r}, dtype={x.dtype}, device="{x.device}")'
+    with unset_fake_temporarily():
+        values = x.detach().cpu()
+        values = values.double() if x.dtype.is_floating_point else values
+        if not values.isfinite().all():
+            return ""
+        return f'torch.tensor({values.tolist()!r}, dtype={x.dtype}, device="{x.device}")'
 
 
 def _random(x: Tensor, about: float, requires_grad: bool) -> str:
@@ -236,7 +237,8 @@ def _about(x: Tensor, name: str) -> float:
     if not x.dtype.is_floating_point:
         return 0
     if _is_real(x):
-        return float(x.numel() > 0 and bool((x.detach().float() >= 0).all()))
+        with unset_fake_temporarily():
+            return float(x.numel() > 0 and bool((x.detach().float() >= 0).all()))
     return _AMAX if "amax" in name else float(bool(_POSITIVE.search(name)))
 
 

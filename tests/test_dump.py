@@ -238,8 +238,9 @@ def test_dumps_run_and_agree(kind: Callable[[], nn.Module], tmp_path: Path) -> N
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
     assert len(distances) >= 2 + 9 + 6 * 2
     annotated = distances.pop("000.dynamo.annotate.before.py")
-    assert annotated < FP8
-    assert (annotated > 1e-3) == (kind is not ByUser)  # whose graph is quantized already
+    if kind is ByUser:  # quantized already; and from here on a step ends with each call, which gives other scales
+        annotated = distances.pop("001.dynamo.lift_scale_states.before.py")
+    assert 1e-3 < annotated < FP8
     assert max(distances.values()) < ROUNDING, distances
 
 
