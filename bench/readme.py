@@ -103,7 +103,8 @@ def dumps() -> str:
         before = after.with_name(after.name.replace("after", "before"))
         printed = run(sys.executable, str(after), "--against", str(before))
     command = f"$ python {after.name} --against {before.name}"
-    return "\n".join(rows[4:]) + "\n\n" + block(f"{command}\n{printed}")
+    table = re.sub(r"\[(\S+?)\]\(\S+?\)", r"`\1`", "\n".join(rows[4:]))
+    return table + "\n\n" + block(f"{command}\n{printed}")
 
 
 def block(text: str, language: str = "") -> str:
