@@ -18,9 +18,9 @@ from fp8pass.pipeline import kernel_passes, passes
 ROOT = Path(__file__).parent.parent
 
 
-def run(*command: str) -> str:
+def run(*command: str, **variables: str) -> str:
     """What a command prints; ends this script if it fails."""
-    environment = {**os.environ, "COLUMNS": "120"}
+    environment = {**os.environ, "COLUMNS": "120", **variables}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
@@ -112,6 +112,20 @@ def compile_time() -> str:
     return run(sys.executable, "bench/compile_time.py", *options)
 
 
+def dumps() -> str:
+    """What is in the dump of an example, as far as it differs, and what one of its files prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "examples/train.py", FP8PASS_DUMP=folder)
+        graph = sorted(Path(folder).glob("run_000/graph_*"))[-1]  # the first is that of `explain`, which stops earlier
+        rows = [row for row in (graph / "index.md").read_text().splitlines() if "changes nothing" not in row]
+        after = next(graph.glob("*joint.scaled_mm.after.py"))
+        before = after.with_name(after.name.replace("after", "before"))
+        printed = run(sys.executable, str(after), "--against", str(before))
+    command = f"$ python {after.name} --against {before.name}"
+    table = re.sub(r"\[(\S+?)\]\(\S+?\)", r"`\1`", "\n".join(rows[4:]))
+    return table + "\n\n" + block(f"{command}\n{printed}")
+
+
 def block(text: str, language: str = "") -> str:
     """A fenced block."""
     return f"```{language}\n{text}\n```"
@@ -131,9 +145,16 @@ SECTIONS = {
     "compile_time": compile_time,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
+    "dumps": dumps,
 }
-FILES = {"inspect": "docs/inspect.md", "step_traffic": "docs/train-step.md", "compile_time": "docs/kernels.md"}
-FILES |= dict.fromkeys(("monitor", "monitor_cost"), "docs/monitor.md")
+FILES = {
+    "inspect": "docs/inspect.md",
+    "step_traffic": "docs/train-step.md",
+    "compile_time": "docs/kernels.md",
+    "dumps": "docs/dumps.md",
+    "monitor": "docs/monitor.md",
+    "monitor_cost": "docs/monitor.md",
+}
 """Where a marker is, if not in README.md."""
 
 

@@ -44,6 +44,5 @@ stats = fp8pass.stats(model)
 print(stats)
 print("\nthe input of the layer behind the fault:")
 for row in stats.of("1.down.input")[-4:]:
-    print(
-        f"step {row.step}: amax {row.amax:.3g}, scale {row.scale:.3g}, {row.saturation:.0%} saturated, {row.sqnr:.0f} dB"
-    )
+    lost = f"{row.saturation:.0%} saturated, {row.underflow:.0%} became 0"
+    print(f"step {row.step}: amax {row.amax:.3g}, scale {row.scale:.3g}, {lost}, {row.sqnr:.0f} dB")

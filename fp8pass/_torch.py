@@ -5,6 +5,8 @@ Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
@@ -32,6 +34,7 @@ from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -59,6 +62,14 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
+
+def hint_of(size: Any) -> Any:
+    """An example of a symbolic number, without a guard on it; 2 where there is none. Plain numbers as they are."""
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size
+    return size.node.hint if size.node.has_hint() else 2
+
+
 TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
 """Whether Inductor's settings for custom passes may be lists of them."""
 
@@ -70,6 +81,7 @@ __all__ = [
     "MODE_CHANGES",
     "TAKES_LISTS_OF_PASSES",
     "CheckpointFunction",
+    "CodeGen",
     "CompileContext",
     "ConcatKernel",
     "ConstantSource",
@@ -100,6 +112,7 @@ __all__ = [
     "enable_python_dispatcher",
     "functorch_config",
     "get_hash_for_files",
+    "hint_of",
     "inductor_config",
     "inductor_lowering",
     "inductor_ops",

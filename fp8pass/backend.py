@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from fp8pass.annotation import Annotation
 from fp8pass.choices import with_choices
 from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
+from fp8pass.dump import Dump
 from fp8pass.names import Names
 from fp8pass.numerics import Ring
 from fp8pass.partition import Partition
@@ -40,6 +41,7 @@ from fp8pass.pipeline import (
     annotated,
     annotated_update,
     behind,
+    dynamo_passes,
     gradients,
     known_to_caches,
     moments_of,
@@ -55,8 +57,6 @@ from fp8pass.updates import Place, UpdateKey
 from fp8pass.weights import cached_example
 
 log = logging.getLogger(__name__)
-
-_numbers = itertools.count()
 
 
 def fp8pass(
@@ -84,18 +84,33 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         return _update(module, example_inputs, config, places)
     if isinstance(config.recipe, Schedule):
         return _scheduled(module, example_inputs, config, compile_graph)
-    annotation = annotated(module, config)
+    dump = Dump.of(config, module)
+    annotation = _annotated(module, example_inputs, config, dump)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
-    compiled = _lower(annotation, inputs, config)
+    compiled = _lower(annotation, inputs, config, dump)
     if not annotation.has_state:
         return compiled
     context = TracingContext.get()
 
     def for_cold_slots() -> Callable[..., Any]:
         with tracing(context):
-            return _lower(annotation.bootstrapped(), inputs, config)
+            return _lower(annotation.bootstrapped(), inputs, config, Dump.of(config, module, "cold"))
 
     return CompiledGraph(compiled, annotation, for_cold_slots)
+
+
+def _annotated(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, dump: Dump) -> Annotation:
+    """`annotated`, with dumps."""
+
+    def examples() -> list[Any]:  # of the annotation as it is by then
+        return [*example_inputs, *_fake_state(annotation, example_inputs)]
+
+    annotation = Annotation(module, [], [])
+    for name, run in dynamo_passes(config):
+        with dump.step("dynamo", name, annotation.module, examples) as step:
+            annotation, step.applied = run(annotation)
+            step.module = annotation.module
+    return annotation
 
 
 def _update(
@@ -105,11 +120,15 @@ def _update(
     context, mode = TracingContext.get(), detect_fake_mode(example_inputs)
 
     def compile_for(key: UpdateKey, args: Sequence[Any], inputs: list[Tensor]) -> Callable[..., Any]:
-        annotation = annotated_update(module, key)
+        dump = Dump.of(config, module, "update")
         with tracing(context), torch.no_grad():
             with mode or contextlib.nullcontext():
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
-            return _lower(annotation, [*args, *fakes], config)  # not Dynamo's: gradients would be kept for ever
+            examples = [*args, *fakes]
+            with dump.step("dynamo", "update", module, lambda: examples) as step:
+                annotation = annotated_update(module, key)
+                step.module, step.applied = annotation.module, len(key.writes) + len(key.moments) + bool(key.keeps)
+            return _lower(annotation, examples, config, dump)  # not Dynamo's: gradients would be kept for ever
 
     skips = config.skip_nonfinite and bool(gradients(module.graph))
     moments = moments_of(module, places) if config.optimizer_state == "fp8" else []
@@ -154,17 +173,30 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
         return [*state, *frozen, *cached, *late, *watched]
 
 
-def _lower(annotation: Annotation, inputs: list[Any], config: Config) -> Callable[..., Any]:
-    pipeline = Pipeline(config, annotation.choices, next(_numbers), annotation.is_update)
+def _lower(annotation: Annotation, inputs: list[Any], config: Config, dump: Dump) -> Callable[..., Any]:
+    pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update)
     lower = _lower_eager if config.lowering == "eager" else _lower_inductor
-    compiled = lower(annotation.module, inputs, pipeline)
+    with dump.compiling(lambda: pipeline.report.summary() if pipeline.report.graphs else _CACHED):
+        compiled = lower(annotation.module, inputs, pipeline)
     pipeline.warn_if_nothing()
     return compiled
 
 
+_CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"
+
+
 def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
-    config = pipeline.config
-    kernel_passes = KernelPasses(config, pipeline.folder())
+    config, dump = pipeline.config, pipeline.dump
+    kernel_passes = KernelPasses(config, dump)
+
+    def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        with dump.kept():
+            compiled = with_choices(module, example_inputs, **kwargs)
+        part = "backward" if kwargs.get("is_backward") else "forward"
+        dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
+        return compiled
+
     patches: dict[str, Any] = {
         "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
         "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn),
@@ -182,9 +214,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):
-        compiled = compile_fx(module, inputs, inner_compile=with_choices, config_patches=patches)
-    if not pipeline.report.graphs:
-        log.info("a graph was taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them")
+        compiled = compile_fx(module, inputs, inner_compile=compile_inner, config_patches=patches)
     assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
     return compiled
 
@@ -192,7 +222,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
 def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
     """The same graphs, run op by op."""
 
-    kernel_passes = KernelPasses(pipeline.config, pipeline.folder())
+    kernel_passes = KernelPasses(pipeline.config, pipeline.dump)
 
     def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
         kernel_passes(graph_module.graph)

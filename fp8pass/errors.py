@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 
 
@@ -12,5 +13,16 @@ class Fp8Error(RuntimeError):
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn of something, once per process and message."""
-    warnings.warn(message, stacklevel=2)
+    """Warn of something, once per process and message, at the user's line that led to it."""
+    warnings.warn(message, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """How many frames above `warn_once` the first is that neither fp8pass nor torch has; 2, its caller, if none is."""
+    level, frame = 1, sys._getframe(1)
+    while (back := frame.f_back) is not None:
+        level, frame = level + 1, back
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("fp8pass", "torch"):
+            return level
+    return 2

@@ -5,24 +5,23 @@ The one file that knows the order. `annotated` comes first: passes on Dynamo's g
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files, trace_structured
+from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files
 from fp8pass.annotation import Annotation, Choice, copy_to_edit
 from fp8pass.choices import ONE_AT_A_TIME
 from fp8pass.config import Config
+from fp8pass.dump import Dump
 from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.graph import readable
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import annotate
 from fp8pass.passes.batch_amaxes import BatchAmaxes
@@ -56,19 +55,44 @@ from fp8pass.scale_state import recipe_of
 from fp8pass.updates import UpdateKey
 from fp8pass.verify import verify
 
-log = logging.getLogger(__name__)
-
 
 def annotated(module: fx.GraphModule, config: Config) -> Annotation:
     """Dynamo's graph with what the recipe inserts, nothing under recipe None, and the states that the user wrote."""
-    annotation = Annotation(module, [], []) if config.recipe is None else annotate(module, config)
+    annotation = Annotation(module, [], [])
+    for _, run in dynamo_passes(config):
+        annotation, _ = run(annotation)
+    return annotation
+
+
+def dynamo_passes(config: Config) -> list[tuple[str, Callable[[Annotation], tuple[Annotation, int]]]]:
+    """The order on Dynamo's graph: names, and what also returns how often something was applied."""
+    return [
+        ("annotate", functools.partial(_annotate, config=config)),
+        ("lift_scale_states", _lift),
+        ("watch", functools.partial(_watch, config=config)),
+    ]
+
+
+def _annotate(of: Annotation, config: Config) -> tuple[Annotation, int]:
+    """And how many matmul calls were."""
+    annotation = of if config.recipe is None else annotate(of.module, config)
     for choice in annotation.choices:
         if config.strict and choice.rule == "region":
             raise Fp8Error(
                 f"strict: output of {choice.name} at {choice.source} does not run in FP8: {choice.reason}. Leave it "
                 "out with filter=, or drop strict."
             )
-    return watch(lift_scale_states(annotation), config)
+    return annotation, sum(choice.scaling != "" for choice in annotation.choices)
+
+
+def _lift(annotation: Annotation) -> tuple[Annotation, int]:
+    lifted = lift_scale_states(annotation)
+    return lifted, len(lifted.states)
+
+
+def _watch(annotation: Annotation, config: Config) -> tuple[Annotation, int]:
+    watching = watch(annotation, config)
+    return watching, len(watching.watched.watched) if watching.watched is not None else 0
 
 
 def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:
@@ -118,11 +142,11 @@ def kernel_passes() -> list[Pass]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`. folder: for dumps, if any."""
+    """Inductor's `post_grad_custom_pre_pass`."""
 
-    def __init__(self, config: Config, folder: Path | None = None) -> None:
+    def __init__(self, config: Config, dump: Dump | None = None) -> None:
         self.config = config
-        self.folder = folder
+        self.dump = dump or Dump()
         self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
@@ -133,10 +157,10 @@ class KernelPasses(CustomGraphPass):
         """Run the passes over the graph of a forward or of a backward."""
         backward = any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder")
         part = "backward" if backward else "forward"
-        number = f"{self.seen[part]}." if self.seen[part] else ""  # branches and loop bodies are graphs of their own
+        number = f".{self.seen[part]}" if self.seen[part] else ""  # branches and loop bodies are graphs of their own
         self.seen[part] += 1
         with ONE_AT_A_TIME:
-            _run_all(kernel_passes(), graph, Context(self.config), self.folder, f"{part}.{number}")
+            _run_all(kernel_passes(), graph, Context(self.config), self.dump, f"{part}{number}")
 
 
 class Pipeline(CustomGraphPass):
@@ -145,13 +169,16 @@ class Pipeline(CustomGraphPass):
     Keeps nothing that outlives the compilation but the report: where Inductor's caches hit, it does not run.
     """
 
-    def __init__(self, config: Config, choices: list[Choice], number: int, is_update: bool = False) -> None:
+    def __init__(
+        self, config: Config, choices: list[Choice], dump: Dump | None = None, is_update: bool = False
+    ) -> None:
         self.config = config
         self.choices = choices
         self.passes = update_passes() if is_update else passes(choices)
-        self.number = number
+        self.dump = dump or Dump()
         self.report = Report()
         self.parts = 0
+        self.seconds = 0.0
 
     def uuid(self) -> bytes:
         """Changes with the passes' sources, configuration, torch, and what a graph does not say of the choices."""
@@ -161,9 +188,11 @@ class Pipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
-        context = Context(self.config)
-        _run_all(self.passes, graph, context, self.folder())
+        context, started = Context(self.config), time.perf_counter()
+        _run_all(self.passes, graph, context, self.dump, f"joint.{self.parts}" if self.parts else "joint")
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
+        self.seconds += time.perf_counter() - started
+        self.dump.report(str(self.report), self.seconds)
         self.parts += 1
         if self.config.strict:
             _raise_if_declined(context, self.choices)
@@ -172,10 +201,6 @@ class Pipeline(CustomGraphPass):
         """Branches and loop bodies are graphs of their own, which come first; a graph's report has all its parts."""
         publish(part)
         self.report.add(part)
-        _artifact(f"fp8pass.{self._name()}.report", str(part))
-
-    def _name(self) -> str:
-        return f"{self.number:03d}" + (f".{self.parts}" if self.parts else "")
 
     def warn_if_nothing(self) -> None:
         """When all is compiled: a model that was meant to run in FP8, of which nothing does. Said once per reason."""
@@ -185,10 +210,6 @@ class Pipeline(CustomGraphPass):
                 f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
                 "print(fp8pass.explain(model, *inputs)) has all reasons"
             )
-
-    def folder(self) -> Path | None:
-        """For dumps of the graph at hand, or None."""
-        return Path(self.config.dump_dir) / f"graph_{self._name()}" if self.config.dump_dir else None
 
 
 def behind(own: Any, ours: CustomGraphPass) -> Any:
@@ -215,26 +236,14 @@ class _Both(CustomGraphPass):
         self.ours(graph)
 
 
-def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, folder: Path | None, prefix: str = "") -> None:
-    """Run passes in order; write what the graph is before and after each of them into `folder`, if there is one."""
+def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, dump: Dump, part: str) -> None:
+    """Run passes in order. part: what the graph is called in dumps."""
     module = graph.owning_module
     assert module is not None
-    for i, p in enumerate(passes):
-        before = readable(module) if folder else ""
-        started = time.perf_counter()
-        applied = _run(p, graph, context)
-        summary = f"applied {applied} times in {(time.perf_counter() - started) * 1e3:.1f} ms"
-        log.debug("%s %s", p.name, summary)
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            _dump(folder / f"{prefix}{i:02d}.{p.name}", f"# made by {p.name}: {summary}\n", before, readable(module))
+    for p in passes:
+        with dump.step(part, p.name, module) as step:
+            step.applied = _run(p, graph, context)
     module.recompile()
-
-
-def _dump(file: Path, head: str, before: str, after: str) -> None:
-    diff = "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before", "after"))
-    for suffix, text in (("before.py", before), ("after.py", after), ("diff", diff)):
-        file.with_name(f"{file.name}.{suffix}").write_text(head + text)
 
 
 def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
@@ -269,10 +278,6 @@ def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
     choice = choices[gemm.choice]
     left_out = isinstance(choice.declined.get(gemm.kind), LeftOut)
     return choice.wanted or (choice.scaling != "" and not left_out)
-
-
-def _artifact(name: str, text: str) -> None:
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
 
 
 def known_to_caches(module: fx.GraphModule) -> dict[str, str] | None:

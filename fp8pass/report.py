@@ -208,11 +208,11 @@ def collect() -> Iterator[Report]:
 
 
 def publish(report: Report) -> None:
-    """Log the verdicts of one graph, and hand them to whoever collects."""
+    """Log each verdict of one graph, and hand them to whoever collects."""
     for g in report.gemms:
         where = f" ({g.source})" if g.source else ""
         log.debug("%s %s [%s,%s,%s]%s: %s %s", g.name, g.kind, g.M, g.K, g.N, where, g.status, g.reason)
-    log.info("%s", report.summary())
+    log.debug("%s", report.summary())  # the line of the whole graph is that of `Dump.compiling`
     into = _collector.get()
     if into is not None:
         into.add(report)

@@ -140,6 +140,11 @@ def _key(recipe: DelayedScaling) -> str:
     return key
 
 
+def remember(key: str, recipe: DelayedScaling) -> None:
+    """Let a graph run that another process has made, in which a key stands for a recipe."""
+    _recipes[key] = recipe
+
+
 def recipe_of(argument: object) -> Any:
     """The recipe that an argument of a call in a graph is, has, or stands for as a key; None if none."""
     return _recipes.get(argument) if isinstance(argument, str) else getattr(argument, "recipe", argument)

@@ -39,7 +39,7 @@ class EmulateMatmuls:
             build = Builder(graph, self.name)
             for node in reasons:
                 _emulate(build, node)
-            log.info("FP8 matmuls computed in float32: %d; %s", len(reasons), next(iter(reasons.values())))
+            log.debug("FP8 matmuls computed in float32: %d; %s", len(reasons), next(iter(reasons.values())))
         return len(reasons)
 
 

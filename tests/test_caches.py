@@ -91,7 +91,7 @@ def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
     """Names of modules are no part of AOTAutograd's key; a recipe by module may treat two alike graphs differently."""
 
     def uuid(**choice: Any) -> bytes:
-        return Pipeline(make_config({}), [Choice("up", "model.py:1", **choice)], 0).uuid()
+        return Pipeline(make_config({}), [Choice("up", "model.py:1", **choice)]).uuid()
 
     assert uuid() == uuid()
     assert uuid() != uuid(fast_accum=())

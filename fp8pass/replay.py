@@ -1,0 +1,253 @@
+"""Runs a dumped graph: what each file of `FP8PASS_DUMP` calls when it is executed.
+
+    python 012.joint.scaled_mm.after.py [--seed 0] [--device cpu] [--inputs FILE.pt] [--against OTHER.py]
+
+The inputs are made of a seed and their names: what has one name in two dumps has the same values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass import scaling
+from fp8pass._torch import pytree
+
+_on: list[torch.device] = []
+"""Where everything runs instead of where the graph says, if anything."""
+
+
+@dataclass(frozen=True)
+class Random:
+    """A tensor that is an input of a dumped graph: strides in elements, values of a seed.
+
+    about: 0 for normal values; else they are positive, and uniform from half to one and a half of it. So are those of
+    whatever has one element, about 1. Integers are 0 or 1, and 1 where there is one.
+    """
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+    device: str = "cpu"
+    about: float = 0
+    requires_grad: bool = False
+
+    def make(self, seed: int) -> Tensor:
+        """The tensor; the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        empty = 0 in self.shape
+        span = 0 if empty else 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        values = self._values(span, generator).to(device(self.device))
+        return values.as_strided(tuple(self.shape), tuple(self.stride)).requires_grad_(self.requires_grad)
+
+    def _values(self, count: int, generator: torch.Generator) -> Tensor:
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            low = int(count == 1 and self.dtype != torch.bool)
+            return torch.randint(low, 2, (count,), generator=generator).to(self.dtype)
+        if self.about or count == 1:
+            return ((torch.rand(count, generator=generator) + 0.5) * (self.about or 1)).to(self.dtype)
+        return torch.randn(count, generator=generator).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The FP8 copy of a weight: the input `of`, times the scale whose inverse is `made[0, index]`, by rows."""
+
+    of: str
+    made: str
+    index: int
+    dtype: torch.dtype
+
+    def make(self, others: Mapping[str, Any]) -> Tensor:
+        """Of the inputs by name."""
+        return scaling.quantize(others[self.of].detach(), 1 / others[self.made][0, self.index], self.dtype)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transposed copy, by rows, of the input `of`."""
+
+    of: str
+
+    def make(self, others: Mapping[str, Any]) -> Tensor:
+        """Of the inputs by name."""
+        x: Tensor = others[self.of]
+        return x.t().contiguous()
+
+
+@dataclass(frozen=True)
+class RngState:
+    """The state of the CPU's random numbers."""
+
+    def make(self, seed: int) -> Tensor:
+        """Behind that seed."""
+        return torch.Generator().manual_seed(seed).get_state()
+
+
+def missing(what: str) -> Callable[..., Any]:
+    """Stands for what has no text. Raises NotImplementedError when it is called."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"this dump needs {what}, which can't be written down: put it in its place")
+
+    return fail
+
+
+def device(type: str, index: int | None = None) -> torch.device:  # noqa: A002, as torch names it
+    """`torch.device`; or the one that `--device` names."""
+    return _on[0] if _on else torch.device(type) if index is None else torch.device(type, index)
+
+
+def tag_activation_checkpoint(body: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    """Torch's op of this name wants a graph. The numbers are those of a plain call."""
+    return body(*args)
+
+
+def main(graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[str, Any], file: str) -> None:
+    """Run the graph and print a line for each output, gradient, and input that it wrote.
+
+    Raises SystemExit where the graph is of a device that is not there, and `--device` names no other.
+    """
+    parser = argparse.ArgumentParser(description="Run a dumped graph on inputs made of a seed.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="run it here, and not on the device that it was compiled for")
+    parser.add_argument("--inputs", metavar="FILE.pt", help="what torch.save made of {name of an input: tensor}")
+    parser.add_argument("--against", metavar="OTHER.py", help="another dump, of which each number's distance is shown")
+    options = parser.parse_args()
+    _choose_device(options.device, [*inputs.values(), *attributes.values()])
+    given = torch.load(options.inputs, weights_only=True) if options.inputs else {}
+    if unknown := set(given) - set(inputs):
+        raise SystemExit(f"--inputs has {sorted(unknown)}, and the graph takes {sorted(inputs)}")
+    results = run(graph, {**inputs, **given}, attributes, options.seed)
+    others = None
+    if options.against:
+        other = runpy.run_path(options.against)
+        others = run(other["GRAPH"], {**other["INPUTS"], **given}, other["ATTRIBUTES"], options.seed)
+    _print(f"{Path(file).name}: {len(inputs)} inputs of seed {options.seed}")
+    width = max(map(len, results), default=0)
+    for name, value in results.items():
+        _print(
+            f"{name:{width}}  {summary(value)}" + ("" if others is None else f"  {distance(value, others.get(name))}")
+        )
+
+
+def _print(line: str) -> None:
+    print(line)  # noqa: T201
+
+
+def _choose_device(name: str | None, values: Sequence[Any]) -> None:
+    if name is not None:
+        _on[:] = [torch.device(name)]
+        return
+    for wanted in sorted({v.device for v in values if isinstance(v, Random)}):
+        if reason := _why_not(wanted):
+            raise SystemExit(
+                f"this graph is of {wanted}, which is not here ({reason}). --device cpu runs it on the CPU, where sums "
+                "are added up in another order"
+            )
+
+
+def _why_not(wanted: str) -> str:
+    try:
+        torch.empty(0, device=wanted)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def run(
+    graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[str, Any], seed: int = 0
+) -> dict[str, Any]:
+    """The outputs of a dumped graph, the gradients of what requires one, and the inputs that it wrote, by name."""
+    module = _build(graph)
+    made = {name: _made(value, seed + zlib.crc32(name.encode())) for name, value in {**inputs, **attributes}.items()}
+    for kind in (Quantized, Transposed):  # a copy, and then what is a copy of that
+        made.update({name: value.make(made) for name, value in made.items() if isinstance(value, kind)})
+    for name in attributes:
+        _place(module, name.split("."), made[name])
+    versions = {name: x._version for name, x in made.items() if isinstance(x, Tensor)}
+    torch.manual_seed(seed)
+    with torch.set_grad_enabled(any(isinstance(made[name], Tensor) and made[name].requires_grad for name in inputs)):
+        results = module(*(made[name] for name in inputs))
+        outputs = [x for x in pytree.tree_leaves(results) if x is not None]
+        _backward(outputs, seed)
+    found = {f"output {i}": x.detach() if isinstance(x, Tensor) else x for i, x in enumerate(outputs)}
+    for name, x in made.items():
+        if isinstance(x, Tensor) and x.grad is not None:
+            found[f"gradient of {name}"] = x.grad
+        if name in versions and x._version != versions[name]:
+            found[f"written into {name}"] = x.detach()
+    return found
+
+
+def _backward(outputs: Sequence[Any], seed: int) -> None:
+    differentiable = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+    if differentiable:
+        tangents = [
+            Random(x.shape, x.stride(), x.dtype, str(x.device)).make(seed + i) for i, x in enumerate(differentiable)
+        ]
+        torch.autograd.backward(differentiable, tangents)
+
+
+def _build(graph: type[nn.Module]) -> nn.Module:
+    """An instance; the classes within it are the bodies of branches, loops and checkpoints."""
+    module = graph()
+    for name, body in vars(graph).items():
+        if isinstance(body, type) and issubclass(body, nn.Module):
+            module.__dict__[name] = _build(body)
+    return module
+
+
+def _place(module: nn.Module, path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
+        if not isinstance(getattr(module, part, None), nn.Module):
+            setattr(module, part, nn.Module())
+        module = getattr(module, part)
+    module.__dict__[path[-1]] = value
+
+
+def _made(value: Any, seed: int) -> Any:
+    if isinstance(value, (Random, RngState)):
+        return value.make(seed)
+    if isinstance(value, Tensor):  # a copy, for graphs write into what they are given
+        return value.detach().clone().to(_on[0] if _on else value.device)
+    return value
+
+
+def summary(value: Any) -> str:
+    """A result in a line: what it is, and three numbers of it."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    what = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    x = _float64(value)
+    finite = x[x.isfinite()]
+    if not finite.numel():
+        return f"{what:24} nothing finite"
+    rest = f", {x.numel() - finite.numel()} not finite" if finite.numel() < x.numel() else ""
+    return f"{what:24} sum {finite.sum():.9g}, norm {finite.norm():.9g}, max {finite.abs().max():.9g}{rest}"
+
+
+def distance(value: Any, other: Any) -> str:
+    """How far a result is from another's, relative to the norm of that."""
+    if other is None and value is not None:
+        return "not in the other"
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return "equal" if value == other else f"differs: {summary(other)}"
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return f"differs: {summary(other)}"
+    a, b = _float64(value), _float64(other)
+    if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+        return "equal"
+    return f"relative distance {(a - b).norm() / b.norm():.2e}"
+
+
+def _float64(x: Tensor) -> Tensor:
+    return x.detach().cpu().reshape(-1).double()
