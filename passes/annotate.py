@@ -428,8 +428,10 @@ class _Rewriter:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
             parts = self._cached_parts(x, quantizer) if role == "weight" else ()
             if parts:
-                known[key] = self._quantized(ops.cached_operand, (x, quantizer), x, role)
-                self.owner.weights[known[key]] = Weight(parts, transposed=False)
+                node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
+                self.owner.weights[node] = Weight(parts, transposed=False)
+                # through `operand` no gradient passes, and through a cached one it would: a second one for the weight
+                known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
             else:
                 known[key] = (
                     self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
