@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass import trial as trials
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files, trace_structured
 from fp8pass.annotation import Annotation, Choice, copy_to_edit
 from fp8pass.choices import ONE_AT_A_TIME
@@ -218,7 +219,10 @@ def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, folder: Path
     """Run passes in order; write what the graph is before and after each of them into `folder`, if there is one."""
     module = graph.owning_module
     assert module is not None
+    trial = trials.current()
     for i, p in enumerate(passes):
+        if trial is not None and not trial.runs(p.name):
+            continue
         before = readable(module) if folder else ""
         started = time.perf_counter()
         applied = _run(p, graph, context)

@@ -141,12 +141,10 @@ def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_the_same_numbers_with_a_matmul_in_high_precision(kind: str, lowering: str) -> None:
+def test_the_same_numbers_with_a_matmul_in_high_precision(kind: str) -> None:
     """Which computes each product in several forms: only one of them gives the weight its gradient."""
     recipe = DelayedScaling(high_precision=(kind,))
-    wanted = trained_in_one("off", adamw, recipe=recipe, lowering=lowering)
-    check_same(wanted, trained_in_one("fp8+transpose", adamw, recipe=recipe, lowering=lowering))
+    check_same(trained("off", sgd, recipe=recipe), trained("fp8+transpose", sgd, recipe=recipe))
 
 
 @pytest.mark.parametrize("optimizer", [sgd, Lion], ids=["SGD", "Lion"])
