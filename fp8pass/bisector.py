@@ -126,8 +126,8 @@ class Bisection:
         seconds = sum(run.seconds for run in self.runs)
         story = [_HEADLINES[self.verdict].format(matmuls=self.matmuls, culprit=self.pass_name)]
         for i, found in enumerate(self.culprits):
-            again = "another cause by itself" if i else "the cause"
-            which = f"{again}, only together" if len(found) > 1 else again
+            cause = "the cause" if self.verdict == "numbers" else "it shows in"
+            which = (f"{cause}, by itself as well" if i else cause) + (", only together" if len(found) > 1 else "")
             story += [f"  {which}:", *(f"    {line}" for c in found for line in str(c).split("; "))]
         story += ["", *self._advice(), *self.notes] if self._advice() or self.notes else []
         return "\n".join([*story, "", *map(str, self.runs), f"{len(self.runs)} runs in {seconds:.0f} s"])
@@ -165,7 +165,7 @@ _HEADLINES: dict[str, str] = {
     "weight_cache": "The FP8 copies of weights (weight_cache) are the cause: without them the check passes.",
     "not fp8": "It fails without fp8pass too: it isn't FP8.",
     "passes": "The check passes with everything in FP8, as configured: there is nothing to find.",
-    "unclear": "It could not be found out.",
+    "unclear": "The numbers of FP8, a pass or Inductor: that could not be told apart. Of {matmuls} matmuls:",
 }
 
 
@@ -235,7 +235,7 @@ class _Bisector:
     def _try(self, what: str, again: bool = False, **options: Any) -> Outcome:
         """Run the step in a trial; from memory, if there has been one like it. "unclear" when there were too many."""
         trial = Trial(**{**self.how, **options})
-        units = None if trial.units is None else frozenset(trial.units)
+        units = None if trial.units is None or set(trial.units) == set(self.units) else frozenset(trial.units)
         passes = None if trial.passes is None else tuple(trial.passes)
         key = (units, frozenset(trial.instead.items()), trial.way, passes, trial.weight_cache)
         if key in self.known and not again:
@@ -340,7 +340,7 @@ class _Bisector:
     def _find_matmuls(self) -> None:
         """Sets of matmuls that fail by themselves, until all others pass."""
         found, left = self.found, list(self.units)
-        while left and len(found.culprits) < MOST_SETS and self._fails(left, f"all but {self._names()} in FP8"):
+        while left and len(found.culprits) < MOST_SETS and self._fails(left, self._without()):
             smallest = _smallest(left, self._fails)
             if smallest == left and len(left) > MOST_TOGETHER:
                 self._note(f"No smaller set than {_count(left)} fails: many small errors that add up, it seems.")
@@ -349,19 +349,21 @@ class _Bisector:
             left = [u for u in left if u not in smallest and u.name not in names]
         if not found.culprits:
             return
-        found.cured = not left or self._try(f"all but {self._names()} in FP8", units=left) == "passes"
-        for together in found.culprits:
-            if len(together) <= MOST_TOGETHER:
-                self._find_operands(together)
-        self._find_remedy()
+        found.cured = not left or self._try(self._without(), units=left) == "passes"
+        if found.verdict in ("numbers", "unclear"):
+            for together in found.culprits:
+                if len(together) <= MOST_TOGETHER:
+                    self._find_operands(together)
+            self._find_remedy()
         first = [c.unit for c in found.culprits[0]]
         outcome = self._try(
             f"only {_count(first)} in FP8, as configured, again", again=True, units=first, way="configured"
         )
         found.repeated = outcome == "fails"
 
-    def _names(self) -> str:
-        return " and ".join(self.found.filter) or "nothing"
+    def _without(self) -> str:
+        names = self.found.filter or [c.kind for found in self.found.culprits for c in found]
+        return f"all but {' and '.join(names)} in FP8" if names else "everything in FP8"
 
     def _find_operands(self, together: list[Culprit]) -> None:
         units = [c.unit for c in together]
@@ -381,7 +383,7 @@ class _Bisector:
     def _find_remedy(self) -> None:
         """Another recipe for the modules of the culprits."""
         culprits = [c for together in self.found.culprits for c in together]
-        if self.found.verdict != "numbers" or not all(c.better and c.name for c in culprits):
+        if not all(c.better and c.name for c in culprits):
             return
         others = {c.name: _better(self.units[c.unit]) for c in culprits}
         instead = {
@@ -403,9 +405,11 @@ def _better(recipe: Recipe | None) -> Recipe | None:
 
 
 def _count(units: Sequence[Unit]) -> str:
+    """What they are, in a few words: one at least."""
     if len(units) == 1:
-        return f"the {units[0]}" if units[0].kind != "moments" else str(units[0])
-    return f"{len(units)} matmuls, {units[0].name or '-'} to {units[-1].name or '-'}," if units else "nothing"
+        return str(units[0])
+    first, last = ("the optimizer's moments" if u.kind == "moments" else u.name or "-" for u in (units[0], units[-1]))
+    return f"{len(units)} matmuls, of {first}" + (f" to {last}," if first != last else ",")
 
 
 def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:

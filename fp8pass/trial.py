@@ -120,7 +120,8 @@ def trying(trial: Trial) -> Iterator[None]:
 
 def units_of(node: fx.Node, name: str, calls: Counter[Any]) -> dict[Kind, Unit]:
     """The identities of the matmuls of a call in Dynamo's graph. calls: counts calls, by name and trace."""
-    trace = node.meta.get("stack_trace") or ""
+    lines = (node.meta.get("stack_trace") or "").splitlines()
+    trace = "\n".join(line.strip() for line in lines if line.lstrip().startswith('File "'))  # without columns
     ordinal = calls[name, trace]
     calls[name, trace] += 1
     return {kind: Unit(kind, name, source_of(node), trace, ordinal) for kind in KINDS}

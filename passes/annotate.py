@@ -395,7 +395,9 @@ class _Rewriter:
         """What a trial of `fp8pass.bisect` makes of it."""
         trial, (kind, call) = trials.current(), (unit.kind, self.call)
         assert trial is not None and kind != "moments"
-        if not trial.see(unit, call.recipe):
+        of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
+        needed = kind == "output" or tensors[of[kind]].requires_grad
+        if not (trial.see(unit, call.recipe) if needed else trial.units is None):
             return LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
         tried = list(pair)
         for i, role in enumerate(FACTORS[kind]):
