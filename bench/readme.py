@@ -103,6 +103,7 @@ SECTIONS = {
     "example": lambda: example("train.py"),
     "train_step": lambda: example("train_step.py"),
     "qdq": lambda: example("qdq.py"),
+    "divergence": lambda: example("divergence.py"),
     "passes": table_of_passes,
     "first_step": first_step,
     "recipes": recipes,
@@ -111,7 +112,12 @@ SECTIONS = {
     "step_traffic": step_traffic,
     "compile_time": compile_time,
 }
-FILES = {"inspect": "docs/inspect.md", "step_traffic": "docs/train-step.md", "compile_time": "docs/kernels.md"}
+FILES = {
+    "inspect": "docs/inspect.md",
+    "step_traffic": "docs/train-step.md",
+    "compile_time": "docs/kernels.md",
+    "divergence": "docs/debugging.md",
+}
 """Where a marker is, if not in README.md."""
 
 

@@ -113,8 +113,8 @@ def cast_to_representable(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.d
     x: float32, bfloat16 or float16, any shape. scale: f32[] or broadcastable. What lies beyond the largest value,
     `448 / scale` for e4m3, saturates; NaN stays NaN. With a power of two as scale, FP8 represents the result exactly
     at that scale, and quantizing it again changes nothing: what is left between FP8 and high precision is how sums are
-    added up. As the function of this name in TransformerEngine's guide to debugging. Raises ValueError for a dtype
-    that is not FP8.
+    added up. As the function of this name with which TransformerEngine's FP8 primer tells rounding from accumulation.
+    Raises ValueError for a dtype that is not FP8.
     """
     if dtype not in FP8_DTYPES:
         raise ValueError(f"dtype={dtype}: choose one of {', '.join(map(str, FP8_DTYPES))}")

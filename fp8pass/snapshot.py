@@ -53,7 +53,7 @@ class Snapshot:
 
 
 def _has_state(x: Any) -> bool:
-    loads = callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
+    loads = all(callable(getattr(type(x), name, None)) for name in ("state_dict", "load_state_dict"))
     return isinstance(x, (TrainStep, torch.Generator)) or (loads and not isinstance(x, State))
 
 
