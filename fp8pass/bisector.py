@@ -189,7 +189,8 @@ def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *
     Each matmul counts by itself: output, grad_input and grad_weight; known by module path, the user's lines and a
     number, so that graph breaks, and graphs compiled again, change nothing. Modules compiled one by one that share
     their code are one: a culprit is then in any of them. Quantize-dequantize that you wrote is your model's: it is
-    there in all runs. In one process: several would each decide for themselves. Every run is logged by the logger "fp8pass.bisect" at INFO.
+    there in all runs. For one process: several would each decide for themselves. Every run is logged by the logger
+    "fp8pass.bisect" at INFO.
 
     Raises Fp8Error if nothing is compiled with fp8pass, and ValueError for max_runs below 3.
     """
