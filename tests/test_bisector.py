@@ -132,7 +132,7 @@ def test_a_divergence_of_the_demo(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert (found.verdict, found.matmuls, found.cured, found.repeated) == ("numbers", 27, True, True)
     ((culprit,),) = found.culprits
     assert (culprit.name, culprit.kind, culprit.scaling) == ("blocks.1.down", "output", "delayed")
-    assert culprit.source == f"demo.py:{inspect.getsourcelines(demo.Block.forward)[1] + 9}"
+    assert culprit.source == f"demo.py:{inspect.getsourcelines(demo.Block.forward)[1] + 7}"
     assert (culprit.operands, culprit.better) == (["input"], {"input": "dynamic"})
     assert found.filter == ["blocks.1.down"] and found.remedy == {"blocks.1.down": "dynamic"}
     assert len(found.runs) <= 18  # 3 to see what it is, 2 * log2(27) to find it, 6 to say what to do
