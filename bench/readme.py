@@ -136,6 +136,7 @@ SECTIONS = {
     "example": lambda: example("train.py"),
     "train_step": lambda: example("train_step.py"),
     "qdq": lambda: example("qdq.py"),
+    "divergence": lambda: example("divergence.py"),
     "passes": table_of_passes,
     "first_step": first_step,
     "recipes": recipes,
@@ -154,6 +155,7 @@ FILES = {
     "dumps": "docs/dumps.md",
     "monitor": "docs/monitor.md",
     "monitor_cost": "docs/monitor.md",
+    "divergence": "docs/debugging.md",
 }
 """Where a marker is, if not in README.md."""
 

@@ -1,6 +1,7 @@
 """fp8pass: `torch.compile(model, backend="fp8pass")` trains a PyTorch model in FP8."""
 
 from fp8pass import recipes as recipes
+from fp8pass.bisector import bisect as bisect
 from fp8pass.config import Config as Config
 from fp8pass.errors import Fp8Error as Fp8Error
 from fp8pass.explainer import explain as explain
@@ -8,6 +9,7 @@ from fp8pass.ops import qdq as qdq
 from fp8pass.scale_state import ScaleState as ScaleState
 from fp8pass.scale_state import in_qdq as in_qdq
 from fp8pass.scale_state import out_qdq as out_qdq
+from fp8pass.scaling import cast_to_representable as cast_to_representable
 from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
 from fp8pass.state_dict import state as state
@@ -22,7 +24,9 @@ __all__ = [
     "Fp8Error",
     "ScaleState",
     "accumulate",
+    "bisect",
     "calibrate",
+    "cast_to_representable",
     "dequantize",
     "explain",
     "in_qdq",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass import trial as trials
 from fp8pass._torch import (
     CACHEABLE,
     CompileContext,
@@ -80,8 +81,13 @@ def fp8pass(
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
+    trial = trials.current()
+    if trial is not None:
+        config = trial.configured(config)
     if places := written(module):
         return _update(module, example_inputs, config, places)
+    if trial is not None and trial.way == "reference":
+        return _reference(module, example_inputs, config)
     if isinstance(config.recipe, Schedule):
         return _scheduled(module, example_inputs, config, compile_graph)
     dump = Dump.of(config, module)
@@ -210,7 +216,9 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         caches["enable_autograd_cache"] = False
     else:
         patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
-    if config.dump_dir:  # a cache hit skips the passes, and there would be nothing to dump
+    if (
+        config.dump_dir or trials.current()
+    ):  # a cache hit skips the passes, and there would be nothing to dump, or to try
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fp8pass import __version__, demo, plots
+from fp8pass.bisector import bisect
 from fp8pass.errors import Fp8Error
 from fp8pass.inspect_table import show
 from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
@@ -23,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_demo(commands.add_parser("demo", help="train a small language model in BF16 and in FP8, side by side"))
     _add_inspect(commands.add_parser("inspect", help="the kernels, bytes and predicted time of a step on a GPU"))
     _add_plot(commands.add_parser("plot", help="draw what the numerics monitor has counted"))
+    _add_bisect(commands.add_parser("bisect", help="which matmul, operand or pass makes a training step fail"))
     args = parser.parse_args(argv)
+    if args.command == "bisect":
+        return _bisect(args)
     if args.command == "inspect":
         return _inspect(args)
     if args.command == "plot":
@@ -72,6 +79,45 @@ def _plot(args: argparse.Namespace) -> int:
         return 2
     print(f"{args.out}: {', '.join(drawn)}")
     return 0
+
+
+def _add_bisect(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Run a training step again and again, with fewer and fewer matmuls in FP8: see fp8pass.bisect. "
+        "The exit status is 0 if the check passes as it is, 1 if it does not, 2 for errors."
+    )
+    command.add_argument("step", metavar="module:step", help="a callable without arguments, which trains some steps")
+    command.add_argument(
+        "check", metavar="module:check", nargs="?", help="of what it returns: true if fine (default: all is finite)"
+    )
+    command.add_argument("--max-runs", type=int, default=100, help="to stop at (default: %(default)s)")
+
+
+def _bisect(args: argparse.Namespace) -> int:
+    progress = logging.getLogger("fp8pass.bisect")
+    progress.addHandler(logging.StreamHandler(sys.stderr))
+    progress.setLevel(logging.INFO)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        check = _callable(args.check) if args.check else None
+        found = bisect(_callable(args.step), check, max_runs=args.max_runs)
+    except (Fp8Error, ValueError) as error:
+        print(f"fp8pass bisect: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    return int(found.verdict != "passes")
+
+
+def _callable(spec: str) -> Callable[..., Any]:
+    """What "module:name" names."""
+    module, _, name = spec.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{spec!r} can't be found ({error}): write module:function") from error
+    if not callable(found):
+        raise ValueError(f"{spec!r} is no callable: write module:function")
+    return found  # type: ignore[no-any-return]
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass import trial as trials
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files
 from fp8pass.annotation import Annotation, Choice, copy_to_edit
 from fp8pass.choices import ONE_AT_A_TIME
@@ -205,7 +206,7 @@ class Pipeline(CustomGraphPass):
     def warn_if_nothing(self) -> None:
         """When all is compiled: a model that was meant to run in FP8, of which nothing does. Said once per reason."""
         reasons = [c.reason for c in self.choices if c.wanted or c.rule == "min_speedup"]
-        if reasons and self.report.graphs and not self.report.rewritten:
+        if reasons and self.report.graphs and not self.report.rewritten and not trials.current():
             warn_once(
                 f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
                 "print(fp8pass.explain(model, *inputs)) has all reasons"
@@ -240,7 +241,10 @@ def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, dump: Dump, 
     """Run passes in order. part: what the graph is called in dumps."""
     module = graph.owning_module
     assert module is not None
+    trial = trials.current()
     for p in passes:
+        if trial is not None and not trial.runs(p.name):
+            continue
         with dump.step(part, p.name, module) as step:
             step.applied = _run(p, graph, context)
     module.recompile()

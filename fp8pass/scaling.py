@@ -107,6 +107,20 @@ def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Te
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def cast_to_representable(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.dtype = E4M3) -> Tensor:
+    """`x`, rounded to the nearest value that `dtype` represents at `scale`: `x_q * (1 / scale)`, in x's dtype.
+
+    x: float32, bfloat16 or float16, any shape. scale: f32[] or broadcastable. What lies beyond the largest value,
+    `448 / scale` for e4m3, saturates; NaN stays NaN. With a power of two as scale, FP8 represents the result exactly
+    at that scale, and quantizing it again changes nothing: what is left between FP8 and high precision is how sums are
+    added up. As the function of this name with which TransformerEngine's FP8 primer tells rounding from accumulation.
+    Raises ValueError for a dtype that is not FP8.
+    """
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"dtype={dtype}: choose one of {', '.join(map(str, FP8_DTYPES))}")
+    return dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)
+
+
 def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
     """`1 / scale`, or NaN where the tensor that `amax` belongs to held a NaN or inf.
 

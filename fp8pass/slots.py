@@ -376,6 +376,11 @@ class StateRegistry:
             raise
         return group
 
+    def keep(self, groups: Sequence[SlotGroup]) -> None:
+        """Forget all groups but these."""
+        with self.lock:
+            self._groups, self._of = list(groups), {}
+
     def groups(self) -> list[SlotGroup]:
         """All groups whose instances still exist, oldest first."""
         with self.lock:

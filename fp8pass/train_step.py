@@ -61,6 +61,10 @@ class TrainStep:
         self.config = config
         self._function = function
         self._compiled = torch.compile(function, backend=self._compile)
+        self.forget()
+
+    def forget(self) -> None:
+        """As before the first call: nothing is compiled and reported. What is trained stays as it is."""
         self._collected = Report()
         self._breaks: Counter[str] = Counter()
         """Why graphs broke, by Dynamo's count: also where there was nothing to compile in front of the break."""
@@ -200,8 +204,8 @@ class TrainStep:
 # What a step works on
 
 
-def _reached(roots: Sequence[Any]) -> Iterator[Any]:
-    """Models, optimizers and gradient scalers, among these and what they hold."""
+def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """What is wanted of these and what they hold."""
     seen: set[int] = set()
     todo = [(x, 0) for x in roots]
     while todo:
@@ -209,10 +213,15 @@ def _reached(roots: Sequence[Any]) -> Iterator[Any]:
         if id(x) in seen or isinstance(x, _LEAVES):
             continue
         seen.add(id(x))
-        if isinstance(x, (nn.Module, Optimizer)) or _is_scaler(x):
+        if wanted(x):
             yield x
         if depth < DEPTH:
             todo += [(value, depth + 1) for value in _held(x)]
+
+
+def _reached(roots: Sequence[Any]) -> Iterator[Any]:
+    """Models, optimizers and gradient scalers, among these and what they hold."""
+    return reached(roots, lambda x: isinstance(x, (nn.Module, Optimizer)) or _is_scaler(x))
 
 
 _LEAVES = (Tensor, str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)

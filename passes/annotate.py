@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import hardware, ops, scale_state, scaling
+from fp8pass import trial as trials
 from fp8pass.annotation import CHECKPOINT, Annotation, Choice, copy_to_edit
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
@@ -54,6 +56,7 @@ from fp8pass.passes.spellings import (
 )
 from fp8pass.passes.state_inputs import Region, Slot, Weight, cache, freeze, lift_state
 from fp8pass.recipes import (
+    FACTORS,
     KINDS,
     BlockwiseScaling,
     Calibration,
@@ -224,6 +227,7 @@ class _Annotator:
         self.weights: dict[fx.Node, Weight] = {}
         self.regions: list[Region] = []
         self.merged: dict[fx.Node, Recipe] = {}
+        self.calls: Counter[Any] = Counter()
         self.device: torch.device | None = None
 
     def run(self) -> Annotation:
@@ -377,13 +381,34 @@ class _Rewriter:
         nodes: dict[Role, fx.Node] = {"input": a, "weight": b, "grad_output": self.call.node}
         tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
         found: dict[Kind, Pair] = {}
+        units = trials.units_of(self.call.node, self.choice.name, self.owner.calls) if trials.current() else {}
         for kind in KINDS if trains else KINDS[:1]:
             pair = quantizers(self.call.recipe, kind, self.call.dims, tensors, self.owner.grad_enabled)
+            if units and not isinstance(pair, Reject):
+                pair = self._tried(units[kind], pair, tensors)
             if isinstance(pair, Reject):
                 self.choice.declined[kind] = pair
             else:
                 found[kind] = pair
         return found
+
+    def _tried(self, unit: trials.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
+        """What a trial of `fp8pass.bisect` makes of it."""
+        trial, (kind, call) = trials.current(), (unit.kind, self.call)
+        assert trial is not None and kind != "moments"
+        of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
+        needed = kind == "output" or tensors[of[kind]].requires_grad
+        if not (trial.see(unit, call.recipe) if needed else trial.units is None):
+            return LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
+        tried = list(pair)
+        for i, role in enumerate(FACTORS[kind]):
+            if (unit, role) in trial.instead:
+                recipe = trial.instead[unit, role]
+                other = recipe and quantizers(recipe, kind, call.dims, tensors, self.owner.grad_enabled)
+                if isinstance(other, Reject):
+                    return other
+                tried[i] = other[i] if other else None
+        return tried[0], tried[1]
 
     def _uniform(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
         """All matmuls read the same quantized tensors, and autograd does the rest."""
@@ -429,8 +454,10 @@ class _Rewriter:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
             parts = self._cached_parts(x, quantizer) if role == "weight" else ()
             if parts:
-                known[key] = self._quantized(ops.cached_operand, (x, quantizer), x, role)
-                self.owner.weights[known[key]] = Weight(parts, transposed=False)
+                node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
+                self.owner.weights[node] = Weight(parts, transposed=False)
+                # through `operand` no gradient passes, and through a cached one it would: a second one for the weight
+                known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
             else:
                 known[key] = (
                     self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)

@@ -33,7 +33,8 @@ from fp8pass.rewrite import LeftOut, Reject
 
 BLOCK, MX_BLOCK = 128, 32
 
-Pair = tuple[ops.Quantizer, ops.Quantizer]
+Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]
+"""Of the two factors; None for one that stays as it is, as only trials of `fp8pass.bisect` have it."""
 
 
 def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool) -> Pair | Reject:
@@ -57,11 +58,11 @@ def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
     """Whether no matmul stays in high precision, and every tensor is quantized in one way for all that read it."""
     if len(found) < (len(FACTORS) if trains else 1):
         return False
-    ways: dict[Role, set[ops.Quantizer]] = {}
+    ways: dict[Role, set[ops.Quantizer | None]] = {}
     for kind, pair in found.items():
         for role, quantizer in zip(FACTORS[kind], pair, strict=True):
             ways.setdefault(role, set()).add(quantizer)
-    return all(len(of) == 1 for of in ways.values())
+    return all(len(of) == 1 and None not in of for of in ways.values())
 
 
 def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:

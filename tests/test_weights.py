@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass import weights
+from fp8pass.recipes import KINDS, DelayedScaling
 from fp8pass.scaling import E4M3, quantize
 from fp8pass.weights import Fp8Weight
 from tests.harness import BF16, F32
@@ -137,6 +138,13 @@ def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
     got = trained_in_one(cache, adamw, dtype, lowering=lowering)
     check_same(wanted, got)
     assert got.refreshed() == [2, 2], "before the first step, and before the first that has scales"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_numbers_with_a_matmul_in_high_precision(kind: str) -> None:
+    """Which computes each product in several forms: only one of them gives the weight its gradient."""
+    recipe = DelayedScaling(high_precision=(kind,))
+    check_same(trained("off", sgd, recipe=recipe), trained("fp8+transpose", sgd, recipe=recipe))
 
 
 @pytest.mark.parametrize("optimizer", [sgd, Lion], ids=["SGD", "Lion"])
