@@ -95,13 +95,13 @@ def svg() -> str:
             parts.append(f'<text class="note" x="{left:g}" y="{down:g}">{escape(note)}</text>')
         parts += pills
         y += height + GAP
-    height = y - GAP + MARGIN
+    total = y - GAP + MARGIN
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:g}" role="img">',
             "<title>From torch.compile to kernels, with the passes in order</title>",
             f"<style>{STYLE}</style>",
-            f'<rect class="panel" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="8"/>',
+            f'<rect class="panel" x="0.5" y="0.5" width="{WIDTH - 1}" height="{total - 1:g}" rx="8"/>',
             *parts,
             "</svg>\n",
         ]
@@ -118,7 +118,7 @@ def _pills(stage: Stage, y: float) -> tuple[list[str], int]:
         for name in names:
             width = len(name) * CHARACTER + 2 * PILL
             if x + width > WIDTH - MARGIN - 12:
-                x, row = MARGIN + LABELS, row + 1
+                x, row = float(MARGIN + LABELS), row + 1
             top = y + (row - 1) * (LINE + 6)
             parts.append(f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{LINE}" rx="13"/>')
             parts.append(f'<text class="name" x="{x + PILL:g}" y="{top + 17:g}">{escape(name)}</text>')
