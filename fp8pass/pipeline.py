@@ -48,6 +48,7 @@ from fp8pass.passes.use_transposes import UseTransposes
 from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
 from fp8pass.passes.write_weights import real_inputs as real_inputs
 from fp8pass.passes.write_weights import written as written
+from fp8pass.pictures import drawn, part_of
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
@@ -136,6 +137,9 @@ class KernelPasses(CustomGraphPass):
         self.seen[part] += 1
         with ONE_AT_A_TIME:
             _run_all(kernel_passes(), graph, Context(self.config), self.folder, f"{part}.{number}")
+        drawing = drawn()
+        if drawing is not None and not drawing.kernels:  # then Inductor has a last word
+            drawing.add(graph, part_of(graph))
 
 
 class Pipeline(CustomGraphPass):
@@ -162,6 +166,8 @@ class Pipeline(CustomGraphPass):
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
         context = Context(self.config)
         _run_all(self.passes, graph, context, self.folder())
+        if (drawing := drawn()) is not None:
+            drawing.verdicts(context.gemms)
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
         self.parts += 1
         if self.config.strict:
