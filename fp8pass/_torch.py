@@ -72,7 +72,7 @@ def kernel_nodes(kernel: str) -> list[str]:
 
 
 def why_compiled_again() -> str:
-    """While a graph of Dynamo's is compiled, not for the first time: the guard of the earlier one that failed; or ""."""
+    """While a graph of Dynamo's is compiled, not for the first time: the guard of an earlier one that failed; or ""."""
     return str(get_metrics_context()._metrics.get("recompile_reason") or "")
 
 

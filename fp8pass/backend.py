@@ -33,6 +33,7 @@ from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
 from fp8pass.config import Config, make_config
 from fp8pass.names import Names
 from fp8pass.partition import Partition
+from fp8pass.pictures import Drawing, drawn, generating
 from fp8pass.pipeline import (
     KernelPasses,
     Pipeline,
@@ -45,7 +46,6 @@ from fp8pass.pipeline import (
     real_inputs,
     written,
 )
-from fp8pass.pictures import Drawing, drawn, generating
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
 from fp8pass.slots import SlotTable

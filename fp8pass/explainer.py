@@ -45,9 +45,14 @@ def explain(
     buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     try:
-        with draw(kernels) as drawing, collect() as report, recompiles:
-            with torch.random.fork_rng(), torch.set_grad_enabled(backward):
-                compiled(*args, **kwargs)
+        with (
+            draw(kernels) as drawing,
+            collect() as report,
+            recompiles,
+            torch.random.fork_rng(),
+            torch.set_grad_enabled(backward),
+        ):
+            compiled(*args, **kwargs)
     except (Fp8Error, TorchDynamoException) as error:
         report.error = _told(error)
         report.pictures = drawing.finish(report.gemms)
@@ -67,7 +72,7 @@ def explain(
 def made_by(spec: str) -> tuple[Any, ...]:
     """(model or function, *inputs) of "module:factory": what the factory, called without arguments, returns.
 
-    The module may be in the current directory. Raises Fp8Error if there is no such factory, or it returns anything else.
+    The module may be in the current directory. Raises Fp8Error if there is no such factory, or it returns no such tuple.
     """
     name, _, attribute = spec.partition(":")
     if not name or not attribute:

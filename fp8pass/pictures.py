@@ -28,10 +28,13 @@ from fp8pass.report import Gemm, KernelCode, Op, OpKind, Part, Picture
 from fp8pass.scaling import FP8_DTYPES
 
 MOVEMENT = frozenset(
-    "alias as_strided clone contiguous convert_element_type detach diagonal empty expand full full_like getitem "
-    "inductor_force_stride_order lift_fresh_copy permute reshape scalar_tensor select slice split split_with_sizes "
-    "squeeze t transpose unbind unfold unsqueeze view".split()
-)
+    (
+        "alias", "as_strided", "clone", "contiguous", "convert_element_type", "detach", "diagonal", "empty",
+        "expand", "full", "full_like", "getitem", "inductor_force_stride_order", "lift_fresh_copy", "permute",
+        "reshape", "scalar_tensor", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
+        "unbind", "unfold", "unsqueeze", "view",
+    )
+)  # fmt: skip
 """Ops that compute nothing: they rearrange, take apart, convert, or make a constant."""
 _MATMULS = frozenset(("_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
 _WIDE = 1 << 16
@@ -84,6 +87,10 @@ class Drawing:
                 if name in by_name:
                     by_name[name].kernel = len(picture.kernels)
             picture.kernels.append(KernelCode(kernel.rpartition(":")[0], kernel_code(code, kernel)))
+        for op in picture.ops:  # Inductor may name a kernel after the movement that its result is laid out by
+            for i in op.inputs:
+                if op.kind == "movement" and picture.ops[i].kind != "movement" and picture.ops[i].kernel is None:
+                    picture.ops[i].kernel = op.kernel
 
     def finish(self, gemms: Sequence[Gemm]) -> list[Picture]:
         """The pictures, in which matmuls have the position that they have in `gemms`."""
@@ -263,7 +270,8 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpK
         return "quantize"
     if name in MOVEMENT:
         return "movement"
-    if _is_small(node) and {kinds[x] for x in _sources(node)} & {"state", "amax"}:
+    read = {kinds[x] for x in _sources(node)}
+    if _is_small(node) and read & {"state", "amax"} and read <= {"state", "amax", "movement"}:
         return "state"
     return "compute"
 
@@ -286,8 +294,8 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 def _makes_fp8(node: fx.Node) -> bool:
     """Whether its result is FP8, and what it reads is not."""
-    inputs = (x for source in node.all_input_nodes for x in _tensors(source))
-    return any(x.dtype in FP8_DTYPES for x in _tensors(node)) and not any(x.dtype in FP8_DTYPES for x in inputs)
+    inputs = [x.dtype in FP8_DTYPES for source in node.all_input_nodes for x in _tensors(source)]
+    return any(x.dtype in FP8_DTYPES for x in _tensors(node)) and bool(inputs) and not any(inputs)
 
 
 def _is_small(node: fx.Node) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
