@@ -72,7 +72,7 @@ def explain(
 def made_by(spec: str) -> tuple[Any, ...]:
     """(model or function, *inputs) of "module:factory": what the factory, called without arguments, returns.
 
-    The module may be in the current directory. Raises Fp8Error if there is no such factory, or it returns no such tuple.
+    The module may be in the current directory. Raises Fp8Error if there is no such factory, or no tuple comes of it.
     """
     name, _, attribute = spec.partition(":")
     if not name or not attribute:

@@ -81,16 +81,12 @@ class Drawing:
     def generated(self, graph: fx.Graph, part: Part, code: str) -> None:
         """Draw a graph of which Inductor has generated the code."""
         picture = self.add(graph, part)
-        by_name = {op.name: op for op in picture.ops}
+        runs_in: dict[str, list[int]] = {}
         for kernel in dict.fromkeys(re.findall(r"# \[Provenance debug handles\] (\S+)", code)):
             for name in kernel_nodes(kernel):
-                if name in by_name:
-                    by_name[name].kernel = len(picture.kernels)
+                runs_in.setdefault(name, []).append(len(picture.kernels))
             picture.kernels.append(KernelCode(kernel.rpartition(":")[0], kernel_code(code, kernel)))
-        for op in picture.ops:  # Inductor may name a kernel after the movement that its result is laid out by
-            for i in op.inputs:
-                if op.kind == "movement" and picture.ops[i].kind != "movement" and picture.ops[i].kernel is None:
-                    picture.ops[i].kernel = op.kernel
+        _set_kernels(picture, runs_in)
 
     def finish(self, gemms: Sequence[Gemm]) -> list[Picture]:
         """The pictures, in which matmuls have the position that they have in `gemms`."""
@@ -134,14 +130,19 @@ class _Place(NamedTuple):
 
 
 def _sizes_of(gemm: Gemm) -> tuple[str, ...]:
-    return tuple(map(str, (gemm.batches, gemm.M, gemm.K, gemm.N)))
+    return _padded(gemm.batches, gemm.M, gemm.K, gemm.N)
 
 
 def _sizes(matmul: fx.Node) -> tuple[str, ...]:
     """(batches, M, K, N)."""
     first = 1 if _label(matmul) in ("addmm", "baddbmm") else 0
     a, b = (matmul.args[i].meta["val"].shape for i in (first, first + 1))  # type: ignore[union-attr]
-    return tuple(map(str, (a[0] if len(a) == 3 else 1, a[-2], a[-1], b[-1])))
+    return _padded(a[0] if len(a) == 3 else 1, a[-2], a[-1], b[-1])
+
+
+def _padded(batches: Any, *sizes: Any) -> tuple[str, ...]:
+    """Sizes as text, as they are in FP8: the user's and what became of them compare equal."""
+    return str(batches), *(str(-(-size // 16) * 16) if isinstance(size, int) else str(size) for size in sizes)
 
 
 _drawing: ContextVar[Drawing | None] = ContextVar("fp8pass_drawing", default=None)
@@ -202,6 +203,29 @@ def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
             GraphLowering.save_output_code = before
 
     return generate
+
+
+_FUSED = re.compile(r"(cpp|triton)_(?!tem)")
+"""Names of kernels that are no matmul: templates of Triton are."""
+
+
+def _set_kernels(picture: Picture, runs_in: Mapping[str, Sequence[int]]) -> None:
+    """The first kernel that Inductor names each op with; of a matmul or attention the call that it is.
+
+    Inductor may name a call after the movement that lays its result out, and a fused kernel after a matmul.
+    """
+    found = [list(runs_in.get(op.name, ())) for op in picture.ops]
+    for i in reversed(range(len(picture.ops))):
+        op = picture.ops[i]
+        if op.kind == "movement":
+            for source in op.inputs:
+                found[source] += found[i]
+    for op, kernels in zip(picture.ops, found, strict=True):
+        calls = [i for i in kernels if not _FUSED.match(picture.kernels[i].name)]
+        if op.kind in ("gemm", "attention"):
+            op.kernel = next(iter(calls or kernels), None)
+        elif op.kind != "input":
+            op.kernel = next(iter(kernels), None)
 
 
 def kernel_code(code: str, kernel: str) -> str:
@@ -293,9 +317,15 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _makes_fp8(node: fx.Node) -> bool:
-    """Whether its result is FP8, and what it reads is not."""
-    inputs = [x.dtype in FP8_DTYPES for source in node.all_input_nodes for x in _tensors(source)]
-    return any(x.dtype in FP8_DTYPES for x in _tensors(node)) and bool(inputs) and not any(inputs)
+    """Whether its result is FP8, and what it reads is not, nor has been before it was padded, say."""
+    if not any(x.dtype in FP8_DTYPES for x in _tensors(node)) or not node.all_input_nodes:
+        return False
+    source = node
+    while source is node or (_label(source) in (*MOVEMENT, "constant_pad_nd") and source.all_input_nodes):
+        source = source.all_input_nodes[0]
+        if any(x.dtype in FP8_DTYPES for x in _tensors(source)):
+            return False
+    return True
 
 
 def _is_small(node: fx.Node) -> bool:
