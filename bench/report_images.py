@@ -1,6 +1,6 @@
 """The pictures of the HTML report in docs/images/: the page of the demo's model, in a browser without a screen.
 
-python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra dev; some minutes
+python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra dev
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fp8pass import demo
 
 ROOT = Path(__file__).parent.parent
 SHOTS = {
-    "report-desktop-light": (1200, 1500, "light"),
-    "report-desktop-dark": (1200, 1500, "dark"),
+    "report-desktop-light": (1200, 1340, "light"),
+    "report-desktop-dark": (1200, 1340, "dark"),
     "report-phone": (390, 1500, "light"),
 }
 
@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     config = fp8pass.Config(target="h100", filter=["head"], min_speedup=0)
     model, tokens = demo.GPT(), torch.randint(256, (demo.BATCH, demo.CONTEXT))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        report = fp8pass.explain(model, tokens, config=config, kernels=True)
+        report = fp8pass.explain(model, tokens, config=config)
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         page_file = report.to_html(Path(scratch) / "report.html")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
             page = browser.new_page(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
             page.goto(page_file.as_uri())
             page.add_style_tag(
-                content=".rows { max-height: 300px !important } .canvas { max-height: 560px !important }"
+                content=".rows { max-height: 300px !important } .canvas { max-height: 420px !important }"
             )
             page.fill("#search", "blocks.1.")
             page.locator(".row", has_text="blocks.1.up").first.click()

@@ -116,8 +116,8 @@ class Drawing:
             if op.gemm is not None and op.gemm not in same:  # one matmul with batches is several
                 same.append(op.gemm)
         for place, op, part in self._unnamed:
-            if part == "before" and (same := became.get(place)):
-                op.gemm = same.pop(0)
+            if part == "before" and became.get(place):
+                op.gemm = became[place].pop(0)
 
 
 class _Place(NamedTuple):
@@ -187,7 +187,9 @@ def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         return inner_compile
 
     def take(code: str) -> None:
-        graph = Virtualized.graph.module.graph
+        module = Virtualized.graph.module
+        assert isinstance(module, fx.GraphModule)
+        graph = module.graph
         found.generated(graph, part_of(graph), code)
         raise _Generated
 

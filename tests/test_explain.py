@@ -118,7 +118,7 @@ def test_strict() -> None:
     with pytest.raises(fp8pass.Fp8Error, match="no GPU has a kernel") as failed:
         fp8pass.explain(lambda a: a.float() @ a.float(), torch.ones(16, 16).to(torch.float8_e5m2), config=config)
     assert failed.value.report is not None and len(failed.value.report.declined) == 1
-    assert failed.value.report.error.startswith("strict: output of matmul at test_explain.py:")
+    assert failed.value.report.error.startswith("strict: output of a matmul at test_explain.py:")
 
 
 def test_branches_are_graphs_of_their_own() -> None:
