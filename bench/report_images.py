@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
             page = browser.new_page(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
             page.goto(page_file.as_uri())
             page.add_style_tag(
-                content=".rows { max-height: 300px !important } .canvas { max-height: 420px !important }"
+                content=".rows { max-height: 200px !important } .canvas { max-height: 470px !important }"
             )
             page.fill("#search", "blocks.1.")
             page.locator(".row", has_text="blocks.1.up").first.click()

@@ -297,6 +297,8 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpK
     if name in MOVEMENT:
         return "movement"
     read = {kinds[x] for x in _sources(node)}
+    if read == {"movement"}:
+        return "movement"  # made of constants
     if _is_small(node) and read & {"state", "amax"} and read <= {"state", "amax", "movement"}:
         return "state"
     return "compute"
