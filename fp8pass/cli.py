@@ -14,7 +14,9 @@ from typing import Any
 
 from fp8pass import __version__, demo, plots
 from fp8pass.bisector import bisect
+from fp8pass.config import make_config
 from fp8pass.errors import Fp8Error
+from fp8pass.explainer import explain, made_by
 from fp8pass.inspect_table import show
 from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
 
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_inspect(commands.add_parser("inspect", help="the kernels, bytes and predicted time of a step on a GPU"))
     _add_plot(commands.add_parser("plot", help="draw what the numerics monitor has counted"))
     _add_bisect(commands.add_parser("bisect", help="which matmul, operand or pass makes a training step fail"))
+    _add_explain(commands.add_parser("explain", help="what becomes of every matmul of a model, and why"))
     args = parser.parse_args(argv)
     if args.command == "bisect":
         return _bisect(args)
@@ -35,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _inspect(args)
     if args.command == "plot":
         return _plot(args)
+    if args.command == "explain":
+        return _explain(args)
     if args.steps < 1:
         parser.error("--steps must be at least 1")
     return demo.main(args.steps, args.recipe, args.device, args.out)
@@ -118,6 +123,38 @@ def _callable(spec: str) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{spec!r} is no callable: write module:function")
     return found  # type: ignore[no-any-return]
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    command.description = "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end."
+    command.add_argument("spec", metavar="module:factory", help="a callable that returns (model or function, *inputs)")
+    command.add_argument("--recipe", help="FP8 recipe (default: delayed, or FP8PASS_RECIPE)")
+    command.add_argument("--target", help="the GPU to decide for, if it isn't the one that the inputs are on")
+    command.add_argument("--forward", action="store_true", help="without the backward")
+    command.add_argument("--kernels", action="store_true", help="generate Inductor's code too, for --html")
+    command.add_argument("--html", type=Path, help="file to write a page to: table, graphs, kernels")
+    command.add_argument("--json", type=Path, help="file to write the table to")
+
+
+def _explain(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name) for name in ("recipe", "target") if getattr(args, name) is not None}
+    try:
+        config = make_config(given)
+        function, *inputs = made_by(args.spec)
+        report, failure = explain(function, *inputs, backward=not args.forward, config=config, kernels=args.kernels), ""
+    except (Fp8Error, ValueError) as error:
+        if not isinstance(error, Fp8Error) or error.report is None:
+            print(f"fp8pass explain: {error}", file=sys.stderr)
+            return 2
+        report, failure = error.report, str(error)
+    report.show()
+    if args.html is not None:
+        report.to_html(args.html)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    if failure:
+        print(f"fp8pass explain: {failure}", file=sys.stderr)
+    return 2 if failure else 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
