@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,28 +65,6 @@ def explain(
         )
     report.pictures = drawing.finish(report.gemms)
     return report
-
-
-def made_by(spec: str) -> tuple[Any, ...]:
-    """(model or function, *inputs) of "module:factory": what the factory, called without arguments, returns.
-
-    The module may be in the current directory. Raises Fp8Error if there is no such factory, or no tuple comes of it.
-    """
-    name, _, attribute = spec.partition(":")
-    if not name or not attribute:
-        raise Fp8Error(f"{spec!r} names no model: write module:factory, a callable that returns (model, *inputs)")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        factory = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise Fp8Error(f"{spec} can't be imported: {error}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    built = factory() if callable(factory) else None
-    if not isinstance(built, tuple) or not built or not callable(built[0]):
-        what = f"returned {type(built).__name__}" if callable(factory) else "is no callable"
-        raise Fp8Error(f"{spec} {what}: write a function that returns a tuple (model, *inputs)")
-    return built
 
 
 def _failure(report: Report) -> Fp8Error:

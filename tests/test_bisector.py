@@ -380,5 +380,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bisect", f"{__name__}:for_cli", f"{__name__}:never"]) == 1
     assert capsys.readouterr().out.startswith("It fails without fp8pass too")
     assert cli.main(["bisect", f"{__name__}:nothing"]) == 2
-    assert "can't be found" in capsys.readouterr().err
+    assert "can't be imported" in capsys.readouterr().err
     logging.getLogger("fp8pass.bisect").handlers.clear()
