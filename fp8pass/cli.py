@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_demo)
-    command.add_argument("--steps", type=int, default=200, help="optimizer steps of each model (default: %(default)s)")
+    command.add_argument(
+        "--steps", type=_count, default=200, help="optimizer steps of each model (default: %(default)s)"
+    )
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
     command.add_argument("--device", default="cpu", help="torch device, cpu or cuda (default: %(default)s)")
     command.add_argument(
@@ -45,10 +47,13 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a number, 1 at least")
+    return int(text)
+
+
 def _demo(args: argparse.Namespace) -> int:
-    if args.steps < 1:
-        print("fp8pass demo: --steps must be at least 1", file=sys.stderr)
-        return 2
     return demo.main(args.steps, args.recipe, args.device, args.out)
 
 
