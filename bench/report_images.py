@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,8 +40,8 @@ def main(folder: Path) -> None:
         page_file = report.to_html(Path(scratch) / "report.html")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, (width, height, scheme) in SHOTS.items():
-            viewport = {"width": width, "height": height}
-            page = browser.new_page(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+            look: dict[str, Any] = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+            page = browser.new_page(**look, reduced_motion="reduce")
             page.goto(page_file.as_uri())
             page.add_style_tag(
                 content=".rows { max-height: 200px !important } .canvas { max-height: 470px !important }"
