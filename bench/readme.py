@@ -13,7 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fp8pass.pipeline import kernel_passes, passes
+from diagram import BEFORE_ANNOTATE, ON_UPDATES, svg
+
+from fp8pass.config import Config
+from fp8pass.pipeline import dynamo_passes, kernel_passes, passes
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,10 +50,9 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
-    on_dynamos = ["inline", "merge_siblings", "annotate", "lift_scale_states", "watch"]
-    on_updates = ["quantize_moments", "skip_nonfinite", "write_weights"]
+    on_dynamos = [*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config()))]
     graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
-    graphs |= dict.fromkeys(on_updates, "Dynamo's graph of an update")
+    graphs |= dict.fromkeys(ON_UPDATES, "Dynamo's graph of an update")
     graphs |= {p.name: "joint graph" for p in passes([])} | {
         p.name: "forward, backward, update" for p in kernel_passes()
     }
@@ -59,6 +61,63 @@ def table_of_passes() -> str:
         doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
         rows.append(f"| [`{name}`](passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
     return "\n".join(rows)
+
+
+def pipeline() -> str:
+    """The drawing of the pipeline, in docs/images/."""
+    (ROOT / "docs" / "images" / "pipeline.svg").write_text(svg())
+    return "![From torch.compile to kernels, with the passes in order](images/pipeline.svg)"
+
+
+SMALL_LAYER = """
+import torch
+layer = torch.nn.Linear(64, 32, bias=False)
+compiled = torch.compile(layer, backend="fp8pass", options={"recipe": "dynamic", "lowering": "eager"})
+compiled(torch.randn(16, 64, requires_grad=True)).sum().backward()
+"""
+MATMULS = r"_scaled_mm\.|\bmm\.|convert_element_type\.default\(.*torch\.float8"
+STEPS = {
+    "dynamo.annotate.before": (".", "Dynamo's graph:"),
+    "dynamo.annotate.after": (
+        ".",
+        "Annotated. `qdq_gradient` is the identity, and quantizes what comes back through it:",
+    ),
+    "joint.scaled_mm.before": (MATMULS, "In the joint graph, of 89 ops, `mm` multiplies what is dequantized again:"),
+    "joint.scaled_mm.after": (MATMULS, "Behind `scaled_mm` all three matmuls multiply the FP8 tensors themselves:"),
+    "forward.fold_quantizes.after": (
+        r"fp8pass\.quantize|_scaled_mm\.|permute\.|clone\.",
+        "The forward by itself, where quantizing is one node. Its last lines are for the backward:",
+    ),
+}
+"""Graphs of a small layer by the infix of their dumps: what is shown of each, and what is said of it."""
+
+
+def graphs() -> str:
+    """The graph of a small layer on its way, as dumps have it, shortened."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-c", SMALL_LAYER, FP8PASS_DUMP=folder)
+        (dump,) = Path(folder).glob("run_000/graph_*")
+        texts = {name: next(dump.glob(f"*.{name}.py")).read_text() for name in STEPS}
+    ops = texts["joint.scaled_mm.before"].count("torch.ops.")
+    said = {name: re.sub(r"\d+ ops", f"{ops} ops", title) for name, (_, title) in STEPS.items()}
+    return "\n\n".join(f"{said[name]}\n\n{block(shortened(texts[name], STEPS[name][0]), 'python')}" for name in STEPS)
+
+
+def shortened(text: str, shown: str) -> str:
+    """The body of a dumped graph: the lines that match `shown`, and `...` for others."""
+    body = text[text.index("    ):\n") + 7 : text.index("\n\n\nGRAPH")]
+    lines: list[str] = []
+    for line in (each.split(";")[0].split("#")[0].strip() for each in body.splitlines()):
+        if line.endswith(("[", "(")):
+            break  # what is returned, one by line
+        if not line or re.match(r"\w+ = \w+$", line):
+            continue
+        if not re.search(shown, line):
+            lines += ["..."] if lines[-1:] != ["..."] else []
+            continue
+        short = re.sub(r"\]\[[\d, ]*\]cpu", "]", line).replace("torch.ops.", "").replace("fp8pass_ops_", "")
+        lines.append(short.replace("torch.float", "float").replace(", memory_format = torch.contiguous_format", ""))
+    return "\n".join(lines)
 
 
 def first_step() -> str:
@@ -138,6 +197,9 @@ SECTIONS = {
     "qdq": lambda: example("qdq.py"),
     "divergence": lambda: example("divergence.py"),
     "passes": table_of_passes,
+    "pipeline": pipeline,
+    "graphs": graphs,
+    "add_a_pass": lambda: example("add_a_pass.py"),
     "first_step": first_step,
     "recipes": recipes,
     "inspect": inspect,
@@ -156,6 +218,9 @@ FILES = {
     "monitor": "docs/monitor.md",
     "monitor_cost": "docs/monitor.md",
     "divergence": "docs/debugging.md",
+    "pipeline": "docs/compiler.md",
+    "graphs": "docs/compiler.md",
+    "add_a_pass": "docs/add-a-pass.md",
 }
 """Where a marker is, if not in README.md."""
 

@@ -1,0 +1,91 @@
+"""A pass of one's own: a tensor that is dequantized, and quantized again at the same scale, stays as it was."""
+
+import math
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp8pass
+from fp8pass._torch import select_decomp_table
+from fp8pass.config import Config
+from fp8pass.graph import val
+from fp8pass.passes.patterns import CASTS, MULTIPLYING, aten, constant, dtype_name, dtype_of, first
+from fp8pass.rewrite import Context, Reject
+from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
+from fp8pass.verify import verify
+
+
+class Requantize:
+    """before   x: f32[...] = convert(x_q: f8e4m3fn[...]) * scale_inv;  y_q: f8e4m3fn[...] = quantize(x, scale)
+    after    y_q = x_q
+    changes  no bit
+    """
+
+    name = "requantize"
+
+    def match(self, y_q: fx.Node) -> tuple[fx.Node, float, float] | None:
+        """Pattern: only captures. x_q, and the numbers that it is multiplied with."""
+        if y_q.target not in CASTS or dtype_of(y_q) not in FP8_DTYPES:
+            return None
+        node, limit = first(y_q), fp8_max(dtype_of(y_q))
+        for target, bound in (aten.clamp_max.default, limit), (aten.clamp_min.default, -limit):
+            if node.target is not target or node.args[1:] != (bound,):
+                return None
+            node = first(node)
+        numbers = []
+        for _ in range(2):
+            if node.target not in MULTIPLYING or dtype_of(node) != torch.float32:
+                return None
+            numbers.append(constant(node.args[1]))
+            node = first(node)
+        if node.target not in CASTS or dtype_of(first(node)) not in FP8_DTYPES or None in numbers:
+            return None
+        return first(node), numbers[1], numbers[0]
+
+    def check(self, y_q: fx.Node, x_q: fx.Node, scale_inv: float, scale: float) -> None:
+        """Check: only refuses, in one sentence with names and numbers."""
+        old, new = val(x_q), val(y_q)
+        if old.dtype != E4M3 or new.dtype != E4M3:  # e5m2 has infinities, which quantizing clamps
+            raise Reject(
+                "dtype", f"{x_q.name} is {dtype_name(old.dtype)} and {y_q.name} {dtype_name(new.dtype)}, not e4m3"
+            )
+        if (old.shape, old.stride()) != (new.shape, new.stride()):
+            raise Reject("layout", f"{x_q.name} is laid out as {old.stride()}, {y_q.name} as {new.stride()}")
+        if scale_inv * scale != 1:
+            raise Reject("scale", f"{y_q.name} is {scale_inv:g} * {scale:g} = {scale_inv * scale:g} times {x_q.name}")
+        if abs(math.frexp(scale)[0]) != 0.5 or not 2**-100 < abs(scale) < 2**100:
+            raise Reject("rounding", f"{x_q.name} is scaled by {scale:g}, no power of two: its product is rounded")
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite: only builds. Every refusal is said; without a match, the graph is untouched."""
+        applied = 0
+        for y_q in list(graph.nodes):
+            if (found := self.match(y_q)) is None:
+                continue
+            try:
+                self.check(y_q, *found)
+            except Reject as reason:
+                context.notes.append(f"{self.name} [{reason.rule}]: {reason}")
+                continue
+            y_q.replace_all_uses_with(found[0])
+            applied += 1
+        if applied:
+            graph.eliminate_dead_code()
+        return applied
+
+
+def again(scale: float, dtype: torch.dtype):
+    """A function that quantizes what it has dequantized."""
+    return lambda x_q: fp8pass.quantize(fp8pass.dequantize(x_q, 1 / scale, torch.float32), scale, dtype)
+
+
+for scale, dtype in (8.0, E4M3), (3.0, E4M3), (8.0, E5M2):
+    x_q = torch.randn(16, 32).to(dtype)
+    module = make_fx(again(scale, dtype), decomposition_table=select_decomp_table(), tracing_mode="fake")(x_q)
+    context, expected, before = Context(Config(recipe=None)), module(x_q), len(module.graph.nodes)
+    applied = Requantize().run(module.graph, context)
+    verify(module.graph)
+    module.recompile()
+    assert torch.equal(module(x_q).view(torch.uint8), expected.view(torch.uint8))  # not a bit differs
+    print(f"scale {scale:g}: applied {applied}, nodes {before} -> {len(module.graph.nodes)}", *context.notes)

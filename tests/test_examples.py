@@ -1,0 +1,45 @@
+"""The examples run, and print what their pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import readme
+
+EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
+MARKERS = {"train": "example"}
+"""Their names in pages, where that is not their own."""
+COMPILED = ("train",)
+"""Those that run as they are. Others run op by op behind the passes, which takes no compiler, and prints the same."""
+NOISY = ("divergence", "monitor")
+"""Those that print what is measured, in numbers of few digits, in lines that are sorted by it."""
+
+
+def printed_in_page(name: str) -> str:
+    marker = MARKERS.get(name, name)
+    page = readme.ROOT / readme.FILES.get(marker, "README.md")
+    section = re.search(f"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", page.read_text(), re.DOTALL)
+    assert section is not None, f"{page} has no output of {name}"
+    return re.findall(r"(?:^|\n\n)```\n(.*?)```", section[1], re.DOTALL)[-1]
+
+
+def without_numbers(text: str, name: str) -> list[str]:
+    """Lines, with what differs from one machine to another masked: losses, and all that is measured where NOISY."""
+    number = r"-?\d[\d.]*(e[-+]?\d+)?%?" if name in NOISY else r"\d+\.\d+"
+    lines = [" ".join(re.sub(number, "#", line).split()) for line in text.strip().splitlines()]
+    return sorted(lines) if name in NOISY else lines
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
+    lowering = {} if name in COMPILED else {"FP8PASS_LOWERING": "eager"}
+    command = [sys.executable, str(readme.ROOT / "examples" / f"{name}.py")]
+    environment = {**os.environ, "COLUMNS": "120", **lowering}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert without_numbers(done.stdout, name) == without_numbers(printed_in_page(name), name)
