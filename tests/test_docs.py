@@ -45,7 +45,7 @@ def rules() -> set[str]:
     files = [*ROOT.glob("fp8pass/*.py"), *ROOT.glob("passes/*.py")]
     calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     made = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("Reject", "LeftOut")]
-    return {c.args[0].value for c in made if isinstance(c.args[0], ast.Constant)}
+    return {str(c.args[0].value) for c in made if isinstance(c.args[0], ast.Constant)}
 
 
 def test_every_rule_that_declines_is_a_limit() -> None:
