@@ -95,13 +95,13 @@ def svg() -> str:
             parts.append(f'<text class="note" x="{left:g}" y="{down:g}">{escape(note)}</text>')
         parts += pills
         y += height + GAP
-    total = y - GAP + MARGIN
+    bottom = y - GAP + MARGIN
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:g}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom:g}" role="img">',
             "<title>From torch.compile to kernels, with the passes in order</title>",
             f"<style>{STYLE}</style>",
-            f'<rect class="panel" x="0.5" y="0.5" width="{WIDTH - 1}" height="{total - 1:g}" rx="8"/>',
+            f'<rect class="panel" x="0.5" y="0.5" width="{WIDTH - 1}" height="{bottom - 1:g}" rx="8"/>',
             *parts,
             "</svg>\n",
         ]

@@ -11,14 +11,16 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.source import ConstantSource
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
 from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
+from torch._inductor import debug as inductor_debug
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import triton_combo_kernel
@@ -26,6 +28,7 @@ from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V as Virtualized
@@ -74,6 +77,16 @@ TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
 """Whether Inductor's settings for custom passes may be lists of them."""
 
 
+def kernel_nodes(kernel: str) -> list[str]:
+    """The names of the nodes that a kernel of code just generated computes; none unless Inductor tracked them."""
+    return list(inductor_debug._inductor_triton_kernel_to_post_grad_node_info.get(kernel, ()))
+
+
+def why_compiled_again() -> str:
+    """While a graph of Dynamo's is compiled, not for the first time: the guard of an earlier one that failed; or ""."""
+    return str(get_metrics_context()._metrics.get("recompile_reason") or "")
+
+
 __all__ = [
     "CACHEABLE",
     "EXACT_INPUTS",
@@ -92,12 +105,14 @@ __all__ = [
     "FixedTritonConfig",
     "ForeachKernelSchedulerNode",
     "FusedSchedulerNode",
+    "GraphLowering",
     "InductorChoices",
     "MutationLayoutSHOULDREMOVE",
     "Pointwise",
     "SchedulerNode",
     "TensorBox",
     "TorchDispatchMode",
+    "TorchDynamoException",
     "TracingContext",
     "TritonOverrides",
     "Virtualized",
@@ -117,6 +132,7 @@ __all__ = [
     "inductor_lowering",
     "inductor_ops",
     "is_alias_of",
+    "kernel_nodes",
     "list_mode_options",
     "make_boxed_func",
     "min_cut_partition",
@@ -127,4 +143,5 @@ __all__ = [
     "tracing",
     "triton_combo_kernel",
     "unset_fake_temporarily",
+    "why_compiled_again",
 ]

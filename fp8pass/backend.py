@@ -36,6 +36,7 @@ from fp8pass.dump import Dump
 from fp8pass.names import Names
 from fp8pass.numerics import Ring
 from fp8pass.partition import Partition
+from fp8pass.pictures import Drawing, drawn, generating
 from fp8pass.pipeline import (
     KernelPasses,
     Pipeline,
@@ -50,7 +51,7 @@ from fp8pass.pipeline import (
     written,
 )
 from fp8pass.recipes import Schedule
-from fp8pass.report import Report, publish
+from fp8pass.report import Report, break_of, publish, recompile_of
 from fp8pass.slots import SlotTable
 from fp8pass.static import frozen_example
 from fp8pass.update_graph import UpdateGraph
@@ -222,7 +223,7 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):
-        compiled = compile_fx(module, inputs, inner_compile=compile_inner, config_patches=patches)
+        compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
     assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
     return compiled
 
@@ -309,8 +310,39 @@ def explain_only(config: Config) -> Callable[..., Any]:
         config = config.at_step(step)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compile_graph(module, example_inputs, replace(config, lowering="eager"))
-        publish(Report(notes=notes))
+        found, again = break_of(module), recompile_of(module)
+        breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
+        publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))
+        drawing = drawn()
+        if drawing is not None:
+            drawing.begin(len(example_inputs))
+            if not written(module):  # of an update there is no other form to show
+                _draw_before(module, example_inputs, drawing)
+        kernels = drawing is not None and drawing.kernels
+        compile_graph(module, example_inputs, replace(config, lowering="inductor" if kernels else "eager"))
         return module.forward
 
     return backend
+
+
+def _draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:
+    """The user's graph with its backward, as Inductor would decompose it."""
+    annotation = annotated(module, Config(recipe=None))
+    inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
+
+    def draw(graph_module: fx.GraphModule, _: Any) -> Any:
+        drawing.add(graph_module.graph, "before")
+        return make_boxed_func(graph_module.forward)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        drawing.add(joint.graph, "before")
+        return Partition()(joint, joint_inputs, **kwargs)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
+        inference_compiler=draw,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    compiler(annotation.module, inputs)

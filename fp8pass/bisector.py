@@ -4,8 +4,9 @@
     without fp8pass              must pass, or it isn't FP8
     the annotated graph, eagerly fails: it is the numbers of FP8; passes: it is what is made of the graph, so
                                  op by op behind all passes, or Inductor; without copies of weights; up to which pass
-    fewer and fewer matmuls      delta debugging (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing
-                                 Input, 2002): about 2 log2(n) runs for one culprit among n
+    fewer and fewer matmuls      by halves (Junker, QuickXplain, 2004): at most 2 log2(n) runs for one culprit among n;
+                                 and where that leads nowhere by delta debugging (Zeller and Hildebrandt, Simplifying
+                                 and Isolating Failure-Inducing Input, 2002)
     all but the culprits         must pass, or there is another one
     one operand otherwise        in high precision, or with another recipe
 
@@ -414,7 +415,28 @@ def _count(units: Sequence[Unit]) -> str:
 
 
 def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:
-    """A subset that fails, and of which no single one can be left out: ddmin. `units` are known to fail."""
+    """A subset that fails, and of which no single one can be left out. `units` are known to fail.
+
+    By divide and conquer, which needs that whatever contains a failing set fails, too; else, for errors may cancel each
+    other, by delta debugging, which takes more runs.
+    """
+    found = set(_conquered([], units, False, fails))
+    smallest = [u for u in units if u in found]
+    return smallest if fails(smallest) else _debugged(units, fails)
+
+
+def _conquered(with_: list[Unit], units: list[Unit], may_fail: bool, fails: Callable[[list[Unit]], bool]) -> list[Unit]:
+    """What it takes of `units` to make `with_` fail. may_fail: whether that may fail by itself."""
+    if may_fail and fails(with_):
+        return []
+    if len(units) == 1:
+        return units
+    left, right = units[: len(units) // 2], units[len(units) // 2 :]
+    of_right = _conquered(with_ + left, right, True, fails)
+    return _conquered(with_ + of_right, left, bool(of_right), fails) + of_right
+
+
+def _debugged(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:
     parts = 2
     while len(units) > 1:
         edges = [len(units) * i // parts for i in range(parts + 1)]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fp8pass import __version__, demo, plots
 from fp8pass.bisector import bisect
+from fp8pass.config import make_config
 from fp8pass.errors import Fp8Error
+from fp8pass.explainer import explain
 from fp8pass.inspect_table import show
 from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
+from fp8pass.specs import built, named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,20 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_inspect(commands.add_parser("inspect", help="the kernels, bytes and predicted time of a step on a GPU"))
     _add_plot(commands.add_parser("plot", help="draw what the numerics monitor has counted"))
     _add_bisect(commands.add_parser("bisect", help="which matmul, operand or pass makes a training step fail"))
+    _add_explain(commands.add_parser("explain", help="what becomes of every matmul of a model, and why"))
     args = parser.parse_args(argv)
-    if args.command == "bisect":
-        return _bisect(args)
-    if args.command == "inspect":
-        return _inspect(args)
-    if args.command == "plot":
-        return _plot(args)
-    if args.steps < 1:
-        parser.error("--steps must be at least 1")
-    return demo.main(args.steps, args.recipe, args.device, args.out)
+    status: int = args.run(args)
+    return status
 
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--steps", type=int, default=200, help="optimizer steps of each model (default: %(default)s)")
+    command.set_defaults(run=_demo)
+    command.add_argument(
+        "--steps", type=_count, default=200, help="optimizer steps of each model (default: %(default)s)"
+    )
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
     command.add_argument("--device", default="cpu", help="torch device, cpu or cuda (default: %(default)s)")
     command.add_argument(
@@ -49,7 +47,18 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be a number, 1 at least")
+    return int(text)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    return demo.main(args.steps, args.recipe, args.device, args.out)
+
+
 def _add_inspect(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_inspect)
     command.description = "Compile a model's training step for a GPU that need not be there. All times are predictions."
     command.add_argument("spec", metavar="module:factory", help="a callable that returns (model, *inputs)")
     command.add_argument("--target", default="h100", help="the GPU (default: %(default)s)")
@@ -62,6 +71,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
 
 
 def _add_plot(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_plot)
     command.description = "Draw amax, scale, saturation, underflow and SQNR of quantized tensors over the steps."
     command.add_argument("rows", type=Path, help="file that fp8pass.stats(model).to_jsonl(path) wrote")
     command.add_argument("--slots", default="*", help="name pattern (default: %(default)s)")
@@ -82,6 +92,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _add_bisect(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_bisect)
     command.description = (
         "Run a training step again and again, with fewer and fewer matmuls in FP8: see fp8pass.bisect. "
         "The exit status is 0 if the check passes as it is, 1 if it does not, 2 for errors."
@@ -97,10 +108,9 @@ def _bisect(args: argparse.Namespace) -> int:
     progress = logging.getLogger("fp8pass.bisect")
     progress.addHandler(logging.StreamHandler(sys.stderr))
     progress.setLevel(logging.INFO)
-    sys.path.insert(0, str(Path.cwd()))
     try:
-        check = _callable(args.check) if args.check else None
-        found = bisect(_callable(args.step), check, max_runs=args.max_runs)
+        check = named(args.check) if args.check else None
+        found = bisect(named(args.step), check, max_runs=args.max_runs)
     except (Fp8Error, ValueError) as error:
         print(f"fp8pass bisect: {error}", file=sys.stderr)
         return 2
@@ -108,16 +118,37 @@ def _bisect(args: argparse.Namespace) -> int:
     return int(found.verdict != "passes")
 
 
-def _callable(spec: str) -> Callable[..., Any]:
-    """What "module:name" names."""
-    module, _, name = spec.partition(":")
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_explain)
+    command.description = "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end."
+    command.add_argument("spec", metavar="module:factory", help="a callable that returns (model or function, *inputs)")
+    command.add_argument("--recipe", help="FP8 recipe (default: delayed, or FP8PASS_RECIPE)")
+    command.add_argument("--target", help="the GPU to decide for, if it isn't the one that the inputs are on")
+    command.add_argument("--forward", action="store_true", help="without the backward")
+    command.add_argument("--kernels", action="store_true", help="generate Inductor's code too, for --html")
+    command.add_argument("--html", type=Path, help="file to write a page to: table, graphs, kernels")
+    command.add_argument("--json", type=Path, help="file to write the table to")
+
+
+def _explain(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name) for name in ("recipe", "target") if getattr(args, name) is not None}
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{spec!r} can't be found ({error}): write module:function") from error
-    if not callable(found):
-        raise ValueError(f"{spec!r} is no callable: write module:function")
-    return found  # type: ignore[no-any-return]
+        config = make_config(given)
+        function, *inputs = built(args.spec)
+        report, failure = explain(function, *inputs, backward=not args.forward, config=config, kernels=args.kernels), ""
+    except (Fp8Error, ValueError) as error:
+        if not isinstance(error, Fp8Error) or error.report is None:
+            print(f"fp8pass explain: {error}", file=sys.stderr)
+            return 2
+        report, failure = error.report, str(error)
+    report.show()
+    if args.html is not None:
+        report.to_html(args.html)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    if failure:
+        print(f"fp8pass explain: {failure}", file=sys.stderr)
+    return 2 if failure else 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8pass.report import Report
 
 
 class Fp8Error(RuntimeError):
     """A matmul that should run in FP8 can't, under `strict=True`; or saved state does not fit. Says what to do."""
+
+    report: Report | None = None
+    """Of `fp8pass.explain`: what was known when compilation failed."""
 
 
 @functools.cache

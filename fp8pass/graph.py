@@ -36,6 +36,9 @@ WITH_AMAX = "fp8pass_with_amax"
 TILED = "fp8pass_tiled"
 """The key of what wants tiles, for what is made by "columns" or by "rows": see `choices.py`."""
 
+GEMM = "fp8pass_gemm"
+"""The key of what a matmul became: the name that the matmul had in the joint graph."""
+
 
 def val(node: object) -> torch.Tensor:
     """The fake tensor of a node: its shape, strides, dtype and device."""
@@ -70,7 +73,7 @@ def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
     return compute(mode, node.target, node.args, node.kwargs)
 
 
-_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr")
+_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", GEMM)
 """Metadata that says where in the user's code a node comes from."""
 
 
@@ -80,6 +83,8 @@ class Builder:
     def __init__(self, graph: fx.Graph, made_by: str) -> None:
         self.graph = graph
         self.made_by = made_by
+        self.gemm = ""
+        """The matmul that new nodes stand for, where that is not the one that they are put in front of: see `GEMM`."""
         self.mode = fake_mode_of(graph)
 
     def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:
@@ -104,6 +109,8 @@ class Builder:
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         node.meta = {key: before.meta[key] for key in _INHERITED if key in before.meta}
         node.meta[MADE_BY] = self.made_by
+        if self.gemm:
+            node.meta[GEMM] = self.gemm
         if torch.Tag.needs_exact_strides in getattr(target, "tags", ()):
             # without this, Inductor lays out the inputs of an op that a pass made as it likes: first operands of
             # `_scaled_mm` by columns, which torch refuses
@@ -159,7 +166,12 @@ def source_of(node: fx.Node) -> str:
     if not frames:
         return ""
     path, line = frames[-1].split('"')[1], frames[-1].split("line ")[1].split(",")[0]
-    return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+    return f"{base_name(path)}:{line}"
+
+
+def base_name(path: str) -> str:
+    """The last part of a path, of whatever system."""
+    return path.replace(chr(92), "/").rsplit("/", 1)[-1]
 
 
 def readable(module: fx.GraphModule) -> str:

@@ -114,3 +114,18 @@ def source_name(placeholder: fx.Node) -> str:
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
     return str(name() if callable(name) else name)
+
+
+_SHORT = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+}
+
+
+def short(dtype: torch.dtype) -> str:
+    """The name of a dtype as tables show it: "bf16" for torch.bfloat16."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))

@@ -49,6 +49,7 @@ from fp8pass.passes.watch import watch
 from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
 from fp8pass.passes.write_weights import real_inputs as real_inputs
 from fp8pass.passes.write_weights import written as written
+from fp8pass.pictures import drawn, part_of
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import Gemm, Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
@@ -160,8 +161,13 @@ class KernelPasses(CustomGraphPass):
         part = "backward" if backward else "forward"
         number = f".{self.seen[part]}" if self.seen[part] else ""  # branches and loop bodies are graphs of their own
         self.seen[part] += 1
+        drawing = drawn()
+        draws = drawing is not None and not drawing.kernels  # with kernels Inductor has the last word
+        todo = [p for p in kernel_passes() if not (draws and isinstance(p, EmulateMatmuls))]  # what a GPU would run
         with ONE_AT_A_TIME:
-            _run_all(kernel_passes(), graph, Context(self.config), self.dump, f"{part}{number}")
+            _run_all(todo, graph, Context(self.config), self.dump, f"{part}{number}")
+        if drawing is not None and draws:
+            drawing.add(graph, part_of(graph))
 
 
 class Pipeline(CustomGraphPass):
@@ -191,6 +197,8 @@ class Pipeline(CustomGraphPass):
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
         context, started = Context(self.config), time.perf_counter()
         _run_all(self.passes, graph, context, self.dump, f"joint.{self.parts}" if self.parts else "joint")
+        if (drawing := drawn()) is not None:
+            drawing.verdicts(context.gemms)
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
         self.seconds += time.perf_counter() - started
         self.dump.report(str(self.report), self.seconds)

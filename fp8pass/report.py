@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from fp8pass._torch import why_compiled_again
+from fp8pass.graph import base_name, source_of
 from fp8pass.recipes import Kind
 
 log = logging.getLogger(__name__)
@@ -81,6 +84,64 @@ class Break:
         return f"the graph breaks at {self.source}: {self.reason} ({handed}; one graph more to call)"
 
 
+@dataclass
+class Recompile:
+    """A frame that Dynamo compiled more than once. guards: for each time after the first, what no longer held.
+
+    name: of the function. source: "file.py:12", where its graph begins.
+    """
+
+    name: str
+    source: str
+    guards: list[str]
+
+    def __str__(self) -> str:
+        times = "once" if len(self.guards) == 1 else f"{len(self.guards)} times"
+        return f"{self.name} ({self.source}) was compiled again {times}: {'; '.join(dict.fromkeys(self.guards))}"
+
+
+OpKind = Literal["input", "state", "amax", "quantize", "gemm", "attention", "compute", "movement", "output"]
+Part = Literal["before", "forward", "backward"]
+
+
+@dataclass
+class Op:
+    """A node of a graph that is drawn. kind: what colour it has. inputs: positions among the graph's ops.
+
+    made_by: the pass of fp8pass that made it, "" for the user's own. gemm: position in `Report.gemms` of the matmul
+    that it is. kernel: position in `Picture.kernels` of the one that it runs in.
+    """
+
+    name: str
+    label: str
+    kind: OpKind
+    module: str
+    source: str
+    shape: str
+    made_by: str
+    inputs: list[int]
+    gemm: int | None = None
+    kernel: int | None = None
+
+
+@dataclass
+class KernelCode:
+    """A kernel of generated code, or a call of ATen. code: as Inductor wrote it."""
+
+    name: str
+    code: str
+
+
+@dataclass
+class Picture:
+    """A graph to draw. number: which of Dynamo's graphs. part: "before" is the user's own, with its backward."""
+
+    number: int
+    part: Part
+    ops: list[Op]
+    kernels: list[KernelCode] = field(default_factory=list)
+
+
 def frame_of(module: Any) -> tuple[str, str]:
     """The function that a graph of Dynamo's begins in, and its file; "" if that is not known."""
     why = getattr(module, "compile_subgraph_reason", None)
@@ -92,14 +153,37 @@ def break_of(module: Any) -> Break | None:
     why = getattr(module, "compile_subgraph_reason", None)
     if why is None or not why.graph_break:
         return None
-    own = [f for f in why.user_stack if not f.filename.startswith(_TORCH)] or list(why.user_stack)
-    source = f"{own[-1].filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{own[-1].lineno}" if own else "?"
     results = (n.meta.get("example_value") for n in module.graph.output_node().all_input_nodes)
     nbytes = sum(x.numel() * x.element_size() for x in results if isinstance(x, torch.Tensor) and x.dim())
-    return Break(source, _reason(why), int(nbytes))
+    return Break(_last_line(why.user_stack), _reason(why), int(nbytes))
 
 
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def recompile_of(module: Any) -> Recompile | None:
+    """While a graph of Dynamo's is compiled: its frame and the guard that failed, if it was compiled before.
+
+    Another backend is no reason: that is the same function, compiled for another purpose.
+    """
+    said = why_compiled_again()
+    if not said or "BACKEND_MATCH" in said:
+        return None
+    first = next((n for n in module.graph.nodes if n.op == "call_function" and n.stack_trace), None)
+    name = frame_of(module)[0] or "a frame"
+    return Recompile(name, "?" if first is None else source_of(first), [_guard(said)])
+
+
+def _guard(said: str) -> str:
+    """ "x.size()[0] == 4", of what Dynamo says in several lines, with the user's code behind it."""
+    line = said.strip().splitlines()[0].partition("  #")[0]
+    return re.sub(r"^\d+/\d+: ", "", line).strip()
+
+
+def _last_line(stack: Any) -> str:
+    """The user's innermost line, "file.py:12"; "?" without any."""
+    own = [f for f in stack if not f.filename.startswith(_TORCH)] or list(stack)
+    return f"{base_name(own[-1].filename)}:{own[-1].lineno}" if own else "?"
 
 
 def _reason(why: Any) -> str:
@@ -119,6 +203,11 @@ class Report:
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
+    recompiles: list[Recompile] = field(default_factory=list)
+    error: str = ""
+    """What ended compilation, if something did: then the rest is what was known by then."""
+    pictures: list[Picture] = field(default_factory=list)
+    """The graphs, for `to_html`; of what `explain` returns."""
 
     def add(self, other: Report) -> None:
         """Append what another report has."""
@@ -126,6 +215,13 @@ class Report:
         self.graphs += other.graphs
         self.notes += [note for note in other.notes if note not in self.notes]
         self.breaks += [b for b in other.breaks if b not in self.breaks]
+        for recompile in other.recompiles:
+            same = next((r for r in self.recompiles if (r.name, r.source) == (recompile.name, recompile.source)), None)
+            if same is None:
+                self.recompiles.append(replace(recompile, guards=list(recompile.guards)))
+            else:
+                same.guards += recompile.guards
+        self.error = self.error or other.error
 
     @property
     def rewritten(self) -> list[Gemm]:
@@ -145,32 +241,72 @@ class Report:
         """How often each condition failed: shorter than `reasons`, which name nodes and numbers."""
         return Counter(g.rule for g in self.declined)
 
+    @property
+    def flops(self) -> int:
+        """Of all matmuls; see `Gemm.flops`."""
+        return sum(g.flops for g in self.gemms)
+
+    @property
+    def fp8_flops(self) -> int:
+        """Of those that run in FP8."""
+        return sum(g.flops for g in self.rewritten)
+
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain lists, dicts, numbers and strings."""
-        return asdict(self)
+        """All of it but the pictures as plain lists, dicts, numbers and strings; with `flops` and `fp8_flops`."""
+        plain = asdict(replace(self, pictures=[]))
+        del plain["pictures"]
+        return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops}
+
+    def to_html(self, path: str | Path, numerics: Sequence[Mapping[str, Any]] | None = None) -> Path:
+        """Write it as one page that needs no network: summary, table, graphs, kernels. Returns the path.
+
+        numerics: rows {"slot", "step", "amax", "scale", "underflow", "saturation", "sqnr"}, of which all but the first
+        two may be missing or None: a chart for each. underflow, saturation: shares of elements, 0 to 1; sqnr: in dB.
+        Raises ValueError for a row without slot or step.
+        """
+        from fp8pass.html_report import page
+
+        path = Path(path)
+        path.write_text(page(self, numerics), encoding="utf-8")
+        return path
+
+    def show(self) -> None:
+        """Print it: on a terminal as a table in colours, if rich is installed, elsewhere as `print` does."""
+        from fp8pass.report_table import show
+
+        show(self)
 
     def summary(self) -> str:
         """One line: how many matmuls, how much of the arithmetic, run in FP8, and how many each rule declined."""
-        total = sum(g.flops for g in self.gemms)
-        share = f", {sum(g.flops for g in self.rewritten) / total:.0%} of matmul FLOPs" if total else ""
+        share = f", {self.fp8_flops / self.flops:.0%} of matmul FLOPs" if self.flops else ""
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
         counted = ", ".join(f"{n} {rule}" for rule, n in self.rules().most_common())
         declined = f"; declined: {counted}" if counted else ""
         return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs}){declined}"
 
-    def __str__(self) -> str:
-        reasons = {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table, with a first row of heads. What declined a matmul is a number, of `footnotes`."""
+        reasons = self._numbered()
         rows = [_HEADER, *(_row(g, reasons) for g in self.gemms)]
         if all(g.predicted_speedup is None for g in self.gemms):
             rows = [(*row[:_PREDICTED], *row[_PREDICTED + 1 :]) for row in rows]
-        lines = _align(rows)
-        lines.insert(1, "-" * max(map(len, lines)))
-        if reasons:
-            lines += ["", *(f"[{i}] {reason}" for reason, i in reasons.items())]
+        return rows
+
+    def footnotes(self) -> list[str]:
+        """What stands below the table: reasons, notes, breaks, and the summary last. An empty line parts groups."""
+        reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
-        if notes:
-            lines += ["", *notes]
-        return "\n".join([*lines, "", *map(str, self.breaks), *self.notes, self.summary()])
+        failed = [f"compilation ended here: {self.error}"] if self.error else []
+        last = [*map(str, self.breaks), *map(str, self.recompiles), *self.notes, *failed, self.summary()]
+        return [line for group in (reasons, list(notes), last) if group for line in ("", *group)]
+
+    def _numbered(self) -> dict[str, int]:
+        return {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
+
+    def __str__(self) -> str:
+        lines = _align(self.rows())
+        lines.insert(1, "-" * max(map(len, lines)))
+        return "\n".join([*lines, *self.footnotes()])
 
 
 _HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "status", "source")

@@ -27,7 +27,7 @@ from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.moments import nbytes_saved, save_plainly
-from fp8pass.report import Report, break_of, collect, frame_of
+from fp8pass.report import Report, break_of, collect, frame_of, recompile_of
 from fp8pass.state_dict import State, state
 from fp8pass.steps import accumulate
 from fp8pass.update_graph import UpdateGraph
@@ -152,6 +152,8 @@ class TrainStep:
         self._is_compiled |= self._is_of_function(*frame_of(module))
         if (found := break_of(module)) is not None:
             report.breaks.append(found)
+        if (again := recompile_of(module)) is not None:
+            report.recompiles.append(again)
         self._collected.add(report)
         if isinstance(compiled, UpdateGraph):
             self._updates.add(compiled)

@@ -23,9 +23,10 @@ from torch import Tensor, fx
 from fp8pass._torch import FakeTensorMode
 from fp8pass.graph import Builder, compute, val
 from fp8pass.hardware import target_of, why_no_block_kernel
+from fp8pass.names import short
 from fp8pass.ops import DEQUANTIZE_BLOCKS
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, dequantize
-from fp8pass.passes.matmuls import operands, short
+from fp8pass.passes.matmuls import operands
 from fp8pass.passes.patterns import ADDING_MATMULS, at, aten, dtype_name, prims
 from fp8pass.rewrite import Context, Reject
 from fp8pass.scaling import E4M3

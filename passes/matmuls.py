@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.annotation import Choice
-from fp8pass.graph import SAVED, source_of, val
+from fp8pass.graph import GEMM, SAVED, source_of, val
+from fp8pass.names import short
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.patterns import (
     ADDING_MATMULS,
@@ -27,7 +27,6 @@ from fp8pass.passes.patterns import (
     at,
     aten,
     changes_places,
-    dtype_name,
     feeds_matmul,
     first,
     has_one_element,
@@ -79,6 +78,7 @@ class Matmuls:
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             context.gemms[node] = self._gemm(node, kind, index, (a, b), context.config.recipe)
+            node.meta[GEMM] = node.name
         return 0
 
     def _gemm(
@@ -231,18 +231,3 @@ def _number(size: Any) -> int | str:
 
 def _dtype(node: fx.Node) -> str:
     return short(val(node).dtype)
-
-
-_SHORT = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-}
-
-
-def short(dtype: torch.dtype) -> str:
-    """The name of a dtype as tables show it: "bf16" for torch.bfloat16."""
-    return _SHORT.get(dtype, dtype_name(dtype))

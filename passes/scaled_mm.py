@@ -29,11 +29,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph import Builder, compute, val
 from fp8pass.hardware import scales_rows, target_of, why_no_fp8
+from fp8pass.names import short
 from fp8pass.passes import movement
 from fp8pass.passes.batches import Batches, Factor
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, Scale, dequantize
 from fp8pass.passes.epilogue import Epilogue, epilogue
-from fp8pass.passes.matmuls import added, operands, short
+from fp8pass.passes.matmuls import added, operands
 from fp8pass.passes.movement import Emit
 from fp8pass.passes.patterns import at, aten, dtype_name, prims
 from fp8pass.report import Gemm
@@ -222,6 +223,7 @@ class _Rewriter:
         self.scales: dict[Hashable, fx.Node] = {}
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:
+        self.build.gemm = m.node.name
         self.matmul = self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
         a, b = _factors(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
         y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)

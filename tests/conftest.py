@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
+
+
+SHARED = ("test_inspector.py", "test_sm90.py", "test_traffic.py", "test_triton_numerics.py")
+"""Tests of one of these files share what takes long: a fixture, or a process that they ask."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers, one worker runs all tests of such a file. Otherwise each would make what they share."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    def scope(test: str) -> str:
+        file = test.partition("::")[0]
+        return file if file.endswith(SHARED) else test
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope
+    return scheduler
 
 
 @pytest.fixture(autouse=True)

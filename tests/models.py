@@ -40,11 +40,11 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers of attention and MLP."""
+    """Layers of attention and MLP."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(Attention(width), Block(width)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(Attention(width), Block(width)) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -1,14 +1,13 @@
-"""Compile a training step for an sm_90 GPU on a machine that has none; run as a script, prints JSON.
+"""Compile a training step for an sm_90 GPU on a machine that has none; run as a script, answers questions.
 
-`fp8pass.pretend` changes torch and Triton all over: a process of its own.
+`fp8pass.pretend` changes torch and Triton all over: a process of its own, which `pretend` asks.
 """
 
 from __future__ import annotations
 
 import ast
-import json
+import functools
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -21,8 +20,14 @@ from torch._inductor.graph import GraphLowering
 
 import fp8pass
 from fp8pass.hardware import TARGETS
-from fp8pass.pretend import Pretended, returns
+from fp8pass.pretend import Pretended, fakes, returns
 from fp8pass.slots import SlotGroup, registry
+from tests.asked import answer_all, ask
+
+
+def pretend(*what: str) -> Any:
+    """What `answer` returns in the process that pretends."""
+    return ask("tests.pretend_gpu", *what)
 
 
 def _is_comment(line: str) -> bool:
@@ -118,25 +123,33 @@ def plain(gpu: Pretended) -> dict[str, list[str]]:
     return {**found, "both": generated(gpu, both, rows, s, backward=False, recipe=None)}
 
 
-def main() -> None:
-    gpu, what = Pretended(TARGETS["h100"]), sys.argv[1]
-    registry.on_new.append(has_history)
+def passes_behind(gpu: Pretended) -> list[Any]:
+    """How often a pass behind the partitioner ran, how many graphs there were, and a tensor that was made afterwards."""
+    seen: list[int] = []
+    options = {"post_grad_custom_post_pass": lambda graph: seen.append(len(graph.nodes))}
+    with fakes(), gpu.compiles() as found:
+        x = torch.ones(64, 64, requires_grad=True)
+        torch.compile(lambda x: x.sin() + 1, options=options)(x).sum().backward()
+    return [len(seen), len(found), torch.ones(2).tolist()]
+
+
+def answer(gpu: Pretended, what: str, *of: str) -> Any:
+    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules"; or a recipe, for a training step."""
+    if what == "passes":
+        return passes_behind(gpu)
     if what == "behind":
-        print(json.dumps(launches_behind(gpu)))
-        return
+        return launches_behind(gpu)
     if what == "plain":
-        print(json.dumps(plain(gpu)))
-        return
+        return plain(gpu)
     if what == "cudagraphs":
-        print(json.dumps(cudagraphs(gpu, sys.argv[2])))
-        return
+        return cudagraphs(gpu, *of)
     codes = rules(gpu) if what == "rules" else training_step(gpu, what)
-    print(json.dumps({
+    return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
         "min_nan": sum(code.count("PropagateNan") for code in codes),
         "own_ops": sum("fp8pass" in line for code in codes for line in code.splitlines() if not _is_comment(line)),
-    }))  # fmt: skip
+    }
 
 
 def cudagraphs(gpu: Pretended, what: str) -> list[dict[str, Any]]:
@@ -248,4 +261,5 @@ def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
 
 
 if __name__ == "__main__":
-    main()
+    registry.on_new.append(has_history)
+    answer_all(functools.partial(answer, Pretended(TARGETS["h100"])))

@@ -59,6 +59,7 @@ def started(folder: Path, root: Path, *recipes: str) -> list[list[Any]]:
         "PYTHONPATH": str(root),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # in an empty folder, trying the processor's vectors takes 20 seconds
     }
     command = [sys.executable, "-c", PROGRAM, *recipes]
     done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
@@ -67,7 +68,7 @@ def started(folder: Path, root: Path, *recipes: str) -> list[list[Any]]:
 
 
 def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
-    """Forward and backward: one graph of AOTAutograd's, two of Inductor's."""
+    """Forward and backward: one graph of AOTAutograd's, two of Inductor's. Also of fp8pass in another place."""
     hits, misses = {"autograd_hit": 1, "fxgraph_hit": 2}, {"autograd_miss": 1, "fxgraph_miss": 2}
     folder, copy = tmp_path / "caches", tmp_path / "copy"
     folder.mkdir()
@@ -77,7 +78,6 @@ def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path)
 
     ((counts, gradients),) = started(folder, ROOT, "delayed")
     assert counts == {"root": str(ROOT), **misses}
-    assert started(folder, ROOT, "delayed") == [[{"root": str(ROOT), **hits}, gradients]]
     (same, same_gradients), (other, _) = started(folder, copy, "delayed", "dynamic")
     assert (same, same_gradients) == ({"root": str(copy), **hits}, gradients)
     assert other == {"root": str(copy), **misses}  # another recipe

@@ -12,7 +12,7 @@ from fp8pass._torch import InductorChoices, TritonOverrides, Virtualized, induct
 from fp8pass.choices import MAX_PARTIALS, Choices, choices
 from fp8pass.graph import MADE_BY, ONE_STAGE, TILED
 from tests.harness import capture, compiled
-from tests.test_sm90 import pretend
+from tests.pretend_gpu import pretend
 
 
 def ours() -> bool:

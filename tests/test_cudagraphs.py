@@ -19,7 +19,7 @@ from fp8pass.slots import registry
 from fp8pass.update_graph import UpdateGraph
 from tests.harness import BF16, compiled
 from tests.models import Block, batches, make
-from tests.test_sm90 import pretend
+from tests.pretend_gpu import pretend
 
 MUTATED = {"delayed": (4, 1), "rowwise": (0, 0)}
 """State inputs that a forward writes (scale, history, both amaxes), and a backward (its amax once more)."""

@@ -54,4 +54,4 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["demo", "--steps", "0"])
     assert stopped.value.code == 2
-    assert "--steps must be at least 1" in capsys.readouterr().err
+    assert "argument --steps: must be a number, 1 at least" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
+from fp8pass._torch import inductor_lowering
+from fp8pass.cli import main
 from tests.harness import compiled, expect_text
 from tests.models import Transformer, make
 
@@ -33,11 +37,11 @@ def test_the_table() -> None:
         """\
 matmul  gemm         M x K x N     dtypes              scaling  status        source
 ------------------------------------------------------------------------------------------------
-up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:24
-head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:25
-head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:25
-head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:25
-up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:24
+up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:28
+head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:29
+head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:29
+head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:29
+up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:28
 
 [1] N=1: no matrix product, each operand element is used once
 
@@ -97,10 +101,11 @@ def test_compiled_models_and_graph_breaks() -> None:
     assert fp8pass.explain(torch.compile(step), torch.randn(16, 32)).graphs == 2
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_many_times() -> None:
     """More often than Dynamo's limit of recompilations."""
     model = make()
-    for rows in range(8, 24):
+    for rows in range(8, 12):
         assert len(fp8pass.explain(model, torch.randn(rows, 32)).gemms) == 6
 
 
@@ -111,8 +116,10 @@ def test_nothing_compiled() -> None:
 
 def test_strict() -> None:
     config = fp8pass.Config(recipe=None, strict=True)
-    with pytest.raises(Exception, match="no GPU has a kernel"):
+    with pytest.raises(fp8pass.Fp8Error, match="no GPU has a kernel") as failed:
         fp8pass.explain(lambda a: a.float() @ a.float(), torch.ones(16, 16).to(torch.float8_e5m2), config=config)
+    assert failed.value.report is not None and len(failed.value.report.declined) == 1
+    assert failed.value.report.error.startswith("strict: output of a matmul at test_explain.py:")
 
 
 def test_branches_are_graphs_of_their_own() -> None:
@@ -147,3 +154,170 @@ def test_a_schedule_is_explained_as_it_ends() -> None:
     report = fp8pass.explain(make(), torch.randn(16, 32), config=fp8pass.Config(recipe=schedule))
     assert {(g.name, g.scaling) for g in report.gemms} == {("up", "rowwise"), ("down", "")}
     assert report.notes == ["the verdicts are those of the schedule from step 9 on"]
+
+
+def test_where_graphs_break_and_what_is_compiled_again() -> None:
+    layer = nn.Linear(32, 32)
+
+    def scaled(x: Tensor, by: int) -> Tensor:
+        y: Tensor = layer(x) * by
+        return y
+
+    def function(x: Tensor) -> Tensor:
+        for by in (1, 2):
+            x = scaled(x, by)
+            torch._dynamo.graph_break()
+        return x
+
+    report = fp8pass.explain(function, torch.randn(16, 32, requires_grad=True))
+    assert report.breaks == []  # Dynamo gives the whole frame up: a break in a loop
+    assert [(r.name, r.source[: r.source.index(":")], r.guards) for r in report.recompiles] == [
+        ("scaled", "test_explain.py", ["by == 1"])
+    ]
+    assert "scaled (test_explain.py:" in str(report) and "was compiled again once: by == 1" in str(report)
+
+    def straight(x: Tensor) -> Tensor:
+        x = layer(x)
+        torch._dynamo.graph_break()
+        return scaled(x, 3)
+
+    report = fp8pass.explain(straight, torch.randn(16, 32))
+    assert [b.source.split(":")[0] for b in report.breaks] == ["test_explain.py"]
+    assert "torch._dynamo.graph_break" in report.breaks[0].reason
+    assert report.recompiles == []
+    assert fp8pass.explain(straight, torch.randn(16, 32)).recompiles == []  # another backend is no reason
+    assert json.loads(json.dumps(report.to_dict()))["breaks"][0]["nbytes"] == 16 * 32 * 4
+
+
+def test_totals() -> None:
+    report = fp8pass.explain(Small(), torch.randn(16, 32))
+    assert (report.flops, report.fp8_flops) == (2 * 16 * 32 * 64 * 2 + 3 * 2 * 16 * 64, 2 * 16 * 32 * 64 * 2)
+    assert report.to_dict()["fp8_flops"] == report.fp8_flops
+    assert "pictures" not in report.to_dict()
+
+
+class Fails(nn.Module):
+    """One graph that compiles, and one that does not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(32, 32), nn.Linear(32, 16), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        if self.kind == "shapes":
+            return x @ self.second.weight  # 32 by 16
+        y: Tensor = self.second(x)
+        return y
+
+
+def test_a_model_that_dynamo_can_not_trace() -> None:
+    with pytest.raises(
+        fp8pass.Fp8Error, match=r"at test_explain\.py:\d+\. Until then: 2 of 2 matmuls in FP8"
+    ) as failed:
+        fp8pass.explain(Fails("shapes"), torch.randn(16, 32))
+    report = failed.value.report
+    assert report is not None and isinstance(failed.value.__cause__, RuntimeError)
+    assert [g.name for g in report.gemms] == ["first", "first"]
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# 32 by 16" in text)
+    assert f"test_explain.py:{line}" in report.error
+    assert f"compilation ended here: {report.error}" in str(report)
+    assert [p.part for p in report.pictures] == ["before", "forward", "backward"]
+    assert [b.source.split(":")[0] for b in report.breaks] == ["test_explain.py"]
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_model_that_can_not_be_compiled(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In AOTAutograd, by a function of the user's; with kernels, in Inductor: by an op that it has to lower."""
+    if kernels:
+        broken = inductor_lowering.lowerings.copy()
+
+        def lower(*_: Any) -> Any:
+            raise NotImplementedError("no such lowering")
+
+        broken[torch.ops.aten.erf.default] = lower
+        monkeypatch.setattr(inductor_lowering, "lowerings", broken)
+        monkeypatch.setattr("torch._inductor.graph.lowerings", broken)
+
+    class OnlyForward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g[:, :3]
+
+    layer, second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def function(x: Tensor) -> Tensor:
+        x = layer(x)
+        torch._dynamo.graph_break()
+        if kernels:
+            return torch.erf(second(x))
+        y: Tensor = OnlyForward.apply(second(x))
+        return y
+
+    with pytest.raises(fp8pass.Fp8Error, match="Until then: ") as failed:
+        fp8pass.explain(function, torch.randn(16, 32), kernels=kernels)
+    report = failed.value.report
+    assert report is not None and failed.value.__cause__ is not None
+    assert len(report.rewritten) >= 2
+    assert ("no such lowering" in report.error) == kernels
+    assert report.to_dict()["error"] == report.error
+
+
+def test_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    report = fp8pass.explain(Small(), torch.randn(16, 32))
+    report.show()
+    assert capsys.readouterr().out == f"{report}\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    report.show()
+    drawn = capsys.readouterr().out
+    assert "━" in drawn and "rewritten" in drawn and "\x1b[" in drawn
+    assert report.summary() in drawn and "[1] N=1: no matrix product" in drawn
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    report.show()
+    assert capsys.readouterr().out == f"{report}\n"
+
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(16, 32)
+
+def broken():
+    return nn.Sequential(nn.Linear(32, 64), nn.Linear(32, 64)), torch.randn(16, 32)
+
+def no_tuple():
+    return nn.Linear(32, 64)
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "factories_of_explain.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "factories_of_explain:model", "--html", "out.html", "--json", "out.json"]) == 0
+    assert "2 of 5 matmuls in FP8" in capsys.readouterr().out
+    assert len(json.loads(Path("out.json").read_text())["gemms"]) == 5
+    assert "2 of 5 matmuls in FP8" in Path("out.html").read_text()
+    assert main(["explain", "factories_of_explain:model", "--forward", "--recipe", "rowwise"]) == 0
+    assert "rowwise" in capsys.readouterr().out
+    assert main(["explain", "factories_of_explain:broken", "--html", "broken.html"]) == 2
+    printed = capsys.readouterr()
+    assert "compilation ended here" in printed.out and "fp8pass explain: " in printed.err
+    assert "what was known by then" in Path("broken.html").read_text()
+    for spec, said in (
+        ("factories_of_explain", "names no model or function: write module:function"),
+        ("no_such_module:x", "can't be imported: No module named"),
+        ("factories_of_explain:no_tuple", "returned Linear: write a function that returns a tuple"),
+    ):
+        assert main(["explain", spec]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["explain", "factories_of_explain:model", "--recipe", "delayedd"]) == 2
+    assert "delayed" in capsys.readouterr().err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from fp8pass.inspector import Inspection, Kernel, Run, inspect
 from fp8pass.pretend import resources, widths
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests import inspected
+from tests.pretend_gpu import pretend
 
 H100 = TARGETS["h100"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -172,19 +171,7 @@ def test_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_passes_behind_the_partitioner_run_too() -> None:
     """fp8pass may have some: what Inductor is configured with runs on each graph before code is made of it."""
-    script = """
-import torch
-from fp8pass.hardware import TARGETS
-from fp8pass.pretend import Pretended, fakes
-seen = []
-options = {"post_grad_custom_post_pass": lambda graph: seen.append(len(graph.nodes))}
-with fakes(), Pretended(TARGETS["h100"]).compiles() as found:
-    x = torch.ones(64, 64, requires_grad=True)
-    torch.compile(lambda x: x.sin() + 1, options=options)(x).sum().backward()
-assert len(seen) == len(found) == 2, (seen, found)
-assert torch.ones(2).tolist() == [1, 1]
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert pretend("passes") == [2, 2, [1, 1]]
 
 
 def test_errors_of_torch_are_one_line() -> None:

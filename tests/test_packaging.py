@@ -60,3 +60,11 @@ def test_passes_know_the_frame_and_never_the_backend() -> None:
         assert not imports(file) & {"fp8pass.backend", "fp8pass.pipeline", "fp8pass.explain"}, file
     importers = {f.name for f in ROOT.glob("fp8pass/*.py") if any(m.startswith("fp8pass.passes") for m in imports(f))}
     assert importers == {"pipeline.py"}
+
+
+def test_every_file_of_the_package_is_installed() -> None:
+    """setuptools takes Python files by itself, and others as they are listed."""
+    listed = re.search(r"^fp8pass = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert listed
+    others = {f.name for f in (ROOT / "fp8pass").iterdir() if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert {name.strip().strip('"') for name in listed[1].split(",")} == others

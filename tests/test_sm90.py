@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.pretend_gpu import pretend
 from tests.xla_rules import CASES
-
-ROOT = Path(__file__).parent.parent
-
-
-def pretend(*what: str) -> Any:
-    command = [sys.executable, "-m", "tests.pretend_gpu", *what]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
-
 
 # Strides of both scales, of the two GEMMs of the forward and the four of the backward.
 ONE: list[Any] = [[], []]

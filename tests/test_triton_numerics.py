@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,20 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.asked import ask
 from tests.triton_on_cpu import convert_float
 
-ROOT = Path(__file__).parent.parent
 MATMULS = {"block": [2, 4], "gated": [3, 6]}
 """Of a model's forward and of its backward."""
 
 
 def steps(model: str, *arguments: str) -> list[list[dict[str, Any]]]:
     """For each call of a graph in training, the tensors that its code and the graph op by op were compared by."""
-    command = [sys.executable, "-m", "tests.triton_on_cpu", model, *arguments]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    calls: list[list[dict[str, Any]]] = json.loads(run.stdout.splitlines()[-1])
+    calls: list[list[dict[str, Any]]] = ask("tests.triton_on_cpu", model, *arguments, TRITON_INTERPRET="1")
     for i, call in enumerate(calls):
         kinds = Counter(of["what"] for of in call)
         assert kinds["operand"] == kinds["scale"] == 2 * MATMULS[model][i % 2]

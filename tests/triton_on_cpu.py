@@ -1,4 +1,4 @@
-"""Run the Triton code that Inductor generates for sm_90 on CPU tensors; run as a script, prints JSON.
+"""Run the Triton code that Inductor generates for sm_90 on CPU tensors; run as a script, answers questions.
 
 Needs TRITON_INTERPRET=1. A model is trained on the CPU, and each graph that Inductor would compile runs twice on the
 same inputs: op by op, and as the code for sm_90, whose kernels Triton's interpreter runs with their own grids and blocks.
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
-import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +31,7 @@ from triton.runtime import interpreter
 from fp8pass.hardware import TARGETS
 from fp8pass.pretend import Pretended
 from fp8pass.slots import registry
+from tests.asked import answer_all
 from tests.pretend_gpu import has_history
 
 DTYPES = {
@@ -59,6 +58,30 @@ def convert_float(values: Any, source: Any, target: Any, _: Any) -> Any:
     return x.to(to).view(torch.uint8).numpy().view(f"u{to.itemsize}").reshape(np.shape(values))
 
 
+def reduce_by_halves(self: Any, tensors: Any) -> list[Any]:
+    """Reduces as a GPU does, half of the elements with the other half.
+
+    In place of the interpreter's own, which calls the function for each single element: most of what the tests took.
+    """
+    found, axis = self.unravel(tensors, self.axis)
+    parts = [np.moveaxis(t.handle.data, axis, 0) for t in found]
+    while (n := len(parts[0])) > 1:
+        assert n % 2 == 0  # blocks are powers of two
+        halves = [
+            self.to_tensor(p[at], t.dtype)
+            for at in np.s_[: n // 2, n // 2 :]
+            for p, t in zip(parts, found, strict=True)
+        ]
+        reduced = self.combine_fn.fn(*halves)
+        parts = [r.handle.data for r in (reduced if isinstance(reduced, tuple) else (reduced,))]
+    if self.keep_dims:
+        kept = tuple(range(len(tensors[0].shape))) if self.axis is None else axis
+        parts = [np.expand_dims(p[0], kept) for p in parts]
+    else:
+        parts = [p[0] for p in parts]
+    return [self.to_tensor(p, t.dtype) for p, t in zip(parts, found, strict=True)]
+
+
 class Kernel:
     """A generated kernel, with the first of its configurations."""
 
@@ -71,7 +94,9 @@ class Kernel:
         names = [name for name in function.arg_names if name not in choice.kwargs]
         given = dict(zip(names, args, strict=True))
         grid = triton_heuristics.GridExpr.from_meta(self.tuner.inductor_meta, choice).eval_slow(given)
-        function[grid](**given, **choice.kwargs)
+        # the interpreter patches Triton anew at each call of a function: once in a launch is enough
+        with mock.patch.object(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang)):
+            function[grid](**given, **choice.kwargs)
 
 
 def load_kernel(gpu: Pretended, name: str, source: str, device_str: str) -> Kernel:
@@ -98,6 +123,7 @@ def on_cpu(gpu: Pretended) -> Iterator[None]:
             (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
             (torch.cuda, "set_device", lambda _: None),
             (interpreter, "_convert_float", convert_float),
+            (interpreter.ReduceOps, "generic_reduce", reduce_by_halves),
         ):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         yield
@@ -268,16 +294,16 @@ def train(gpu: Pretended, name: str, recipe: str, dtype: torch.dtype, steps: int
     return found
 
 
-def main() -> None:
-    gpu = Pretended(TARGETS["h100"])
-    registry.on_new.append(has_history)
-    torch.backends.mkldnn.set_flags(False)  # whose FP8 matmuls some CPUs take minutes for
-    torch.manual_seed(0)
-    name, recipe, dtype, steps = sys.argv[1:5]
-    with config.patch(emulate_precision_casts="emulate" in sys.argv):
+def answer(
+    gpu: Pretended, name: str, recipe: str, dtype: str, steps: str, *rounding: str
+) -> list[list[dict[str, Any]]]:
+    """As `train`. rounding: "emulate" rounds after each op, as the graph does."""
+    with config.patch(emulate_precision_casts="emulate" in rounding):
         found = train(gpu, name, recipe, getattr(torch, dtype), int(steps))
-    print(json.dumps([[asdict(c) for c in call] for call in found]))
+    return [[asdict(c) for c in call] for call in found]
 
 
 if __name__ == "__main__":
-    main()
+    registry.on_new.append(has_history)
+    torch.backends.mkldnn.set_flags(False)  # whose FP8 matmuls some CPUs take minutes for
+    answer_all(functools.partial(answer, Pretended(TARGETS["h100"])))

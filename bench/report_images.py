@@ -1,0 +1,58 @@
+"""The pictures of the HTML report in docs/images/: the page of the demo's model, in a browser without a screen.
+
+python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra dev
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8pass
+from fp8pass import demo
+
+ROOT = Path(__file__).parent.parent
+SHOTS = {
+    "report-desktop-light": (1200, 1340, "light"),
+    "report-desktop-dark": (1200, 1340, "dark"),
+    "report-phone": (390, 1500, "light"),
+}
+
+
+def main(folder: Path) -> None:
+    """Write them."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        sys.exit("needs Chromium: bash .ci/chromium")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = fp8pass.Config(target="h100", filter=["head"], min_speedup=0)
+    model, tokens = demo.GPT(), torch.randint(256, (demo.BATCH, demo.CONTEXT))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = fp8pass.explain(model, tokens, config=config)
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        page_file = report.to_html(Path(scratch) / "report.html")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for name, (width, height, scheme) in SHOTS.items():
+            look: dict[str, Any] = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+            page = browser.new_page(**look, reduced_motion="reduce")
+            page.goto(page_file.as_uri())
+            page.add_style_tag(
+                content=".rows { max-height: 200px !important } .canvas { max-height: 470px !important }"
+            )
+            page.fill("#search", "blocks.1.")
+            page.locator(".row", has_text="blocks.1.up").first.click()
+            page.evaluate("window.scrollTo(0, 0)")
+            page.screenshot(path=folder / f"{name}.png")
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images")
