@@ -118,7 +118,7 @@ def _pills(stage: Stage, y: float) -> tuple[list[str], int]:
         for name in names:
             width = len(name) * CHARACTER + 2 * PILL
             if x + width > WIDTH - MARGIN - 12:
-                x, row = float(MARGIN + LABELS), row + 1
+                x, row = MARGIN + LABELS, row + 1
             top = y + (row - 1) * (LINE + 6)
             parts.append(f'<rect class="{kind}" x="{x:g}" y="{top:g}" width="{width:g}" height="{LINE}" rx="13"/>')
             parts.append(f'<text class="name" x="{x + PILL:g}" y="{top + 17:g}">{escape(name)}</text>')
