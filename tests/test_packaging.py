@@ -38,6 +38,7 @@ def test_public_names_have_docstrings() -> None:
         "quantize",
         "recipes",
         "state",
+        "stats",
         "train_step",
     ]
     assert all(getattr(fp8pass, name).__doc__ for name in fp8pass.__all__)
