@@ -60,7 +60,7 @@ def stages() -> list[Stage]:
         Stage(
             "Dynamo's graph",
             ("of a forward: annotated (blue);", "of an update: rewritten (yellow)"),
-            (*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config()))),
+            (*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config(monitor=True)))),
             tuple(ON_UPDATES),
         ),
         Stage("AOTAutograd", ("autograd is traced, functions become ATen ops",)),

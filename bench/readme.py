@@ -50,7 +50,7 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
-    on_dynamos = [*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config()))]
+    on_dynamos = [*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config(monitor=True)))]
     graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
     graphs |= dict.fromkeys(ON_UPDATES, "Dynamo's graph of an update")
     graphs |= {p.name: "joint graph" for p in passes([])} | {

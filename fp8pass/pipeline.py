@@ -68,11 +68,8 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
 
 def dynamo_passes(config: Config) -> list[tuple[str, Callable[[Annotation], tuple[Annotation, int]]]]:
     """The order on Dynamo's graph: names, and what also returns how often something was applied."""
-    return [
-        ("annotate", functools.partial(_annotate, config=config)),
-        ("lift_scale_states", _lift),
-        ("watch", functools.partial(_watch, config=config)),
-    ]
+    watching = [("watch", functools.partial(_watch, config=config))] if config.monitor else []
+    return [("annotate", functools.partial(_annotate, config=config)), ("lift_scale_states", _lift), *watching]
 
 
 def _annotate(of: Annotation, config: Config) -> tuple[Annotation, int]:
