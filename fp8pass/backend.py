@@ -304,13 +304,14 @@ def explain_only(config: Config) -> Callable[..., Any]:
     Of a schedule it shows the last phase.
     """
     notes: list[str] = []
+    earlier: set[str] = set()
     if isinstance(config.recipe, Schedule):
         step, _ = config.recipe.phases[-1]
         notes.append(f"the verdicts are those of the schedule from step {step} on")
         config = config.at_step(step)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        found, again = break_of(module), recompile_of(module)
+        found, again = break_of(module), recompile_of(module, earlier)
         breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
         publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))
         drawing = drawn()

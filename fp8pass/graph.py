@@ -159,13 +159,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.know(result, node)
 
 
-def source_of(node: fx.Node) -> str:
-    """The user's line that a node comes from, as "file.py:12"; "" where torch does not know."""
+def source_of(node: fx.Node, outermost: bool = False) -> str:
+    """The line that a node comes from, as "file.py:12"; "" where torch does not know. outermost: of the frame that was
+    compiled, rather than of what that calls."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
     if not frames:
         return ""
-    path, line = frames[-1].split('"')[1], frames[-1].split("line ")[1].split(",")[0]
+    frame = frames[0 if outermost else -1]
+    path, line = frame.split('"')[1], frame.split("line ")[1].split(",")[0]
     return f"{base_name(path)}:{line}"
 
 

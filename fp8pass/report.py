@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from fp8pass._torch import why_compiled_again
+from fp8pass._torch import CompileContext, why_compiled_again
 from fp8pass.graph import base_name, source_of
 from fp8pass.recipes import Kind
 
@@ -88,7 +88,7 @@ class Break:
 class Recompile:
     """A frame that Dynamo compiled more than once. guards: for each time after the first, what no longer held.
 
-    name: of the function. source: "file.py:12", where its graph begins.
+    name: of the function. source: "file.py:12", the line of it where its graph begins.
     """
 
     name: str
@@ -161,17 +161,20 @@ def break_of(module: Any) -> Break | None:
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def recompile_of(module: Any) -> Recompile | None:
+def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
     """While a graph of Dynamo's is compiled: its frame and the guard that failed, if it was compiled before.
 
-    Another backend is no reason: that is the same function, compiled for another purpose.
+    earlier: Dynamo's numbers of what was compiled for the same purpose, to which this one's is added. What another
+    backend compiled, or another call of `explain`, is no reason: that is the same function for another purpose.
     """
-    said = why_compiled_again()
-    if not said or "BACKEND_MATCH" in said:
+    said, number = why_compiled_again(), str(CompileContext.current_compile_id())
+    known = said.partition(": ")[0] in earlier
+    earlier.add(number)
+    if not known:
         return None
     first = next((n for n in module.graph.nodes if n.op == "call_function" and n.stack_trace), None)
     name = frame_of(module)[0] or "a frame"
-    return Recompile(name, "?" if first is None else source_of(first), [_guard(said)])
+    return Recompile(name, "?" if first is None else source_of(first, outermost=True), [_guard(said)])
 
 
 def _guard(said: str) -> str:

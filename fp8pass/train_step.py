@@ -66,6 +66,7 @@ class TrainStep:
     def forget(self) -> None:
         """As before the first call: nothing is compiled and reported. What is trained stays as it is."""
         self._collected = Report()
+        self._compiled_ids: set[str] = set()
         self._breaks: Counter[str] = Counter()
         """Why graphs broke, by Dynamo's count: also where there was nothing to compile in front of the break."""
         self._updates: weakref.WeakSet[UpdateGraph] = weakref.WeakSet()
@@ -152,7 +153,7 @@ class TrainStep:
         self._is_compiled |= self._is_of_function(*frame_of(module))
         if (found := break_of(module)) is not None:
             report.breaks.append(found)
-        if (again := recompile_of(module)) is not None:
+        if (again := recompile_of(module, self._compiled_ids)) is not None:
             report.recompiles.append(again)
         self._collected.add(report)
         if isinstance(compiled, UpdateGraph):
