@@ -30,7 +30,7 @@ from fp8pass._torch import (
 )
 from fp8pass.annotation import Annotation
 from fp8pass.choices import with_choices
-from fp8pass.compiled_graph import CompiledGraph, ScheduledGraph
+from fp8pass.compiled_graph import CompiledGraph, VaryingGraph
 from fp8pass.config import Config, make_config
 from fp8pass.dump import Dump
 from fp8pass.names import Names
@@ -89,8 +89,8 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         return _update(module, example_inputs, config, places)
     if trial is not None and trial.way == "reference":
         return _reference(module, example_inputs, config)
-    if isinstance(config.recipe, Schedule):
-        return _scheduled(module, example_inputs, config, compile_graph)
+    if config.varies:
+        return _varying(module, example_inputs, config, compile_graph)
     dump = Dump.of(config, module)
     annotation = _annotated(module, example_inputs, config, dump)
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
@@ -146,12 +146,13 @@ def _update(
     return graph
 
 
-def _scheduled(
+def _varying(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, compile_one: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The graph for the recipe of each step, compiled when the step comes."""
-    schedule, context = config.recipe, TracingContext.get()
-    assert isinstance(schedule, Schedule)
+    """The graph as it is for each step, compiled when the first such step comes."""
+    context = TracingContext.get()
+    if not torch.is_grad_enabled():
+        config = replace(config, monitor=False)  # which has nothing to count there
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     owned = Names(placeholders).owned
     compile_id = CompileContext.current_compile_id()
@@ -163,7 +164,7 @@ def _scheduled(
             run: Callable[..., Any] = compile_one(module, example_inputs, config.at_step(step))
         return run
 
-    return ScheduledGraph(schedule, [i for i, p in enumerate(placeholders) if p in owned], counter, compile_at)
+    return VaryingGraph(config.variant, [i for i, p in enumerate(placeholders) if p in owned], counter, compile_at)
 
 
 def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
@@ -290,8 +291,8 @@ def reference(
 
 
 def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
-    if isinstance(config.recipe, Schedule):
-        return _scheduled(module, example_inputs, config, _reference)
+    if config.varies:
+        return _varying(module, example_inputs, config, _reference)
     annotation = annotated(module, config)
     if not annotation.has_state:
         return annotation.run
@@ -309,6 +310,7 @@ def explain_only(config: Config) -> Callable[..., Any]:
         step, _ = config.recipe.phases[-1]
         notes.append(f"the verdicts are those of the schedule from step {step} on")
         config = config.at_step(step)
+    config = replace(config, monitor_interval=1)
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found, again = break_of(module), recompile_of(module, earlier)

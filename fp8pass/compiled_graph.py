@@ -14,7 +14,6 @@ from torch import Tensor
 from fp8pass import scaling
 from fp8pass.annotation import Annotation
 from fp8pass.numerics import Ring
-from fp8pass.recipes import Schedule
 from fp8pass.slots import SlotGroup, SlotTable, clock, registry
 from fp8pass.static import frozen_weights
 from fp8pass.steps import Pass, begin_step, checkpointed_region, join_step
@@ -111,7 +110,7 @@ class CompiledGraph:
             counter.ring = Ring(self._annotation.watched)
         if not repeats:
             begin_step(counter)
-            counter.ring.begin(counter.steps - 1, next(clock))
+            counter.ring.begin(registry.step_of(owned) - 1, next(clock))
         return counter.ring.inputs(repeats)
 
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
@@ -185,20 +184,25 @@ class CompiledGraph:
         return self._for_cold_slots
 
 
-class ScheduledGraph:
-    """A graph whose recipe changes with the steps of the instance that it is called for; what Dynamo calls.
+class VaryingGraph:
+    """A graph that is not the same in all steps of the instance that it is called for; what Dynamo calls.
 
-    compile_at: compiles for the recipe of a step. table: without slots; its group counts the steps.
+    variant: of a step; the same for steps that are compiled alike. compile_at: compiles for a step. table: without
+    slots; its group counts the steps.
     """
 
     def __init__(
-        self, schedule: Schedule, owned: Sequence[int], table: SlotTable, compile_at: Callable[[int], Run]
+        self,
+        variant: Callable[[int], Hashable],
+        owned: Sequence[int],
+        table: SlotTable,
+        compile_at: Callable[[int], Run],
     ) -> None:
-        self._schedule = schedule
+        self._variant = variant
         self._owned = owned
         self._table = table
         self._compile_at = compile_at
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[Hashable, Run] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
@@ -206,14 +210,15 @@ class ScheduledGraph:
         counter = registry.of(self._table, [args[i] for i in self._owned])
         found, key = checkpointed_region(), (self._table.code, *map(id, counter.owned_tensors()))
         region, how = found or (None, None)
-        begin = region.next_forward(key) if region is not None and how is Pass.REPEATED else None
+        step = region.next_forward(key) if region is not None and how is Pass.REPEATED else None
         if how is not Pass.REPEATED and (region is not None or torch.is_grad_enabled()):
             begin_step(counter)
-        if begin is None:
-            begin = self._schedule.begin_of(max(counter.steps - 1, 0))
+        if step is None:
+            step = max(counter.steps - 1, 0)
         if region is not None and how is not Pass.REPEATED:
-            region.remember(key, begin)
+            region.remember(key, step)
+        variant = self._variant(step)
         with self._lock:
-            if begin not in self._runs:
-                self._runs[begin] = self._compile_at(begin)
-        return self._runs[begin](*args)
+            if variant not in self._runs:
+                self._runs[variant] = self._compile_at(step)
+        return self._runs[variant](*args)

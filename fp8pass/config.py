@@ -47,8 +47,10 @@ class Config:
     monitor: bool | str | Sequence[str] = False
     """Count in the graph what quantization does to each tensor, for `fp8pass.stats`: True for all, or name patterns of
     slots (`layers.3`, `*.grad_output`). Where gradients are enabled."""
+    monitor_interval: int = 1
+    """Count in one of so many steps. In the others runs a graph without the monitor, which is compiled as well."""
     monitor_steps: int = 128
-    """How many steps of that are kept, on the device: 36 bytes for each and each tensor."""
+    """How many of the steps that are counted are kept, on the device: 36 bytes for each and each tensor."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
     target: str | None = None
@@ -67,8 +69,9 @@ class Config:
         if not isinstance(self.monitor, bool):
             patterns = (self.monitor,) if isinstance(self.monitor, str) else tuple(self.monitor)
             object.__setattr__(self, "monitor", patterns)
-        if self.monitor_steps < 1:
-            raise ValueError(f"monitor_steps={self.monitor_steps}: how many steps are kept, 1 or more")
+        for name in ("monitor_interval", "monitor_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a number of steps, 1 or more")
         if self.mode is not None:
             choose("mode", self.mode, tuple(list_mode_options()))
         choose("lowering", self.lowering, LOWERINGS)
@@ -112,9 +115,21 @@ class Config:
         assert self.recipe is None or isinstance(self.recipe, Recipe)
         return self.recipe, ""
 
+    @property
+    def varies(self) -> bool:
+        """Whether not all steps are compiled alike."""
+        return isinstance(self.recipe, Schedule) or (bool(self.monitor) and self.monitor_interval > 1)
+
     def at_step(self, step: int) -> Config:
-        """This configuration with the recipe that its schedule has for a step, counted from 0."""
-        return replace(self, recipe=self.recipe.at(step)) if isinstance(self.recipe, Schedule) else self
+        """This configuration as it is for a step, counted from 0: with one recipe, and the monitor on or off."""
+        begin, counts = self.variant(step)
+        recipe = self.recipe.at(begin) if isinstance(self.recipe, Schedule) else self.recipe
+        return replace(self, recipe=recipe, monitor=self.monitor if counts else False, monitor_interval=1)
+
+    def variant(self, step: int) -> tuple[int, bool]:
+        """What steps that are compiled alike have in common: where their schedule's phase begins, and the monitor."""
+        begin = self.recipe.begin_of(step) if isinstance(self.recipe, Schedule) else 0
+        return begin, bool(self.monitor) and step % self.monitor_interval == 0
 
     def cache_key(self) -> str:
         """What the passes on the joint graph depend on; the rest has left its traces in that graph already."""
@@ -167,6 +182,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "optimizer_state": str,
     "skip_nonfinite": _flag("skip_nonfinite"),
     "monitor": lambda text: text == "1" if text in ("0", "1") else tuple(text.split(",")),
+    "monitor_interval": int,
     "monitor_steps": int,
     "strict": _flag("strict"),
     "target": str,

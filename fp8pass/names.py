@@ -51,18 +51,25 @@ class Names:
     def of(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[str, int]:
         """The name of a matmul, and which of `owned` it goes with, or -1.
 
-        That is the path of the parameter, or parameters, that an operand is, without "weight"; else the module's path
-        and the op.
+        That is the path of the parameter, or parameters, that an operand is, without "weight"; of a linear layer its
+        own, for its weight may be known by another name (a tied head's by the embedding's). Else the module's path and
+        the op.
         """
         for operand in operands:
             if isinstance(operand, fx.Node) and operand in self._merged:
                 return self._merged[operand]
             if isinstance(operand, fx.Node) and self.is_owned(operand):
                 parameter = self._stands_for.get(operand, operand)
-                return self.owned[parameter].removesuffix(".weight"), list(self.owned).index(parameter)
-        stack = node.meta.get("nn_module_stack") or {}
-        path = self._join(*_path(list(stack.values())[-1][0])) if stack else ""
+                name = self._module(node, torch.nn.Linear) or self.owned[parameter].removesuffix(".weight")
+                return name, list(self.owned).index(parameter)
+        path = self._module(node)
         return f"{path}.{op}" if path else op, -1
+
+    def _module(self, node: fx.Node, kind: type = torch.nn.Module) -> str:
+        """The path of the innermost module that the node is in; "" if that is the root, or of another kind."""
+        source, module = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1]
+        is_kind = kind is torch.nn.Module or (isinstance(module, type) and issubclass(module, kind))
+        return self._join(*_path(source)) if is_kind else ""
 
     def slot(self, name: str, role: str) -> str:
         """A new slot's name: the role, numbered from the second use of a module in the graph on."""

@@ -526,8 +526,9 @@ def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index
     """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]. Returns the amax f32[] of what is stored."""
     x, scale = x.float(), scales[index]
     x_q.copy_(moments.encode(kind, x, scale))
-    # the largest stored value is the stored largest value: rounding keeps order
-    return moments.encode(kind, scaling.amax(x), scale).float() * scale.reciprocal()
+    # the largest stored value is the stored largest value: rounding keeps order, and Inductor would leave it out
+    stored = moments.encode(kind, scaling.amax(x), scale)
+    return (stored if kind == "first" else ROUNDED(stored)).float() * scale.reciprocal()
 
 
 @torch.no_grad()

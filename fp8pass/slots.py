@@ -359,9 +359,7 @@ class StateRegistry:
         self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
         with torch.no_grad(), torch.inference_mode(False):
             group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
-        mine = set(map(id, owned))
-        kin = (g.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors()))
-        group.steps = max(max(kin, default=0) - 1, 0)  # the step that others may have begun is to be counted here too
+        group.steps = max(self.step_of(owned) - 1, 0)  # the step that others may have begun is to be counted here too
         keys = set(group.keys())
         for other in self._groups:
             if keys & set(other.keys()):
@@ -375,6 +373,12 @@ class StateRegistry:
             self._groups.remove(group)
             raise
         return group
+
+    def step_of(self, owned: Sequence[Tensor]) -> int:
+        """How many steps any graph has begun with some of these tensors."""
+        mine = set(map(id, owned))
+        with self.lock:
+            return max((g.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors())), default=0)
 
     def keep(self, groups: Sequence[SlotGroup]) -> None:
         """Forget all groups but these."""

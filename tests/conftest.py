@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._inductor import config as inductor_config
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU with FP8 (sm_89 or later)")
+    gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
 
 
-SHARED = ("test_inspector.py", "test_sm90.py", "test_traffic.py", "test_triton_numerics.py")
+SHARED = ("test_inspector.py", "test_sm90.py", "test_stats.py", "test_traffic.py", "test_triton_numerics.py")
 """Tests of one of these files share what takes long: a fixture, or a process that they ask."""
 
 

@@ -62,6 +62,17 @@ def training_step(gpu: Pretended, recipe: str) -> list[str]:
         return generated(gpu, model, x, **options)
 
 
+def whole_step(gpu: Pretended) -> list[str]:
+    """A decorated step of a block: forward, backward, and the update that writes FP8 weights and moments."""
+    from tests.models import Block
+
+    model = Block(512, 1024).bfloat16()
+    x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
+    with gpu.compiles() as found:
+        _step_twice(model, x, {"min_speedup": 0, "target": "sm_90", "strict": True})
+    return [graph.code for graph in found]
+
+
 def rules(gpu: Pretended) -> list[str]:
     """Every case of XLA's rules that runs on a GPU, in one graph."""
     from tests.xla_rules import CASES
@@ -134,7 +145,7 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules"; or a recipe, for a training step."""
+    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step"; or a recipe, for forward and backward."""
     if what == "passes":
         return passes_behind(gpu)
     if what == "behind":
@@ -143,7 +154,8 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
         return plain(gpu)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
-    codes = rules(gpu) if what == "rules" else training_step(gpu, what)
+    whole = {"rules": rules, "step": whole_step}
+    codes = whole[what](gpu) if what in whole else training_step(gpu, what)
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
@@ -173,7 +185,7 @@ def cudagraphs(gpu: Pretended, what: str) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"min_speedup": 0, "target": "sm_90", "strict": True, "mode": "reduce-overhead"}
     with gpu.compiles(inner):
         if what == "step":
-            _whole_step(model, x, options)
+            _step_twice(model, x, options)
             return found
         run = torch.compile(model, backend="fp8pass", options={"recipe": what, **options})
         run(x).sum().backward()
@@ -182,7 +194,7 @@ def cudagraphs(gpu: Pretended, what: str) -> list[dict[str, Any]]:
     return found
 
 
-def _whole_step(model: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
+def _step_twice(model: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
     @fp8pass.train_step(skip_nonfinite=True, optimizer_state="fp8", **options)

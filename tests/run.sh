@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . .ci/environment.sh dev
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # plugins that happen to be installed are no part of this
+export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1  # there are as many workers as processors
 exec .venv/bin/python -m pytest -p xdist -q -n auto "$@"

@@ -15,6 +15,7 @@ from fp8pass.report import Gemm, Report
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WIDTH": 64, "LAYERS": 1, "CONTEXT": 32, "BATCH": 4, "VALIDATION_BATCHES": 2}.items():
         monkeypatch.setattr(demo, name, value)
+    monkeypatch.setenv("FP8PASS_LOWERING", "eager")  # 30 kernels in C++ are another minute
     assert main(["demo", "--steps", "5", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "15 of 15 matmuls in FP8, 100% of matmul FLOPs" in printed

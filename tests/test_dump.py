@@ -251,6 +251,16 @@ def test_dumps_of_another_recipe(tmp_path: Path) -> None:
     assert max(distances.values()) < ROUNDING
 
 
+def test_dumps_of_bfloat16(tmp_path: Path) -> None:
+    """A dequantized operand is rounded to bfloat16, 2**-9 at most for each, and a scaled matmul's operands are not."""
+    run = compiled(nn.Linear(32, 48).bfloat16(), dump_dir=str(tmp_path))
+    run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
+    distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
+    assert 1e-3 < distances.pop("000.dynamo.annotate.before.py") < FP8
+    assert 1e-4 < distances.pop("006.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
+    assert max(distances.values()) < ROUNDING, distances
+
+
 def test_symbolic_sizes_are_as_they_were_first(tmp_path: Path) -> None:
     run = compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), dynamic=True, lowering="inductor")
     run(torch.randn(16, 32)).sum().backward()

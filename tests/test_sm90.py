@@ -44,6 +44,14 @@ def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_ke
     assert found["min_nan"] == 0  # triton-lang/triton#11111
 
 
+def test_every_kernel_of_a_whole_step_compiles() -> None:
+    """Also of the updates, the first and those with moments: they write FP8 weights, in both orientations, and moments."""
+    found = pretend("step")
+    assert [len(calls) for calls in found["strides"]] == [2, 4, 0, 0]
+    assert all(n > 5 for n in found["kernels"][:2]) and all(found["kernels"][2:])
+    assert found["own_ops"] == found["min_nan"] == 0
+
+
 def test_movement_and_epilogues_compile() -> None:
     found = pretend("rules")
     (calls,) = found["strides"]

@@ -16,6 +16,7 @@ from fp8pass import cli, demo, plots
 from fp8pass.stats import SlotStats, Stats
 from tests.models import Block, batches, make
 
+LAYERS = 2
 PLANTED = 3
 """The step from which on one layer's activations are a million times as large."""
 
@@ -35,9 +36,11 @@ class Planted(nn.Module):
 
 @pytest.fixture(scope="module")
 def diverging() -> Stats:
-    """The demo's model, trained with a fault in the second layer of its second block."""
+    """The demo's model, of two layers, trained with a fault in the second one."""
     torch.manual_seed(0)
-    model = demo.GPT()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(demo, "LAYERS", LAYERS)
+        model = demo.GPT()
     planted = Planted(model.blocks[1].down)  # type: ignore[union-attr, arg-type]
     model.blocks[1].down = planted  # type: ignore[union-attr]
     optimizer, text = torch.optim.AdamW(model.parameters(), lr=1e-3), demo.load_text(1 << 16)
@@ -66,9 +69,9 @@ def test_a_divergence_is_found(diverging: Stats) -> None:
 
 
 def test_every_quantized_tensor_has_a_row(diverging: Stats) -> None:
-    """An input, a weight and a gradient of each of 17 layers, in each step."""
+    """An input, a weight and a gradient of each layer, in each step."""
     of_step = [row for row in diverging.rows if row.step == 1]
-    assert len({row.slot for row in of_step}) == len(of_step) == 3 * (4 * demo.LAYERS + 1)
+    assert len({row.slot for row in of_step}) == len(of_step) == 3 * (4 * LAYERS + 1)
     table = str(diverging).splitlines()
     assert len([line for line in table if line.startswith("blocks.0.up.")]) == 3
     assert max(map(len, table)) < 150

@@ -16,6 +16,7 @@ from fp8pass.config import Config
 from fp8pass.numerics import Ring, Watched, WatchTable
 from fp8pass.passes.watch import watch
 from fp8pass.recipes import DelayedScaling, StaticScaling
+from fp8pass.report import collect
 from tests import oracle
 from tests.harness import compiled, expect_graph
 from tests.models import Block, batches, make
@@ -238,14 +239,53 @@ def test_the_ring_keeps_the_newest_steps() -> None:
     assert not Ring(ring.table).inputs(repeats=True)[0].any()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
+def test_in_one_of_three_steps(recipe: str) -> None:
+    """Between them runs a graph that has nothing of the monitor, with the same state."""
+    options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0, "steps": 7}
+    (all_numbers, each), (numbers, some) = (trained(True, monitor_interval=n, **options) for n in (1, 3))
+    for a, b in zip(all_numbers, numbers, strict=True):
+        assert torch.equal(a, b)
+    assert list(some.rows) == [row for row in each.rows if row.step in (0, 3, 6)] != []
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> None:
+    """A region is repeated by the graph of its forward's step, also behind an evaluation: each tensor counts once."""
+    model = nn.Linear(32, 48)
+    run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
+    for x in batches(4, 16, 32):
+        checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant).square().mean().backward()
+        with torch.no_grad():
+            run(x)
+    found = [(row.role, row.step, row.elements) for row in fp8pass.stats(model).rows]
+    sizes = {"input": 16 * 32, "weight": 32 * 48, "grad_output": 16 * 48}
+    assert found == [(role, step, size) for step in (0, 2) for role, size in sizes.items()]
+
+
+def test_evaluation_is_compiled_once() -> None:
+    model = make(Block)
+    run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
+    with collect() as report:
+        for x in batches(4, 16, 32):
+            run(x).sum().backward()
+        assert report.graphs == 2
+        for x in batches(4, 16, 32):
+            run(x).sum().backward()
+            with torch.no_grad():
+                run(x)
+        assert report.graphs == 3
+
+
 def test_nothing_watched() -> None:
     model = make(Block)
     run = compiled(model, lowering="eager")
     run(batches(1, 16, 32)[0]).sum().backward()
     with pytest.raises(fp8pass.Fp8Error, match="nothing of this model is watched"):
         fp8pass.stats(model)
-    with pytest.raises(ValueError, match="monitor_steps=0"):
-        fp8pass.Config(monitor_steps=0)
+    for option in ("monitor_steps", "monitor_interval"):
+        with pytest.raises(ValueError, match=f"{option}=0: a number of steps, 1 or more"):
+            fp8pass.Config(**{option: 0})
 
 
 def test_two_instances_of_one_class() -> None:

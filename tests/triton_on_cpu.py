@@ -23,12 +23,15 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import async_compile, config, select_algorithm
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.runtime import triton_heuristics
 from triton.runtime import interpreter
 
+import fp8pass
 from fp8pass.hardware import TARGETS
+from fp8pass.kernel_ops import WRITE
 from fp8pass.pretend import Pretended
 from fp8pass.slots import registry
 from tests.asked import answer_all
@@ -82,6 +85,12 @@ def reduce_by_halves(self: Any, tensors: Any) -> list[Any]:
     return [self.to_tensor(p, t.dtype) for p, t in zip(parts, found, strict=True)]
 
 
+def power(x: Any, y: Any) -> Any:
+    """In place of the one that NVIDIA's library has."""
+    data = np.power(x.handle.data, y.handle.data)
+    return tl.core.tensor(interpreter.TensorHandle(data, x.dtype.scalar), x.type)
+
+
 class Kernel:
     """A generated kernel, with the first of its configurations."""
 
@@ -122,6 +131,8 @@ def on_cpu(gpu: Pretended) -> Iterator[None]:
             (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
             (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
             (torch.cuda, "set_device", lambda _: None),
+            (tl.math, "mul_rn", lambda x, y: x * y),  # rounded, as every product here
+            (tl.math, "pow", power),
             (interpreter, "_convert_float", convert_float),
             (interpreter.ReduceOps, "generic_reduce", reduce_by_halves),
         ):
@@ -225,8 +236,9 @@ def _written(module: fx.GraphModule) -> list[int]:
     """The inputs that a graph writes. Others its code may overwrite, once done with them: tensors saved for it alone."""
     nodes = list(module.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
-    written = {n.args[0] for n in nodes if n.target is torch.ops.aten.copy_.default}
-    return [i for i, p in enumerate(placeholders) if p in written]
+    written = {n.args[0] for n in nodes if n.target in (torch.ops.aten.copy_.default, WRITE)}
+    viewed = {n.args[0] for n in written if n.target is torch.ops.aten.as_strided.default}
+    return [i for i, p in enumerate(placeholders) if p in written or p in viewed]
 
 
 def both(
@@ -271,10 +283,13 @@ class Gated(nn.Module):
         return result
 
 
-def train(gpu: Pretended, name: str, recipe: str, dtype: torch.dtype, steps: int) -> list[list[Compared]]:
+def train(
+    gpu: Pretended, name: str, recipe: str, dtype: torch.dtype, steps: int, updates: bool = False
+) -> list[list[Compared]]:
     """Steps of a model; for each call of a graph, what was compared.
 
-    name: "block", with a bias, an odd width and a residual, or "gated".
+    name: "block", with a bias, an odd width and a residual, or "gated". updates: only those of AdamW, which write FP8
+    weights and moments, and are left out where a gradient isn't finite.
     """
     from tests.models import Block
 
@@ -282,24 +297,40 @@ def train(gpu: Pretended, name: str, recipe: str, dtype: torch.dtype, steps: int
     model, shape = (Block(32, 24), (16, 32)) if name == "block" else (Gated(), (64, 64))
     model = model.to(dtype)
 
-    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **_: Any) -> Any:
+    def inner(
+        module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, is_inference: bool = False, **_: Any
+    ) -> Any:
+        if updates and not is_inference:
+            return make_boxed_func(module.forward)
         return both(gpu, found, module, inputs, is_backward)
 
+    options = {"recipe": recipe, "strict": True, "merge_siblings": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def inputs() -> Iterator[Tensor]:
+        return (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(steps))
+
     with gpu.compiles(inner):
-        options = {"recipe": recipe, "strict": True, "merge_siblings": True}
-        run = torch.compile(model, backend="fp8pass", options=options)
-        for _ in range(steps):
-            x = torch.randn(shape, dtype=dtype, requires_grad=True)
-            run(x).square().mean().backward()
+        if updates:
+            run = fp8pass.train_step(optimizer_state="fp8", skip_nonfinite=True, **options)(step)
+            for x in inputs():
+                run(x)
+        else:
+            compiled = torch.compile(model, backend="fp8pass", options=options)
+            for x in inputs():
+                compiled(x).square().mean().backward()
     return found
 
 
-def answer(
-    gpu: Pretended, name: str, recipe: str, dtype: str, steps: str, *rounding: str
-) -> list[list[dict[str, Any]]]:
-    """As `train`. rounding: "emulate" rounds after each op, as the graph does."""
-    with config.patch(emulate_precision_casts="emulate" in rounding):
-        found = train(gpu, name, recipe, getattr(torch, dtype), int(steps))
+def answer(gpu: Pretended, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
+    """As `train`. how: "updates"; "emulate" rounds after each op, as the graph does."""
+    with config.patch(emulate_precision_casts="emulate" in how):
+        found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how)
     return [[asdict(c) for c in call] for call in found]
 
 
