@@ -288,14 +288,18 @@ def train(
 ) -> list[list[Compared]]:
     """Steps of a model; for each call of a graph, what was compared.
 
-    name: "block", with a bias, an odd width and a residual, or "gated". updates: only those of AdamW, which write FP8
+    name: "block", with a bias, an odd width and a residual; "gated"; or "two" layers, large enough for tiles. updates: only those of AdamW, which write FP8
     weights and moments, and are left out where a gradient isn't finite.
     """
     from tests.models import Block
 
     found: list[list[Compared]] = []
-    model, shape = (Block(32, 24), (16, 32)) if name == "block" else (Gated(), (64, 64))
-    model = model.to(dtype)
+    made: dict[str, Callable[[], nn.Module]] = {
+        "block": lambda: Block(32, 24),
+        "gated": Gated,
+        "two": lambda: nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)),
+    }
+    model, shape = made[name]().to(dtype), (16, 32) if name == "block" else (64, 64)
 
     def inner(
         module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, is_inference: bool = False, **_: Any
