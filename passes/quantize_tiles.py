@@ -283,8 +283,9 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
 
 
 def _large_sources(x: fx.Node) -> set[fx.Node]:
-    """The tensors that `x` is computed of, elementwise."""
-    return {n for n in {x, *sources(x, is_elementwise)} if n.op == "placeholder" and not has_one_element(n)}
+    """The inputs of its size that `x` is computed of, elementwise: not vectors of scales, which all weights share."""
+    size = val(x).numel()
+    return {n for n in {x, *sources(x, is_elementwise)} if n.op == "placeholder" and val(n).numel() == size}
 
 
 def _write(build: Builder, copy: fx.Node, tiles: fx.Node, turned: bool = False) -> None:

@@ -66,8 +66,8 @@ def whole_step(gpu: Pretended) -> list[str]:
     """A decorated step of a block: forward, backward, and the update that writes FP8 weights and moments."""
     from tests.models import Block
 
-    model = Block(512, 1024).bfloat16()
-    x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
+    model = Block(1024, 2048).bfloat16()
+    x = torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True)
     with gpu.compiles() as found:
         _step_twice(model, x, {"min_speedup": 0, "target": "sm_90", "strict": True})
     return [graph.code for graph in found]

@@ -48,7 +48,9 @@ def test_every_kernel_of_a_whole_step_compiles() -> None:
     """Also of the updates, the first and those with moments: they write FP8 weights, in both orientations, and moments."""
     found = pretend("step")
     assert [len(calls) for calls in found["strides"]] == [2, 4, 0, 0]
-    assert all(n > 5 for n in found["kernels"][:2]) and all(found["kernels"][2:])
+    assert all(n > 5 for n in found["kernels"][:2])
+    first, with_moments = found["kernels"][2:]
+    assert with_moments <= first  # what is done with a weight, and with its moments in FP8, is one kernel
     assert found["own_ops"] == found["min_nan"] == 0
 
 
