@@ -145,6 +145,16 @@ def step_traffic() -> str:
     return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
 
 
+def accumulation() -> str:
+    """The table of bench/accumulation.py."""
+    return run(sys.executable, "bench/accumulation.py")
+
+
+def optimizer_state() -> str:
+    """The table of bench/optimizer_state.py."""
+    return run(sys.executable, "bench/optimizer_state.py")
+
+
 def monitor() -> str:
     """What examples/monitor.py prints."""
     return block(run(sys.executable, "examples/monitor.py"))
@@ -206,6 +216,8 @@ SECTIONS = {
     "traffic": traffic,
     "step_traffic": step_traffic,
     "compile_time": compile_time,
+    "accumulation": accumulation,
+    "optimizer_state": optimizer_state,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
@@ -213,6 +225,8 @@ SECTIONS = {
 FILES = {
     "inspect": "docs/inspect.md",
     "step_traffic": "docs/train-step.md",
+    "accumulation": "docs/train-step.md",
+    "optimizer_state": "docs/train-step.md",
     "compile_time": "docs/kernels.md",
     "dumps": "docs/dumps.md",
     "monitor": "docs/monitor.md",
