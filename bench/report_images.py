@@ -15,6 +15,8 @@ import torch
 
 import fp8pass
 from fp8pass import demo
+from fp8pass.report import Report
+from fp8pass.stats import Stats
 
 ROOT = Path(__file__).parent.parent
 SHOTS = {
@@ -22,6 +24,23 @@ SHOTS = {
     "report-desktop-dark": (1200, 1340, "dark"),
     "report-phone": (390, 1500, "light"),
 }
+
+
+def monitored() -> tuple[Report, Stats]:
+    """The report with kernels of a small model, and the numerics of 40 steps, at a high learning rate."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.02), torch.randn(512, 256)
+
+    @fp8pass.train_step(monitor=True, lowering="eager")
+    def step() -> None:
+        torch.nn.functional.mse_loss(model(x), x.sin()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(40):
+        step()
+    return fp8pass.explain(model, x, kernels=True), fp8pass.stats(model)
 
 
 def main(folder: Path) -> None:
@@ -51,6 +70,14 @@ def main(folder: Path) -> None:
             page.evaluate("window.scrollTo(0, 0)")
             page.screenshot(path=folder / f"{name}.png")
             page.close()
+        small, numerics = monitored()
+        page = browser.new_page(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
+        page.goto(small.to_html(Path(scratch) / "small.html", numerics).as_uri())
+        page.add_style_tag(content="#code { max-height: 330px !important }")
+        page.locator(".row").first.click()
+        page.locator("#kernel").scroll_into_view_if_needed()
+        page.evaluate("document.querySelector('#kernel').scrollIntoView()")
+        page.screenshot(path=folder / "report-numerics.png")
         browser.close()
 
 

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from fp8pass._torch import CompileContext, why_compiled_again
 from fp8pass.graph import base_name, source_of
 from fp8pass.recipes import Kind
+
+if TYPE_CHECKING:
+    from fp8pass.stats import Stats
 
 log = logging.getLogger(__name__)
 
@@ -260,17 +263,19 @@ class Report:
         del plain["pictures"]
         return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops}
 
-    def to_html(self, path: str | Path, numerics: Sequence[Mapping[str, Any]] | None = None) -> Path:
+    def to_html(self, path: str | Path, numerics: Stats | Sequence[Mapping[str, Any]] | None = None) -> Path:
         """Write it as one page that needs no network: summary, table, graphs, kernels. Returns the path.
 
-        numerics: rows {"slot", "step", "amax", "scale", "underflow", "saturation", "sqnr"}, of which all but the first
-        two may be missing or None: a chart for each. underflow, saturation: shares of elements, 0 to 1; sqnr: in dB.
+        numerics: what `fp8pass.stats` returns, or rows {"slot", "step", "amax", "scale", "underflow", "saturation",
+        "sqnr"}, of which all but the first two may be missing or None: a chart for each. underflow, saturation: shares
+        of elements, 0 to 1; sqnr: in dB.
         Raises ValueError for a row without slot or step.
         """
         from fp8pass.html_report import page
 
         path = Path(path)
-        path.write_text(page(self, numerics), encoding="utf-8")
+        rows = numerics if numerics is None or isinstance(numerics, Sequence) else numerics.to_dicts()
+        path.write_text(page(self, rows), encoding="utf-8")
         return path
 
     def show(self) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass.html_report import page, page_data, script_safe
 from fp8pass.report import Break, Gemm, KernelCode, Op, Picture, Recompile, Report
-from tests.models import Transformer, make
+from tests.harness import compiled
+from tests.models import Block, Transformer, batches, make
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NASTY = "</script><img src=x onerror=\"document.title='owned'\">&\u2028"
@@ -300,6 +301,23 @@ def test_sizes_and_schemes(browser: Any, report: Report, tmp_path: Path, size: t
             page.get_by_role("button", name=part).click()
             assert page.get_by_role("button", name=part).get_attribute("aria-pressed") == "true"
             assert page.locator("#canvas .op").count() > 3
+
+
+def test_charts_of_what_the_monitor_counted(browser: Any, tmp_path: Path) -> None:
+    model = make(Block)
+    run = compiled(model, monitor=True, lowering="eager")
+    for x in batches(3, 16, 32):
+        run(x).sum().backward()
+    found, report = fp8pass.stats(model), fp8pass.explain(model, torch.randn(16, 32))
+    with Page(browser, report.to_html(tmp_path / "report.html", found)) as page:
+        page.fill("#slot-search", "up.")
+        names = page.locator("#slots .slot").all_text_contents()
+        assert [next(n for n in names if f"up.{role}" in n) for role in ("input", "weight", "grad_output")] == names
+        assert page.locator("#slots .slot").first.locator("svg").count() == 5
+        data = embedded((tmp_path / "report.html").read_text())["numerics"]
+        (weight,) = (slot for slot in data if slot["slot"] == "up.weight")
+        amax = model.up.weight.detach().abs().max().item()
+        assert weight["step"] == [0, 1, 2] and weight["amax"] == [pytest.approx(amax, rel=1e-5)] * 3  # 6 digits
 
 
 def test_names_do_no_harm_in_a_browser(browser: Any, tmp_path: Path) -> None:
