@@ -32,9 +32,9 @@ def monitored() -> tuple[Report, Stats]:
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.02), torch.randn(512, 256)
 
-    @fp8pass.train_step(monitor=True, lowering="eager")
+    @fp8pass.train_step(monitor=True, lowering="eager")  # type: ignore[untyped-decorator]
     def step() -> None:
-        torch.nn.functional.mse_loss(model(x), x.sin()).backward()
+        torch.nn.functional.mse_loss(model(x), x.sin()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
