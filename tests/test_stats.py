@@ -17,7 +17,7 @@ from fp8pass.stats import SlotStats, Stats
 from tests.models import Block, batches, make
 
 LAYERS = 2
-PLANTED = 3
+PLANTED = 50
 """The step from which on one layer's activations are a million times as large."""
 
 
@@ -36,20 +36,25 @@ class Planted(nn.Module):
 
 @pytest.fixture(scope="module")
 def diverging() -> Stats:
-    """The demo's model, of two layers, trained with a fault in the second one."""
+    """The demo's model, made small, trained with a fault in its second layer."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(demo, "LAYERS", LAYERS)
-        model = demo.GPT()
+        for name, size in (("WIDTH", 32), ("LAYERS", LAYERS), ("HEADS", 2), ("CONTEXT", 32), ("BATCH", 4)):
+            patched.setattr(demo, name, size)
+        return _diverging()
+
+
+def _diverging() -> Stats:
+    model = demo.GPT()
     planted = Planted(model.blocks[1].down)  # type: ignore[union-attr, arg-type]
     model.blocks[1].down = planted  # type: ignore[union-attr]
-    optimizer, text = torch.optim.AdamW(model.parameters(), lr=1e-3), demo.load_text(1 << 16)
+    optimizer, text = torch.optim.AdamW(model.parameters(), lr=1e-4), demo.load_text(1 << 16)
     train = fp8pass.train_step(monitor=True, lowering="eager", min_speedup=0)(demo.train_step)
     generator = torch.Generator().manual_seed(0)
     for i in range(PLANTED + 2):
         if i == PLANTED:
             planted.gain.fill_(1e6)
-        train(model, optimizer, *(x[:2] for x in text.batch(generator, "cpu")))
+        train(model, optimizer, *text.batch(generator, "cpu"))
     return fp8pass.stats(train)
 
 
