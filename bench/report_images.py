@@ -1,4 +1,4 @@
-"""The pictures of the HTML report in docs/images/: the page of the demo's model, in a browser without a screen.
+"""The pictures of the HTML report in docs/images/: the demo's model, and of a small one its kernels and numerics.
 
 python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra dev
 """

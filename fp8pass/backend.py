@@ -310,7 +310,7 @@ def explain_only(config: Config) -> Callable[..., Any]:
         step, _ = config.recipe.phases[-1]
         notes.append(f"the verdicts are those of the schedule from step {step} on")
         config = config.at_step(step)
-    config = replace(config, monitor_interval=1)
+    config = replace(config, monitor_interval=1)  # else graphs would be compiled when they are called, which none is
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found, again = break_of(module), recompile_of(module, earlier)

@@ -156,6 +156,11 @@ def test_a_schedule_is_explained_as_it_ends() -> None:
     assert report.notes == ["the verdicts are those of the schedule from step 9 on"]
 
 
+def test_with_a_monitor_of_some_steps() -> None:
+    report = fp8pass.explain(make(), torch.randn(16, 32), config=fp8pass.Config(monitor=True, monitor_interval=4))
+    assert len(report.rewritten) == 6 and report.graphs == 1
+
+
 def test_where_graphs_break_and_what_is_compiled_again() -> None:
     layer = nn.Linear(32, 32)
 
