@@ -145,6 +145,11 @@ def step_traffic() -> str:
     return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
 
 
+def comms() -> str:
+    """The table of bench/comms.py, once its formulas have been compared with what runs."""
+    return run(sys.executable, "bench/comms.py")
+
+
 def accumulation() -> str:
     """The table of bench/accumulation.py."""
     return run(sys.executable, "bench/accumulation.py")
@@ -216,6 +221,7 @@ SECTIONS = {
     "traffic": traffic,
     "step_traffic": step_traffic,
     "compile_time": compile_time,
+    "comms": comms,
     "accumulation": accumulation,
     "optimizer_state": optimizer_state,
     "monitor": monitor,
@@ -225,6 +231,7 @@ SECTIONS = {
 FILES = {
     "inspect": "docs/inspect.md",
     "step_traffic": "docs/train-step.md",
+    "comms": "docs/distributed.md",
     "accumulation": "docs/train-step.md",
     "optimizer_state": "docs/train-step.md",
     "compile_time": "docs/kernels.md",

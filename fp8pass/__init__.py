@@ -1,5 +1,6 @@
 """fp8pass: `torch.compile(model, backend="fp8pass")` trains a PyTorch model in FP8."""
 
+from fp8pass import fsdp as fsdp
 from fp8pass import recipes as recipes
 from fp8pass.bisector import bisect as bisect
 from fp8pass.config import Config as Config
@@ -29,6 +30,7 @@ __all__ = [
     "cast_to_representable",
     "dequantize",
     "explain",
+    "fsdp",
     "in_qdq",
     "out_qdq",
     "qdq",

@@ -5,14 +5,23 @@ Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
 from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -37,7 +46,13 @@ from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+from torch.distributed import _functional_collectives
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.fsdp import FSDPModule
 from torch.fx.graph import CodeGen
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -87,6 +102,160 @@ def why_compiled_again() -> str:
     return str(get_metrics_context()._metrics.get("recompile_reason") or "")
 
 
+def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """{id of a parameter that `fully_shard` has sharded: the gathered one}, of those that have been gathered once."""
+    states = (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))
+    groups = (group for state in states for group in _groups_of(state))
+    return {
+        id(p.sharded_param): p._unsharded_param
+        for group in groups
+        for p in group.fsdp_params
+        if hasattr(p, "_unsharded_param")
+    }
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Several from torch 2.13 on."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_of_fsdp(source: Any) -> bool:
+    """Whether Dynamo has something from a module that FSDP manages: a parameter is there only while it is gathered."""
+    while source is not None:
+        if isinstance(source, FSDPNNModuleSource):
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """In a backward: call this when all of it is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
+    """The key-value store in which the ranks of a group met; with a prefix to all keys."""
+    return PrefixStore(prefix, dist.distributed_c10d._get_process_group_store(group))
+
+
+def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """In a graph, or out of one: of the ranks of a group that is known by its name."""
+    result: torch.Tensor = _functional_collectives.all_reduce(x, op, _group_name(group))
+    return result
+
+
+def ranks_of(group: str) -> list[int]:
+    """The ranks of a group that is known by its name."""
+    return dist.get_process_group_ranks(_resolve_process_group(_group_name(group)))
+
+
+def micro_pipelines(group: str) -> bool:
+    """Whether Inductor makes one op of a matmul and a collective of this group: async tensor parallel."""
+    return bool(inductor_config._micro_pipeline_tp) and is_symm_mem_enabled_for_group(_group_name(group))
+
+
+def _group_name(group: str) -> Any:
+    """A NewType to torch. Whether mypy sees that depends on the order in which it reads torch's modules."""
+    return group
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of a group may take."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+@functools.cache
+def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh. Where it has several dimensions, all ranks make it together."""
+    return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+
+
+def context_for_later() -> TracingContext:
+    """The context of what is compiled now, to compile it once more when it is called.
+
+    Without the notes of DDP's optimizer, which splits a graph and counts the compilations of its parts.
+    """
+    context = copy.copy(TracingContext.get())
+    context.ddp_optimizer_ctx, context.fakify_first_call = None, False
+    return context
+
+
+def first_call_is_fake() -> bool:
+    """Whether what is compiled now will be called on fake tensors first.
+
+    DDP's optimizer does so with each part of a graph, to know the strides of its results.
+    """
+    context = TracingContext.try_get()
+    return context is not None and context.fakify_first_call
+
+
+def ddp_goes_on() -> bool:
+    """In a forward: whether it is one of DistributedDataParallel under `no_sync`, of a step that others complete."""
+    module = DistributedDataParallel._active_ddp_module
+    return module is not None and not module.require_backward_grad_sync
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """A call that `torch.distributed.pipelining` makes: of a stage's module, or of the loss behind the last one.
+
+    microbatch: None where the stage only finds out the shapes of what it returns. Its input is memory that nothing has
+    been written to then, and the gradient of its result is 1.
+    """
+
+    stage: Any
+    microbatch: int | None
+
+    @property
+    def has_rank_of_its_own(self) -> bool:
+        """Whether the pipeline is over all ranks, so that no other rank has this stage."""
+        return dist.get_world_size(self.stage.group) == dist.get_world_size()
+
+
+def pipeline_call() -> PipelineCall | None:
+    """In a forward: the call of a pipeline's that it is in, or None."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return None
+    calls = _pipeline_calls()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if (names := calls.get(id(frame.f_code))) is not None:
+            stage, microbatch = names
+            return PipelineCall(frame.f_locals[stage], frame.f_locals[microbatch] if microbatch else None)
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _pipeline_calls() -> dict[int, tuple[str, str]]:
+    """{id of the code that makes such calls: the names in it of the stage, and of the microbatch or ""}.
+
+    By id: what Dynamo makes to resume a function may have constants that have no hash, and so has its code none.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
+
+    calls: dict[Any, tuple[str, str]] = {
+        _PipelineStageBase.forward_one_chunk: ("self", "fwd_chunk_id"),
+        _PipelineSchedule._maybe_compute_loss: ("stage", "mb_index"),
+        PipelineStage._prepare_forward_infra: ("self", ""),
+        PipelineStage._prepare_backward_infra: ("self", ""),
+    }
+    return {id(function.__code__): names for function, names in calls.items()}
+
+
+def module_of_stage(stage: Any) -> Any:
+    """The module of a pipeline's stage; anything else as it is."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return stage
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    return stage.submod if isinstance(stage, _PipelineStageBase) else stage
+
+
 __all__ = [
     "CACHEABLE",
     "EXACT_INPUTS",
@@ -108,8 +277,10 @@ __all__ = [
     "GraphLowering",
     "InductorChoices",
     "MutationLayoutSHOULDREMOVE",
+    "PipelineCall",
     "Pointwise",
     "SchedulerNode",
+    "Store",
     "TensorBox",
     "TorchDispatchMode",
     "TorchDynamoException",
@@ -117,27 +288,41 @@ __all__ = [
     "TritonOverrides",
     "Virtualized",
     "_CheckpointFrame",
+    "all_reduce",
     "aot_autograd",
     "compile_fx",
     "compile_fx_inner",
+    "context_for_later",
     "counters",
     "current_graph_task_id",
+    "ddp_goes_on",
     "detect_fake_mode",
     "dynamo_config",
     "enable_python_dispatcher",
+    "first_call_is_fake",
+    "flattened",
     "functorch_config",
+    "gathered_parameters",
     "get_hash_for_files",
     "hint_of",
     "inductor_config",
     "inductor_lowering",
     "inductor_ops",
     "is_alias_of",
+    "is_of_fsdp",
     "kernel_nodes",
     "list_mode_options",
     "make_boxed_func",
+    "micro_pipelines",
     "min_cut_partition",
+    "module_of_stage",
+    "pipeline_call",
     "pytree",
+    "queue_callback",
+    "ranks_of",
     "select_decomp_table",
+    "store_of",
+    "timeout_of",
     "top_saved_tensors_hooks",
     "trace_structured",
     "tracing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,11 @@ from fp8pass import trial as trials
 from fp8pass._torch import (
     CACHEABLE,
     CompileContext,
-    TracingContext,
     aot_autograd,
     compile_fx,
+    context_for_later,
     detect_fake_mode,
+    first_call_is_fake,
     functorch_config,
     inductor_config,
     list_mode_options,
@@ -28,6 +30,7 @@ from fp8pass._torch import (
     select_decomp_table,
     tracing,
 )
+from fp8pass.amax_reduction import taking_part
 from fp8pass.annotation import Annotation
 from fp8pass.choices import with_choices
 from fp8pass.compiled_graph import CompiledGraph, VaryingGraph
@@ -96,14 +99,33 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config, dump)
     if not annotation.has_state:
-        return compiled
-    context = TracingContext.get()
+        return _without_slots(compiled, example_inputs, config)
+    context = context_for_later()
 
     def for_cold_slots() -> Callable[..., Any]:
         with tracing(context):
             return _lower(annotation.bootstrapped(), inputs, config, Dump.of(config, module, "cold"))
 
-    return CompiledGraph(compiled, annotation, for_cold_slots)
+    graph = CompiledGraph(compiled, annotation, for_cold_slots)
+    return _fake_first(graph, compiled, inputs[len(example_inputs) :]) if first_call_is_fake() else graph
+
+
+def _without_slots(compiled: Callable[..., Any], example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+    """The graph; where another rank has slots in its place, that is found out."""
+    device = next((x.device for x in example_inputs if isinstance(x, Tensor)), None)
+    if config.reduction is None or device is None or not torch.is_grad_enabled() or first_call_is_fake():
+        return compiled
+    return taking_part(compiled, config.reduction, device)
+
+
+def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: Sequence[Any]) -> Callable[..., Any]:
+    """The graph, of which the first call is on fake tensors: it is none of an instance, and gets a state of fakes."""
+    calls = itertools.count()
+
+    def run(*args: Any) -> Any:
+        return compiled(*args, *state) if next(calls) == 0 else graph(*args)
+
+    return run
 
 
 def _annotated(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, dump: Dump) -> Annotation:
@@ -124,7 +146,7 @@ def _update(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, places: Sequence[Place]
 ) -> Callable[..., Any]:
     """A graph that writes into parameters: compiled when it is called, for the FP8 copies that they have then."""
-    context, mode = TracingContext.get(), detect_fake_mode(example_inputs)
+    context, mode = context_for_later(), detect_fake_mode(example_inputs)
 
     def compile_for(key: UpdateKey, args: Sequence[Any], inputs: list[Tensor]) -> Callable[..., Any]:
         dump = Dump.of(config, module, "update")
@@ -150,7 +172,7 @@ def _varying(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, compile_one: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The graph as it is for each step, compiled when the first such step comes."""
-    context = TracingContext.get()
+    context = context_for_later()
     if not torch.is_grad_enabled():
         config = replace(config, monitor=False)  # which has nothing to count there
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -164,7 +186,12 @@ def _varying(
             run: Callable[..., Any] = compile_one(module, example_inputs, config.at_step(step))
         return run
 
-    return VaryingGraph(config.variant, [i for i, p in enumerate(placeholders) if p in owned], counter, compile_at)
+    graph = VaryingGraph(config.variant, [i for i, p in enumerate(placeholders) if p in owned], counter, compile_at)
+    if not first_call_is_fake():
+        return graph
+    first = compile_one(module, example_inputs, config.at_step(0))
+    graph.has(0, first)
+    return _fake_first(graph, first, [])
 
 
 def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:

@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_demo(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_demo)
+    command.description = (
+        "Train a small language model in BF16 and in FP8, side by side. On several GPUs or processes: "
+        "torchrun --nproc-per-node 8 --no-python fp8pass demo --device cuda."
+    )
     command.add_argument(
         "--steps", type=_count, default=200, help="optimizer steps of each model (default: %(default)s)"
     )

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from fp8pass import scaling
+from fp8pass._torch import pipeline_call
+from fp8pass.amax_reduction import Reducer, finish, reducer_of
 from fp8pass.annotation import Annotation
 from fp8pass.numerics import Ring
 from fp8pass.slots import SlotGroup, SlotTable, clock, registry
 from fp8pass.static import frozen_weights
-from fp8pass.steps import Pass, begin_step, checkpointed_region, join_step
+from fp8pass.steps import Pass, begin_step, checkpointed_region, is_rehearsal, join_step
 from fp8pass.weights import cached_weights
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,10 @@ class _Forward:
     eager: bool
     scales: list[tuple[list[tuple[Any, ...]], Tensor]]
     states: list[Tensor]
+
+
+_REHEARSAL = _Forward(None, False, [], [])
+"""Of a region that a rehearsal calls."""
 
 
 class CompiledGraph:
@@ -67,13 +73,22 @@ class CompiledGraph:
         groups = [registry.of(table, owned) for table in self._annotation.tables]
         found = checkpointed_region()
         if found is None:
-            return self._begin(groups)(*args, *self._state(groups, args), *self._numbers(owned))
+            if torch.is_grad_enabled() and is_rehearsal():
+                return self._rehearse(groups, args, owned)
+            result = self._begin(groups)(*args, *self._state(groups, args), *self._numbers(owned))
+            return self._recorded(result, groups)
         (region, how), key = found, self._key(groups)
+        if how is not Pass.REPEATED and is_rehearsal():
+            region.remember(key, _REHEARSAL)
+            return self._rehearse(groups, args, owned)
         if how is Pass.REPEATED:
             forward = region.next_forward(key)
+            if forward is _REHEARSAL:
+                return self._rehearse(groups, args, owned)
             numbers = self._numbers(owned, repeats=forward is not None and forward.run is not None)
             return self._repeat(forward, groups, args, numbers)
         if how is Pass.AHEAD:
+            finish()
             for group in groups:
                 group.ahead += 1
                 group.begin_trained_step(begin_step)
@@ -85,7 +100,7 @@ class CompiledGraph:
         scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
         states = [args[state[0]].clone() for state in self._annotation.states]
         region.remember(key, _Forward(run if how is Pass.FIRST else None, eager, scales, states))
-        return result
+        return self._recorded(result, groups)
 
     def _state(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
         """What the graph is called with behind `args`, Dynamo's."""
@@ -114,12 +129,31 @@ class CompiledGraph:
         return counter.ring.inputs(repeats)
 
     def _begin(self, groups: Sequence[SlotGroup]) -> Run:
+        finish()
         for group in groups:
             group.begin()
             if group.table.training:
                 begin_step(group)
         waiting = [g for g in groups if g.table.training and not g.warm]
         return self._for_step_of(waiting) if waiting else self._compiled
+
+    def _recorded(self, result: Any, groups: Sequence[SlotGroup]) -> Any:
+        """`result`, of a forward that has recorded amaxes, and whose backward will."""
+        reduced = [g for g in groups if g.reduces is not None]
+        if (reducer := _reducer_of(reduced)) is not None:
+            for group in reduced:
+                group.unreduced = True
+            reducer.watch(result, reduced, may_end=pipeline_call() is None)
+        return result
+
+    def _rehearse(self, groups: Sequence[SlotGroup], args: Sequence[Any], owned: Sequence[Tensor]) -> Any:
+        """Run a forward that is of no step: nothing rolls, and neither it nor its backward records anything."""
+        remember = [g for g in groups if g.table.remembers]
+        inputs = [x for g in groups for x in (g.for_rehearsal().inputs() if g.table.remembers else g.inputs())]
+        cold = any(not g.warm and bool((g.tensors.scale == 0).any()) for g in remember)
+        run = self._annotation.bootstrapped().run if cold else self._compiled
+        last = [*self._last(groups, args, repeats=True), *self._numbers(owned, repeats=True)]
+        return run(*self._with_held_states(args, None), *inputs, *last)
 
     def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
         """Of the code and the instance; the same for its training and its evaluation."""
@@ -145,6 +179,7 @@ class CompiledGraph:
                 group.copy_slots(keys, then, again.scale)
             cold |= not group.warm and bool((again.scale == 0).any())
             if group.catch_up():
+                group.unreduced |= group.table.reduces is not None
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
             inputs += again.inputs()
             group.steps = max(group.steps, 1)
@@ -173,8 +208,8 @@ class CompiledGraph:
         with self._lock:
             if self._for_cold_slots is None:
                 log.warning(
-                    "%d FP8 slots have seen no data in %d steps (%s%s): compiling once more, to scale them by their "
-                    "own amax when they do. If they never will, leave them out with filter=",
+                    "%d FP8 slots have no scale after %d steps (%s%s): compiling once more, to scale them by their "
+                    "own amax until they have. If they never see data, leave them out with filter=",
                     len(cold),
                     EAGER_FIRST_STEPS,
                     ", ".join(cold[:5]),
@@ -182,6 +217,12 @@ class CompiledGraph:
                 )
                 self._for_cold_slots = self._compile_for_cold_slots()
         return self._for_cold_slots
+
+
+def _reducer_of(groups: Sequence[SlotGroup]) -> Reducer | None:
+    """What shares their amaxes with other ranks; None where there is nothing, or nobody, to share them with."""
+    reduced = ((g.reduces, g.table.device) for g in groups if g.reduces is not None)
+    return next((reducer_of(*of) for of in reduced), None)
 
 
 class VaryingGraph:
@@ -204,6 +245,10 @@ class VaryingGraph:
         self._compile_at = compile_at
         self._runs: dict[Hashable, Run] = {}
         self._lock = threading.Lock()
+
+    def has(self, step: int, run: Run) -> None:
+        """What has been compiled for a step already."""
+        self._runs[self._variant(step)] = run
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph as it is at this step. Evaluation is as the last step was."""

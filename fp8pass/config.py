@@ -7,14 +7,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fp8pass._torch import list_mode_options
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8pass._torch import flattened, list_mode_options
 from fp8pass.hardware import TARGETS
-from fp8pass.recipes import ByModule, Plan, Recipe, Schedule, choose, matches, resolve
+from fp8pass.recipes import ByModule, DelayedScaling, Plan, Recipe, Schedule, choose, matches, resolve
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
 OPTIMIZER_STATES = ("off", "fp8")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Over which ranks amaxes are reduced, and in one of how many steps: see `amax_reduction.py`.
+
+    group: None for the default group; a mesh for all of its ranks.
+    """
+
+    group: ProcessGroup | DeviceMesh | None = None
+    interval: int = 1
+
+    def process_group(self) -> ProcessGroup | None:
+        """The group; None where it is of one rank, or torch.distributed does not run."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.group
+        if group is None:
+            group = dist.group.WORLD
+        elif isinstance(group, DeviceMesh):
+            group = flattened(group)
+        return group if dist.get_world_size(group) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,14 @@ class Config:
     """Count in one of so many steps. In the others runs a graph without the monitor, which is compiled as well."""
     monitor_steps: int = 128
     """How many of the steps that are counted are kept, on the device: 36 bytes for each and each tensor."""
+    reduce_amax: bool = True
+    """With torch.distributed: delayed scaling has the same scales on all ranks, by one all-reduce per step. Every rank
+    of the group is to train the same model with the same options, or all raise `Fp8Error` in the first step."""
+    reduce_amax_interval: int = 1
+    """Reduce in one of so many steps, with what the steps between have recorded; until then scales may differ."""
+    amax_group: ProcessGroup | DeviceMesh | None = None
+    """The ranks that share the model: data, sequence and tensor parallel together, of one pipeline stage. A process
+    group; a device mesh, for all of its ranks; None for the default group."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
     target: str | None = None
@@ -69,7 +103,13 @@ class Config:
         if not isinstance(self.monitor, bool):
             patterns = (self.monitor,) if isinstance(self.monitor, str) else tuple(self.monitor)
             object.__setattr__(self, "monitor", patterns)
-        for name in ("monitor_interval", "monitor_steps"):
+        group: Any = self.amax_group
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not in amax_group: pass the group of the ranks that train the same model")
+        if not isinstance(group, ProcessGroup | DeviceMesh | None):
+            kind = type(group).__name__
+            raise ValueError(f"amax_group is a {kind}: pass a torch.distributed.ProcessGroup or DeviceMesh, or None")
+        for name in ("monitor_interval", "monitor_steps", "reduce_amax_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a number of steps, 1 or more")
         if self.mode is not None:
@@ -91,6 +131,15 @@ class Config:
     def caches_transposes(self) -> bool:
         """Whether transposed ones are, too."""
         return self.weight_cache == "fp8+transpose"
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """How ranks share the amaxes of delayed scaling; None: not at all. Not for schedules: see `at_step`."""
+        plan = self.recipe
+        recipes = [recipe for _, recipe in plan.rules] if isinstance(plan, ByModule) else [plan]
+        if not self.reduce_amax or not any(isinstance(recipe, DelayedScaling) for recipe in recipes):
+            return None
+        return Reduction(self.amax_group, self.reduce_amax_interval)
 
     def monitors(self, slot: str) -> bool:
         """Whether the tensor of this slot is to be watched."""
@@ -181,6 +230,8 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "weight_cache": str,
     "optimizer_state": str,
     "skip_nonfinite": _flag("skip_nonfinite"),
+    "reduce_amax": _flag("reduce_amax"),
+    "reduce_amax_interval": int,
     "monitor": lambda text: text == "1" if text in ("0", "1") else tuple(text.split(",")),
     "monitor_interval": int,
     "monitor_steps": int,

@@ -2,11 +2,17 @@
 
 The text is the Python standard library's own source, byte by byte, which every machine has. Both models start from the
 same weights and see the same batches; the one difference is the backend of `torch.compile`.
+
+Under `torchrun --nproc-per-node 8 --no-python fp8pass demo` each rank trains on its part of the same batches, in
+`DistributedDataParallel`; the losses are those of whole batches, and rank 0 shows them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
 from fp8pass.report import Report
@@ -114,7 +122,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
 
 @dataclass
 class Run:
-    """One model in training. compiled: the model, for validation; train: a compiled `train_step`."""
+    """One model in training, in `DistributedDataParallel` where there are other ranks.
+
+    compiled: the model itself, for validation; train: a compiled `train_step`.
+    """
 
     name: str
     model: nn.Module
@@ -130,7 +141,7 @@ class Run:
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.losses.append(self.train(self.model, self.optimizer, tokens, targets).item())
+        self.losses.append(mean_over_ranks(self.train(self.model, self.optimizer, tokens, targets)).item())
         self.seconds += time.perf_counter() - started
 
     @torch.no_grad()
@@ -146,14 +157,15 @@ def new_run(name: str, device: str, recipe: Any = None) -> Run:
     torch.manual_seed(0)
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    trained = DistributedDataParallel(model) if dist.is_initialized() else model
     if recipe is None:
-        return Run(name, model, torch.compile(model), optimizer, torch.compile(train_step))
+        return Run(name, trained, torch.compile(model), optimizer, torch.compile(train_step))
     options: dict[str, Any] = {
         "recipe": recipe,
         "min_speedup": 0,
     }  # a model this small is for looking at losses, not at speed
     compiled = torch.compile(model, backend="fp8pass", options=options)
-    return Run(name, model, compiled, optimizer, fp8pass.train_step(**options)(train_step))
+    return Run(name, trained, compiled, optimizer, fp8pass.train_step(**options)(train_step))
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -168,7 +180,7 @@ def train(runs: list[Run], text: Text, steps: int, device: str) -> Iterator[int]
     """Train all runs on the same batches; yields after every step."""
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
-        tokens, targets = text.batch(generator, device)
+        tokens, targets = map(part_of, text.batch(generator, device))
         for run in runs:
             run.step(tokens, targets, rate_at(step, steps))
         yield step
@@ -176,10 +188,10 @@ def train(runs: list[Run], text: Text, steps: int, device: str) -> Iterator[int]
 
 def explain(recipe: str, device: str, text: Text) -> Report:
     """The verdicts on the demo's model."""
-    run = new_run("explain", device)
+    model = GPT().to(device)
     tokens, _ = text.batch(torch.Generator().manual_seed(0), device)
     with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
-        return fp8pass.explain(run.model, tokens, config=fp8pass.Config(recipe=recipe, min_speedup=0))
+        return fp8pass.explain(model, tokens, config=fp8pass.Config(recipe=recipe, min_speedup=0))
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -201,8 +213,44 @@ def plot(runs: list[Run], path: Path) -> None:
     pyplot.close(figure)
 
 
+@contextlib.contextmanager
+def among_ranks(device: str) -> Iterator[str]:
+    """This rank's device, while it can talk to those that torchrun has started with it, if any; rank 0 prints."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        yield device
+        return
+    if BATCH % ranks:
+        raise SystemExit(f"fp8pass demo: {ranks} ranks can't have equal parts of batches of {BATCH}")
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    with contextlib.redirect_stdout(sys.stdout if dist.get_rank() == 0 else None):
+        yield device
+    dist.destroy_process_group()  # not after an error, where the others do not come
+
+
+def part_of(batch: Tensor) -> Tensor:
+    """This rank's of a batch."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else batch
+
+
+def mean_over_ranks(loss: Tensor) -> Tensor:
+    """The loss of the whole batch, of those of its parts, which are equally large."""
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss
+
+
 def main(steps: int, recipe: str, device: str, out: Path) -> int:
     """Run the demo; returns the exit status: 1 if nothing runs in FP8 or FP8's loss is more than 1% above BF16's."""
+    with among_ranks(device) as own:
+        return _main(steps, recipe, own, out)
+
+
+def _main(steps: int, recipe: str, device: str, out: Path) -> int:
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
@@ -226,7 +274,8 @@ def main(steps: int, recipe: str, device: str, out: Path) -> int:
             progress.update(task, advance=1, description=losses)
     for run in runs:
         run.validate(text, device)
-    plot(runs, out / "loss.png")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        plot(runs, out / "loss.png")
     return verdict(runs, report, out)
 
 

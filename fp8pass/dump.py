@@ -2,8 +2,8 @@
 
     dir/run_000/index.md                                what was compiled, in order, in how long
     dir/run_000/graph_000.GPT/index.md                  what was done to this graph, in order, in how long
-    dir/run_000/graph_000.GPT/006.joint.scaled_mm.before.py, .after.py, .diff
-    dir/run_000/graph_000.GPT/020.forward.output_code.py
+    dir/run_000/graph_000.GPT/008.joint.scaled_mm.before.py, .after.py, .diff
+    dir/run_000/graph_000.GPT/019.forward.output_code.py
     dir/run_000/graph_000.GPT/report.txt
 
 A process has a folder of its own in `dir`, which it makes: two never write into one. The same texts go to torch's

@@ -82,6 +82,10 @@ def _told(error: Exception) -> str:
     said = next((line for line in lines if line), type(reason).__name__).rstrip(".")
     if isinstance(reason, Fp8Error):
         return said
+    if isinstance(reason, TorchDynamoException) and (
+        got := re.search(r"\bgot \w+\((['\"])(.+)\1\)$", str(reason), re.M)
+    ):
+        said += f": {got[2].rstrip('.')}"  # what an op had to say, which Dynamo has in its explanation
     kind = "" if isinstance(reason, TorchDynamoException) else f"{type(reason).__name__}: "
     where = _place(str(error)) or _place(str(reason))
     return f"{kind}{said}" + (f", at {where}" if where else "")

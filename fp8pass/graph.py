@@ -27,6 +27,8 @@ from fp8pass._torch import (
 MADE_BY = "fp8pass"
 SAVED = "fp8pass_saved"
 """The key in `node.meta` of what the forward computes and only the backward reads: see `partition.py`."""
+GATHERED = "fp8pass_gathered"
+"""The key in `node.meta["custom"]` of what is made of a parameter that FSDP frees between forward and backward."""
 RECORDED = "fp8pass_recorded"
 """The key of the amaxes of a graph's slots merged into those of the step, each once; the value is `on_nonfinite`."""
 ONE_STAGE = "fp8pass_one_stage"

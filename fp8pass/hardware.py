@@ -147,6 +147,16 @@ def scales_rows(device: torch.device, target: Target | None) -> bool:
     return target is None or target.capability >= (9, 0)
 
 
+def why_no_grouped_kernel(device: torch.device, target: Target | None) -> str:
+    """Why the device has no `torch._scaled_grouped_mm` with scales for rows; "" if it has. It is written for sm_90."""
+    wanted = "grouped FP8 matmuls with scales for rows exist on sm_90"
+    if target is None:
+        return f"{wanted}, not on {(pretended_device or device).type}"
+    if target.capability != (9, 0):
+        return f"{wanted}, and {target.name} is sm_{target.capability[0]}{target.capability[1]}"
+    return ""
+
+
 # Compute capabilities and CUDA versions with a kernel for the scales of `torch._scaled_mm` (cuBLASLt's documentation).
 _BLOCK_KERNELS = {"blockwise": ((9, 0), (10, 0), (12, 9)), "mxfp8": ((10, 0), (12, 0), (12, 8))}
 

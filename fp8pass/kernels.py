@@ -145,7 +145,7 @@ class _Gemm:
         return self.batches * gemm_seconds(target, self.m, self.k, self.n, self.a, self.out.itemsize, scaling)
 
 
-_MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+_MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
 
 
 def _gemm(op: fx.Node) -> _Gemm | None:
@@ -154,9 +154,12 @@ def _gemm(op: fx.Node) -> _Gemm | None:
     if first is None or getattr(op.target, "namespace", "") != "aten":
         return None
     a, b = (_val(op.args[i]) for i in (first, first + 1))
-    scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else ""
+    scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else "rowwise" if "scaled" in name else ""
     batches = a.shape[0] if a.dim() == 3 else 1
     m, k = a.shape[-2:]
+    if "grouped" in name and a.dim() == 2:  # on average; a group has its rows, or its part of the sum
+        batches = len(_val(op.args[4 if scaling else 2]))
+        m, k = (-(-m // batches), k) if b.dim() == 3 else (m, -(-k // batches))
     return _Gemm(batches, m, k, b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from fp8pass._torch import is_of_fsdp
+
 
 class Names:
     """The names in one graph of Dynamo's, given its placeholders.
@@ -38,6 +40,11 @@ class Names:
         names = [self.of(p, "", [p]) for p in parameters]
         self._merged[cat] = merged_name([name for name, _ in names]), names[0][1]
         self._parts[cat] = tuple(self._stands_for.get(p, p) for p in parameters)
+
+    def is_gathered(self, node: fx.Node) -> bool:
+        """Whether the node is, or stands for, a parameter that FSDP gathers before each use, and frees behind it."""
+        placeholder = self._stands_for.get(node, node)
+        return placeholder in self.owned and is_of_fsdp(getattr(placeholder, "_dynamo_source", None))
 
     def is_owned(self, node: fx.Node) -> bool:
         """Whether the node is one of `owned`, or stands for one."""

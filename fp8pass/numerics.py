@@ -107,7 +107,7 @@ RECORD_NUMERICS = torch.ops.fp8pass.record_numerics.default
 
 
 def _record(x: Tensor, quantizer: Any, numerics: Tensor, index: int, *state: Tensor) -> None:
-    x, scale = quantizer.scaled(x, *state)
+    x, scale = quantizer.scaled(x, *ops.inputs_of(quantizer, state))
     new = numerics_of(x, scale, scaling.quantize(x, scale, quantizer.dtype))
     numerics.copy_(record_numerics(numerics, new, index))
 

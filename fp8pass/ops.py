@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8pass import moments, scaling
+from fp8pass import grouped, moments, scaling
 from fp8pass.kernel_ops import ROUNDED
 from fp8pass.moments import MomentKind
 from fp8pass.recipes import (
@@ -28,6 +28,7 @@ from fp8pass.recipes import (
     RowwiseScaling,
     StaticScaling,
 )
+from fp8pass.sharded import amax_over, copy_of, on_part
 
 
 class SlotTensors(NamedTuple):
@@ -96,7 +97,8 @@ class Delayed:
     slot: entry in `scales`; index: entry in the `amax` that it is called with. bootstrap: a slot without history
     is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it
     `scales` are those of `usable`.
-    record: whether this use counts (training) or only reads the scale (evaluation).
+    record: whether this use counts (training) or only reads the scale (evaluation). over: groups of the ranks that have
+    the other parts of the tensor.
     """
 
     recipe: DelayedScaling
@@ -105,6 +107,7 @@ class Delayed:
     index: int
     bootstrap: bool
     record: bool
+    over: tuple[str, ...] = field(default=(), repr=False)
 
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
         """`x` quantized and dequantized; records its amax in `amax`, in place."""
@@ -119,25 +122,27 @@ class Delayed:
         """`x` in the shape that it is quantized in, and what it is multiplied with."""
         scale = scales[self.slot]
         if self.bootstrap:
-            own = scaling.scale_from_amax(scaling.amax(x), scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+            amax = amax_over(scaling.amax(x), self.over)
+            own = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
             scale = torch.where(scale == 0, own, scale)
         return x, scale
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """How one tensor is quantized with the scale from its own amax; 1 for a tensor of zeros."""
+    """How one tensor is quantized with the scale from its own amax; 1 for a tensor of zeros. over: as of `Delayed`."""
 
     recipe: DynamicScaling
     dtype: torch.dtype
+    over: tuple[str, ...] = field(default=(), repr=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` quantized and dequantized."""
-        return _qdq_by_amax(x, scaling.amax(x), self.dtype, self.recipe.power_of_2)
+        return _qdq_by_amax(x, amax_over(scaling.amax(x), self.over), self.dtype, self.recipe.power_of_2)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As that of `Delayed`."""
-        return x, _scale(scaling.amax(x), self.dtype, self.recipe.power_of_2)
+        return x, _scale(amax_over(scaling.amax(x), self.over), self.dtype, self.recipe.power_of_2)
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,31 @@ class Rowwise:
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As that of `Delayed`; a scale for each row."""
         return x, _scale(scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+
+
+@dataclass(frozen=True)
+class Groupwise:
+    """How one tensor [R, C] in groups of rows is quantized with a scale for each column of each group.
+
+    For matmuls that sum over the rows of every group by itself; offs i32[G]: see `grouped.py`.
+    """
+
+    recipe: RowwiseScaling
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, offs: Tensor) -> Tensor:
+        """`x` quantized and dequantized."""
+        amax = grouped.amax_of_groups(x, offs)
+        scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+        x_q = scaling.quantize(x, grouped.by_row(scale, offs, x.shape[0]), self.dtype)
+        result: Tensor = grouped.dequantize_groups(x_q, scaling.inverse_unless_nonfinite(scale, amax), offs, x.dtype)
+        return result
+
+    def scaled(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+        """As that of `Delayed`; a scale for each element. Of rows that belong to no group zeros."""
+        in_group = grouped.group_of_rows(offs, x.shape[0]) < len(offs)
+        scale = _scale(grouped.amax_of_groups(x, offs), self.dtype, self.recipe.power_of_2)
+        return torch.where(in_group.unsqueeze(1), x, 0), grouped.by_row(scale, offs, x.shape[0])
 
 
 def _qdq_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
@@ -288,9 +318,25 @@ class Observe:
         return x
 
 
-Quantizer = Delayed | Dynamic | Rowwise | Blockwise | Static | Observe
+Quantizer = Delayed | Dynamic | Rowwise | Groupwise | Blockwise | Static | Observe
 Stateful = Delayed | Static | Observe
 """Quantizers with a place in the state."""
+
+
+def inputs_of(quantizer: Quantizer, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a quantizer takes beside its tensor, of what those of one gradient take."""
+    return state if isinstance(quantizer, Stateful | Groupwise) else ()
+
+
+def quantized(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
+    """`x` quantized and dequantized. Of a DTensor each rank has a part: see `sharded.py`."""
+
+    def of_part(part: Tensor, groups: tuple[str, ...]) -> Tensor:
+        if groups and isinstance(quantizer, (Delayed, Dynamic)):
+            return replace(quantizer, over=groups)(part, *state)
+        return quantizer(part, *state)
+
+    return on_part(of_part, x)
 
 
 def frozen_operand(x_q: Tensor, quantizer: Static, dtype: torch.dtype, scales: Tensor) -> Tensor:
@@ -315,11 +361,31 @@ def _(x_q: Tensor, x_t: Tensor) -> Tensor:
 WITH_TRANSPOSE = torch.ops.fp8pass.with_transpose.default
 
 
+@torch.library.custom_op("fp8pass::shared", mutates_args=())
+def _shared(scales: Tensor, group: str) -> Tensor:
+    """An op of its own, so that the `quantize_collectives` pass finds it; nothing is computed by it in the end."""
+    return scales.clone()
+
+
+@_shared.register_fake
+def _(scales: Tensor, group: str) -> Tensor:
+    return torch.empty_like(scales)
+
+
+def shared(scales: Tensor, group: str) -> Tensor:
+    """`scales`, which are the same on all ranks of a group, known by its name."""
+    result: Tensor = _shared(scales, group)
+    return result
+
+
+SHARED = torch.ops.fp8pass.shared.default
+
+
 class _QDQ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
-        return quantizer(x, *state)
+        return quantized(x, quantizer, *state)
 
     @staticmethod
     @once_differentiable
@@ -345,7 +411,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
         ctx.how = how
-        return y.clone()
+        return copy_of(y)
 
     @staticmethod
     @once_differentiable
@@ -355,10 +421,8 @@ class _Route(torch.autograd.Function):
         (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
         needed = ctx.needs_input_grad[1:3]
         quantizers = [q for q, n in zip((quantizer_a, quantizer_b), needed, strict=True) if n and q is not None]
-        quantized = {q: q(grad, *state) for q in quantizers}
-        routed = (
-            quantized.get(q, grad) if n else None for q, n in zip((quantizer_a, quantizer_b), needed, strict=True)
-        )
+        found = {q: quantized(grad, q, *inputs_of(q, state)) for q in quantizers}
+        routed = (found.get(q, grad) if n else None for q, n in zip((quantizer_a, quantizer_b), needed, strict=True))
         return None, *routed, *[None] * len(ctx.how)
 
 
@@ -366,13 +430,13 @@ class _GradQDQ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
         ctx.quantizer, ctx.state = quantizer, state
-        return y.clone()  # not a view, which users could not modify in place; compiled, the copy goes away
+        return copy_of(y)  # not a view, which users could not modify in place; compiled, the copy goes away
 
     @staticmethod
     @once_differentiable
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
-        return ctx.quantizer(grads[0], *ctx.state), None, *[None] * len(ctx.state)
+        return quantized(grads[0], ctx.quantizer, *ctx.state), None, *[None] * len(ctx.state)
 
 
 def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
@@ -396,7 +460,7 @@ def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
 
 def operand(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
     """`x`, quantized and dequantized if there is a quantizer; no gradient passes."""
-    return x.detach() if quantizer is None else quantizer(x.detach(), *state)
+    return x.detach() if quantizer is None else quantized(x.detach(), quantizer, *state)
 
 
 def route(
@@ -405,7 +469,8 @@ def route(
     """`y`, with the gradients of `y_a` and `y_b`: three forms of one product, each of differently quantized factors.
 
     y has the output, y_a the gradient of the first factor, y_b that of the second; the values of y_a and y_b are not
-    used, and so not computed in compiled code. grad_a, grad_b: what quantizes the gradient for each.
+    used, and so not computed in compiled code. grad_a, grad_b: what quantizes the gradient for each. state: of those
+    that have any; of `Groupwise`, `offs`.
     """
     return _Route.apply(y, y_a, y_b, grad_a, grad_b, *state)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -36,7 +36,9 @@ MOVEMENT = frozenset(
     )
 )  # fmt: skip
 """Ops that compute nothing: they rearrange, take apart, convert, or make a constant."""
-_MATMULS = frozenset(("_scaled_mm", "addmm", "baddbmm", "bmm", "mm"))
+_MATMULS = frozenset(
+    ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm", "scaled_grouped_mm")
+)
 _WIDE = 1 << 16
 """A tensor with at least so many elements is no scale, no amax and no history."""
 

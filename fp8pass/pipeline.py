@@ -32,9 +32,11 @@ from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.fold_quantizes import FoldQuantizes
+from fp8pass.passes.grouped_mm import GroupedMM
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
+from fp8pass.passes.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.quantize_moments import moments_of as moments_of
 from fp8pass.passes.quantize_moments import read_moments, write_moments
 from fp8pass.passes.quantize_tiles import QuantizeTiles
@@ -120,8 +122,10 @@ def passes(choices: list[Choice]) -> list[Pass]:
     return [
         Canonicalize(),  # first: the others know one spelling of quantize and dequantize
         Matmuls(choices),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
+        QuantizeCollectives(),  # before what is dequantized behind a collective is looked for
         BlockScaledMM(),
-        ExpandBlocks(),  # after it, which knows blocks by the op
+        GroupedMM(),
+        ExpandBlocks(),  # after them, which know blocks and groups by the op
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
         UseTransposes(),  # behind it, which lays operands out
         SaveTransposes(),

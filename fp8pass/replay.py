@@ -1,6 +1,6 @@
 """Runs a dumped graph: what each file of `FP8PASS_DUMP` calls when it is executed.
 
-    python 012.joint.scaled_mm.after.py [--seed 0] [--device cpu] [--inputs FILE.pt] [--against OTHER.py]
+    python 008.joint.scaled_mm.after.py [--seed 0] [--device cpu] [--inputs FILE.pt] [--against OTHER.py]
 
 The inputs are made of a seed and their names: what has one name in two dumps has the same values.
 """

@@ -8,12 +8,14 @@ import math
 import re
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
+from fp8pass.fsdp import Fp8Shard, GatheredWeight
 from fp8pass.ops import cached_operand
 from fp8pass.recipes import Recipe
 from fp8pass.replay import Quantized, Random, RngState, Transposed
@@ -40,7 +42,7 @@ class Origins:
         self.names = [name for name, _ in inputs]
         for node in (n for n in module.graph.nodes if n.target is cached_operand):
             self._learn_copies(*node.args)
-        self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if isinstance(x, Tensor)}
+        self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
 
     def _learn_copies(self, weight: fx.Node, quantizer: Any, made: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
         if weight.op == "placeholder":  # not of several, one below the other
@@ -196,7 +198,7 @@ def _input(node: fx.Node, value: Any, origins: Origins, names: dict[str, str], d
 
 def _value(value: Any, about: float, differentiable: bool = False) -> str:
     """The text that makes an input or an attribute."""
-    if isinstance(value, Tensor):
+    if _is_plain(value):
         return _known(value) or _random(value, about, differentiable and value.requires_grad)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return repr(hint_of(value))
@@ -240,6 +242,11 @@ def _about(x: Tensor, name: str) -> float:
         with unset_fake_temporarily():
             return float(x.numel() > 0 and bool((x.detach().float() >= 0).all()))
     return _AMAX if "amax" in name else float(bool(_POSITIVE.search(name)))
+
+
+def _is_plain(x: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of this process alone: a DTensor has parts on other ranks."""
+    return isinstance(x, Tensor) and not isinstance(x, (DTensor, Fp8Shard, GatheredWeight))
 
 
 def _is_real(x: Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import ops, scaling
+from fp8pass.config import Reduction
 from fp8pass.numerics import Ring
 from fp8pass.ops import SlotTensors
 from fp8pass.recipes import DelayedScaling, StaticScaling
@@ -40,7 +41,7 @@ class SlotTable:
     anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
     places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
     training: whether the graph records at all. records: for each slot whether it does; the others never have a history.
-    code: identifies the compiled code, in a table without slots.
+    code: identifies the compiled code, in a table without slots. reduces: how ranks share the amaxes; None: not at all.
     """
 
     names: tuple[str, ...]
@@ -55,6 +56,7 @@ class SlotTable:
     records: tuple[bool, ...] = ()
     code: str = ""
     n_weights: int = 0
+    reduces: Reduction | None = None
 
     @classmethod
     def counter(cls, owned: tuple[str, ...], code: str) -> SlotTable:
@@ -111,6 +113,14 @@ class SlotGroup:
     """Forwards without gradients, of checkpointed regions, that no backward has repeated yet."""
     steps: int = 0
     """How many steps the instance has begun with this graph."""
+    unreduced: bool = False
+    """Amaxes have been recorded that no reduction over ranks has been started for."""
+    goes_on: bool = False
+    """The forward that began last is one of several that are one step."""
+    stage: int | None = None
+    """The stage of a pipeline that the instance was in last."""
+    has_rank_of_its_own: bool = False
+    """No other rank has that stage."""
     warm: bool = False
     """No slot is cold; once true, the device is not asked again."""
     cold_names: frozenset[str] | None = None
@@ -131,6 +141,12 @@ class SlotGroup:
     """Parameters in FP8, by what the graph knows them by: see `static.frozen_weights` and `weights.cached_weights`."""
     ring: Ring | None = None
     """What the numerics monitor has counted; of a table without slots."""
+
+    @property
+    def reduces(self) -> Reduction | None:
+        """How ranks share its amaxes; None: not at all. The default group has no other rank with a pipeline's stage."""
+        reduces = self.table.reduces
+        return None if reduces is not None and reduces.group is None and self.has_rank_of_its_own else reduces
 
     def keys(self) -> list[tuple[Any, ...]]:
         """What identifies each slot, whatever graph it is in.
@@ -157,15 +173,25 @@ class SlotGroup:
 
     def cold(self) -> list[str]:
         """The slots that have no scale in the step that has just begun, or goes on. Waits for the device."""
-        amax = self.amax()
-        rolls = torch.isfinite(amax) & (amax > 0) & ~self.tensors.held
-        cold = ((self.tensors.scale == 0) & ~rolls).tolist()
+        cold = (self._rolled_scale() == 0).tolist()
         rows = zip(self.table.names, cold, self.table.records, strict=True)
         names = [name for name, is_cold, records in rows if is_cold and records]
         self.warm, self.cold_names = not names, frozenset(names)
         if names and self.cold_since is None:
             self.cold_since = self.steps
         return names
+
+    @torch.no_grad()
+    def _rolled_scale(self) -> Tensor:
+        """f32[T], 0 where there will be none: an amax alone makes no scale, if the history holds a NaN, say."""
+        t = self.tensors
+        if not self.table.remembers:
+            return t.scale
+        recipe, amax = self.table.delayed, torch.where(t.held, scaling.NOTHING, self.amax())
+        scale, _ = scaling.roll_history(
+            t.scale, t.amax_history, amax, torch.ones_like(amax), algo=recipe.amax_compute_algo, margin=recipe.margin
+        )
+        return scale
 
     def has_scale(self, slot: int) -> bool:
         """Whether the slot is known to have one. Does not ask the device."""
@@ -185,6 +211,11 @@ class SlotGroup:
                 flags = held or [False] * len(self.table.names)
                 self.flags[held] = torch.tensor(flags, device=self.table.device)
             self.tensors.held.copy_(self.flags[held])
+
+    @property
+    def rolls(self) -> bool:
+        """Whether any slot rolls at the next call."""
+        return not self.held or not all(self.held)
 
     def holds(self, slot: int) -> bool:
         """Whether the step of the slot goes on."""
@@ -224,6 +255,12 @@ class SlotGroup:
             amax.fill_(scaling.NOTHING)
         return self.again
 
+    def for_rehearsal(self) -> SlotTensors:
+        """As `for_repetition`, for a forward whose backward is to record nothing either."""
+        return self.for_repetition()._replace(
+            amax_backward=torch.full_like(self.tensors.amax_backward, scaling.NOTHING)
+        )
+
     def catch_up(self) -> bool:
         """Whether a backward repeats what ran ahead without gradients, and recorded nothing."""
         ahead = next((g for g in (self, *self._kin()) if g.ahead), None)
@@ -259,6 +296,7 @@ class SlotGroup:
             self._take(other)
             self.seen = other.used
             self.warm &= other.warm
+            self.unreduced |= other.unreduced
         if self.table.training:
             self.used = self.seen = next(clock)
 

@@ -5,21 +5,25 @@ Gathers whatever belongs to a module's tensors, in whichever graphs, under the n
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8pass import scaling
+from fp8pass.amax_reduction import finish
 from fp8pass.errors import Fp8Error
 from fp8pass.names import CHECKPOINT_WRAPPER, parts_of
 from fp8pass.slots import PARTS, Entry, SlotGroup, registry
+from fp8pass.tensors import ids_of, named_tensors, unwrapped
+
+if TYPE_CHECKING:  # whoever has some has imported it already
+    from torch.distributed.checkpoint.metadata import Metadata
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +75,9 @@ class State:
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors of fixed sizes, copied; {} before the first call. Loads with weights_only=True.
 
-        `torch.distributed.checkpoint.load` fills what this returns: call the model once, with gradients, before it.
+        `torch.distributed.checkpoint.load` fills what this returns: before the first call, give it `as_saved`.
         """
+        finish()
         entries = sorted(self._entries().items())
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
@@ -88,11 +93,13 @@ class State:
         recipe. What is not known before the first call is checked then. Without `strict` what fits is loaded, the rest
         is named in a warning, and where the recipe is another one scales are computed anew from the histories.
         """
+        finish()  # what is on its way would come after what is loaded
         entries = _entries_of(state_dict)
         saved = _as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
         if not state_dict:
             log.warning(
-                "an empty FP8 state is loaded; if one was saved, call the model once, with gradients, before that"
+                "an empty FP8 state is loaded; if one was saved with torch.distributed.checkpoint, load "
+                "fp8pass.state(model).as_saved(metadata), or call the model once, with gradients, before that"
             )
         located = self._located()
         known = {name for _, names in located for name in names}
@@ -116,6 +123,24 @@ class State:
         for group, names in located:
             self._write(group, names, entries, saved)
 
+    def as_saved(self, metadata: Metadata, key: str = "fp8", strict: bool = True) -> Saved:
+        """What `torch.distributed.checkpoint.load` takes for this state also before the first call.
+
+        metadata: of the checkpoint, as its reader's `read_metadata()` returns it; it names the slots, which this state
+        does not know yet. key: where the state was saved, the names of nested dicts joined by dots. Histories may have
+        another length. Raises Fp8Error if no state was saved there.
+        """
+        sizes = metadata.state_dict_metadata
+        prefix = f"{key}."
+        if f"{prefix}{RECIPE}" not in sizes:
+            raise Fp8Error(f"the checkpoint has no FP8 state under {key!r}; pass the key that it was saved under")
+        empty = {
+            name.removeprefix(prefix): torch.empty(size.size, dtype=size.properties.dtype)  # type: ignore[union-attr]
+            for name, size in sizes.items()
+            if name.startswith(prefix)
+        }
+        return Saved(self, empty, strict)
+
     def _write(self, group: SlotGroup, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
         group.write(found, anew=bool(saved) and not _is_among(_recipe_text([group]), saved))
@@ -130,7 +155,7 @@ class State:
     def _groups(self) -> list[SlotGroup]:
         """All groups of the module, oldest first, those without slots included."""
         module = self._module()
-        mine = {id(t) for t in itertools.chain(module.parameters(), module.buffers())} if module is not None else set()
+        mine = ids_of(module) if module is not None else set()
         groups = (g for g in registry.groups() if g.table.remembers)
         return [g for g in groups if any(id(t) in mine for t in g.owned_tensors())]
 
@@ -191,6 +216,21 @@ class State:
             self._write(group, names, loaded.entries, loaded.recipe)
 
 
+class Saved:
+    """What a checkpoint has of a state, to be filled and loaded: see `State.as_saved`. Stateful, too."""
+
+    def __init__(self, state: State, empty: dict[str, Tensor], strict: bool) -> None:
+        self._state, self._empty, self._strict = state, empty, strict
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors of the saved sizes, with nothing in them yet."""
+        return dict(self._empty)
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load them into the state."""
+        self._state.load_state_dict(state_dict, self._strict)
+
+
 def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
     """{name in the group: name in `module`} of the group's slots that belong to the module.
 
@@ -212,8 +252,7 @@ def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename |
     """For each of the instance's tensors what makes of its name in the graph that in the module; and for most."""
     paths: dict[int, list[str]] = {}
     if module is not None:
-        tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        for path, tensor in itertools.chain(*tensors):
+        for path, tensor in named_tensors(module):
             paths.setdefault(id(tensor), []).append(
                 path.replace(f"{CHECKPOINT_WRAPPER}.", "").replace("_orig_mod.", "")
             )
@@ -353,7 +392,7 @@ def state(module: Any) -> State:
     """
     if callable(of_step := getattr(module, "state", None)) and not isinstance(module, nn.Module):
         return of_step()  # type: ignore[no-any-return]
-    module = getattr(module, "_orig_mod", module)
+    module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"state() takes a module or a compiled module, not {type(module).__name__}")
     with registry.lock:

@@ -2,6 +2,8 @@
 
 a training forward                               begins a step
 in `with accumulate(module):`                    the first begins it, the others go on
+under `no_sync` of DistributedDataParallel       it goes on, up to the first forward that is not
+of a stage of `torch.distributed.pipelining`     it goes on, up to the first microbatch that it has had already
 without gradients                                reads the scales
 activation checkpointing around compiled code    the forward begins a step; when the backward repeats it, it sees
                                                  the scales that it saw then
@@ -10,11 +12,10 @@ activation checkpointing around compiled code    the forward begins a step; when
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,20 +25,68 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8pass._torch import CheckpointFunction, _CheckpointFrame, current_graph_task_id, top_saved_tensors_hooks
+from fp8pass._torch import (
+    CheckpointFunction,
+    PipelineCall,
+    _CheckpointFrame,
+    current_graph_task_id,
+    ddp_goes_on,
+    pipeline_call,
+    top_saved_tensors_hooks,
+)
+from fp8pass.amax_reduction import before_roll, postponed
 from fp8pass.scale_state import ScaleState
 from fp8pass.slots import SlotGroup
+from fp8pass.tensors import ids_of, unwrapped
 
 
 @dataclass(eq=False)
-class _Accumulation:
-    """owned: ids of the module's tensors. begun: what the step has begun: slots, and graphs of instances."""
+class _Step:
+    """Several forwards that are one step. begun: what it has begun: slots, and graphs of instances."""
 
-    owned: set[int]
     begun: set[Hashable] = field(default_factory=set)
 
 
+@dataclass(eq=False, kw_only=True)
+class _Accumulation(_Step):
+    """owned, foreign: ids of tensors that are known to be the module's, or not."""
+
+    module: nn.Module
+    owned: set[int] = field(default_factory=set)
+    foreign: set[int] = field(default_factory=set)
+
+    def owns(self, tensor: int) -> bool:
+        """Whether the tensor of this id is the module's. Some of those come into being in its first forward."""
+        if tensor not in self.owned and tensor not in self.foreign:
+            self.owned = ids_of(self.module)
+            if tensor not in self.owned:
+                self.foreign.add(tensor)
+        return tensor in self.owned
+
+
+@dataclass(eq=False)
+class _PipelineStep(_Step):
+    """The step that a stage of a pipeline is in. microbatches: those that it has had in it. newest: the latest."""
+
+    microbatches: set[int] = field(default_factory=set)
+    newest: int = -1
+
+    def take(self, microbatch: int, graph: Hashable, of: int | None) -> None:
+        """A graph is called for a microbatch; for one that has been there already, in the next step.
+
+        of: how many microbatches there are. Where there is only one, the graph has to have been called already, too.
+        """
+        is_newest = microbatch == self.newest and not (of == 1 and graph in self.begun)
+        if microbatch in self.microbatches and not is_newest:
+            self.begun.clear()
+            self.microbatches.clear()
+        self.microbatches.add(microbatch)
+        self.newest = microbatch
+
+
 _accumulations: list[_Accumulation] = []
+_pipeline_steps: weakref.WeakKeyDictionary[Any, _PipelineStep] = weakref.WeakKeyDictionary()
+"""By stage."""
 _held: Counter[ScaleState] = Counter()
 
 
@@ -49,14 +98,15 @@ def accumulate(module: Any) -> Iterator[None]:
     `accumulate` that covers the module it changes nothing. It holds for all threads. Raises TypeError for what is not a
     module.
     """
-    module = getattr(module, "_orig_mod", module)
+    module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
-    mine = _Accumulation({id(t) for t in itertools.chain(module.parameters(), module.buffers())})
+    mine = _Accumulation(module=module)
     states = [m for m in module.modules() if isinstance(m, ScaleState)]
     with ExitStack() as stack:
         for state in states:
             stack.enter_context(_holding(state))
+        stack.enter_context(postponed())
         _accumulations.append(mine)
         stack.callback(_accumulations.remove, mine)
         yield
@@ -76,40 +126,74 @@ def _holding(state: ScaleState) -> Iterator[None]:
             state.end_accumulation()
 
 
+def is_rehearsal() -> bool:
+    """Whether a forward is of no step: a stage of a pipeline finds out what it returns."""
+    call = pipeline_call()
+    return call is not None and call.microbatch is None
+
+
 def begin_step(group: SlotGroup) -> None:
     """Before a training forward: let the slots roll whose step this begins, and hold the others."""
-    if not _accumulations:
-        group.hold(())
-        group.steps += 1
+    call = pipeline_call()
+    if call is not None and call.microbatch is None:
         return
-    slots, graph = _covered(group)
-    group.hold([of is not None and key in of.begun for key, of in slots])
+    step = _step_of_pipeline(call, group)
+    # of all forwards that a pipeline makes of a module in DDP, none is outside of no_sync
+    goes_on, group.goes_on = group.goes_on and step is None, step is None and ddp_goes_on()
+    if step is None and not _accumulations:
+        group.hold([goes_on] * len(group.table.names))
+        group.steps += not goes_on
+        before_roll(group)
+        return
+    slots, graph = _covered(group, step)
+    group.hold([goes_on or (of is not None and key in of.begun) for key, of in slots])
     key, of = graph
-    group.steps += of is None or key not in of.begun
-    join_step(group)
+    group.steps += not goes_on and (of is None or key not in of.begun)
+    _begin(slots, graph)
+    before_roll(group)
 
 
 def join_step(group: SlotGroup) -> None:
     """What is running belongs to a step that has begun: nothing of the group rolls before that ends."""
-    slots, graph = _covered(group) if _accumulations else ([], (None, None))
+    if _accumulations:
+        _begin(*_covered(group))
+
+
+_Covered = tuple[Hashable, _Step | None]
+
+
+def _begin(slots: Sequence[_Covered], graph: _Covered) -> None:
     for key, of in (*slots, graph):
         if of is not None:
             of.begun.add(key)
 
 
-_Covered = tuple[Hashable, _Accumulation | None]
-
-
-def _covered(group: SlotGroup) -> tuple[list[_Covered], _Covered]:
+def _covered(group: SlotGroup, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
     """Each slot, and the graph as a whole, with the outermost accumulation of a module that it belongs to."""
     ids = [id(t) for t in group.owned_tensors()]
-    whole = next((a for a in _accumulations if a.owned.issuperset(ids)), None)
+    whole = next((a for a in _accumulations if all(map(a.owns, ids))), otherwise)
     anchors = zip(group.keys(), group.table.anchors, strict=True)
     slots: list[_Covered] = [
-        (key, whole if anchor < 0 else next((a for a in _accumulations if ids[anchor] in a.owned), None))
+        (key, whole if anchor < 0 else next((a for a in _accumulations if a.owns(ids[anchor])), otherwise))
         for key, anchor in anchors
     ]
-    return slots, ((group.table.names, group.table.code, *ids), whole)
+    return slots, (_key(group), whole)
+
+
+def _key(group: SlotGroup) -> Hashable:
+    """Of a graph and its instance."""
+    return (group.table.names, group.table.code, *(id(t) for t in group.owned_tensors()))
+
+
+def _step_of_pipeline(call: PipelineCall | None, group: SlotGroup) -> _PipelineStep | None:
+    """The step of the stage that makes the call. Tells the group which one that is."""
+    if call is None or call.microbatch is None:
+        group.stage, group.has_rank_of_its_own = None, False
+        return None
+    group.stage, group.has_rank_of_its_own = call.stage.stage_index, call.has_rank_of_its_own
+    step = _pipeline_steps.setdefault(call.stage, _PipelineStep())
+    step.take(call.microbatch, _key(group), call.stage.chunks)
+    return step
 
 
 class Pass(Enum):

@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8pass._torch import counters
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.fsdp import write_shards
 from fp8pass.moments import nbytes_saved, save_plainly
 from fp8pass.report import Report, break_of, collect, frame_of, recompile_of
 from fp8pass.state_dict import State, state
@@ -89,7 +92,9 @@ class TrainStep:
             before = Counter(counters["graph_break"])
             result = run(*args, **kwargs)
             self._breaks += Counter(counters["graph_break"]) - before
-        settle([p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad])
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
+        settle(parameters)
+        write_shards(parameters)
         self._store_moments(optimizers)
         return result
 
@@ -175,6 +180,7 @@ class TrainStep:
         where = f"{_name(self._function)} ({_place(self._function)})"
         _check_found(models, optimizers, where)
         trained = _owners(models, optimizers) or models
+        _check_divided(trained, self.config)
         parameters = [p for model in trained for p in model.parameters()]
         before = [(p._version, p.data_ptr()) for p in parameters]
         with _Backwards(parameters) as backwards:
@@ -285,6 +291,26 @@ def _place(function: Callable[..., Any]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
+
+
+def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
+    """Of models in parts on several ranks, what a step can't do."""
+    for model in models:
+        is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
+        for name, p in model.named_parameters():
+            if not isinstance(p, DTensor):
+                continue
+            if not is_fsdp or sum(placement.is_shard() for placement in p.placements) > 1:
+                raise Fp8Error(
+                    f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
+                    'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
+                )
+            for option, off in (("skip_nonfinite", False), ("optimizer_state", "off")):
+                if (value := getattr(config, option)) != off:
+                    raise Fp8Error(
+                        f"train_step: {option}={value!r} is not there for parameters in parts on several ranks, as "
+                        f"{name} is: each rank would decide by its own part. Leave it out"
+                    )
 
 
 def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], where: str) -> None:

@@ -29,21 +29,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
-from fp8pass import hardware, ops, scale_state, scaling
+from fp8pass import hardware, ops, scale_state, scaling, sharded
 from fp8pass import trial as trials
 from fp8pass.annotation import CHECKPOINT, Annotation, Choice, copy_to_edit
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
-from fp8pass.graph import source_of
+from fp8pass.fsdp import GatheredWeight
+from fp8pass.graph import GATHERED, source_of
 from fp8pass.names import Names
 from fp8pass.numerics import WATCHED, Watched
+from fp8pass.passes.grouped_mm import MAX_GROUPS, why_no_kernel
 from fp8pass.passes.inline import inline
-from fp8pass.passes.merge_siblings import Sibling, families, merge, should_merge
+from fp8pass.passes.merge_siblings import ONE_SCALE, Sibling, families, merge, should_merge
 from fp8pass.passes.patterns import dtype_name
 from fp8pass.passes.quantizers import Pair, is_uniform, quantizers
 from fp8pass.passes.spellings import (
     EINSUM,
+    GROUPED_MM,
     LINEAR,
     Dims,
     Sizes,
@@ -66,6 +70,7 @@ from fp8pass.recipes import (
     MXFP8Scaling,
     Recipe,
     Role,
+    RowwiseScaling,
     StaticScaling,
 )
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
@@ -94,11 +99,18 @@ class Call:
 
 
 def check(
-    node: fx.Node, spelling: Spelling, name: str, config: Config, training: bool, merged: Recipe | None = None
+    node: fx.Node,
+    spelling: Spelling,
+    name: str,
+    config: Config,
+    training: bool,
+    merged: Recipe | None = None,
+    experts: bool = False,
 ) -> Call:
     """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had.
 
-    merged: the recipe of a call that stands for several, which were checked one by one.
+    merged: the recipe of a call that stands for several, which were checked one by one. experts: whether the second
+    operand is several matrices that are a parameter.
     """
     operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
@@ -112,16 +124,39 @@ def check(
     if not isinstance(argument(node, spelling.bias), fx.Node | None):
         raise Reject("form", f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
     dims = dims_of(spelling, node, a, b)
-    sizes = dims.sizes(a, b)
-    _check_sizes(sizes)
+    sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))
+    target = hardware.target_of(a.device, config.target)
+    may_be_grouped = spelling is GROUPED_MM or experts
+    no_kernel = why_no_kernel(b, node.meta["example_value"].dtype, target) if may_be_grouped else None
+    is_grouped = spelling is GROUPED_MM or (experts and no_kernel is None)
+    _check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
     m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
     recipe = merged or _recipe_of(name, config, m, k, n)
-    target = hardware.target_of(a.device, config.target)
+    if is_grouped:
+        recipe = _by_rows(recipe)
+        if no_kernel is not None:
+            raise no_kernel
+    if isinstance(sharded.part_of(b), GatheredWeight) and type(recipe) not in ONE_SCALE:
+        raise Reject(
+            "gathered in FP8",
+            f"its weight travels in FP8 with one scale, and the recipe {recipe.name!r} has others: leave it out with "
+            "enable_fp8_all_gather(filter=)",
+        )
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
     gain = None if target is None else predicted_speedup(target, m, k, n, recipe, size, training)
     return Call(node, spelling, dims, recipe, gain, (m, k, n))
+
+
+def _by_rows(recipe: Recipe) -> Recipe:
+    """The recipe of a grouped matmul, whose kernels take a scale for each row: without state, so that an expert which
+    gets no token has none to lose."""
+    if isinstance(recipe, RowwiseScaling):
+        return recipe
+    if isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration):
+        return RowwiseScaling(high_precision=recipe.high_precision, fast_accum=recipe.fast_accum)
+    raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
 
 
 def _recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
@@ -151,13 +186,20 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
         if operand.dtype not in HIGH_PRECISION:
             types = f"{dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
             raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
+        if over := sharded.partial_over(operand):
+            raise Reject(
+                "partial sum",
+                f"an operand is still to be summed up over {' and '.join(over)} of the device mesh, and parts of a sum "
+                "have no scale in common with it; redistribute it first",
+            )
         if operand.dim() == 0:
             raise LeftOut("vector", "an operand is a scalar")
         if operand.dim() == 1:
             raise LeftOut("vector", f"an operand is a vector of {operand.shape[0]} elements")
 
 
-def _check_sizes(s: Sizes) -> None:
+def _check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
+    """not_grouped: of experts, why there is no kernel for all of them at once."""
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
         if _hint(size) is None:
             raise Reject(
@@ -168,12 +210,19 @@ def _check_sizes(s: Sizes) -> None:
             raise LeftOut("empty", f"{letter}=0: the matmul is empty")
         if isinstance(size, int) and size == 1:
             raise LeftOut("vector", f"{letter}=1: no matrix product, each operand element is used once")
-    if not isinstance(s.batches, int) or s.batches > MAX_BATCHES:
+    if not isinstance(s.batches, int) or s.batches > max_batches:
+        count = s.batches if isinstance(s.batches, int) else "a varying number of"
         raise LeftOut(
             "batches",
-            f"{s.batches} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
-            f"than {MAX_BATCHES} launches would cost more than FP8 gains",
+            f"{count} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
+            f"than {MAX_BATCHES} launches would cost more than FP8 gains{not_grouped}",
         )
+
+
+def _dims(node: fx.Node) -> int:
+    """How many dimensions the tensor has; -1 for what is none."""
+    value = node.meta.get("example_value")
+    return value.dim() if isinstance(value, Tensor) else -1
 
 
 def _hint(size: Any) -> Any:
@@ -181,6 +230,17 @@ def _hint(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.hint
 
 
+def _untransposed(node: Any) -> Any:
+    """What `node` is made of by no more than casts and transposes, as experts are in memory."""
+    while isinstance(node, fx.Node) and node.op in ("call_function", "call_method"):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if not _CAST_OR_TRANSPOSE.match(str(name)):
+            break
+        node = node.args[0]
+    return node
+
+
+_CAST_OR_TRANSPOSE = re.compile(r"^(to|type|float|bfloat16|half|transpose|permute|contiguous|mT|getattr)$")
 _ELEMENTWISE_OR_VIEW = re.compile(
     r"^(to|type|float|bfloat16|half|mul|div|truediv|multiply|divide|view|reshape|t|transpose|permute|contiguous|clone|"
     r"unsqueeze|squeeze|expand|flatten|T|mT|getattr)$"
@@ -233,7 +293,7 @@ class _Annotator:
     def run(self) -> Annotation:
         self._visit_all("")
         owned = tuple(self.names.owned.values())
-        tables = lift_state(self.graph, self.slots, self.regions, owned, self.device)
+        tables = lift_state(self.graph, self.slots, self.regions, owned, self.device, self.config.reduction)
         frozen = freeze(self.graph, tables, self.by_columns)
         cached = cache(self.graph, tables, self.regions, self.weights)
         for module in (self.module, *(region.body for region in self.regions)):
@@ -299,7 +359,8 @@ class _Annotator:
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
             return  # quantized by the user: the detector's business
         try:
-            call = check(node, spelling, choice.name, self.config, self.grad_enabled, self.merged.get(node))
+            merged, experts = self.merged.get(node), self._is_of_experts(node, spelling)
+            call = check(node, spelling, choice.name, self.config, self.grad_enabled, merged, experts)
             choice.predicted_speedup = call.speedup
             check_speedup(call, argument(node, spelling.a).meta["example_value"].device, self.config)
             if transform:
@@ -315,6 +376,13 @@ class _Annotator:
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         _Rewriter(self, call, choice, anchor).rewrite()
+
+    def _is_of_experts(self, node: fx.Node, spelling: Spelling) -> bool:
+        """Whether the call multiplies batches by matrices that are a parameter: capacity times experts."""
+        a, b = argument(node, spelling.a), argument(node, spelling.b)
+        if not all(isinstance(x, fx.Node) and _dims(x) == 3 for x in (a, b)):
+            return False
+        return self.names.is_owned(_untransposed(b)) and _dims(node) == 3
 
     def _list_region(self, region: Any, holder: fx.Node) -> None:
         """Matmuls in a graph of its own, of control flow: listed, not annotated."""
@@ -334,6 +402,8 @@ class _Annotator:
     def _choice(self, node: fx.Node, spelling: Spelling) -> tuple[Choice, int]:
         """A new entry of `choices`; AOTAutograd carries its index along to every node that comes of this one."""
         operands = argument(node, spelling.b), argument(node, spelling.a)
+        if spelling is GROUPED_MM:
+            operands = _untransposed(operands[0]), operands[1]
         name, anchor = self.names.of(node, spelling.name, operands)
         node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
         self.choices.append(Choice(name, source_of(node)))
@@ -429,7 +499,8 @@ class _Rewriter:
             return y
         y_a = self._product(a, operand(b, "weight", for_a), "grad_input")
         y_b = self._product(operand(a, "input", for_b), b, "grad_weight")
-        return self._quantized(ops.route, (y, y_a, y_b, grad_a, grad_b), y, "grad_output")
+        routed = y, y_a, y_b, grad_a, grad_b, *self._offs(grad_b)
+        return self._quantized(ops.route, routed, y, "grad_output")
 
     def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
         """The call, without its bias, of other operands. kind: the matmul that it is there for."""
@@ -446,9 +517,12 @@ class _Rewriter:
 
     def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
         """`x` quantized and dequantized, once for all matmuls that read it so."""
+        if isinstance(sharded.part_of(x.meta["example_value"]), GatheredWeight):  # quantized where it came from
+            return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
         if isinstance(quantizer, ops.Observe):  # under each name that it has
             return self._quantized(how, (x, quantizer), x, role)
-        key = (x, how, quantizer, self.owner.grad_enabled)
+        offs = self._offs(quantizer)
+        key = (x, how, quantizer, *offs, self.owner.grad_enabled)
         known = self.owner.quantized
         if key not in known:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
@@ -459,10 +533,14 @@ class _Rewriter:
                 # through `operand` no gradient passes, and through a cached one it would: a second one for the weight
                 known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
             else:
-                known[key] = (
-                    self._frozen(x, quantizer, role) if freezes else self._quantized(how, (x, quantizer), x, role)
-                )
+                new = (x, quantizer, *offs)
+                known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, new, x, role)
         return known[key]
+
+    def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
+        """Where the groups end that one of them quantizes by."""
+        by_groups = any(isinstance(q, ops.Groupwise) for q in quantizers)
+        return (argument(self.call.node, self.call.spelling.offs),) if by_groups else ()
 
     def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
         """The parameters that `x` consists of, if their FP8 copy is kept from one step to the next."""
@@ -472,15 +550,12 @@ class _Rewriter:
         if not isinstance(quantizer, ops.Delayed):
             return ()
         parts = names.parts(x)
-        return (
-            parts
-            if all(isinstance(p.meta["example_value"], torch.nn.Parameter) for p in parts) and not mutated & {*parts}
-            else ()
-        )
+        return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
 
     def _is_constant(self, x: fx.Node) -> bool:
         """Whether `x` is a parameter that only the user can change, between two calls."""
-        return x in self.owner.names.owned and x not in self.owner.mutated and not self.owner.grad_enabled
+        owner, is_whole = self.owner, not isinstance(x.meta["example_value"], DTensor)
+        return is_whole and x in owner.names.owned and x not in owner.mutated and not owner.grad_enabled
 
     def _frozen(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
         """A parameter that nothing changes while it is used: quantized in advance."""
@@ -504,12 +579,19 @@ class _Rewriter:
                 place += " merged"  # one state with a call at the same line that stands for itself: not right for both
             owner.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
         node.meta[WATCHED] = watched
+        if owner.names.is_gathered(like):
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
         return node
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)
         new.meta.update(like.meta)
         return new
+
+
+def _is_cacheable(x: Tensor) -> bool:
+    """Whether it is a parameter, and as a whole on this rank."""
+    return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, GatheredWeight))
 
 
 def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> None:
@@ -561,4 +643,4 @@ def _add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> T
     if beta == 0:
         bias = torch.where(torch.zeros_like(bias, dtype=torch.bool), bias, 0)
     bias = bias.to(dtype)
-    return y + (bias if beta in (0, 1) else beta * bias)
+    return sharded.add(y, bias if beta in (0, 1) else beta * bias)

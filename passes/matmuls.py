@@ -18,10 +18,10 @@ from fp8pass.names import short
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.patterns import (
     ADDING_MATMULS,
+    ALL_MATMULS,
     CASTS,
     COPIES,
     DIVIDING,
-    MATMULS,
     MULTIPLYING,
     RESHAPES,
     at,
@@ -65,7 +65,7 @@ class Matmuls:
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_Forward]] = {}
         for node in graph.nodes:
-            if node.target not in MATMULS:
+            if node.target not in ALL_MATMULS:
                 continue
             a, b = operands(node)
             index = _custom(node).get("fp8pass")

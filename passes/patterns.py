@@ -22,6 +22,8 @@ ADDING_MATMULS = (
     aten.baddbmm.dtype,
 )
 MATMULS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype, *ADDING_MATMULS)
+ALL_MATMULS = (*MATMULS, aten._grouped_mm.default)
+"""Those of experts too, which have kernels of their own."""
 
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -181,7 +183,7 @@ def fp8_behind(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
 
 def feeds_matmul(node: fx.Node) -> bool:
     """Whether a matmul reads `node`, by way of no more ops than `fp8_behind` looks through."""
-    return any(n.target in MATMULS for n in _within(node, MAX_OPS_BETWEEN, lambda n: list(n.users)))
+    return any(n.target in ALL_MATMULS for n in _within(node, MAX_OPS_BETWEEN, lambda n: list(n.users)))
 
 
 def _within(node: fx.Node, ops_between: int, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
@@ -191,7 +193,7 @@ def _within(node: fx.Node, ops_between: int, neighbours: Callable[[fx.Node], lis
         node = todo.pop()
         yield node
         left = budget[node] - (0 if node.op == "call_function" and changes_places(node) else 1)
-        if left < 0 or node.target in MATMULS or node.target is aten._scaled_mm.default:
+        if left < 0 or node.target in ALL_MATMULS or node.target is aten._scaled_mm.default:
             continue
         for n in neighbours(node):
             if budget.get(n, -1) < left:

@@ -46,6 +46,14 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
         return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
     if isinstance(recipe, (StaticScaling, Calibration)) and kind != "output":
         return LeftOut("not calibrated", "static scales are for inference; no gradient was calibrated")
+    if dims.has_groups and kind == "grad_weight":
+        assert isinstance(recipe, RowwiseScaling), recipe
+        rows: object = tensors["input"].shape[0]
+        if not isinstance(rows, int):
+            return Reject(
+                "symbolic size", f"M={rows} varies: how far groups are moved apart must be known: dynamic=False"
+            )
+        return tuple(ops.Groupwise(recipe, recipe.dtype(role)) for role in FACTORS[kind])  # type: ignore[return-value]
     factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
     try:
         first, second = (_quantizer(recipe, role, tensors[role], along, record) for role, along in factors)

@@ -8,7 +8,8 @@ changes  nothing but when it is computed
 
 Saving costs one byte per element of memory between forward and backward. It is not done where the backward reads what
 the copy is made of anyway, elementwise, and so makes it for no more than its own bytes: the operand of a layer behind
-an activation function, whose gradient needs the same tensors. Nor in regions of activation checkpointing.
+an activation function, whose gradient needs the same tensors. Nor in regions of activation checkpointing, nor of
+weights that FSDP gathers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8pass.graph import GATHERED
 from fp8pass.passes.matmuls import save_for_backward
 from fp8pass.passes.patterns import VIEWS, aten, dtype_of, first, has_one_element, is_elementwise, readers, sources
 from fp8pass.rewrite import Context
@@ -44,6 +46,8 @@ def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
 def check(copy: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether saving moves fewer bytes, and nobody has asked for the memory."""
     x_q = _source(copy)
+    if (x_q.meta.get("custom") or {}).get(GATHERED):
+        return False  # kept whole, it would take the memory that FSDP saves
     return "recompute" not in x_q.meta and not all(_is_read_anyway(n, x_q, backward) for n in _made_of(x_q))
 
 

@@ -36,7 +36,7 @@ from fp8pass.passes.dequantize import UNSCALED, Dequantize, Scale, dequantize
 from fp8pass.passes.epilogue import Epilogue, epilogue
 from fp8pass.passes.matmuls import added, operands
 from fp8pass.passes.movement import Emit
-from fp8pass.passes.patterns import at, aten, dtype_name, prims
+from fp8pass.passes.patterns import MATMULS, at, aten, dtype_name, prims
 from fp8pass.report import Gemm
 from fp8pass.rewrite import MAX_BATCHES, Context, Reject
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
@@ -176,8 +176,8 @@ class ScaledMM:
         mode = rewriter.build.mode
         fakes: dict[fx.Node, Any] = {}
         for node, gemm in context.gemms.items():
-            if gemm.status == "rewritten" or gemm.quantized:
-                continue  # has scales for blocks, and its verdict
+            if gemm.status == "rewritten" or gemm.quantized or node.target not in MATMULS:
+                continue  # has scales for blocks, or is of groups, and has its verdict
             captured = [
                 _try_dequantize(operand, dim, mode) for operand, dim in zip(operands(node), (-1, -2), strict=True)
             ]

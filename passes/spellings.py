@@ -23,13 +23,14 @@ Where = tuple[int, str]
 
 @dataclass(frozen=True)
 class Spelling:
-    """Where the two operands are; a third one that is added, and the product without it."""
+    """Where the two operands are; a third one that is added, and the product without it; where groups of rows end."""
 
     name: str
     a: Where = (0, "input")
     b: Where = (1, "other")
     bias: Where | None = None
     product: Callable[..., Any] | None = None
+    offs: Where | None = None
 
 
 LINEAR = Spelling("linear", b=(1, "weight"), bias=(2, "bias"), product=F.linear)
@@ -40,6 +41,7 @@ ADDMM = Spelling("addmm", a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"), produ
 BADDBMM = Spelling("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=torch.bmm)
 EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
 TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
+GROUPED_MM = Spelling("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
 
 _aten = torch.ops.aten
 _FUNCTIONS: dict[Any, Spelling] = {
@@ -58,6 +60,8 @@ _FUNCTIONS: dict[Any, Spelling] = {
     _aten.baddbmm.default: BADDBMM,
     torch.einsum: EINSUM,
     torch.tensordot: TENSORDOT,
+    torch._grouped_mm: GROUPED_MM,
+    _aten._grouped_mm.default: GROUPED_MM,
 }
 _METHODS = {"matmul": MATMUL, "__matmul__": MATMUL, "mm": MM, "bmm": BMM, "addmm": ADDMM, "baddbmm": BADDBMM}
 
@@ -98,6 +102,8 @@ class Sizes:
 
 Letters = tuple[str, ...]
 BATCH = "batch"
+GROUP = "group"
+"""Of the second operand's matrices, one for each group of the first one's rows."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,11 @@ class Dims:
     a: Letters
     b: Letters
     out: Letters
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the first operand's rows, and the result's, are in groups."""
+        return GROUP in self.b
 
     def contracted(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The dimensions that this matmul sums over, in each of its factors.
@@ -126,7 +137,13 @@ class Dims:
         return tuple(i for i, c in enumerate(x) if c in both), tuple(i for i, c in enumerate(y) if c in both)
 
     def sizes(self, a: Tensor, b: Tensor) -> Sizes:
-        """The sizes of the 2-D products that the call comes down to, for operands of these shapes."""
+        """The sizes of the 2-D products that the call comes down to, for operands of these shapes.
+
+        Of rows in groups those of a group on average, rounded up.
+        """
+        if self.has_groups:
+            (rows, k), (groups, _, n) = a.shape, b.shape
+            return Sizes(groups, -(-rows // groups), k, n)
         size = {**dict(zip(self.b, b.shape, strict=True)), **dict(zip(self.a, a.shape, strict=True))}
         in_a, in_b, out = set(self.a), set(self.b), set(self.out)
         of_a, of_b = ({c for c in out & (x - y) if c.startswith(BATCH)} for x, y in ((in_a, in_b), (in_b, in_a)))
@@ -147,11 +164,21 @@ def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
         return _einsum_dims(str(node.args[0]), a, b)
     if spelling is TENSORDOT:
         return _tensordot_dims(argument(node, (2, "dims")), a, b)
+    if spelling is GROUPED_MM and a.dim() + b.dim() < 6:
+        if (a.dim(), b.dim()) != (2, 3):
+            raise Reject(
+                "form", f"_grouped_mm of {_shape(a)} by {_shape(b)}; taken are [M, K] by [G, K, N], and batches"
+            )
+        return Dims(("m", "k"), (GROUP, "k", "n"), ("m", "n"))
     if spelling is LINEAR:
         rows = tuple(f"m{i}" for i in range(a.dim() - 1))
         return Dims((*rows, "k"), ("n", "k"), (*rows, "n"))
     in_a, in_b, out = _broadcast(a.shape[:-2], b.shape[:-2])
     return Dims((*in_a, "m", "k"), (*in_b, "k", "n"), (*out, "m", "n"))
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))
 
 
 def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Letters, Letters, Letters]:

@@ -20,6 +20,7 @@ from torch import fx
 from fp8pass import ops, scaling
 from fp8pass._torch import ConstantSource
 from fp8pass.annotation import STATE_INPUTS, Cached, Frozen
+from fp8pass.config import Reduction
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
 from fp8pass.slots import SlotTable
 
@@ -54,11 +55,17 @@ class Slot:
 
 
 def lift_state(
-    graph: fx.Graph, slots: list[Slot], regions: list[Region], owned: tuple[str, ...], device: torch.device | None
+    graph: fx.Graph,
+    slots: list[Slot],
+    regions: list[Region],
+    owned: tuple[str, ...],
+    device: torch.device | None,
+    reduces: Reduction | None,
 ) -> list[SlotTable]:
     """Give the graph the state inputs of each recipe, and every quantizer its place in them.
 
-    regions: outer ones before inner ones; their bodies get as inputs of their own what is read in there.
+    regions: outer ones before inner ones; their bodies get as inputs of their own what is read in there. reduces: how
+    ranks share what is recorded.
     """
     by_recipe: dict[DelayedScaling | StaticScaling, list[Slot]] = {}
     for slot in slots:
@@ -83,10 +90,12 @@ def lift_state(
             places=tuple(s.place for s in ordered),
             training=any(map(_records, ordered)),
             records=tuple(map(_records, ordered)),
+            reduces=reduces if any(map(_records, ordered)) else None,
         )
         places = {id(s): i for i, s in enumerate(ordered)}
         places |= {id(of_recipe[i]): places[id(twin)] for i, twin in twins.items()}
-        _place(graph, table, [(s, places[id(s)]) for s in of_recipe], regions, f"_{len(tables)}" if tables else "")
+        suffix = f"_{len(tables)}" if tables else ""
+        _place(graph, table, [(s, places[id(s)]) for s in of_recipe], regions, suffix, reduces)
         tables.append(table)
     return tables
 
@@ -163,13 +172,21 @@ def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
 
 
 def _place(
-    graph: fx.Graph, table: SlotTable, slots: list[tuple[Slot, int]], regions: list[Region], suffix: str
+    graph: fx.Graph,
+    table: SlotTable,
+    slots: list[tuple[Slot, int]],
+    regions: list[Region],
+    suffix: str,
+    reduces: Reduction | None,
 ) -> None:
     names = (*ops.INPUTS, *(ops.WEIGHT_INPUTS if table.n_weights else ())) if table.remembers else ("scales",)
     inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
     read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late", "made")}
     if table.remembers:
         read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+        if reduces is not None and reduces.interval == 1 and (group := reduces.process_group()) is not None:
+            with graph.inserting_after(read["scales"]):
+                read["scales"] = graph.call_function(ops.shared, (read["scales"], group.group_name))
         if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
             with graph.inserting_after(read["scales"]):
                 read["usable"] = graph.call_function(ops.usable, (read["scales"],))

@@ -25,7 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
 
 
-SHARED = ("test_inspector.py", "test_sm90.py", "test_stats.py", "test_traffic.py", "test_triton_numerics.py")
+SHARED = (
+    "test_checkpoints.py",
+    "test_ddp.py",
+    "test_demo.py",
+    "test_inspector.py",
+    "test_pipelining.py",
+    "test_sm90.py",
+    "test_stats.py",
+    "test_traffic.py",
+    "test_triton_numerics.py",
+)
 """Tests of one of these files share what takes long: a fixture, or a process that they ask."""
 
 

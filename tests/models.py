@@ -82,6 +82,19 @@ class AcrossABreak(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """Two layers of experts, as torchtitan has them: weights [G, N, K], turned for the call."""
+
+    def __init__(self, groups: int = 4, width: int = 64, hidden: int = 96) -> None:
+        super().__init__()
+        self.up = nn.Parameter((torch.randn(groups, hidden, width) / 8).bfloat16())
+        self.down = nn.Parameter((torch.randn(groups, width, hidden) / 8).bfloat16())
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        h = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=offs)
+        return torch._grouped_mm(h, self.down.transpose(-2, -1), offs=offs)
+
+
 def make(kind: Callable[[], nn.Module] = Block, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model with the weights that `seed` gives."""
     torch.manual_seed(seed)

@@ -73,6 +73,15 @@ def whole_step(gpu: Pretended) -> list[str]:
     return [graph.code for graph in found]
 
 
+def experts(gpu: Pretended) -> list[str]:
+    """Forward and backward of two layers of experts; M is no multiple of 16."""
+    from tests.models import Experts
+
+    x = torch.randn(500, 256, dtype=torch.bfloat16, requires_grad=True)
+    offs = torch.tensor([100, 100, 333, 470], dtype=torch.int32)
+    return generated(gpu, Experts(4, 256, 512), x, offs, min_speedup=0, target="sm_90", strict=True)
+
+
 def rules(gpu: Pretended) -> list[str]:
     """Every case of XLA's rules that runs on a GPU, in one graph."""
     from tests.xla_rules import CASES
@@ -145,7 +154,7 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step"; or a recipe, for forward and backward."""
+    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts"; or a recipe, for forward and backward."""
     if what == "passes":
         return passes_behind(gpu)
     if what == "behind":
@@ -154,7 +163,7 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
         return plain(gpu)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
-    whole = {"rules": rules, "step": whole_step}
+    whole = {"rules": rules, "step": whole_step, "experts": experts}
     codes = whole[what](gpu) if what in whole else training_step(gpu, what)
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
@@ -248,8 +257,8 @@ def arguments(call: str) -> list[str]:
 
 
 def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
-    """For every call of `_scaled_mm`, the strides of both operands and both scales."""
-    before, *calls = code.split("extern_kernels._scaled_mm(")
+    """For every call of `_scaled_mm` or `_scaled_grouped_mm`, the strides of both operands and both scales."""
+    before, *calls = re.split(r"extern_kernels\._scaled(?:_grouped)?_mm\(", code)
     found = []
     for call in calls:
         found.append([_strides(argument, before, code) for argument in arguments(call)[:4]])

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import re
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,17 +16,46 @@ import torch
 from fp8pass import demo
 from fp8pass.cli import main
 from fp8pass.report import Gemm, Report
+from tests import torchrun
+
+SIZES = {"WIDTH": 64, "LAYERS": 1, "CONTEXT": 32, "BATCH": 4, "VALIDATION_BATCHES": 2}
+LOSSES = re.compile(r"validation loss +BF16 (5\.\d+) +FP8 (5\.\d+)")
 
 
-def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WIDTH": 64, "LAYERS": 1, "CONTEXT": 32, "BATCH": 4, "VALIDATION_BATCHES": 2}.items():
-        monkeypatch.setattr(demo, name, value)
-    monkeypatch.setenv("FP8PASS_LOWERING", "eager")  # 30 kernels in C++ are another minute
-    assert main(["demo", "--steps", "5", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+@functools.cache
+def run_alone() -> tuple[int, str, Path]:
+    """In this process: the exit status, what was printed, and the folder."""
+    out, printed = Path(tempfile.mkdtemp()), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("FP8PASS_LOWERING", "eager")  # 30 kernels in C++ are another minute
+        for name, value in SIZES.items():
+            patch.setattr(demo, name, value)
+        return main(["demo", "--steps", "5", "--out", str(out)]), printed.getvalue(), out
+
+
+def test_a_short_run() -> None:
+    status, printed, out = run_alone()
+    assert status == 0
     assert "15 of 15 matmuls in FP8, 100% of matmul FLOPs" in printed
-    assert "validation loss   BF16 5." in printed
-    assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert LOSSES.search(printed)
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    result = torchrun.run(2, "-m", "tests.test_demo", str(tmp_path), FP8PASS_LOWERING="eager")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("15 of 15 matmuls in FP8") == result.stdout.count("validation loss") == 1
+    assert (tmp_path / "loss.png").exists()
+    alone, together = (LOSSES.search(printed) for printed in (run_alone()[1], result.stdout))
+    assert alone and together
+    for one, two in zip(alone.groups(), together.groups(), strict=True):
+        assert float(two) == pytest.approx(float(one), abs=5e-3)
+
+
+def test_ranks_that_cannot_have_equal_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="fp8pass demo: 3 ranks can't have equal parts of batches of 16"):
+        main(["demo", "--out", str(tmp_path)])
 
 
 def run(name: str, validation: float) -> demo.Run:
@@ -56,3 +91,9 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         main(["demo", "--steps", "0"])
     assert stopped.value.code == 2
     assert "argument --steps: must be a number, 1 at least" in capsys.readouterr().err
+
+
+if __name__ == "__main__":  # on each rank
+    for key, size in SIZES.items():
+        setattr(demo, key, size)
+    sys.exit(main(["demo", "--steps", "5", "--out", sys.argv[1]]))

@@ -157,9 +157,9 @@ def test_what_is_written(lowering: str, tmp_path: Path) -> None:
     assert {s.split(".", 1)[1] for s in stems} >= {*joint, *(f"{p}.{k}" for p in parts for k in kernels)}
     heads = {f: (folder / f).read_text().splitlines()[0] for f in files(folder) if f != "index.md"}
     assert all(re.search(r"made by .* in \d+\.\d m?s|the graph before \w+: applied", h) for h in heads.values()), heads
-    assert heads["006.joint.scaled_mm.after.py"].startswith("# made by scaled_mm: applied 6 times in ")
+    assert heads["008.joint.scaled_mm.after.py"].startswith("# made by scaled_mm: applied 6 times in ")
     assert "6 of 6 matmuls in FP8" in (folder / "report.txt").read_text()
-    diff = (folder / "006.joint.scaled_mm.diff").read_text()
+    diff = (folder / "008.joint.scaled_mm.diff").read_text()
     assert "\n+" in diff and "_scaled_mm" in diff
     index = (folder / "index.md").read_text()
     assert [row for row in index.splitlines() if "scaled_mm.after" in row][1].endswith(" lines differ |")
@@ -257,7 +257,7 @@ def test_dumps_of_bfloat16(tmp_path: Path) -> None:
     run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
     assert 1e-3 < distances.pop("000.dynamo.annotate.before.py") < FP8
-    assert 1e-4 < distances.pop("006.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
+    assert 1e-4 < distances.pop("008.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
     assert max(distances.values()) < ROUNDING, distances
 
 
@@ -311,7 +311,7 @@ def test_a_dump_alone(tmp_path: Path) -> None:
     against = str(file).replace("after", "before")
     command = [sys.executable, str(file), "--against", against, "--inputs", str(tmp_path / "inputs.pt")]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert re.match(r"006.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
+    assert re.match(r"008.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
     assert re.match(
         r"output 0 +float32\[16, 48\] +sum \S+, norm \S+, max \S+  (equal|relative distance \S+)$", lines[1]
     )
@@ -375,10 +375,10 @@ def test_a_fault_in_a_pass_keeps_the_dumps_and_names_them(tmp_path: Path, monkey
     (folder,) = (tmp_path / "run_000").glob("graph_*")
     assert str(folder) in str(e.value)
     assert str(e.value).count("The dumps so far are in") == 1
-    assert files(folder, "*.py")[-1] == "006.joint.scaled_mm.before.py"
-    head = (folder / "006.joint.scaled_mm.before.py").read_text().splitlines()[0]
+    assert files(folder, "*.py")[-1] == "008.joint.scaled_mm.before.py"
+    head = (folder / "008.joint.scaled_mm.before.py").read_text().splitlines()[0]
     assert head.startswith("# the graph before scaled_mm failed: a fault of fp8pass in its pass scaled_mm: 'broken'")
-    assert results(folder / "006.joint.scaled_mm.before.py")
+    assert results(folder / "008.joint.scaled_mm.before.py")
     assert "| failed: a fault of fp8pass" in (tmp_path / "run_000" / "index.md").read_text()
 
 

@@ -329,3 +329,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert said in capsys.readouterr().err
     assert main(["explain", "factories_of_explain:model", "--recipe", "delayedd"]) == 2
     assert "delayed" in capsys.readouterr().err
+
+
+def test_an_op_that_fails_says_why() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return a.relu() + b
+
+    with pytest.raises(
+        fp8pass.Fp8Error, match=r"fake tensor call: .*\[16, 48\].*, at test_explain.py:\d+\. Until then"
+    ):
+        fp8pass.explain(function, torch.randn(16, 32), torch.randn(16, 48))

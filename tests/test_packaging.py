@@ -32,6 +32,7 @@ def test_public_names_have_docstrings() -> None:
         "cast_to_representable",
         "dequantize",
         "explain",
+        "fsdp",
         "in_qdq",
         "out_qdq",
         "qdq",

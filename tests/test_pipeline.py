@@ -31,7 +31,9 @@ def pipeline(**options: Any) -> Pipeline:
 PASSES = [
     "canonicalize",
     "matmuls",
+    "quantize_collectives",
     "block_scaled_mm",
+    "grouped_mm",
     "expand_blocks",
     "scaled_mm",
     "use_transposes",
@@ -52,6 +54,7 @@ def test_one_name_in_all_places() -> None:
     stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns", "spellings"}
     parts = {"batches", "dequantize", "epilogue", "layout", "movement", "row_scales"}  # of scaled_mm
     parts |= {"quantizers", "state_inputs"}  # of annotate
+    parts |= {"collectives", "shared_scales"}  # of quantize_collectives
     assert stems - parts == {*PASSES, *KERNEL_PASSES, *ON_DYNAMOS_GRAPH, *ON_UPDATES}
     assert all((ROOT / "tests" / f"test_{stem}.py").exists() for stem in stems)
 

@@ -54,6 +54,16 @@ def test_every_kernel_of_a_whole_step_compiles() -> None:
     assert found["own_ops"] == found["min_nan"] == 0
 
 
+def test_experts_compile() -> None:
+    """Forward, grad_input, grad_weight: rows by columns, of 500 tokens in 4 groups that are moved apart."""
+    found = pretend("experts")
+    layers = [[256, 1], [131072, 1, 256], [1], [512, 1]], [[512, 1], [131072, 1, 512], [1], [256, 1]]
+    over_tokens = [[560, 1], [1, 560], [1], [1]]
+    assert found["strides"] == [[*layers], [*layers, over_tokens, over_tokens]]
+    assert all(n > 5 for n in found["kernels"])
+    assert found["own_ops"] == found["min_nan"] == 0
+
+
 def test_movement_and_epilogues_compile() -> None:
     found = pretend("rules")
     (calls,) = found["strides"]

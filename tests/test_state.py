@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,6 +113,45 @@ def test_a_callable_algorithm() -> None:
     for amax in (1.0, 3.0, 3.0):
         run(data(amax)).sum().backward()
     assert entry(model, "weight.input")[0] == 448 / 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first"),
+    [
+        (DelayedScaling(amax_history_len=3, on_nonfinite="freeze"), float("nan")),
+        (DelayedScaling(amax_history_len=3, amax_compute_algo=lambda h: h[-1]), 1e-4),
+    ],
+    ids=["a NaN in the window", "the oldest of the window"],
+)
+def test_a_slot_is_scaled_by_its_own_amax_until_its_history_makes_a_scale(recipe: DelayedScaling, first: float) -> None:
+    """An amax that is recorded need not make one: with a scale of 1, these would all be rounded to 0."""
+    model = Product()
+    run = compiled(model, recipe=recipe)
+    for step in range(6):
+        x = data(1e-4)
+        if not step:
+            x[0, 0] = first
+        y = run(x)
+        y.sum().backward()
+        if step:
+            torch.testing.assert_close(y.double(), oracle.qdq(x, 448 / 1e-4, "e4m3"), rtol=1e-6, atol=1e-12)
+
+
+def test_a_nan_in_the_first_step_makes_one_more_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """And not another graph: the step after records what is finite."""
+    model = Product()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=3))
+    with caplog.at_level(logging.WARNING, "fp8pass"):
+        for step in range(6):
+            x = data(1.0)
+            if not step:
+                x[0, 0] = float("nan")
+            run(x).sum().backward()
+            (group,) = [
+                g for g in registry.groups() if g.table.training and any(x is model.weight for x in g.owned_tensors())
+            ]
+            assert group.warm == (step >= 2)
+    assert "compiling once more" not in caplog.text
 
 
 def test_a_forward_without_backward_leaves_gradients_alone() -> None:

@@ -207,7 +207,7 @@ RULES: list[Rule] = [
     Rule("M11", "any mix of these", "accepts", "accepts", [
         moving(lambda x, m: F.pad(torch.where(m, x.permute(1, 0, 2)[:, ::2] * 3, 0.0).reshape(64, 30), (0, 2)).t(), q(4, 64, 15), B, wide(2, 15) > 0, name="mix"),
     ]),
-    Rule("M12", "all-gather, all-to-all, permute", "declines here; CollectiveQuantizer moves the convert", "not yet: collectives in FP8"),
+    Rule("M12", "all-gather, all-to-all, broadcast, collective-permute", "declines here; CollectiveQuantizer moves the convert", "accepts; `tests/test_quantize_collectives.py`. torch's `permute_tensor` is an all-to-all"),
     Rule("M13", "concatenate, gather, reverse, negate", "declines", "accepts where exact", [
         moving(lambda x: torch.cat([x[:16], x[16:].flip(1)]), A, B, name="cat of one scale"),
         moving(lambda x: torch.cat([-x[:, 32:], x[:, :32]], 1), A, B, name="cat with a negated half"),

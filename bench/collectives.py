@@ -1,0 +1,214 @@
+"""The collectives of one training step of a Llama, by formulas: which, of what, among which ranks.
+
+What is counted is one forward, one backward and one optimizer step, of
+
+    FSDP2           each block and the rest wrapped by itself; blocks are gathered for the forward and, resharded in
+                    between, for the backward, in bfloat16; gradients are reduce-scattered
+    tensor parallel by DTensor, with sequence parallel between the divided layers and a loss over divided logits
+    both            FSDP2 over one dimension of a mesh, tensor parallel over the other
+
+bench/traced_collectives.py runs the same model and counts; the two must be equal, collective by collective.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8pass.amax_reduction import HEADER
+
+ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
+LINEARS = ("q", "k", "v", "gate", "up", "o", "down")
+BY_INPUT = (("q", "k", "v"), ("gate", "up"), ("o",), ("down",))
+"""Linear layers of a block that read the same tensor."""
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Sizes of a model: an embedding, blocks as bench/blocks.py has them, a norm and a head of its own."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+    def linears(self, ranks: int = 1) -> dict[str, tuple[int, int]]:
+        """Rows and columns of a block's weights, as one of `ranks` of tensor parallel has them."""
+        kv = self.width // self.heads * self.kv_heads
+        by_rows = {"q": self.width, "k": kv, "v": kv, "gate": self.hidden, "up": self.hidden}
+        by_columns = {"o": self.width, "down": self.hidden}
+        return {name: (n // ranks, self.width) for name, n in by_rows.items()} | {
+            name: (self.width, n // ranks) for name, n in by_columns.items()
+        }
+
+    @property
+    def in_block(self) -> int:
+        """Parameters of a block."""
+        return sum(rows * columns for rows, columns in self.linears().values()) + 2 * self.width
+
+    @property
+    def in_root(self) -> int:
+        """Parameters outside of blocks: embedding, norm and head."""
+        return 2 * self.vocab * self.width + self.width
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.in_block + self.in_root
+
+
+# Table 3 of https://arxiv.org/abs/2407.21783, with the vocabulary as it was released.
+MODELS = {
+    "8B": Llama(32, 4096, 14336, 32, 8, 128256),
+    "70B": Llama(80, 8192, 28672, 64, 8, 128256),
+    "405B": Llama(126, 16384, 53248, 128, 8, 128256),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each dimension of the mesh. recompute: blocks keep their input, and run again in the backward."""
+
+    data: int = 1
+    tensor: int = 1
+    recompute: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.data * self.tensor
+
+    @property
+    def everyone(self) -> str:
+        """The name of the group of all ranks: that of a dimension, if it is the only one."""
+        return "all" if self.data > 1 and self.tensor > 1 else "data" if self.data > 1 else "tensor"
+
+    def size(self, group: str) -> int:
+        """Ranks in "data", "tensor" or "all"."""
+        return {"data": self.data, "tensor": self.tensor, "all": self.ranks}[group]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Whether matmuls of blocks are in FP8, and what feeds them travels in FP8. The head is in BF16, as usual.
+
+    left_out: linear layers of blocks that stay in BF16: fp8pass declines those that are too small to pay.
+    """
+
+    fp8: bool
+    fp8_wire: bool = False
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Linear layers of a block that are in FP8."""
+        return tuple(name for name in LINEARS if self.fp8 and name not in self.left_out)
+
+    def gathers_weights(self, layout: Layout) -> bool:
+        """Whether FSDP gathers FP8: `enable_fp8_all_gather`."""
+        return self.fp8_wire and layout.data > 1
+
+
+BF16, FP8_MATMULS, FP8 = Way(fp8=False), Way(fp8=True), Way(fp8=True, fp8_wire=True)
+
+
+class Collective(NamedTuple):
+    """One kind of collective. elements: of the whole, what is gathered or scattered in all."""
+
+    kind: str
+    dtype: str
+    elements: int
+    group: str
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole."""
+        return self.elements * ITEMSIZE[self.dtype]
+
+    def sent(self, layout: Layout) -> float:
+        """Bytes that a ring has each rank send: (n - 1) / n of the whole, and twice that for an all-reduce."""
+        ranks = layout.size(self.group)
+        return (2 if self.kind == "all_reduce" else 1) * (ranks - 1) / ranks * self.bytes
+
+
+def collectives(
+    model: Llama, layout: Layout, way: Way, batch: int, length: int, reduce_dtype: str = "float32"
+) -> Counter[Collective]:
+    """Of one step, and of each rank. batch, length: of the input of one group of tensor parallel."""
+    found: Counter[Collective] = Counter()
+    for collective, count in (
+        *_fully_sharded(model, layout, way, reduce_dtype),
+        *_tensor_parallel(model, layout, way, batch, length),
+        *_scales(model, layout, way),
+    ):
+        if layout.size(collective.group) > 1:
+            found[collective] += count
+    return found
+
+
+def _fully_sharded(model: Llama, layout: Layout, way: Way, reduce_dtype: str) -> Iterable[tuple[Collective, int]]:
+    """Shards are of whole rows, and all of one size: what is gathered has rows of padding."""
+
+    def padded(rows: int, columns: int) -> int:
+        return -(-rows // layout.data) * layout.data * columns
+
+    linears = {name: padded(*shape) for name, shape in model.linears(layout.tensor).items()}
+    block = sum(linears.values()) + 2 * padded(model.width, 1)
+    root = 2 * padded(model.vocab // layout.tensor, model.width) + padded(model.width, 1)
+    gathered = Collective("all_gather", "bfloat16", block, "data")
+    if way.gathers_weights(layout):  # one buffer of bytes, also of what is in bfloat16
+        gathered = Collective("all_gather", "uint8", 2 * block - sum(linears[name] for name in way.taken), "data")
+    yield gathered, 2 * model.layers
+    yield Collective("all_gather", "bfloat16", root, "data"), 1
+    yield Collective("reduce_scatter", reduce_dtype, block, "data"), model.layers
+    yield Collective("reduce_scatter", reduce_dtype, root, "data"), 1
+
+
+def _tensor_parallel(
+    model: Llama, layout: Layout, way: Way, batch: int, length: int
+) -> Iterable[tuple[Collective, int]]:
+    """Attention and MLP gather their input and scatter their output; in the backward, the gradients of both.
+
+    One layer that reads in BF16 what is gathered is enough for it to travel so. The embedding scatters its output and
+    the head gathers its input; gradients of norms are added up over the parts of the sequence. The loss needs the
+    largest logit of each token, its sum of exponentials, and the logit of its target.
+    """
+    activations = batch * length * model.width
+    forwards = 1 + layout.recompute
+    for readers in BY_INPUT:
+        dtype = "uint8" if way.fp8_wire and set(readers) <= set(way.taken) else "bfloat16"
+        # of o and down it is the gradient of the output that is gathered
+        times = 1 if readers in (("o",), ("down",)) else forwards
+        yield Collective("all_gather", dtype, activations, "tensor"), times * model.layers
+    yield Collective("all_gather", "bfloat16", activations, "tensor"), 2
+    yield Collective("reduce_scatter", "bfloat16", activations, "tensor"), (2 * forwards + 2) * model.layers + 2
+    yield Collective("all_reduce", "bfloat16", model.width, "tensor"), 2 * model.layers + 1
+    yield Collective("all_reduce", "float32", batch * length, "tensor"), 3
+
+
+def _scales(model: Llama, layout: Layout, way: Way) -> Iterable[tuple[Collective, int]]:
+    """What fp8pass adds under delayed scaling: one reduction of the amaxes of all slots, and one of gathered weights'.
+
+    Layers that `merge_siblings` has joined have fewer slots.
+    """
+    if not way.fp8:
+        return
+    inputs = sum(not set(readers).isdisjoint(way.taken) for readers in BY_INPUT)
+    taken, gathered = len(way.taken), way.gathers_weights(layout)
+    slots = inputs + taken + (0 if gathered else taken)  # and gradients, and weights
+    yield Collective("all_reduce", "int32", HEADER + model.layers * slots, layout.everyone), 1
+    if gathered:
+        yield Collective("all_reduce", "int32", model.layers * taken, "data"), 1
+
+
+def differences(formula: Counter[Collective], trace: Counter[Collective]) -> list[str]:
+    """What is not the same in both, one line for each kind of collective."""
+    return [
+        f"{c.kind} of {c.dtype}[{c.elements}] among {c.group} ranks: {formula[c]} by formula, {trace[c]} ran"
+        for c in sorted(formula.keys() | trace.keys())
+        if formula[c] != trace[c]
+    ]

@@ -1,0 +1,37 @@
+"""The tensors of a module, as compiled graphs are called with them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8pass._torch import gathered_parameters, module_of_stage
+
+
+def unwrapped(module: Any) -> Any:
+    """The module itself, of one that is compiled, in `DistributedDataParallel`, or in the stage of a pipeline."""
+    module = module_of_stage(module)
+    module = getattr(module, "_orig_mod", module)
+    return unwrapped(module.module) if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, each under all of its names.
+
+    Of a parameter that FSDP has sharded also the gathered one, with which forwards are called; it exists from the
+    first forward on.
+    """
+    gathered = gathered_parameters(module)
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, tensor in itertools.chain(parameters, module.named_buffers(remove_duplicate=False)):
+        yield name, tensor
+        if (whole := gathered.get(id(tensor))) is not None:
+            yield name, whole
+
+
+def ids_of(module: nn.Module) -> set[int]:
+    """Of all of them."""
+    return {id(tensor) for _, tensor in named_tensors(module)}

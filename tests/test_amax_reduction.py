@@ -1,0 +1,268 @@
+"""The all-reduce of amaxes: what it leaves in the slots, and what happens where ranks do not agree."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.config import make_config
+from fp8pass.recipes import DelayedScaling
+from tests.models import Block, make
+from tests.torchrun import on_ranks
+
+RECIPE = DelayedScaling(amax_history_len=4)
+OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager"}
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    return torch.compile(model, backend="fp8pass", options={**OPTIONS, **options})
+
+
+def data(seed: int = 0) -> Tensor:
+    """Larger on higher ranks."""
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)) * (1 + dist.get_rank())
+
+
+def error_of(run: Any, *args: Any, times: int = 1) -> str:
+    """What a few steps of training fail with; "" if they do not."""
+    try:
+        for _ in range(times):
+            run(*args).square().mean().backward()
+    except fp8pass.Fp8Error as error:
+        return str(error)
+    finally:
+        gc.collect()
+    return ""
+
+
+def histories(model: nn.Module) -> dict[str, list[float]]:
+    state = fp8pass.state(model).state_dict()
+    return {k.removesuffix(".amax_history"): x.tolist() for k, x in state.items() if k.endswith("amax_history")}
+
+
+@on_ranks(2)
+def one_leaves_a_layer_out() -> str:
+    return error_of(compiled(make(Block), filter=["down"] if dist.get_rank() else None), data())
+
+
+@on_ranks(2)
+def one_has_no_slots() -> str:
+    return error_of(compiled(make(Block), filter=["*"] if dist.get_rank() == 0 else None), data())
+
+
+@on_ranks(2)
+def one_has_another_recipe() -> str:
+    return error_of(compiled(make(Block), recipe=DelayedScaling(amax_history_len=4 + dist.get_rank())), data())
+
+
+@on_ranks(2)
+def one_takes_another_branch_later() -> list[str]:
+    """From the second step on, rank 1 has a graph more. It is found out in the next."""
+    first, second = make(Block), make(Block)
+    run, other = compiled(first), compiled(second)
+    errors = [error_of(run, data())]
+    errors.append(error_of(lambda x: run(x) + (other(x) if dist.get_rank() else 0), data()))
+    errors.append(error_of(run, data()))
+    return errors
+
+
+@on_ranks(2)
+def all_take_another_branch_later() -> Any:
+    """Nothing is wrong with that; and with a model that is gone by then neither."""
+    first, second = make(Block), make(Block)
+    run, other = compiled(first), compiled(second)
+    errors = [error_of(run, data(), times=2), error_of(other, data(), times=2)]
+    del first, run
+    third = make(Block)
+    errors.append(error_of(compiled(third), data(), times=3))
+    return errors, histories(second), histories(third)
+
+
+@on_ranks(2)
+def one_does_not_come() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    error = error_of(compiled(make(Block), amax_group=group), data()) if dist.get_rank() == 0 else ""
+    dist.barrier()
+    return error
+
+
+@on_ranks(2)
+def with_nan() -> Any:
+    """Rank 0 has one in its second step."""
+    model = make(Block)
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4, on_nonfinite="freeze"))
+    for i in range(3):
+        x = data()
+        if i == 1 and dist.get_rank() == 0:
+            x[0, 0] = math.nan
+        run(x).square().mean().backward()
+    return fp8pass.state(model).state_dict()
+
+
+@on_ranks(2)
+def without_backward() -> Any:
+    """Two forwards: what the first has recorded is reduced when the second begins."""
+    model = make(Block)
+    run = compiled(model)
+    run(data(0))
+    run(data(1))
+    return histories(model)
+
+
+@on_ranks(2)
+def checkpointed() -> Any:
+    """The backward repeats the forward; both ways."""
+    found = {}
+    for reentrant in (False, True):
+        model = make(Block)
+        run = functools.partial(checkpoint, compiled(model), use_reentrant=reentrant)
+        for i in range(3):
+            run(data(i).requires_grad_()).square().mean().backward()
+        found[reentrant] = histories(model)
+    return found
+
+
+@on_ranks(2)
+def updated_in_a_step() -> Any:
+    """With FP8 copies of weights, and skipping: rank 1 has an infinity in the second of four steps."""
+    model = make(Block)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @fp8pass.train_step(**OPTIONS, skip_nonfinite=True)
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        parallel(x).square().mean().backward()
+        optimizer.step()
+
+    found = []
+    for i in range(4):
+        x = data(i)
+        if i == 1 and dist.get_rank():
+            x[0, 0] = math.inf
+        step(x)
+        found.append(({k: p.detach().clone() for k, p in model.named_parameters()}, fp8pass.state(model).state_dict()))
+    return found, step.skipped
+
+
+@on_ranks(4)
+def in_rows_of_a_mesh() -> Any:
+    """Two models, each on two ranks: the default group would be wrong, and either mesh or group is right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    found = []
+    for group in (mesh["data"], mesh.get_group("data"), mesh):
+        model = make(Block)
+        run = compiled(model, amax_group=group)
+        for i in range(2):
+            run(data(i)).square().mean().backward()
+        found.append(histories(model))
+    return found
+
+
+@on_ranks(4)
+def outside_of_the_group() -> str:
+    try:
+        make_config({"amax_group": dist.new_group([0, 1])})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_slot_that_one_rank_lacks_is_an_error_on_all() -> None:
+    expected = (
+        "ranks have different FP8 slots, so that their amaxes can't be reduced: 'down.input' only on rank 0; "
+        "'down.weight' only on rank 0; 'down.grad_output' only on rank 0. Compile the same model with the same options "
+        "on all ranks, or set reduce_amax=False"
+    )
+    assert one_leaves_a_layer_out() == [expected, expected]
+
+
+def test_a_rank_without_slots_is_an_error_on_all() -> None:
+    for error in one_has_no_slots():
+        assert "'up.input' only on rank 1" in error and "; and 1 more." in error
+
+
+def test_another_recipe_is_an_error_on_all() -> None:
+    for error in one_has_another_recipe():
+        assert error.startswith("the FP8 slots from 'up.input' on are under DelayedScaling(")
+        assert "amax_history_len=4" in error and "amax_history_len=5" in error and "on rank 1." in error
+
+
+def test_a_graph_that_one_rank_gets_later_is_an_error_on_all() -> None:
+    for first, second, third in one_takes_another_branch_later():
+        assert first == second == ""
+        assert third.startswith(
+            "ranks have different numbers of graphs with FP8 slots (1, 2), the last with 'up.input'"
+        )
+
+
+def test_graphs_that_all_ranks_get_later_are_reduced_too() -> None:
+    (errors, *first), (_, *second) = all_take_another_branch_later()
+    assert errors == ["", "", ""] and first == second
+    assert len([x for x in first[1]["up.input"] if x > 0]) == 2
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says() -> None:
+    error, _ = one_does_not_come()
+    assert "rank 0 has waited 3 s for rank 1 to say which FP8 slots they have" in error
+    assert "pass their group or mesh as amax_group, or reduce_amax=False" in error
+
+
+def test_nan_reaches_all_ranks() -> None:
+    first, second = with_nan()
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+    history = first["up.input.amax_history"]
+    assert history[0].isnan() and history[1] > 0 and history[2:].eq(0).all()
+
+
+def test_what_a_forward_without_backward_has_recorded_is_reduced_when_the_next_begins() -> None:
+    first, second = without_backward()
+    assert first == second and first["down.input"][0] > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_forwards_are_reduced_once(reentrant: bool) -> None:
+    first, second = (run[reentrant] for run in checkpointed())
+    assert first == second
+    assert [x > 0 for x in first["up.input"]] == [True, True, False, False]
+
+
+def test_a_skipped_step_is_skipped_everywhere() -> None:
+    (first, skipped), (second, _) = updated_in_a_step()
+    assert skipped == 1
+    for (weights, state), (others, other) in zip(first, second, strict=True):
+        torch.testing.assert_close(weights, others, rtol=0, atol=0)
+        torch.testing.assert_close(state, other, rtol=0, atol=0)
+    before, after = first[0], first[1]
+    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
+
+
+def test_amaxes_are_reduced_over_the_group_or_mesh() -> None:
+    by_rank = in_rows_of_a_mesh()
+    for i in (0, 1):
+        assert by_rank[0][i] == by_rank[1][i] and by_rank[2][i] == by_rank[3][i]
+        assert by_rank[0][i]["down.grad_output"] != by_rank[2][i]["down.grad_output"]
+    assert by_rank[0][2] == by_rank[1][2] == by_rank[2][2] == by_rank[3][2]
+
+
+def test_a_rank_outside_of_the_group_is_told() -> None:
+    error = "this rank is not in amax_group: pass the group of the ranks that train the same model"
+    assert outside_of_the_group() == ["", "", error, error]
+
+
+def test_a_group_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="amax_group is a list: pass a"):
+        make_config({"amax_group": [0, 1]})
+    with pytest.raises(ValueError, match="reduce_amax_interval=0: a number"):
+        make_config({"reduce_amax_interval": 0})

@@ -1,0 +1,378 @@
+"""Matmuls of experts: the numbers against an oracle, experts without tokens, what each device gets, every refusal.
+
+No CPU has the kernel: there, with a target that has it, its formula runs, and its calls are repeated on fake CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fp8pass
+from fp8pass import grouped
+from fp8pass.config import Config
+from fp8pass.hardware import TARGETS
+from fp8pass.passes.grouped_mm import GroupedMM, why_no_kernel
+from fp8pass.passes.matmuls import Matmuls
+from fp8pass.report import Gemm
+from tests.harness import BF16, E4M3, E5M2, annotated, aten, capture, compiled, count, dq, fp8, run, sqnr, verdicts
+from tests.models import Experts
+from tests.oracle import qdq_rows
+
+H100 = {"target": "h100", "min_speedup": 0}
+OFFS = torch.tensor([9, 9, 40, 57], dtype=torch.int32)
+"""Of 64 rows: 9 tokens, none, 31, 17; 7 rows are nobody's."""
+
+
+class Capacity(nn.Module):
+    """Experts with room for as many tokens each: a batched matmul."""
+
+    def __init__(self, groups: int = 20) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(groups, 64, 48) / 8).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+def tokens(nobodys: float = 1.0) -> Tensor:
+    """64 rows, of which the last 7 hold `nobodys`."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    x[57:] = nobodys
+    return x.bfloat16().requires_grad_()
+
+
+def trained(function: Any, experts: Experts, x: Tensor, offs: Tensor = OFFS) -> list[Tensor]:
+    """Output and gradients of a step, of rows that are somebody's."""
+    y = function(x, offs)
+    n = int(offs[-1])
+    y[:n].float().square().sum().backward()
+    of_weights = [p.grad for p in experts.parameters()]
+    assert x.grad is not None
+    found = [y[:n].detach(), x.grad[:n], *of_weights]
+    x.grad = experts.up.grad = experts.down.grad = None
+    return found
+
+
+def gemms(function: Any, *inputs: Any) -> list[Gemm]:
+    with verdicts() as found:
+        y = function(*inputs)
+        if y.requires_grad:
+            y.float().square().sum().backward()
+    return found.gemms
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_step_is_that_of_the_annotated_graph(recipe: str) -> None:
+    """Also under a recipe by tensor: the kernels scale by rows."""
+    torch.manual_seed(0)
+    experts, x = Experts(), tokens()
+    options = {"recipe": recipe, **H100}
+    with verdicts() as found:
+        got = trained(compiled(experts, **options), experts, x)
+    rows = [(g.name, g.kind, g.scaling, g.status, g.dtypes) for g in found.gemms]
+    assert not found.notes  # nothing is dequantized for no matmul
+    kinds = ("output", "grad_input", "grad_weight")
+    assert sorted(rows) == sorted(
+        (name, kind, "rowwise", "rewritten", ("e4m3", "e4m3", "bf16"))
+        for name, kind in itertools.product(("up", "down"), kinds)
+    )
+    torch._dynamo.reset()
+    wanted = trained(annotated(experts, **options), experts, x)
+    for a, b in zip(wanted, got, strict=True):
+        assert sqnr(a, b) > 45  # bfloat16: the reference rounds operands to it, and the kernel does not
+    for a, b in zip(trained(experts, experts, x), got, strict=True):
+        assert sqnr(a, b) > 20
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_the_numbers_are_those_of_an_oracle(lowering: str) -> None:
+    """One expert after the other in float64, each with scales of its own rows and columns."""
+    torch.manual_seed(0)
+    weight = nn.Parameter((torch.randn(4, 64, 48) / 8).bfloat16())
+    x, gradient = tokens(), torch.randn(64, 48).bfloat16()
+    options = {"recipe": "rowwise", "lowering": lowering, **H100}
+    function = compiled(lambda x, w, offs: torch._grouped_mm(x, w, offs=offs), **options)
+    y = function(x, weight, OFFS)
+    y.backward(gradient)
+    assert x.grad is not None
+    assert weight.grad is not None
+    starts = [0, *OFFS.tolist()]
+    for g, (i, j) in enumerate(itertools.pairwise(starts)):
+        a, b, c = x.detach()[i:j], weight.detach()[g], gradient[i:j]
+        if i == j:
+            assert weight.grad[g].abs().max() == 0
+            continue
+        wanted = qdq_rows(a, 1) @ qdq_rows(b, 0), qdq_rows(c, 1) @ qdq_rows(b, 1).T, qdq_rows(a, 0).T @ qdq_rows(c, 0)
+        for want, got in zip(wanted, (y[i:j], x.grad[i:j], weight.grad[g]), strict=True):
+            assert sqnr(want, got) > 50
+
+
+@pytest.mark.parametrize("nobodys", [1e30, float("inf"), float("nan")])
+def test_rows_of_nobody_change_nothing(nobodys: float) -> None:
+    """Such rows are what was in memory: they have no part in any scale."""
+    torch.manual_seed(0)
+    experts = Experts()
+    function = compiled(experts, **H100)
+    wanted, got = (trained(function, experts, tokens(fill)) for fill in (1.0, nobodys))
+    for a, b in zip(wanted, got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_nan_spoils_its_expert_alone() -> None:
+    torch.manual_seed(0)
+    experts, x = Experts(), tokens()
+    with torch.no_grad():
+        x[12, 3] = torch.nan
+    y, _, up, _ = trained(compiled(experts, **H100), experts, x)
+    assert y[:9].isfinite().all()
+    assert y[40:].isfinite().all()
+    assert y[12].isnan().all()
+    assert [bool(g.isfinite().all()) for g in up] == [True, True, False, True]
+
+
+def test_an_expert_without_tokens_has_the_same_numbers_when_they_come_back() -> None:
+    """No step leaves anything behind: there is no state."""
+    torch.manual_seed(0)
+    experts, x = Experts(), tokens()
+    function = compiled(experts, **H100)
+    first = trained(function, experts, x)
+    none = trained(function, experts, x, torch.zeros_like(OFFS))
+    assert all(not g.any() for g in none[2:])
+    again = trained(function, experts, x)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1, 2, 3), (16, 0, 32), (0, 0, 17, 0, 5, 0)])
+@pytest.mark.parametrize("nobodys", [0, 5])
+def test_groups_are_moved_apart(sizes: tuple[int, ...], nobodys: int) -> None:
+    """Each begins at a multiple of 16, with zeros behind it, and nothing is lost."""
+    rows = sum(sizes) + nobodys
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x = torch.arange(1, rows + 1)
+    row, ends = grouped.rows_apart(offs, rows), grouped.ends_apart(offs)
+    assert len(row) == grouped.room(rows, len(sizes))
+    assert len(row) % 16 == 0
+    assert ends.dtype == torch.int32
+    apart = grouped.taken(x.unsqueeze(1), row).squeeze(1) if rows else torch.zeros(len(row))
+    starts = [0, *ends.tolist()]
+    begins = [0, *offs.tolist()]
+    for g, size in enumerate(sizes):
+        assert starts[g] % 16 == 0
+        assert apart[starts[g] : starts[g] + size].tolist() == x[begins[g] : begins[g] + size].tolist()
+        assert not apart[starts[g] + size : starts[g + 1]].any()
+    assert not apart[starts[-1] :].any()
+
+
+def test_batches_of_experts_are_one_matmul() -> None:
+    """More of them than there would be calls of `_scaled_mm`."""
+    torch.manual_seed(0)
+    model = Capacity()
+    x = torch.randn(20, 32, 64).bfloat16().requires_grad_()
+    found = gemms(compiled(model, **H100), x)
+    assert [(g.batches, g.status, g.scaling) for g in found] == [(20, "rewritten", "rowwise")] * 3
+    got, x.grad, model.weight.grad = (x.grad, model.weight.grad), None, None
+    torch._dynamo.reset()
+    annotated(model, **H100)(x).float().square().sum().backward()
+    for want, have in zip((x.grad, model.weight.grad), got, strict=True):
+        assert sqnr(want, have) > 45
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul in FP8")
+def test_batches_of_experts_elsewhere() -> None:
+    """As any batches; with both reasons, where that are too many."""
+    x = torch.randn(20, 32, 64).bfloat16()
+    gemm, _ = gemms(compiled(Capacity()), x)
+    assert (gemm.status, gemm.rule) == ("declined", "batches")
+    assert gemm.reason.endswith("gains; grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu")
+    gemm, _ = gemms(compiled(Capacity(4)), x[:4])  # compiled again, for any number
+    assert gemm.reason.startswith("a varying number of products of [32, 64] by [64, 48]: ")
+    gemm, _ = gemms(compiled(Capacity(4), dynamic=False), x[:4])
+    assert (gemm.status, gemm.scaling) == ("rewritten", "delayed")
+
+
+def test_batches_that_are_no_experts_stay() -> None:
+    """Attention that is written out is not meant."""
+    a, b = (torch.randn(20, 32, 64).bfloat16() for _ in range(2))
+    (gemm,) = gemms(compiled(lambda a, b: a @ b.mT, **H100), a, b)
+    assert (gemm.status, gemm.rule) == ("declined", "batches")
+
+
+def rows_by_experts(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, offs: Tensor) -> Tensor:
+    return torch._grouped_mm(dq(a, a_inv, BF16), dq(b, b_inv, BF16), offs=offs)
+
+
+def of(m: int, k: int, g: int, n: int, dtype: torch.dtype = E4M3) -> list[Tensor]:
+    return [fp8(m, k, dtype=dtype), torch.rand(m, 1), fp8(g, k, n), torch.rand(g, 1, n)]
+
+
+def detected(function: Any, *inputs: Any, target: str | None = "h100") -> tuple[Any, Gemm]:
+    module = capture(function, *inputs)
+    context = run(module, Matmuls([]), GroupedMM(), config=Config(recipe=None, target=target))
+    (gemm,) = context.gemms.values()
+    return module, gemm
+
+
+def test_quantized_by_the_user() -> None:
+    inputs = *of(64, 64, 4, 48), OFFS
+    module, gemm = detected(rows_by_experts, *inputs)
+    assert (gemm.status, gemm.scaling, gemm.dtypes) == ("rewritten", "user", ("e4m3", "e4m3", "bf16"))
+    assert count(module, aten._grouped_mm.default) == 0
+    (y,) = module(*inputs) if isinstance(module(*inputs), (tuple, list)) else (module(*inputs),)
+    assert sqnr(rows_by_experts(*inputs)[:57], y[:57]) > 45
+
+
+REFUSED: dict[str, tuple[Any, Any, str, str]] = {
+    "another GPU": (rows_by_experts, (*of(64, 64, 4, 48), OFFS), "no kernel", "on sm_90, and b200 is sm_100"),
+    "a scale for all": (
+        lambda a, b, offs: torch._grouped_mm(dq(a, torch.tensor(0.5), BF16), dq(b, torch.tensor(0.5), BF16), offs=offs),
+        (fp8(64, 64), fp8(4, 64, 48), OFFS),
+        "grouped scale",
+        "has not just a scale for each row",
+    ),
+    "e5m2": (rows_by_experts, (*of(64, 64, 4, 48, E5M2), OFFS), "grouped type", "float8_e5m2; .* float8_e4m3fn alone"),
+    "size": (rows_by_experts, (*of(64, 64, 4, 40), OFFS), "grouped size", r"experts \[4, 64, 40\]: .* multiples of 16"),
+    "not quantized": (
+        lambda a, b, offs: torch._grouped_mm(a, b, offs=offs),
+        (torch.randn(64, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16(), OFFS),
+        "not float8",
+        "is no float8 tensor times a scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    function, inputs, rule, reason = REFUSED[case]
+    module, gemm = detected(function, *inputs, target="b200" if case == "another GPU" else "h100")
+    assert (gemm.status, gemm.rule) == ("declined", rule)
+    assert re.search(reason, gemm.reason)
+    assert count(module, aten._grouped_mm.default) == 1
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul in FP8")
+@pytest.mark.parametrize(
+    ("options", "rule", "reason"),
+    [
+        ({}, "no kernel", "grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu"),
+        ({"target": "b200"}, "no kernel", "exist on sm_90, and b200 is sm_100"),
+        (
+            {"target": "h100", "recipe": "mxfp8"},
+            "grouped scale",
+            "mxfp8 scales; grouped FP8 matmuls take one for each row",
+        ),
+        ({"target": "h100", "min_speedup": 1}, "min_speedup", r"\[16, 64\] by \[64, 96\] is too small"),
+    ],
+)
+def test_the_recipe_says_why_not(options: dict[str, Any], rule: str, reason: str) -> None:
+    """And the model runs, in high precision."""
+    experts, x = Experts(), tokens()
+    with verdicts() as found:
+        got = trained(compiled(experts, **options), experts, x)
+    gemm = found.gemms[0]
+    assert (gemm.status, gemm.rule) == ("declined", rule)
+    assert re.search(reason, gemm.reason)
+    for a, b in zip(trained(experts, experts, x), got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strict_says_it_aloud() -> None:
+    with pytest.raises(
+        BackendCompilerFailed, match="grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu"
+    ):
+        compiled(Experts(), strict=True)(tokens(), OFFS)
+
+
+def test_sizes_and_types() -> None:
+    experts, target = torch.empty(4, 64, 48, dtype=BF16), TARGETS["h100"]
+    assert why_no_kernel(experts, BF16, target) is None
+    assert "the result is float32" in str(why_no_kernel(experts, torch.float32, target))
+    assert "multiples of 16" in str(why_no_kernel(experts[:, :24], BF16, target))
+    assert "up to 1023 groups" in str(why_no_kernel(experts[:1].expand(1024, 64, 48), BF16, target))
+
+
+def test_experts_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    model, x = Capacity().float(), torch.randn(20, 32, 64, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            y: Tensor = model(x)
+            return y
+
+    found = gemms(compiled(function, **H100), x)
+    assert [(g.batches, g.status, g.scaling) for g in found] == [(20, "rewritten", "rowwise")] * 3
+    (got,) = (p.grad for p in model.parameters())
+    model.zero_grad()
+    function(x).float().square().sum().backward()
+    (wanted,) = (p.grad for p in model.parameters())
+    assert got is not None
+    assert wanted is not None
+    assert sqnr(wanted, got) > 20
+
+
+def test_a_number_of_tokens_that_varies_is_compiled_once() -> None:
+    """Where groups are to be is known for a number alone: the gradient of the weights stays in high precision."""
+    torch.manual_seed(0)
+    experts = Experts()
+    function = compiled(experts, **H100)
+    with verdicts() as found:
+        for rows in (80, 112, 100):
+            x, offs = torch.randn(rows, 64).bfloat16().requires_grad_(), OFFS + (rows - 80)
+            torch._dynamo.mark_dynamic(x, 0)
+            for a, b in zip(trained(experts, experts, x, offs), trained(function, experts, x, offs), strict=True):
+                assert sqnr(a, b) > 20
+    rules = {(g.kind, g.status, g.rule) for g in found.gemms}
+    rewritten = {("output", "rewritten", ""), ("grad_input", "rewritten", "")}
+    assert rules == rewritten | {("grad_weight", "declined", "symbolic size")}
+    assert len(found.gemms) == 6
+
+
+def test_monitored() -> None:
+    """What a gradient is quantized to by rows has no groups, and by groups it has."""
+    torch.manual_seed(0)
+    experts = Experts()
+    trained(compiled(experts, monitor=True, **H100), experts, tokens())
+    seen = {row.slot for row in fp8pass.stats(experts).rows}
+    assert {"down.grad_output", "down.grad_output_1", "up.input", "up.weight"} <= seen
+
+
+class Own(nn.Module):
+    """An expert that is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y
+
+
+def test_an_expert_of_its_own_keeps_its_scale_without_tokens() -> None:
+    """Called with none, or not at all, its slots record nothing; the other's follow the data."""
+    torch.manual_seed(0)
+    experts = [Own(), Own()]
+    for expert in experts:
+        expert.compile(backend="fp8pass", options={"lowering": "eager"})
+
+    def step(of: tuple[int, ...], size: float) -> list[float]:
+        for expert, n in zip(experts, of, strict=True):
+            if n >= 0:
+                expert(torch.randn(n, 32) * size).square().sum().backward()
+        return [float(fp8pass.state(e).state_dict()["fc.input.scale"]) for e in experts]
+
+    step((16, 16), 1.0)
+    before = step((16, 16), 1.0)
+    step((16, 0), 100.0)
+    step((16, -1), 100.0)
+    after = step((16, 0), 100.0)
+    assert after[1] == before[1]
+    assert after[0] < before[0] / 50
+    assert step((16, 16), 1.0)[1] != 0
