@@ -53,6 +53,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.fsdp import FSDPModule
 from torch.fx.graph import CodeGen
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
@@ -167,9 +168,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-@functools.cache
 def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh. Where it has several dimensions, all ranks make it together."""
+    """The group of all ranks of a mesh. Where it has several dimensions, all ranks of the world make it together."""
+    return _flattened(mesh, dist.group.WORLD)
+
+
+@functools.cache
+def _flattened(mesh: DeviceMesh, _world: Any) -> dist.ProcessGroup:
+    """A mesh of the same ranks equals that of a world that was there before."""
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
 
 
@@ -196,6 +202,26 @@ def ddp_goes_on() -> bool:
     """In a forward: whether it is one of DistributedDataParallel under `no_sync`, of a step that others complete."""
     module = DistributedDataParallel._active_ddp_module
     return module is not None and not module.require_backward_grad_sync
+
+
+def ddp_joins() -> bool:
+    """In a forward: whether it is one of DistributedDataParallel whose ranks may come to their end one by one."""
+    module = DistributedDataParallel._active_ddp_module
+    return module is not None and module._join_config.enable
+
+
+def before_eager_optimizers(callback: Callable[[torch.optim.Optimizer], None]) -> None:
+    """From now on, call this before each step of any optimizer that runs op by op.
+
+    Not within what Dynamo traces: it calls hooks in a loop, and if one broke its graph, it would have all of an
+    optimizer's step run op by op.
+    """
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            callback(optimizer)
+
+    register_optimizer_step_pre_hook(hook)
 
 
 @dataclass(frozen=True)
@@ -290,12 +316,14 @@ __all__ = [
     "_CheckpointFrame",
     "all_reduce",
     "aot_autograd",
+    "before_eager_optimizers",
     "compile_fx",
     "compile_fx_inner",
     "context_for_later",
     "counters",
     "current_graph_task_id",
     "ddp_goes_on",
+    "ddp_joins",
     "detect_fake_mode",
     "dynamo_config",
     "enable_python_dispatcher",

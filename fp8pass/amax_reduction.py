@@ -8,6 +8,10 @@ Amaxes travel as the bits of float32 in int32, which are ordered as the numbers 
 infinity, so that no backend's idea of the maximum of NaN matters. The vector is laid out as all ranks have agreed in
 the first step; until then nobody knows that the others have the same slots, or come at all, and they meet in the
 group's store, which does not wait for ever. A rank whose slots change later says so in front of the vector.
+
+A collective that not all ranks call is met by one of somebody else's. So none depends on what a rank alone knows: each
+takes part at the end of each backward, if its graphs have no slots, too. A forward, which one rank may call to look at
+something, starts none: what it has recorded, without a backward, goes with the next step's.
 """
 
 from __future__ import annotations
@@ -29,10 +33,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8pass import scaling
-from fp8pass._torch import Store, current_graph_task_id, pipeline_call, queue_callback, store_of, timeout_of
+from fp8pass._torch import (
+    Store,
+    before_eager_optimizers,
+    current_graph_task_id,
+    ddp_joins,
+    pipeline_call,
+    queue_callback,
+    store_of,
+    timeout_of,
+)
 from fp8pass.config import Reduction
 from fp8pass.errors import Fp8Error
 from fp8pass.slots import SlotGroup, registry
@@ -59,10 +71,11 @@ class _Pending:
 class Reducer:
     """The reductions over one group, of all slots on one device."""
 
-    def __init__(self, what: Reduction, device: torch.device, number: int) -> None:
+    def __init__(self, what: Reduction, device: torch.device) -> None:
         self._what = what
         self._device = device
-        self._number = number
+        self._number = 0
+        """How many reducers there were before for this group and kind of device: the same on all ranks."""
         self._group: dist.ProcessGroup | None = None
         self._agreed: list[tuple[weakref.ref[SlotGroup], int]] | None = None
         """The graphs whose slots are in the vector, with the number of amaxes of each."""
@@ -73,7 +86,7 @@ class Reducer:
         """Of the reduction before, on the CPU, or on its way there."""
         self._task = -1
         self._takes_part = False
-        """A graph without slots has been called, and others may have some in its place."""
+        """A backward of a graph without slots has been; others may have some in its place."""
         self._steps = 0
         self._lock = threading.RLock()
 
@@ -85,14 +98,20 @@ class Reducer:
         """Behind the forward of a graph with these: its backward will record amaxes, too.
 
         groups: none, if the graph has no slots; other ranks' may. may_end: the end of its backward may be the step's.
+        Raises Fp8Error where ranks may have unequally many batches.
         """
-        if not groups and self._agreed is not None:
-            return
-        self._takes_part |= not groups
+        if ddp_joins():
+            raise Fp8Error(
+                "under DistributedDataParallel.join() a rank may end before the others, who would wait for its amaxes: "
+                "set reduce_amax=False, or give all ranks equally many batches"
+            )
         hook = functools.partial(self._in_backward, [weakref.ref(g) for g in groups], may_end)
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.register_hook(hook)  # type: ignore[no-untyped-call]
+        differentiable = _differentiable(result)
+        for x in differentiable:
+            x.register_hook(hook)  # type: ignore[no-untyped-call]
+        for group in groups:
+            group.recorded = True
+            group.unreduced |= not differentiable
 
     # in a step that is compiled, Dynamo would take it for code of the user's
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -100,6 +119,7 @@ class Reducer:
         groups = [group for ref in refs if (group := ref()) is not None]
         with self._lock:
             self._finish()
+            self._takes_part |= not groups
             for group in groups:
                 group.unreduced = True
             if may_end and self._task != (task := current_graph_task_id()):
@@ -119,12 +139,15 @@ class Reducer:
         """
         with self._lock:
             groups = self._groups()
-            news = any(group.unreduced for group in groups) or (self._takes_part and self._agreed is None)
+            news = any(group.unreduced for group in groups) or self._takes_part
             if not news or (process_group := self._process_group()) is None:
                 return
             self._finish()
+            self._takes_part = False
             for group in groups:
-                group.unreduced = False
+                if not group.begun:
+                    group.roll()  # other ranks may have called it, and what is on its way is of the step behind that
+                group.begun = group.recorded = group.unreduced = False
             if self._agreed is None or self._says_changed(self._last_header):
                 self._agree(process_group, groups)
             self._steps += 1
@@ -143,6 +166,8 @@ class Reducer:
         """None where there are no other ranks."""
         group = self._what.process_group()
         if group is not self._group:
+            same = (r for (_, device), r in _reducers.items() if device.type == self._device.type and r is not self)
+            self._number = sum(r._group is group for r in same)
             self._group, self._agreed, self._pending, self._last_header = group, None, None, None
         return group
 
@@ -224,6 +249,8 @@ class Reducer:
         """Make sure that all ranks have the same slots, in the same order. Raises Fp8Error if not."""
         try:
             self._compare(process_group, groups)
+        except _NotCome:
+            raise
         except Fp8Error:
             gc.collect()  # a model that is gone may not be gone everywhere
             groups = self._groups()
@@ -237,7 +264,17 @@ class Reducer:
             return
         layout = [[list(g.table.names), repr(g.table.recipe), g.table.n_weights, g.stage] for g in groups]
         limit = timeout_of(process_group, self._device)
-        compare(process_group, f"{self._number}/{self._agreements}", layout, limit)
+        compare(process_group, f"{self._device.type}/{self._number}/{self._agreements}", layout, limit)
+
+
+class _NotCome(Fp8Error):
+    """Not all ranks have come to say which slots they have."""
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    """Of what a graph returns, what has a backward."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [x for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def _amaxes(group: SlotGroup, interval: int) -> list[Tensor]:
@@ -273,21 +310,21 @@ def compare(process_group: dist.ProcessGroup, name: str, layout: Any, limit: tim
 
 
 def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
-    """Until all ranks are here; no longer than `limit` seconds. Raises Fp8Error that names those that are not."""
+    """Until all ranks are here; no longer than `limit` seconds. Raises _NotCome that names those that are not."""
     begin = time.monotonic()
     warned = False
     while True:
         waited = time.monotonic() - begin
         try:
             store.wait(["all"], timedelta(seconds=max(min(WARN_AFTER, limit - waited), 0.01)))
-            return
+            break
         except dist.DistStoreError as error:
-            absent = [r for r in range(ranks) if not store.check([f"here/{r}"])]
-            if not absent:
-                continue
+            absent = [r for r in range(ranks) if r != rank and not store.check([f"here/{r}"])]
+            absent = absent or [r for r in range(ranks) if r != rank]  # one that ended while it came
             waited = time.monotonic() - begin
             if waited >= limit:
-                raise Fp8Error(
+                store.set("gone", str(rank))
+                raise _NotCome(
                     f"rank {rank} has waited {waited:.0f} s for {_ranks(absent)} to say which FP8 slots they have. Do "
                     "they train the same model, compiled with fp8pass? If only some ranks do, pass their group or mesh "
                     "as amax_group, or reduce_amax=False"
@@ -295,6 +332,9 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
             if not warned:
                 log.warning("%.0f s in the first FP8 step: still waiting for %s", waited, _ranks(absent))
             warned = True
+    if store.check(["gone"]):
+        gone = store.get("gone").decode()
+        raise _NotCome(f"rank {gone} has waited for rank {rank} to say which FP8 slots it has, and has given up")
 
 
 def _difference(layouts: Sequence[Any]) -> str:
@@ -306,7 +346,10 @@ def _difference(layouts: Sequence[Any]) -> str:
     for rank, layout in enumerate(layouts):
         for name in dict.fromkeys(n for names, *_ in layout for n in names):
             have.setdefault(name, []).append(rank)
-    advice = "Compile the same model with the same options on all ranks, or set reduce_amax=False"
+    advice = (
+        "Compile the same model with the same options on all ranks. Where their batches differ in size, a rank may "
+        "decline a matmul for its own few rows: use equal batches, or set reduce_amax=False"
+    )
     some = {name: ranks for name, ranks in have.items() if len(ranks) < len(layouts)}
     if some:
         listed = "; ".join(f"{name!r} only on {_ranks(ranks)}" for name, ranks in list(some.items())[:5])
@@ -360,28 +403,36 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
     """What reduces the slots of a graph on this device; None where there are no other ranks."""
     reducer = _reducers.get((reduces, device))
     if reducer is None:
-        reducer = _reducers[reduces, device] = Reducer(reduces, device, len(_reducers))
+        reducer = _reducers[reduces, device] = Reducer(reduces, device)
         _watch_optimizers()
     return reducer if reducer.is_active() else None
 
 
-def before_roll(group: SlotGroup) -> None:
-    """Before a graph rolls its slots: if no backward has come, nobody knows of what its forward has recorded."""
+def begins(group: SlotGroup) -> None:
+    """Before a graph rolls its slots, if it does: here a step ends whose end nothing told, or that has no backward."""
     if group.unreduced and group.rolls and group.reduces is not None:
         reducer = reducer_of(group.reduces, group.table.device)
         if reducer is not None:
             reducer.launch()
             reducer.finish()
+    group.begun = True
 
 
-def taking_part(run: Callable[..., Any], reduces: Reduction, device: torch.device) -> Callable[..., Any]:
+def awaits_backward(group: SlotGroup) -> bool:
+    """Whether slots can't roll yet: a forward has recorded, perhaps on this rank alone, and no backward has come."""
+    return group.recorded and not group.unreduced
+
+
+def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:
     """A graph without slots, in whose place another rank may have one with slots."""
 
     def taking_part(*args: Any) -> Any:
         result, call = run(*args), pipeline_call()
         if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
             return result
-        if (reducer := reducer_of(reduces, device)) is not None:
+        # the device that its slots would be on: inputs may come from another
+        device = next((x.device for x in _differentiable(result)), None)
+        if device is not None and (reducer := reducer_of(reduces, device)) is not None:
             reducer.watch(result, [], may_end=call is None)
         return result
 
@@ -417,9 +468,4 @@ def finish() -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_optimizer)
-
-
-def _before_optimizer(*_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        launch()
+    before_eager_optimizers(lambda _: launch())

@@ -99,7 +99,7 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
     compiled = _lower(annotation, inputs, config, dump)
     if not annotation.has_state:
-        return _without_slots(compiled, example_inputs, config)
+        return _without_slots(compiled, config)
     context = context_for_later()
 
     def for_cold_slots() -> Callable[..., Any]:
@@ -110,12 +110,11 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     return _fake_first(graph, compiled, inputs[len(example_inputs) :]) if first_call_is_fake() else graph
 
 
-def _without_slots(compiled: Callable[..., Any], example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
+def _without_slots(compiled: Callable[..., Any], config: Config) -> Callable[..., Any]:
     """The graph; where another rank has slots in its place, that is found out."""
-    device = next((x.device for x in example_inputs if isinstance(x, Tensor)), None)
-    if config.reduction is None or device is None or not torch.is_grad_enabled() or first_call_is_fake():
+    if config.reduction is None or not torch.is_grad_enabled() or first_call_is_fake():
         return compiled
-    return taking_part(compiled, config.reduction, device)
+    return taking_part(compiled, config.reduction)
 
 
 def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: Sequence[Any]) -> Callable[..., Any]:

@@ -100,7 +100,7 @@ class CompiledGraph:
         scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
         states = [args[state[0]].clone() for state in self._annotation.states]
         region.remember(key, _Forward(run if how is Pass.FIRST else None, eager, scales, states))
-        return self._recorded(result, groups)
+        return result if how is Pass.AHEAD else self._recorded(result, groups)
 
     def _state(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
         """What the graph is called with behind `args`, Dynamo's."""
@@ -139,10 +139,8 @@ class CompiledGraph:
 
     def _recorded(self, result: Any, groups: Sequence[SlotGroup]) -> Any:
         """`result`, of a forward that has recorded amaxes, and whose backward will."""
-        reduced = [g for g in groups if g.reduces is not None]
+        reduced = [g for g in groups if g.reduces is not None and g.table.training]
         if (reducer := _reducer_of(reduced)) is not None:
-            for group in reduced:
-                group.unreduced = True
             reducer.watch(result, reduced, may_end=pipeline_call() is None)
         return result
 
@@ -169,6 +167,7 @@ class CompiledGraph:
         """
         inputs: list[Tensor] = []
         cold = False
+        finish()  # or it would overwrite what is recorded here
         for group in groups:
             join_step(group)
             if not group.table.remembers:
@@ -179,7 +178,8 @@ class CompiledGraph:
                 group.copy_slots(keys, then, again.scale)
             cold |= not group.warm and bool((again.scale == 0).any())
             if group.catch_up():
-                group.unreduced |= group.table.reduces is not None
+                group.begun = True
+                group.unreduced |= group.table.reduces is not None  # this is its backward
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
             inputs += again.inputs()
             group.steps = max(group.steps, 1)

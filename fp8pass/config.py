@@ -109,6 +109,11 @@ class Config:
         if not isinstance(group, ProcessGroup | DeviceMesh | None):
             kind = type(group).__name__
             raise ValueError(f"amax_group is a {kind}: pass a torch.distributed.ProcessGroup or DeviceMesh, or None")
+        if isinstance(group, DeviceMesh) and group.ndim > 1 and group.size() < dist.get_world_size():
+            raise ValueError(
+                f"amax_group is a mesh of {group.ndim} dimensions and {group.size()} of {dist.get_world_size()} ranks: "
+                "all ranks make its group together, and may not compile together. Pass mesh._flatten(), made before"
+            )
         for name in ("monitor_interval", "monitor_steps", "reduce_amax_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a number of steps, 1 or more")

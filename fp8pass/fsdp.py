@@ -16,7 +16,6 @@ checkpoints see of them, stay in high precision.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,10 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8pass import scaling
-from fp8pass._torch import pytree
+from fp8pass._torch import before_eager_optimizers, pytree
 from fp8pass.errors import Fp8Error
 from fp8pass.recipes import matches
 from fp8pass.sharded import amax_over, on_part, part_of
@@ -45,7 +43,7 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
 
     The scale of a weight is `448 / amax`, of the amax over all shards: that of dynamic scaling, whatever the recipe is.
     Of a weight that tensor parallel divides, before this is called, each part has its own. Raises Fp8Error for a model
-    that is sharded already.
+    that is sharded already; the first forward does, where `shard_placement_fn` divides such a weight by columns.
     """
     chosen = {}
     for name, module in model.named_modules():
@@ -56,15 +54,35 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
             chosen[name] = module
     weights = _Weights(model)
     parts: dict[Tensor, nn.Parameter] = {}
-    for module in chosen.values():
+    for name, module in chosen.items():
         old: Tensor = module.weight
         if not isinstance(part_of(old), Fp8Shard) and old not in parts:
-            parts[old] = nn.Parameter(on_part(lambda x, _: Fp8Shard(x, weights), old.detach()), old.requires_grad)
+            key = weights.new_key(name)
+            parts[old] = _parameter_of_shard(old, weights, key)
+            after_load = functools.partial(_after_load, weights=weights, key=key)
+            module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
     for other in model.modules():  # an embedding may have one of these weights, too
         for name, parameter in other._parameters.items():
             if parameter is not None and parameter in parts:
                 other._parameters[name] = parts[parameter]
     return list(chosen)
+
+
+def _parameter_of_shard(old: Tensor, weights: _Weights, key: int) -> nn.Parameter:
+    return nn.Parameter(on_part(lambda x, _: Fp8Shard(x, weights, key), old.detach()), old.requires_grad)
+
+
+def _after_load(module: Any, _: Any, *, weights: _Weights, key: int) -> None:
+    """`load_state_dict(assign=True)` puts a plain tensor in the place of the parameter, or of its part."""
+    weight = module.weight
+    if isinstance(part_of(weight), Fp8Shard):
+        return
+    if isinstance(weight, DTensor):
+        weight._local_tensor = Fp8Shard(
+            weight._local_tensor, weights, key
+        )  # FSDP has the parameter, and looks at it next
+    else:
+        module.weight = _parameter_of_shard(weight, weights, key)
 
 
 def write_shards(parameters: Iterable[Tensor]) -> None:
@@ -96,14 +114,14 @@ class _Weights:
     """All weights of a model that travel in FP8, and their scales."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._shards: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
-        """This rank's, by their keys: the parameter, and the tensor that it consists of."""
-        self._numbers = itertools.count()
+        self._shards: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], DeviceMesh]] = {}
+        """This rank's, by their keys: the parameter, the tensor that it consists of, and the ranks of all shards."""
+        self.names: list[str] = []
+        """Of the layers, by key."""
         self._scales: dict[int, Tensor] = {}
         self._made_of: Any = None
         self._forwards = 0
         self._written: _Written | None = None
-        self._mesh: DeviceMesh | None = None
         _watch_optimizers()
         _all.add(self)
         model.register_forward_pre_hook(self._begin_forward)
@@ -112,9 +130,10 @@ class _Weights:
     def _begin_forward(self, *_: Any) -> None:
         self._forwards += 1
 
-    def new_key(self) -> int:
-        """Of a weight."""
-        return next(self._numbers)
+    def new_key(self, name: str) -> int:
+        """Of the weight of a layer."""
+        self.names.append(name)
+        return len(self.names) - 1
 
     def quantized(
         self, key: int, parameter: Tensor, shard: Tensor, x: Tensor, mesh: DeviceMesh
@@ -126,7 +145,7 @@ class _Weights:
         are not the model's own, versions tell. The backward gathers again, by the scales of the forward. Of what a
         training step has written only what counts can tell that it is not of the weights any more.
         """
-        self._shards[key], self._mesh = (weakref.ref(parameter), weakref.ref(shard)), mesh
+        self._shards[key] = weakref.ref(parameter), weakref.ref(shard), mesh
         alive = self._alive()
         written = self._written
         if written is not None and written.of == _as_they_are(alive):
@@ -134,7 +153,7 @@ class _Weights:
         self._written = None
         now = self._forwards, _as_they_are(alive)
         if now != self._made_of:
-            self._scales, self._made_of = _scales(alive, mesh), now
+            self._scales, self._made_of = _scales(alive), now
         scale = self._scales[key].to(x.device)
         with torch.no_grad():
             return scaling.quantize(x, scale, scaling.E4M3), scale
@@ -142,10 +161,12 @@ class _Weights:
     def write(self) -> None:
         """Make the FP8 of all shards. Not before any was gathered: before that nothing is known of them."""
         shards = self._alive()
-        if shards and self._mesh is not None:
-            scales = _scales(shards, self._mesh)
+        if shards:
+            scales = _scales(shards)
             with torch.no_grad():
-                copies = {k: scaling.quantize(x, scales[k].to(x.device), scaling.E4M3) for k, (_, x) in shards.items()}
+                copies = {
+                    k: scaling.quantize(x, scales[k].to(x.device), scaling.E4M3) for k, (_, x, _) in shards.items()
+                }
             self._written = _Written(_as_they_are(shards), copies, scales)
 
     def forget(self) -> None:
@@ -153,37 +174,43 @@ class _Weights:
         self._written = None
 
     def _alive(self) -> _Shards:
-        alive = {k: (p(), x()) for k, (p, x) in self._shards.items()}
-        return {k: (p, x) for k, (p, x) in alive.items() if p is not None and x is not None}
+        alive = {k: (p(), x(), mesh) for k, (p, x, mesh) in self._shards.items()}
+        return {k: (p, x, mesh) for k, (p, x, mesh) in alive.items() if p is not None and x is not None}
 
 
-_Shards = dict[int, tuple[Tensor, Tensor]]
+_Shards = dict[int, tuple[Tensor, Tensor, DeviceMesh]]
 _all: weakref.WeakSet[_Weights] = weakref.WeakSet()
 
 
 def _as_they_are(shards: _Shards) -> Any:
     """Equal as long as nobody has changed them in a way that counts."""
-    return [(k, p._version, x.data_ptr()) for k, (p, x) in shards.items()]
+    return [(k, p._version, x.data_ptr()) for k, (p, x, _) in shards.items()]
 
 
 @functools.cache
 def _watch_optimizers() -> None:
     """Once: what an optimizer does in `p.data`, no version knows."""
-    register_optimizer_step_pre_hook(_forget_all)
+    before_eager_optimizers(_forget_all)
 
 
-def _forget_all(*_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        for weights in _all:
-            weights.forget()
+def _forget_all(_: torch.optim.Optimizer) -> None:
+    for weights in _all:
+        weights.forget()
+
+
+def _scales(shards: _Shards) -> dict[int, Tensor]:
+    """f32[] of each, by one all-reduce for all that the same ranks have: which is one, unless meshes differ."""
+    by_mesh: dict[DeviceMesh, dict[int, Tensor]] = {}
+    for key, (_, x, mesh) in shards.items():
+        by_mesh.setdefault(mesh, {})[key] = x
+    return {key: scale for mesh, mine in by_mesh.items() for key, scale in _scales_over(mesh, mine).items()}
 
 
 @torch.no_grad()
-def _scales(shards: _Shards, mesh: DeviceMesh) -> dict[int, Tensor]:
-    """f32[] of each. A shard may be empty."""
+def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tensor]:
+    """A shard may be empty."""
     device = torch.device(mesh.device_type)
-    tensors = [x for _, x in shards.values()]
-    amaxes = [scaling.amax(x).to(device) if x.numel() else torch.zeros((), device=device) for x in tensors]
+    amaxes = [scaling.amax(x).to(device) if x.numel() else torch.zeros((), device=device) for x in shards.values()]
     amax = amax_over(torch.stack(amaxes), [mesh.get_group().group_name])
     scale = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0)
     scale = torch.where(scaling.is_finite(amax), scale, float("nan"))
@@ -222,7 +249,7 @@ class Fp8Shard(_StandIn):
     _key: int
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, weights: _Weights, key: int | None = None) -> Fp8Shard:
+    def __new__(cls, tensor: Tensor, weights: _Weights, key: int) -> Fp8Shard:
         """tensor: f[N, K], on any device."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
@@ -235,10 +262,8 @@ class Fp8Shard(_StandIn):
             requires_grad=tensor.requires_grad,
         )
 
-    def __init__(self, tensor: Tensor, weights: _Weights, key: int | None = None) -> None:
-        self._tensor = tensor
-        self._weights = weights
-        self._key = weights.new_key() if key is None else key
+    def __init__(self, tensor: Tensor, weights: _Weights, key: int) -> None:
+        self._tensor, self._weights, self._key = tensor, weights, key
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Fp8Shard({self._tensor!r})"
@@ -270,7 +295,13 @@ class Fp8Shard(_StandIn):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP gathers: u8[rows of the largest shard, K], and the scale's inverse."""
+        """What FSDP gathers: u8[rows of the largest shard, K], and the scale's inverse. Raises Fp8Error for columns."""
+        if self.shape[1:] != outer_size[1:]:
+            name = self._weights.names[self._key]
+            raise Fp8Error(
+                f"the weight of {name!r}, {list(outer_size)}, is sharded as {list(self.shape)}: FP8 is gathered of "
+                "shards of rows. Let shard_placement_fn divide dimension 0, or leave the layer out with filter="
+            )
         parameter, shard = self._origin(module)
         x_q, scale = self._weights.quantized(self._key, parameter, shard, self._tensor, mesh)
         with torch.no_grad():

@@ -113,8 +113,14 @@ class SlotGroup:
     """Forwards without gradients, of checkpointed regions, that no backward has repeated yet."""
     steps: int = 0
     """How many steps the instance has begun with this graph."""
+    recorded: bool = False
+    """A forward has recorded amaxes that ranks share since the last reduction over ranks was started."""
+    begun: bool = False
+    """A forward has begun, or gone on with, a step since then."""
+    awaiting: int = 0
+    """How many forwards in a row went on with the step of the one before, only because no backward had come."""
     unreduced: bool = False
-    """Amaxes have been recorded that no reduction over ranks has been started for."""
+    """And its backward has come, or never will: they may be reduced."""
     goes_on: bool = False
     """The forward that began last is one of several that are one step."""
     stage: int | None = None
@@ -199,8 +205,8 @@ class SlotGroup:
 
     @property
     def cold_steps(self) -> int:
-        """How many steps some slot has been cold."""
-        return 0 if self.cold_since is None else self.steps - self.cold_since + 1
+        """How many steps some slot has been cold, or forwards that may never see the end of one."""
+        return 0 if self.cold_since is None else self.steps - self.cold_since + 1 + self.awaiting
 
     def hold(self, held: Sequence[bool]) -> None:
         """Slots whose step goes on, and whose history does not roll at the next call; () for none."""
@@ -235,6 +241,14 @@ class SlotGroup:
             *state, amax_weights, made = newest.tensors
             ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
             newest.used = next(clock)
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """Without a forward, which would say what it uses of kept copies: that is recorded where there was one."""
+        self.hold(())
+        *state, amax_weights, made = self.tensors
+        nothing = torch.full_like(made, scaling.NOTHING)
+        ops.begin_step(self.table.delayed, *state, *((amax_weights, nothing) if len(amax_weights) else ()))
 
     def for_repetition(self) -> SlotTensors:
         """What a forward that the backward repeats is called with: nothing rolls, and its amaxes are forgotten.
@@ -296,6 +310,7 @@ class SlotGroup:
             self._take(other)
             self.seen = other.used
             self.warm &= other.warm
+            self.recorded |= other.recorded
             self.unreduced |= other.unreduced
         if self.table.training:
             self.used = self.seen = next(clock)

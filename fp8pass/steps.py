@@ -4,6 +4,7 @@ a training forward                               begins a step
 in `with accumulate(module):`                    the first begins it, the others go on
 under `no_sync` of DistributedDataParallel       it goes on, up to the first forward that is not
 of a stage of `torch.distributed.pipelining`     it goes on, up to the first microbatch that it has had already
+where ranks share amaxes                         it goes on while no backward has come: see `amax_reduction.py`
 without gradients                                reads the scales
 activation checkpointing around compiled code    the forward begins a step; when the backward repeats it, it sees
                                                  the scales that it saw then
@@ -34,7 +35,7 @@ from fp8pass._torch import (
     pipeline_call,
     top_saved_tensors_hooks,
 )
-from fp8pass.amax_reduction import before_roll, postponed
+from fp8pass.amax_reduction import awaits_backward, begins, postponed
 from fp8pass.scale_state import ScaleState
 from fp8pass.slots import SlotGroup
 from fp8pass.tensors import ids_of, unwrapped
@@ -140,17 +141,19 @@ def begin_step(group: SlotGroup) -> None:
     step = _step_of_pipeline(call, group)
     # of all forwards that a pipeline makes of a module in DDP, none is outside of no_sync
     goes_on, group.goes_on = group.goes_on and step is None, step is None and ddp_goes_on()
+    holds = goes_on or awaits_backward(group)
     if step is None and not _accumulations:
-        group.hold([goes_on] * len(group.table.names))
-        group.steps += not goes_on
-        before_roll(group)
+        group.hold([holds] * len(group.table.names))
+        group.steps += not holds
+        group.awaiting = group.awaiting + 1 if holds and not goes_on else 0
+        begins(group)
         return
     slots, graph = _covered(group, step)
-    group.hold([goes_on or (of is not None and key in of.begun) for key, of in slots])
+    group.hold([holds or (of is not None and key in of.begun) for key, of in slots])
     key, of = graph
-    group.steps += not goes_on and (of is None or key not in of.begun)
+    group.steps += not holds and (of is None or key not in of.begun)
     _begin(slots, graph)
-    before_roll(group)
+    begins(group)
 
 
 def join_step(group: SlotGroup) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8pass import ops, scaling
+from fp8pass._torch import before_eager_optimizers
 from fp8pass.annotation import Cached
 from fp8pass.slots import SlotGroup
 
@@ -172,12 +172,11 @@ def _watch_optimizers() -> None:
 
     There are optimizers, of other people, that write into `p.data`, of which versions know nothing.
     """
-    register_optimizer_step_pre_hook(_forget)
+    before_eager_optimizers(_forget)
 
 
-def _forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    # Dynamo, which calls hooks in a loop, would have all of an optimizer's step run op by op if this broke its graph.
-    if not torch.compiler.is_compiling() and len(_weights):
+def _forget(optimizer: torch.optim.Optimizer) -> None:
+    if len(_weights):
         for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
             weight.forget()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ import fp8pass
 from fp8pass.config import make_config
 from fp8pass.recipes import DelayedScaling
 from tests.models import Block, make
-from tests.torchrun import on_ranks
+from tests.torchrun import collectives, on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=4)
 OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager"}
@@ -90,6 +91,100 @@ def all_take_another_branch_later() -> Any:
 
 
 @on_ranks(2)
+def one_has_no_slots_later() -> Any:
+    """In the second step rank 0 has a batch of one row, which is left out of FP8."""
+    model = make(Block)
+    run, before = compiled(model), collectives()
+    for i in range(4):
+        x = data(i)[:1] if i == 1 and dist.get_rank() == 0 else data(i)
+        run(x).square().mean().backward()
+    return histories(model), collectives() - before
+
+
+@on_ranks(2)
+def one_looks_at_something() -> Any:
+    """Rank 0 has forwards of its own, with gradients, before the first step and behind the others."""
+    model = make(Block)
+    run, before = compiled(model), collectives()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for i in range(3):
+        for j in range(3) if dist.get_rank() == 0 else ():
+            run(data(10 + j) * 5)
+        run(data(i)).square().mean().backward()
+        found.append(fp8pass.state(model).state_dict())
+        if dist.get_rank() == 0:
+            run(data(20))
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+    return found, collectives() - before
+
+
+@on_ranks(2)
+def frozen() -> Any:
+    """With gradients enabled, of which there are none: no backward will come."""
+    model = make(Block).requires_grad_(False)
+    run = compiled(model)
+    for i in range(3):
+        run(data(i))
+    return histories(model)
+
+
+@on_ranks(2)
+def joining() -> str:
+    """One rank has more batches than the other."""
+    parallel = nn.parallel.DistributedDataParallel(make(Block))
+    run = compiled(parallel)
+    try:
+        with parallel.join():
+            for i in range(2 + dist.get_rank()):
+                run(data(i)).square().mean().backward()
+    except fp8pass.Fp8Error as error:
+        return str(error)
+    return ""
+
+
+@on_ranks(2)
+def with_other_groups_before() -> Any:
+    """Rank 0 has trained alone, in a group of its own and in the group of all under another name."""
+    one, both = dist.new_group([0]), dist.new_group([0, 1])
+    other, model = make(Block), make(Block)
+    if dist.get_rank() == 0:
+        compiled(other, amax_group=one)(data()).square().mean().backward()
+    for group in (both, dist.group.WORLD, None):
+        model = make(Block)
+        run = compiled(model, amax_group=group)
+        for i in range(2):
+            run(data(i)).square().mean().backward()
+    return histories(model)
+
+
+@on_ranks(2)
+def one_comes_late() -> str:
+    """When rank 0 does not wait for it any more."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank():
+        time.sleep(4)
+    error = error_of(compiled(make(Block), amax_group=group), data())
+    dist.barrier()
+    return error
+
+
+@on_ranks(2)
+def in_two_backwards() -> Any:
+    """Of reentrant regions: the second repeats a forward when the reduction behind the first is on its way."""
+    model, other = make(Block), make(Block)
+    run, run_other = compiled(model), compiled(other)
+    for i in range(3):
+        x = data(i).requires_grad_()
+        y, z = checkpoint(run, x, use_reentrant=True), run_other(x)
+        z.square().mean().backward()
+        y.square().mean().backward()
+    return histories(model)
+
+
+@on_ranks(2)
 def one_does_not_come() -> str:
     group = dist.new_group(timeout=timedelta(seconds=3))
     error = error_of(compiled(make(Block), amax_group=group), data()) if dist.get_rank() == 0 else ""
@@ -112,11 +207,12 @@ def with_nan() -> Any:
 
 @on_ranks(2)
 def without_backward() -> Any:
-    """Two forwards: what the first has recorded is reduced when the second begins."""
+    """Two forwards in each of two steps."""
     model = make(Block)
     run = compiled(model)
-    run(data(0))
-    run(data(1))
+    for i in range(2):
+        run(data(2 * i))
+        run(data(2 * i + 1)).square().mean().backward()
     return histories(model)
 
 
@@ -171,6 +267,18 @@ def in_rows_of_a_mesh() -> Any:
 
 
 @on_ranks(4)
+def in_a_part_of_two_dimensions() -> str:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pipeline", "data", "tensor"))
+    make_config({"amax_group": mesh})
+    make_config({"amax_group": mesh["data", "tensor"]._flatten()})
+    try:
+        make_config({"amax_group": mesh["data", "tensor"]})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@on_ranks(4)
 def outside_of_the_group() -> str:
     try:
         make_config({"amax_group": dist.new_group([0, 1])})
@@ -183,7 +291,8 @@ def test_a_slot_that_one_rank_lacks_is_an_error_on_all() -> None:
     expected = (
         "ranks have different FP8 slots, so that their amaxes can't be reduced: 'down.input' only on rank 0; "
         "'down.weight' only on rank 0; 'down.grad_output' only on rank 0. Compile the same model with the same options "
-        "on all ranks, or set reduce_amax=False"
+        "on all ranks. Where their batches differ in size, a rank may decline a matmul for its own few rows: use equal "
+        "batches, or set reduce_amax=False"
     )
     assert one_leaves_a_layer_out() == [expected, expected]
 
@@ -226,9 +335,52 @@ def test_nan_reaches_all_ranks() -> None:
     assert history[0].isnan() and history[1] > 0 and history[2:].eq(0).all()
 
 
-def test_what_a_forward_without_backward_has_recorded_is_reduced_when_the_next_begins() -> None:
+def test_what_a_forward_without_backward_has_recorded_goes_with_the_next_step() -> None:
     first, second = without_backward()
-    assert first == second and first["down.input"][0] > 0
+    assert first == second
+    assert [x > 0 for x in first["down.input"]] == [True, False, False, False]
+
+
+def test_where_there_is_no_backward_the_next_forward_reduces() -> None:
+    first, second = frozen()
+    assert first == second
+    assert [x > 0 for x in first["down.input"]] == [True, True, False, False]
+
+
+def test_a_rank_whose_graph_has_no_slots_in_some_step_takes_part() -> None:
+    (first, count), (second, other_count) = one_has_no_slots_later()
+    assert first == second and count == other_count
+    assert [x > 0 for x in first["up.input"]] == [True, True, True, False]
+
+
+def test_forwards_of_one_rank_alone_start_no_collective_and_all_scales_stay_the_same() -> None:
+    (first, count), (second, other_count) = one_looks_at_something()
+    assert count == other_count
+    for step, other_step in zip(first, second, strict=True):
+        torch.testing.assert_close(step, other_step, rtol=0, atol=0)
+    assert first[-1]["up.input.amax_history"].count_nonzero() == 2
+
+
+def test_join_is_refused() -> None:
+    for error in joining():
+        assert error.startswith("under DistributedDataParallel.join() a rank may end before the others")
+
+
+def test_what_ranks_have_done_in_other_groups_does_not_matter() -> None:
+    first, second = with_other_groups_before()
+    assert first == second and first["up.input"][0] > 0
+
+
+def test_a_rank_that_comes_late_is_told() -> None:
+    waited, late = one_comes_late()
+    assert "rank 0 has waited 2 s for rank 1 to say which FP8 slots they have" in waited
+    assert "rank 0 has waited for rank 1 to say which FP8 slots it has, and has given up" in late
+
+
+def test_a_reduction_on_its_way_does_not_undo_what_a_repeated_forward_records() -> None:
+    first, second = in_two_backwards()
+    assert first == second
+    assert [x > 0 for x in first["up.input"]] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -259,6 +411,12 @@ def test_amaxes_are_reduced_over_the_group_or_mesh() -> None:
 def test_a_rank_outside_of_the_group_is_told() -> None:
     error = "this rank is not in amax_group: pass the group of the ranks that train the same model"
     assert outside_of_the_group() == ["", "", error, error]
+
+
+def test_a_mesh_whose_group_not_all_ranks_would_make_is_refused() -> None:
+    for error in in_a_part_of_two_dimensions():
+        assert error.startswith("amax_group is a mesh of 2 dimensions and 2 of 4 ranks: ")
+        assert error.endswith("Pass mesh._flatten(), made before")
 
 
 def test_a_group_that_is_none_is_refused() -> None:
