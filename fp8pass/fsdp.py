@@ -76,13 +76,14 @@ def _after_load(module: Any, _: Any, *, weights: _Weights, key: int) -> None:
     """`load_state_dict(assign=True)` puts a plain tensor in the place of the parameter, or of its part."""
     weight = module.weight
     if isinstance(part_of(weight), Fp8Shard):
-        return
-    if isinstance(weight, DTensor):
+        pass
+    elif isinstance(weight, DTensor):
         weight._local_tensor = Fp8Shard(
             weight._local_tensor, weights, key
         )  # FSDP has the parameter, and looks at it next
     else:
         module.weight = _parameter_of_shard(weight, weights, key)
+    weights.is_parameter(key, module.weight)
 
 
 def write_shards(parameters: Iterable[Tensor]) -> None:
@@ -92,16 +93,28 @@ def write_shards(parameters: Iterable[Tensor]) -> None:
 
 
 def _shard_of(parameter: Tensor) -> Fp8Shard | None:
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = part_of(parameter)
     return local if isinstance(local, Fp8Shard) else None
 
 
+class _Known(NamedTuple):
+    """A weight that has been gathered. mesh: of all shards. change: how many parameters it was before."""
+
+    parameter: weakref.ref[Tensor]
+    mesh: DeviceMesh
+    change: int
+
+
 class _Written(NamedTuple):
-    """FP8 copies of all shards, by their keys, with the scales that they were made by. of: the shards as they were."""
+    """FP8 copies of all shards, by their keys, with the scales that they were made by.
+
+    of: the weights as they were; shards: the tensors.
+    """
 
     of: Any
     copies: dict[int, Tensor]
     scales: dict[int, Tensor]
+    shards: dict[int, weakref.ref[Tensor]]
 
 
 def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
@@ -111,11 +124,15 @@ def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 class _Weights:
-    """All weights of a model that travel in FP8, and their scales."""
+    """All weights of a model that travel in FP8, and their scales.
+
+    Whether scales are computed, which is a collective, depends on nothing that is not the same on all ranks: the tensor
+    that a shard consists of, say, is not. FSDP makes another one where it has to pad it, behind `load_state_dict`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._shards: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], DeviceMesh]] = {}
-        """This rank's, by their keys: the parameter, the tensor that it consists of, and the ranks of all shards."""
+        self._known: dict[int, _Known] = {}
+        """By key."""
         self.names: list[str] = []
         """Of the layers, by key."""
         self._scales: dict[int, Tensor] = {}
@@ -135,56 +152,67 @@ class _Weights:
         self.names.append(name)
         return len(self.names) - 1
 
-    def quantized(
-        self, key: int, parameter: Tensor, shard: Tensor, x: Tensor, mesh: DeviceMesh
-    ) -> tuple[Tensor, Tensor]:
-        """A shard in FP8, and its scale f32[]. x: `shard` where it is computed with. When any may have changed, the
+    def is_parameter(self, key: int, parameter: Tensor, mesh: DeviceMesh | None = None) -> None:
+        """From now on the weight is this one. mesh: where that is known."""
+        known = self._known.get(key)
+        mesh = mesh or (known.mesh if known else None)
+        if mesh is not None and (known is None or known.parameter() is not parameter):
+            self._known[key] = _Known(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
+
+    def quantized(self, key: int, parameter: Tensor, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        """A shard in FP8, and its scale f32[]. x: the shard where it is computed with. When any may have changed, the
         scales of all are computed.
 
         Each forward begins with that, for there are ways to change a parameter of which nothing counts; where forwards
         are not the model's own, versions tell. The backward gathers again, by the scales of the forward. Of what a
         training step has written only what counts can tell that it is not of the weights any more.
         """
-        self._shards[key] = weakref.ref(parameter), weakref.ref(shard), mesh
-        alive = self._alive()
-        written = self._written
-        if written is not None and written.of == _as_they_are(alive):
-            return written.copies[key].to(x.device), written.scales[key].to(x.device)
-        self._written = None
-        now = self._forwards, _as_they_are(alive)
-        if now != self._made_of:
-            self._scales, self._made_of = _scales(alive), now
-        scale = self._scales[key].to(x.device)
+        self.is_parameter(key, parameter, mesh)
+        written, now = self._written, self._as_they_are()
+        if written is not None and written.of == now:
+            scale = written.scales[key].to(x.device)
+            if written.shards[key]() is _tensor_of(parameter):
+                return written.copies[key].to(x.device), scale
+        else:
+            self._written = None
+            if self._made_of != (self._forwards, now):
+                self._scales, self._made_of = _scales(self._shards()), (self._forwards, now)
+            scale = self._scales[key].to(x.device)
         with torch.no_grad():
             return scaling.quantize(x, scale, scaling.E4M3), scale
 
     def write(self) -> None:
         """Make the FP8 of all shards. Not before any was gathered: before that nothing is known of them."""
-        shards = self._alive()
+        shards = self._shards()
         if shards:
             scales = _scales(shards)
             with torch.no_grad():
-                copies = {
-                    k: scaling.quantize(x, scales[k].to(x.device), scaling.E4M3) for k, (_, x, _) in shards.items()
-                }
-            self._written = _Written(_as_they_are(shards), copies, scales)
+                copies = {k: scaling.quantize(x, scales[k].to(x.device), scaling.E4M3) for k, (x, _) in shards.items()}
+            tensors = {k: weakref.ref(x) for k, (x, _) in shards.items()}
+            self._written = _Written(self._as_they_are(), copies, scales, tensors)
 
     def forget(self) -> None:
         """What was written may not be of the weights any more."""
         self._written = None
 
-    def _alive(self) -> _Shards:
-        alive = {k: (p(), x(), mesh) for k, (p, x, mesh) in self._shards.items()}
-        return {k: (p, x, mesh) for k, (p, x, mesh) in alive.items() if p is not None and x is not None}
+    def _shards(self) -> _Shards:
+        alive = {k: (known.parameter(), known.mesh) for k, known in self._known.items()}
+        return {k: (_tensor_of(p), mesh) for k, (p, mesh) in alive.items() if p is not None}
+
+    def _as_they_are(self) -> Any:
+        """Equal as long as nobody has changed the parameters in a way that counts."""
+        alive = {k: (known.parameter(), known.change) for k, known in self._known.items()}
+        return [(k, change, p._version) for k, (p, change) in alive.items() if p is not None]
 
 
-_Shards = dict[int, tuple[Tensor, Tensor, DeviceMesh]]
+_Shards = dict[int, tuple[Tensor, DeviceMesh]]
 _all: weakref.WeakSet[_Weights] = weakref.WeakSet()
 
 
-def _as_they_are(shards: _Shards) -> Any:
-    """Equal as long as nobody has changed them in a way that counts."""
-    return [(k, p._version, x.data_ptr()) for k, (p, x, _) in shards.items()]
+def _tensor_of(parameter: Tensor) -> Tensor:
+    shard = _shard_of(parameter)
+    assert shard is not None, type(parameter)
+    return shard._tensor
 
 
 @functools.cache
@@ -201,7 +229,7 @@ def _forget_all(_: torch.optim.Optimizer) -> None:
 def _scales(shards: _Shards) -> dict[int, Tensor]:
     """f32[] of each, by one all-reduce for all that the same ranks have: which is one, unless meshes differ."""
     by_mesh: dict[DeviceMesh, dict[int, Tensor]] = {}
-    for key, (_, x, mesh) in shards.items():
+    for key, (x, mesh) in shards.items():
         by_mesh.setdefault(mesh, {})[key] = x
     return {key: scale for mesh, mine in by_mesh.items() for key, scale in _scales_over(mesh, mine).items()}
 
@@ -302,8 +330,7 @@ class Fp8Shard(_StandIn):
                 f"the weight of {name!r}, {list(outer_size)}, is sharded as {list(self.shape)}: FP8 is gathered of "
                 "shards of rows. Let shard_placement_fn divide dimension 0, or leave the layer out with filter="
             )
-        parameter, shard = self._origin(module)
-        x_q, scale = self._weights.quantized(self._key, parameter, shard, self._tensor, mesh)
+        x_q, scale = self._weights.quantized(self._key, self._origin(module), self._tensor, mesh)
         with torch.no_grad():
             x_q = x_q.view(torch.uint8)
             rows = -(-outer_size[0] // mesh.size()) - x_q.shape[0]
@@ -311,13 +338,13 @@ class Fp8Shard(_StandIn):
                 x_q = torch.cat([x_q, x_q.new_zeros(rows, *x_q.shape[1:])])
             return (x_q.contiguous(),), scale.reciprocal()
 
-    def _origin(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """The parameter, and the tensor that it consists of: with CPU offload, this is a copy of it."""
+    def _origin(self, module: nn.Module) -> Tensor:
+        """The parameter: with CPU offload, this is a copy of what it consists of."""
         for parameter in module.parameters(recurse=False):
-            local = parameter._local_tensor if isinstance(parameter, DTensor) else None
-            if isinstance(local, Fp8Shard) and local._key == self._key:
-                return parameter, local._tensor
-        return self, self._tensor
+            local = _shard_of(parameter)
+            if local is not None and local._key == self._key:
+                return parameter
+        return self
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Tensor | None = None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp8pass
@@ -208,6 +208,45 @@ def what_travels() -> Any:
 
 
 @on_ranks(2)
+def after_assignment() -> Any:
+    """As `what_travels`, with weights that took the place of the parameters, before the first forward and behind it;
+    and what the forwards return, as they are and with the same weights by an ordinary load."""
+    model = make(Model)
+    enable_fp8_all_gather(model, filter=["head"])
+    shard(model)
+    found, saved = [], {k: x.detach() * 2 for k, x in model.state_dict().items()}
+    for assign in (True, True, False):
+        model.load_state_dict(saved, assign=assign)
+        with torch.no_grad():
+            y = model(data()[0])
+        group: Any = model.blocks[0]._get_fsdp_state()._fsdp_param_group
+        found.append((y, [x.dtype for p in group.fsdp_params for x in p.all_gather_inputs]))
+        saved = {k: x.detach().clone() for k, x in saved.items()}
+    return found, type(model.blocks[0].up.weight.to_local()).__name__
+
+
+@on_ranks(4)
+def in_two_meshes() -> Any:
+    """The first block has copies on two halves, the second is sharded over all. Scales of the second forward, and of
+    what a training step writes; and what they are to be."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make(Model)
+    expected = {
+        n: 448 / p.detach().abs().max() for n, p in model.named_parameters() if n.endswith(("up.weight", "down.weight"))
+    }
+    enable_fp8_all_gather(model, filter=["head"])
+    fully_shard(model.blocks[0], mesh=both)
+    fully_shard(model.blocks[1])
+    fully_shard(model)
+    results = [model(data()[0]).detach() for _ in range(2)]
+    weights: Any = model.blocks[0].up.weight.to_local()._weights  # type: ignore[union-attr,operator]
+    weights.write()
+    named = [f"{name}.weight" for name in weights.names]
+    read, written = ({named[k]: s for k, s in by_key.items()} for by_key in (weights._scales, weights._written.scales))
+    return results, read, written, expected
+
+
+@on_ranks(2)
 def saved_of_gathered_weights() -> Any:
     """Compiled for a GPU, where transposed copies are made: the FP8 tensors that the forward keeps for the backward."""
     graphs: list[fx.Graph] = []
@@ -249,7 +288,12 @@ def refused() -> list[str]:
     with fp8pass.report.collect() as report:
         compile_blocks(model, recipe="rowwise", strict=False)
         model(data()[0]).square().mean().backward()
-    return [*errors, *sorted({g.reason for g in report.declined})]
+    columns = make(Block)
+    enable_fp8_all_gather(columns)
+    fully_shard(columns, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    with pytest.raises(fp8pass.Fp8Error) as error:
+        columns(data()[0])
+    return [*errors, *sorted({g.reason for g in report.declined}), str(error.value)]
 
 
 @on_ranks(2)
@@ -362,6 +406,23 @@ def test_weights_travel_as_bytes() -> None:
         ]
 
 
+def test_weights_that_are_assigned_travel_as_bytes_too() -> None:
+    for ((y, types), (behind, later_types), (loaded, _)), kind in after_assignment():
+        assert kind == "Fp8Shard"
+        assert types == later_types == [torch.float32, torch.uint8, torch.float32, torch.uint8]
+        assert torch.equal(y, behind) and torch.equal(y, loaded)
+
+
+def test_scales_are_those_of_the_mesh_of_each_weight() -> None:
+    runs = in_two_meshes()
+    for results, read, written, expected in runs:
+        for result in results:
+            assert torch.equal(result, runs[0][0][0])
+        for scales in (read, written):
+            assert scales.keys() == expected.keys()
+            torch.testing.assert_close(scales, expected)
+
+
 def test_all_scales_of_weights_take_one_reduction() -> None:
     first, second = in_fp8()
     assert first["names"] == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
@@ -415,13 +476,15 @@ def test_a_train_step_writes_what_the_next_one_gathers() -> None:
 
 
 def test_what_can_not_be_is_refused() -> None:
-    for sharded, rowwise, *more in refused():
+    for sharded, rowwise, columns in refused():
         assert sharded == "'blocks.0.up' is sharded already: call enable_fp8_all_gather before fully_shard"
         assert rowwise == (
             "its weight travels in FP8 with one scale, and the recipe 'rowwise' has others: leave it out with "
             "enable_fp8_all_gather(filter=)"
         )
-        assert not more
+        assert columns.startswith(
+            "the weight of 'up', [56, 32], is sharded as [56, 16]: FP8 is gathered of shards of rows"
+        )
 
 
 def test_a_gathered_weight_is_what_it_dequantizes_to() -> None:
