@@ -143,6 +143,10 @@ class _Weights:
         _all.add(self)
         model.register_forward_pre_hook(self._begin_forward)
 
+    def __deepcopy__(self, _: Any) -> _Weights:
+        """Itself: Dynamo's guards compare a shard's with a copy that they keep."""
+        return self
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_forward(self, *_: Any) -> None:
         self._forwards += 1

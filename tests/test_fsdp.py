@@ -510,6 +510,22 @@ def test_a_shard_is_the_tensor_that_it_holds() -> None:
     torch.testing.assert_close(model.up.weight.detach() + 0, before - gradient, rtol=0, atol=0)
 
 
+def test_without_shards_a_model_compiles_as_any_does() -> None:
+    """On one GPU, say, where there is nobody to share with."""
+    model, plain = make(Block), make(Block)
+    enable_fp8_all_gather(model)
+    x = torch.randn(4, 32)
+    with fp8pass.report.collect() as report:
+        y = torch.compile(model, backend="fp8pass", options=OPTIONS)(x)
+    y.square().mean().backward()
+    expected = torch.compile(plain, backend="fp8pass", options=OPTIONS)(x)
+    expected.square().mean().backward()
+    assert len(report.rewritten) == 6 and not report.declined
+    assert torch.equal(y, expected)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, plain.get_parameter(name).grad), name
+
+
 def test_tied_weights_stay_tied() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
     model["head"].weight = model["embedding"].weight
