@@ -42,7 +42,7 @@ def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Ins
         request, answer = command[-2:]
         return subprocess.CompletedProcess(command, pretend("inspect", request, answer, run), stderr="")
 
-    with mock.patch.object(inspector.subprocess, "run", asked):
+    with mock.patch("fp8pass.inspector.subprocess.run", asked):
         return inspector.inspect(*arguments, **named)
 
 
