@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +23,7 @@ from torch._inductor import utils as inductor_utils
 from torch._inductor.graph import GraphLowering
 
 import fp8pass
+from fp8pass import inspect_process, inspector
 from fp8pass.hardware import TARGETS
 from fp8pass.pretend import Pretended, fakes, returns
 from fp8pass.slots import SlotGroup, registry
@@ -27,7 +32,41 @@ from tests.asked import answer_all, ask
 
 def pretend(*what: str) -> Any:
     """What `answer` returns in the process that pretends."""
-    return ask("tests.pretend_gpu", *what)
+    return ask("tests.pretend_gpu", *what, PYTHONHASHSEED="0")  # as `inspect` wants it
+
+
+def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Inspection:
+    """`fp8pass.inspector.inspect` for an H100, without a process of its own. run: the one that is made; all by default."""
+
+    def asked(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        request, answer = command[-2:]
+        return subprocess.CompletedProcess(command, pretend("inspect", request, answer, run), stderr="")
+
+    with mock.patch("fp8pass.inspector.subprocess.run", asked):
+        return inspector.inspect(*arguments, **named)
+
+
+def inspection(gpu: Pretended, request: str, answer: str, run: str) -> int:
+    """The process behind `inspect`, but for its start and the GPU. Returns its exit status."""
+    ways = inspect_process._ways
+
+    def chosen(*arguments: Any) -> list[Any]:
+        return [way for way in ways(*arguments) if run in ("", way.name)]
+
+    hook = sys.excepthook
+    with (
+        mock.patch.object(inspect_process, "Pretended", return_value=gpu),
+        mock.patch.object(inspect_process, "_ways", chosen),
+        mock.patch.object(registry, "on_new", registry.on_new[:]),
+    ):
+        try:
+            inspect_process.main(json.loads(request), Path(answer))
+        except Exception as error:  # noqa: BLE001  # for the hook that it has installed
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
+        finally:
+            sys.excepthook = hook
+    return 0
 
 
 def _is_comment(line: str) -> bool:
@@ -154,7 +193,9 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts"; or a recipe, for forward and backward."""
+    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts", "inspect"; or a recipe, for forward and backward."""
+    if what == "inspect":
+        return inspection(gpu, *of)
     if what == "passes":
         return passes_behind(gpu)
     if what == "behind":

@@ -13,6 +13,9 @@ import pytest
 import traced_collectives
 from collectives import BF16, FP8, FP8_MATMULS, MODELS, Collective, Layout, Way, collectives, differences
 
+from fp8pass.recipes import DelayedScaling
+from fp8pass.roofline import call_seconds, overhead_seconds
+
 ROOT = Path(__file__).parent.parent
 STEP = comms.Step(MODELS["8B"], Layout(data=64))
 CLUSTER = comms.Cluster()
@@ -113,6 +116,37 @@ def test_fsdp_is_hidden_and_tensor_parallel_is_not() -> None:
     divided = replace(STEP, layout=Layout(tensor=8))
     exposed = comms.seconds(divided, CLUSTER, BF16)[0] - comms.compute_seconds(divided, CLUSTER.target, BF16)
     assert exposed == pytest.approx(divided.sent(BF16, "tensor") / CLUSTER.nvlink)
+
+
+@pytest.mark.parametrize("way", [BF16, FP8_MATMULS, FP8])
+@pytest.mark.parametrize("step", [STEP, replace(STEP, layout=Layout(data=64, tensor=8, recompute=True))])
+def test_so_many_tokens_hide_fsdp_and_fewer_do_not(step: comms.Step, way: Way) -> None:
+    """A step with them takes as long as what it sends: attention has so long a sequence, AdamW as many parameters."""
+    tokens = comms.hiding(replace(step, sequences=4, length=8192), CLUSTER, way)
+    enough, fewer = (replace(step, length=n) for n in (tokens, tokens - comms.ROUNDED))
+    for short, hidden in ((enough, True), (fewer, False)):
+        rest, beside = comms.seconds(short, CLUSTER, short.taken(way, CLUSTER.target))
+        assert (beside <= rest) == hidden
+        assert beside == pytest.approx(rest, rel=1.5 * comms.ROUNDED / tokens)
+
+
+def test_what_runs_again_is_quantized_again() -> None:
+    """For each GPU and linear layer, what a forward without backward has of matmuls and of quantizing."""
+    again = replace(STEP, layout=replace(STEP.layout, recompute=True))
+
+    def more(way: Way) -> float:
+        return comms.compute_seconds(again, CLUSTER.target, way) - comms.compute_seconds(STEP, CLUSTER.target, way)
+
+    def forward(recipe: DelayedScaling | None) -> float:
+        shapes = [(STEP.tokens, k, n, recipe, 2) for n, k in STEP.model.linears().values()]
+        matmuls = sum(call_seconds(CLUSTER.target, *shape, training=False) for shape in shapes)
+        if recipe is None:
+            return matmuls
+        quantizing = (overhead_seconds(CLUSTER.target, *shape, training=False, fused=True) for shape in shapes)
+        return matmuls + sum(quantizing)
+
+    beside = more(BF16) - STEP.model.layers * forward(None)
+    assert more(FP8) == pytest.approx(STEP.model.layers * forward(DelayedScaling()) + beside)
 
 
 def test_what_does_not_fit_is_left_out() -> None:

@@ -18,8 +18,18 @@ from fp8pass.cli import main
 from fp8pass.report import Gemm, Report
 from tests import torchrun
 
+STEPS = 3
+"""The second compiles again, for a learning rate that changes; the third does not."""
 SIZES = {"WIDTH": 64, "LAYERS": 1, "CONTEXT": 32, "BATCH": 4, "VALIDATION_BATCHES": 2}
 LOSSES = re.compile(r"validation loss +BF16 (5\.\d+) +FP8 (5\.\d+)")
+
+
+def small(patch: pytest.MonkeyPatch) -> None:
+    """Small models, and no generated kernels for either: 60 in C++ are two minutes."""
+    for name, value in SIZES.items():
+        patch.setattr(demo, name, value)
+    patch.setenv("FP8PASS_LOWERING", "eager")
+    patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # where no backend is named
 
 
 @functools.cache
@@ -27,10 +37,8 @@ def run_alone() -> tuple[int, str, Path]:
     """In this process: the exit status, what was printed, and the folder."""
     out, printed = Path(tempfile.mkdtemp()), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setenv("FP8PASS_LOWERING", "eager")  # 30 kernels in C++ are another minute
-        for name, value in SIZES.items():
-            patch.setattr(demo, name, value)
-        return main(["demo", "--steps", "5", "--out", str(out)]), printed.getvalue(), out
+        small(patch)
+        return main(["demo", "--steps", str(STEPS), "--out", str(out)]), printed.getvalue(), out
 
 
 def test_a_short_run() -> None:
@@ -42,7 +50,7 @@ def test_a_short_run() -> None:
 
 
 def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
-    result = torchrun.run(2, "-m", "tests.test_demo", str(tmp_path), FP8PASS_LOWERING="eager")
+    result = torchrun.run(2, "-m", "tests.test_demo", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("15 of 15 matmuls in FP8") == result.stdout.count("validation loss") == 1
     assert (tmp_path / "loss.png").exists()
@@ -94,6 +102,5 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 if __name__ == "__main__":  # on each rank
-    for key, size in SIZES.items():
-        setattr(demo, key, size)
-    sys.exit(main(["demo", "--steps", "5", "--out", sys.argv[1]]))
+    small(pytest.MonkeyPatch())
+    sys.exit(main(["demo", "--steps", str(STEPS), "--out", sys.argv[1]]))

@@ -18,7 +18,7 @@ from fp8pass.inspector import Inspection, Kernel, Run, inspect
 from fp8pass.pretend import resources, widths
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests import inspected
-from tests.pretend_gpu import pretend
+from tests.pretend_gpu import inspect_there, pretend
 
 H100 = TARGETS["h100"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -123,7 +123,7 @@ def test_facts_of_machine_code() -> None:
 
 
 def test_attention_is_that_of_the_gpu() -> None:
-    found = inspect("tests.inspected:attention", options=ANY_SIZE).run("bf16").of("extern")
+    found = inspect_there("tests.inspected:attention", run="bf16", options=ANY_SIZE).run("bf16").of("extern")
     q, k, log_sums = 2 * 8 * 128 * 32, 2 * 2 * 128 * 32, 2 * 8 * 128
     named = {k.name.removeprefix("aten."): k for k in found}
     forward = named["_scaled_dot_product_flash_attention"]
@@ -149,7 +149,7 @@ def test_attention_is_that_of_the_gpu() -> None:
 )
 def test_errors_are_one_line(spec: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((Fp8Error, ValueError), match=message) as caught:
-        inspect(spec, **arguments)
+        inspect_there(spec, **arguments)
     assert "\n" not in str(caught.value)
 
 

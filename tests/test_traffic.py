@@ -6,12 +6,13 @@ A change that lowers a number lowers it here, too, and prints the tables of docs
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from traffic import BLOCKS, around_matmuls
 
-from fp8pass.inspector import Run, inspect
+from fp8pass.inspector import Run
+from tests.pretend_gpu import inspect_there
 
 # Of delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
 TRAFFIC = {
@@ -30,26 +31,24 @@ WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] 
 """Numbers of elements."""
 
 
+def inspected(block: str, **options: Any) -> Run:
+    """As fp8pass trains it."""
+    (run,) = inspect_there(f"bench.blocks:{block}", run="fp8pass delayed", **options).runs
+    return run
+
+
 @pytest.fixture(scope="module")
 def steps() -> dict[str, Run]:
     """Of each block, with its update."""
 
-    def inspected(block: str) -> Run:
-        return inspect(f"bench.blocks:{block}", optimizer="AdamW").run("fp8pass delayed")
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(STEP, pool.map(inspected, STEP), strict=True))
+    return {block: inspected(block, optimizer="AdamW") for block in STEP}
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
     """Of each block; the machine code of one."""
 
-    def inspected(block: str) -> Run:
-        return inspect(f"bench.blocks:{block}", ptx=block == "llama_mlp").run("fp8pass delayed")
-
-    with ThreadPoolExecutor(2) as pool:  # each is a process
-        return dict(zip(BLOCKS, pool.map(inspected, BLOCKS), strict=True))
+    return {block: inspected(block, ptx=block == "llama_mlp") for block in BLOCKS}
 
 
 @pytest.mark.parametrize("block", BLOCKS)
