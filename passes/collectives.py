@@ -133,7 +133,7 @@ def capture_dequantized(collective: fx.Node) -> Dequantized | None:
     node = first(collective)
     while val(node).dtype not in FP8_DTYPES:
         data = data_of(node)
-        if data is None or node.target in JOINS or not (node.target in MOVEMENT or _is_elementwise(node)):
+        if data is None or not (node.target in MOVEMENT - JOINS or _is_elementwise(node)):
             return None
         ops.insert(0, node)
         node = data
@@ -180,6 +180,9 @@ def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
+    """Not `where`, although it is tagged so: all that it takes is data, and there is no telling the scales."""
+    if node.target in JOINS:
+        return False
     return node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -199,7 +202,8 @@ def data_of(node: fx.Node) -> fx.Node | None:
 
 def scales_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
     """The tensors that elementwise ops take beside their data."""
-    return [n for op in ops if op.target not in MOVEMENT for n in op.all_input_nodes if n is not data_of(op)]
+    scaling = [op for op in ops if op.target not in MOVEMENT - JOINS]
+    return [n for op in scaling for n in op.all_input_nodes if n is not data_of(op)]
 
 
 def _quantize(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:

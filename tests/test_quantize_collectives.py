@@ -728,6 +728,19 @@ def joined_by_where(x: Tensor) -> tuple[Tensor, ...]:
     return q(whole), q(torch.where(whole.float() > 0, whole, torch.ones_like(whole)))
 
 
+def chosen(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return (torch.where(gather(x) > 0, y, z).to(E4M3),)
+
+
+def chosen_too(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    whole = gather(x)
+    return q(whole), torch.where(whole > 0, y, z).to(E4M3)
+
+
+def chosen_in_front(x_q: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (gather(torch.where(y > 0, dq(x_q), y)),)
+
+
 def part_of_amax(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     whole = gather(x)
     return scaling.quantize(whole, shared(scales), E4M3), scaling.amax(whole[:9])
@@ -819,7 +832,8 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "several": (several, (X,), "what all_gather_into_tensor brings is quantized in 2 ways"),
     "two formats": (formats, (X,), "what all_gather_into_tensor brings is quantized in 2 ways"),
     "cat": (joined, (X,), WIDE.format("cat")),
-    "where": (joined_by_where, (X,), WIDE.format("where")),
+    "where": (joined_by_where, (X,), WIDE.format("convert_element_type_2")),
+    "a choice": (chosen_too, (X, torch.randn(32), torch.randn(32)), WIDE.format("gt")),
     "amax of a part": (part_of_amax, (X, SCALES), WIDE.format("abs_1")),
     "amax of one piece": (amax_of_one_split, (X, SCALES), WIDE.format("abs_1")),
     "the largest": (largest, (X,), WIDE.format("amax")),
@@ -926,6 +940,11 @@ SILENT: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "only joined": (lambda x: (q(torch.cat([gather(x), x])),), (X,)),
     "padded": (padded_behind, (X,)),
     "FP8 already": (lambda x: (gather(x.view(torch.uint8)).view(E4M3).float(),), (fp8(8, 32),)),
+    "a choice of rows": (chosen, (X, torch.randn(32), torch.randn(32))),
+    "a choice of numbers": (chosen, (X, torch.randn(()), torch.randn(()))),
+    "a choice of elements": (chosen, (X, torch.randn(32, 32), torch.randn(32, 32))),
+    "a choice of constants": (lambda x: (torch.where(gather(x) > 0, 1.0, 2.0).to(E4M3),), (X,)),
+    "a choice, in front": (chosen_in_front, (fp8(8, 32), X)),
     "a mask of FP8": (lambda x: (gather(torch.where(x.float() > 0, 1.0, 2.0)),), (fp8(8, 32),)),
     "a sum": (lambda x: (q(c10d.wait_tensor(c10d.all_reduce(x, "sum", GROUPS[WORLD]))),), (X,)),
 }
