@@ -8,6 +8,7 @@ poisoned         where(amax < inf, scale_inv, nan): NaN for a tensor that is not
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +163,7 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
     to_all = found.collective.target is c10d.broadcast.default  # of which only one rank has the tensor
     quantized = {q.ops[-1] for q in found.quantizes}
     for_whole = follows_from_amax(found)
+    may_mark = not for_whole and _may_mark(found)
     records_parts = not for_whole and not to_all and any(map(_is_from_slots, scales_of(found.quantizes[0].ops)))
     for amax in found.amaxes:
         casts = [u for u in amax.users if widens(u) and val(u).dtype == torch.float32]
@@ -172,7 +174,7 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
                 if records_parts and user.target is RECORD and user.args[0] is not node:
                     how = "part"
                 else:
-                    how = "poison" if not for_whole and _is_poison(user, group, quantized) else "whole"
+                    how = "poison" if may_mark and _is_poison(user, group, quantized) else "whole"
                 uses.append(Use(node, user, how))
     return uses
 
@@ -191,6 +193,42 @@ def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
         and _dequantizes(user, quantized)
         for user in is_finite.users
     )
+
+
+def _may_mark(found: Gathered) -> bool:
+    """Whether nobody sees it if infinities are quantized as NaN."""
+    group = group_of(found.collective)
+    of_all = {*found.amaxes, *(u for amax in found.amaxes for u in amax.users if widens(u))}
+
+    def is_poisoned(scale_inv: fx.Node) -> bool:
+        return unpoisoned(scale_inv, group) not in (None, scale_inv) and _poison_of(scale_inv) in of_all
+
+    return all(_keeps_nan(q.ops) and _is_always(q.ops[-1], is_poisoned) for q in found.quantizes)
+
+
+def _keeps_nan(ops: Iterable[fx.Node]) -> bool:
+    clamps = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
+    return {op.target for op in ops} <= {*CASTS, *MULTIPLYING, *DIVIDING, *clamps}
+
+
+def _is_always(x_q: fx.Node, is_poisoned: Callable[[fx.Node], bool]) -> bool:
+    """Whether all that reads an FP8 tensor, behind casts and movement, scales it by a scale_inv that is poisoned."""
+    for user in x_q.users:
+        if user.target in (MOVEMENT - JOINS) | CASTS:
+            poisoned = _is_always(user, is_poisoned)
+        else:
+            scales = user.target in {aten.mul.Tensor, aten.div.Tensor} and data_of(user) is x_q
+            poisoned = scales and any(is_poisoned(n) for n in user.all_input_nodes if n is not x_q)
+        if not poisoned:
+            return False
+    return True
+
+
+def _poison_of(scale_inv: fx.Node) -> fx.Node:
+    """The amax by which `scale_inv`, which is poisoned, is NaN."""
+    while scale_inv.target in RESHAPES:
+        scale_inv = first(scale_inv)
+    return first(first(scale_inv))
 
 
 def _dequantizes(scale_inv: fx.Node, quantized: set[fx.Node]) -> bool:
@@ -226,6 +264,8 @@ def check_dequantized(found: Dequantized) -> None:
             raise Reject("scale", f"{scale_inv.name} {where} may differ between ranks")
         if finite is not scale_inv and not _is_poison_of(scale_inv, found.x_q):
             raise Reject("not finite", f"{found.x_q.name} was quantized elsewhere, and would hide what is not finite")
+        if finite is not scale_inv and not _is_marked(found.x_q) and not _may_mark_here(found.x_q, group):
+            raise Reject("not finite", f"what reads {found.x_q.name} elsewhere would see what is not finite as NaN")
     pads = [op for op in found.ops if op.target is aten.constant_pad_nd.default]
     keeps_zeros = {op.target for op in found.ops} <= {*CASTS, *MOVEMENT, *MULTIPLYING, *DIVIDING}
     if pads and not (keeps_zeros and all(constant(p.args[2]) == 0 for p in pads if len(p.args) > 2)):
@@ -233,15 +273,29 @@ def check_dequantized(found: Dequantized) -> None:
 
 
 def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
-    """Whether `scale_inv` is NaN for a tensor that is not finite, and `x_q` was quantized of that very tensor."""
+    """Whether `scale_inv`, which is poisoned, is so by the very tensor that `x_q` was quantized of."""
     ops = quantized_by(x_q)
-    while scale_inv.target in RESHAPES:
-        scale_inv = first(scale_inv)
-    if ops is None or scale_inv.target is not aten.where.self:
+    if ops is None:
         return False
-    amax = first(first(scale_inv))
+    amax = _poison_of(scale_inv)
     same = {amax, first(amax)} if widens(amax) else {amax}
     return any(amax_from(n) in same for n in _readers(_unmoved(unmarked(as_node(data_of(ops[0]))))))
+
+
+def _is_marked(x_q: fx.Node) -> bool:
+    """Whether `x_q` was quantized of what is `marked`: for another collective."""
+    ops = quantized_by(x_q)
+    assert ops is not None
+    return unmarked(data := as_node(data_of(ops[0]))) is not data
+
+
+def _may_mark_here(x_q: fx.Node, group: str) -> bool:
+    """As `_may_mark`, in front of a collective."""
+
+    def is_poisoned(scale_inv: fx.Node) -> bool:
+        return unpoisoned(scale_inv, group) not in (None, scale_inv) and _is_poison_of(scale_inv, x_q)
+
+    return _keeps_nan(quantized_by(x_q) or ()) and _is_always(x_q, is_poisoned)
 
 
 def _unmoved(node: fx.Node) -> fx.Node:

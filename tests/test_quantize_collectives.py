@@ -592,6 +592,29 @@ def test_whoever_else_reads_the_amax_gets_that_of_the_whole() -> None:
     )
 
 
+@pytest.mark.parametrize("reader", ["read", "scaled otherwise", "hidden"])
+@pytest.mark.parametrize("bad", ["1", "inf", "-inf", "nan"])
+def test_what_is_not_poisoned_for_all_readers_is_not_marked(bad: str, reader: str) -> None:
+    """The FP8 values are those of the annotated graph, for whoever reads them."""
+
+    def function(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        whole = gather(x)
+        new, scale = scaling.amax(whole), shared(scales)
+        x_q = scaling.quantize(whole.sign() if reader == "hidden" else whole, scale, E4M3)
+        poisoned = scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), BF16)
+        if reader == "read":
+            return poisoned, x_q.t()
+        return poisoned, scaling.dequantize(x_q, scale.reciprocal(), BF16) if reader == "scaled otherwise" else poisoned
+
+    parts = data(8, 32)
+    parts[2][3, 5] = float(bad)
+    before, after, _ = rewritten(function, parts[0], torch.ones(2))
+    inputs = [(x, torch.ones(2)) for x in parts]
+    for a, b in zip(on_ranks(before, inputs), on_ranks(after, inputs), strict=True):
+        same_bits(a, b)
+    assert sent(after) == ["all_reduce int32", "all_gather_into_tensor uint8"]
+
+
 def test_an_amax_that_is_recorded_for_no_scale_of_all_ranks_is_that_of_the_whole() -> None:
     def function(x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
@@ -811,6 +834,13 @@ def of_another(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     return (gather(scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(shared(scales), scaling.amax(x)), BF16)),)
 
 
+def read_elsewhere(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    scale = shared(scales)
+    x_q = scaling.quantize(x, scale, E4M3)
+    wide = scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, scaling.amax(x)), BF16)
+    return gather(wide), scaling.dequantize(x_q, scale.reciprocal(), BF16)
+
+
 X, SCALES = torch.randn(8, 32).to(BF16), torch.ones(1)
 WIDE = "{} reads what all_gather_into_tensor brings in bfloat16"
 REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
@@ -883,6 +913,11 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
         of_another,
         (X, SCALES),
         "convert_element_type_1 was quantized elsewhere, and would hide what is not finite",
+    ),
+    "read without poison": (
+        read_elsewhere,
+        (X, SCALES),
+        "what reads convert_element_type_1 elsewhere would see what is not finite as NaN",
     ),
     "dynamic, exchanged": (
         dynamic(exchange),
