@@ -11,7 +11,8 @@ before   x = wait_tensor(all_gather_into_tensor(to(x_q, f32) * scale_inv))
 after    x = to(view(wait_tensor(all_gather_into_tensor(view(x_q, u8))), f8), f32) * scale_inv
 changes  nothing, as long as the scale is the same on all ranks of the group; half of the bytes travel, or fewer.
          Gradients of biases, sums over gathered rows, become sums of the ranks' sums: in another order. Where the amax
-         of a tensor made all of it NaN for one NaN or infinity, that makes NaN of its own element, which travels
+         of a tensor made all of it NaN for one NaN or infinity, that makes NaN of its own element, which travels; and
+         where each rank recorded 0, or nothing, for all of it, now only the rank does that has the element
 
 all_gather_into_tensor, all_to_all_single and broadcast: they move elements and change none. Bytes travel as u8, which
 every backend has; where Inductor makes one op of a matmul and its collective (async tensor parallel), FP8 as such,
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass import sharded
+from fp8pass import scaling, sharded
 from fp8pass._torch import micro_pipelines
 from fp8pass.graph import Builder, val
 from fp8pass.ops import SHARED
@@ -144,9 +145,14 @@ class _Rewriter:
 
     def _amax(self, collective: fx.Node, of: str, dtype: torch.dtype) -> fx.Node:
         """Of what goes in. of: "part", this rank's; "whole", all ranks'."""
+        # one rank may send nothing, and records that; refused, its collective would not be that of the others
+        may_be_empty = not statically_known_true(val(first(collective)).numel() > 0)
 
         def amax(x: Tensor) -> Tensor:
-            found = x.abs().amax(-1).amax().float()
+            rows = x.abs().amax(-1) if statically_known_true(x.shape[-1] > 0) else x.abs()
+            if may_be_empty:
+                rows = torch.cat([rows.flatten(), rows.new_full([1], scaling.NOTHING)])
+            found = rows.amax().float()
             if collective.target is c10d.broadcast.default:
                 found = c10d.wait_tensor(c10d.broadcast(found, *collective.args[1:]))
             elif of == "whole":

@@ -336,6 +336,20 @@ def test_delayed_scaling_has_the_same_bits(mover: str, dtype: torch.dtype) -> No
     assert sent(after)[-1].endswith("uint8")
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (0, 4, 32)])
+def test_a_rank_that_sends_nothing_records_nothing(shape: tuple[int, ...]) -> None:
+    """And has the collective in FP8, as those have it that send something."""
+
+    def receive(x: Tensor) -> Tensor:
+        brought = c10d.all_to_all_single(x, [2] * RANKS, [0] * RANKS, GROUPS[WORLD])
+        return c10d.wait_tensor(brought)  # type: ignore[no-any-return]
+
+    inputs = torch.zeros(shape, dtype=BF16), torch.tensor([2.0, 1.0]), torch.tensor([-1.0, 0.5])
+    _, after, _ = rewritten(delayed(receive), *inputs)
+    assert sent(after) == ["all_to_all_single uint8"]
+    assert torch.equal(on_ranks(after, [inputs])[0][1], inputs[2])
+
+
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("mover", MOVERS)
 def test_what_is_not_finite_is_nan_behind(mover: str, bad: str) -> None:
@@ -350,6 +364,10 @@ def test_what_is_not_finite_is_nan_behind(mover: str, bad: str) -> None:
         assert torch.equal(b[0].isnan(), ~x.isfinite())
     recorded = torch.stack([b[1] for b in on_ranks(after, inputs)])[:, 1]
     assert recorded[1] == 0, "evicted"
+    finite = max(float(x.abs().max()) for r, x in enumerate(parts) if r != 1)
+    assert recorded.max() == (0 if mover == "broadcast" else finite), "as in data parallel, not as in one process"
+    if mover != "all-to-all":
+        assert max(float(a[1][1]) for a in on_ranks(before, inputs)) == 0, "the annotated graph evicts it on all ranks"
 
 
 @pytest.mark.parametrize("bad", ["1", "nan", "inf"])
