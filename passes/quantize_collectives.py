@@ -44,16 +44,16 @@ from fp8pass.passes.collectives import (
     capture_dequantized,
     capture_gathered,
     data_of,
+    marked,
     quantized_by,
     scales_of,
+    unmarked,
 )
 from fp8pass.passes.patterns import MOVEMENT, as_node, at, aten, dtype_name, dtype_of, first, move_before
 from fp8pass.passes.shared_scales import (
     check_dequantized,
     check_gathered,
     group_of,
-    marked,
-    unmarked,
     unpoisoned,
     uses_of_amaxes,
 )

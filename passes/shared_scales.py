@@ -1,9 +1,12 @@
 """Which scales are the same on all ranks of a collective, so that FP8 may travel: the check of `quantize_collectives`.
 
-the same         constants, `ops.shared`, an all-reduce, and what is computed of these elementwise
+the same         numbers, `ops.shared`, an all-reduce, and what is computed of these elementwise
 made the same    what is computed of these, and of the amax of what a collective brings: that is reduced over its group
 poisoned         where(amax < inf, scale_inv, nan): NaN for a tensor that is not finite, on the rank that has it alone.
                  FP8 has a NaN of its own, so each rank marks its elements instead, and the scale is the same again
+
+That a number is the same is taken for granted: ranks run one program. Code that computes a scale of its rank, or has
+the rank pick an entry of what is shared, is compiled to other numbers on each rank, and no graph tells.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fp8pass._torch import ranks_of
 from fp8pass.graph import is_tensor, val
@@ -28,6 +31,7 @@ from fp8pass.passes.collectives import (
     is_computed,
     quantized_by,
     scales_of,
+    unmarked,
     widens,
 )
 from fp8pass.passes.patterns import (
@@ -314,17 +318,3 @@ def _readers(node: fx.Node) -> list[fx.Node]:
             if user.target in OF_ALL or widens(user):
                 todo.append(user)
     return found
-
-
-def marked(x: Tensor) -> Tensor:
-    """`x` with NaN for infinities, which would be the largest number of FP8, like others."""
-    return torch.where(x.abs() == float("inf"), float("nan"), x)
-
-
-def unmarked(node: fx.Node) -> fx.Node:
-    """The tensor that became `node` by `marked`, for another collective; `node` itself if none did."""
-    if node.target is not aten.where.self or constant(node.args[1]) == constant(node.args[1]):
-        return node
-    condition, x = as_node(node.args[0]), as_node(node.args[2])
-    is_mark = condition.target is aten.eq.Scalar and condition.args[1] == float("inf")
-    return x if is_mark and first(condition).target is aten.abs.default and first(first(condition)) is x else node

@@ -495,6 +495,30 @@ def test_quantized_behind_two_collectives() -> None:
 
 
 @pytest.mark.parametrize("bad", ["1", "nan", "inf"])
+@pytest.mark.parametrize("order", ["gather, broadcast", "broadcast, gather", "gather, exchange"])
+def test_delayed_scaling_behind_two_collectives(order: str, bad: str) -> None:
+    """The first of which is reached through the mark that the second made."""
+    orders: dict[str, Callable[[Tensor], Tensor]] = {
+        "gather, broadcast": lambda x: bring(gather(x)),
+        "broadcast, gather": lambda x: gather(bring(x)),
+        "gather, exchange": lambda x: exchange(gather(x)),
+    }
+    before, after, _ = rewritten(delayed(orders[order]), *of_delayed(), times=2)
+    assert not any(s.endswith("bfloat16") for s in sent(after))
+    parts = data(8, 32)
+    parts[1][3, 5] = float(bad)
+    inputs = [(x, torch.tensor([2.0, 1.0]), torch.full((2,), -1.0)) for x in parts]
+    brought = [w[0] for w in on_ranks(capture(lambda x: (orders[order](x),), parts[0]), [(x,) for x in parts])]
+    wanted, got = on_ranks(before, inputs), on_ranks(after, inputs)
+    for a, b, x in zip(wanted, got, brought, strict=True):
+        if bad == "1":
+            same_bits(a[:1], b[:1])
+        assert torch.equal(b[0].isnan(), ~x.isfinite())
+    if bad == "1":
+        assert max(float(b[1][1]) for b in got) == max(float(a[1][1]) for a in wanted)
+
+
+@pytest.mark.parametrize("bad", ["1", "nan", "inf"])
 def test_a_weight_that_was_quantized_in_the_graph(bad: str) -> None:
     """Its scale_inv is NaN for what this rank has; behind the collective that travels by itself."""
 
