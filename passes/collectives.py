@@ -101,9 +101,10 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
     amaxes: list[fx.Node] = []
     sums: list[fx.Node] = []
     others: list[fx.Node] = []
+    parts: list[fx.Node] = []
     for source, reader in readers:
-        if (amax := amax_from(reader)) is not None and _is_whole(source, wait):
-            amaxes.append(amax)
+        if (amax := amax_from(reader)) is not None:
+            (amaxes if _is_whole(source, wait) else parts).append(amax)
         elif (ops := _quantize(reader, source)) is not None:
             quantizes.append(Quantize(source, ops))
         else:
@@ -114,6 +115,8 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
         dtype = dtype_name(dtype_of(wait))
         read = "reads" if len(told := _told(others, gemms)) == 1 else "read"
         raise Reject("high precision", f"{' and '.join(told)} {read} what {at(collective)} brings in {dtype}")
+    if parts:
+        raise Reject("part", f"{at(parts[0])} is not known to be the amax of all that {at(collective)} brings")
     if (ways := _ways(quantizes)) > 1:
         raise Reject("several", f"what {at(collective)} brings is quantized in {ways} ways")
     return Gathered(collective, wait, frozenset(moved), tuple(quantizes), tuple(amaxes), tuple(sums))

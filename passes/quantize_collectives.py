@@ -24,6 +24,7 @@ whole, from a reduction over the group, or from the rank that broadcasts; of wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import scaling, sharded
-from fp8pass._torch import micro_pipelines
+from fp8pass._torch import hint_of, micro_pipelines
 from fp8pass.graph import Builder, val
 from fp8pass.ops import SHARED
 from fp8pass.passes.collectives import (
@@ -215,9 +216,8 @@ class QuantizeCollectives:
                 break
         context.notes += notes
         if applied:
-            context.notes.append(
-                f"{applied} collectives bring FP8, {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB"
-            )
+            size = f", {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB" if before else ""
+            context.notes.append(f"{applied} collectives bring FP8{size}")
         for node in [n for n in graph.nodes if n.target is SHARED]:
             node.replace_all_uses_with(first(node))
             graph.erase_node(node)
@@ -261,5 +261,7 @@ def _erase(graph: fx.Graph, collective: fx.Node) -> None:
 
 
 def _numel(node: fx.Node) -> int:
-    """0 if it is not known."""
-    return val(node).numel() if all(isinstance(n, int) for n in val(node).shape) else 0
+    """Of the sizes that it was traced with, where they vary; 0 if they depend on data."""
+    sizes = val(node).shape
+    hinted = all(isinstance(n, int) or n.node.has_hint() for n in sizes)
+    return math.prod(int(hint_of(n)) for n in sizes) if hinted else 0
