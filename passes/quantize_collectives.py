@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -216,8 +217,8 @@ class QuantizeCollectives:
                 break
         context.notes += notes
         if applied:
-            size = f", {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB" if before else ""
-            context.notes.append(f"{applied} collectives bring FP8{size}")
+            sizes = f", {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB" if before else ""
+            context.notes.append(f"{applied} collectives bring FP8{sizes}")
         for node in [n for n in graph.nodes if n.target is SHARED]:
             node.replace_all_uses_with(first(node))
             graph.erase_node(node)
@@ -262,6 +263,6 @@ def _erase(graph: fx.Graph, collective: fx.Node) -> None:
 
 def _numel(node: fx.Node) -> int:
     """Of the sizes that it was traced with, where they vary; 0 if they depend on data."""
-    sizes = val(node).shape
+    sizes: Any = val(node).shape
     hinted = all(isinstance(n, int) or n.node.has_hint() for n in sizes)
     return math.prod(int(hint_of(n)) for n in sizes) if hinted else 0
