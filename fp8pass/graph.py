@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass._torch import (
     EXACT_INPUTS,
@@ -77,6 +78,8 @@ def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
 
 _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", GEMM)
 """Metadata that says where in the user's code a node comes from."""
+_REGION = ("recompute", "ac_graph_id")
+"""Metadata of what activation checkpointing computes again in the backward: by what policy, and in which region."""
 
 
 class Builder:
@@ -87,10 +90,12 @@ class Builder:
         self.made_by = made_by
         self.gemm = ""
         """The matmul that new nodes stand for, where that is not the one that they are put in front of: see `GEMM`."""
+        self.region: fx.Node | None = None
+        """The node that new ones are in one region with, where that is not the one that they are put in front of."""
         self.mode = fake_mode_of(graph)
 
     def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:
-        """A new node in front of `before`, whose source line it inherits."""
+        """A new node in front of `before`, whose source line it inherits, and whose region of checkpointing."""
         node = self._new(before, target, args, kwargs)
         node.meta["val"] = compute_val(node, self.mode)
         return node
@@ -110,6 +115,9 @@ class Builder:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         node.meta = {key: before.meta[key] for key in _INHERITED if key in before.meta}
+        region = (self.region or before).meta
+        if region.get("recompute") is not CheckpointPolicy.MUST_SAVE:  # that is said of one result alone
+            node.meta.update({key: region[key] for key in _REGION if key in region})
         node.meta[MADE_BY] = self.made_by
         if self.gemm:
             node.meta[GEMM] = self.gemm

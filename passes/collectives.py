@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph import is_tensor, val
@@ -29,8 +29,10 @@ from fp8pass.passes.patterns import (
     MOVEMENT,
     RESHAPES,
     WIDE,
+    as_node,
     at,
     aten,
+    constant,
     dtype_name,
     dtype_of,
     first,
@@ -99,9 +101,10 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
     amaxes: list[fx.Node] = []
     sums: list[fx.Node] = []
     others: list[fx.Node] = []
+    parts: list[fx.Node] = []
     for source, reader in readers:
-        if (amax := amax_from(reader)) is not None and _is_whole(source, wait):
-            amaxes.append(amax)
+        if (amax := amax_from(reader)) is not None:
+            (amaxes if _is_whole(source, wait) else parts).append(amax)
         elif (ops := _quantize(reader, source)) is not None:
             quantizes.append(Quantize(source, ops))
         else:
@@ -112,6 +115,8 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
         dtype = dtype_name(dtype_of(wait))
         read = "reads" if len(told := _told(others, gemms)) == 1 else "read"
         raise Reject("high precision", f"{' and '.join(told)} {read} what {at(collective)} brings in {dtype}")
+    if parts:
+        raise Reject("part", f"{at(parts[0])} is not known to be the amax of all that {at(collective)} brings")
     if (ways := _ways(quantizes)) > 1:
         raise Reject("several", f"what {at(collective)} brings is quantized in {ways} ways")
     return Gathered(collective, wait, frozenset(moved), tuple(quantizes), tuple(amaxes), tuple(sums))
@@ -133,7 +138,7 @@ def capture_dequantized(collective: fx.Node) -> Dequantized | None:
     node = first(collective)
     while val(node).dtype not in FP8_DTYPES:
         data = data_of(node)
-        if data is None or node.target in JOINS or not (node.target in MOVEMENT or _is_elementwise(node)):
+        if data is None or not (node.target in MOVEMENT - JOINS or _is_elementwise(node)):
             return None
         ops.insert(0, node)
         node = data
@@ -161,7 +166,7 @@ def _readers(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]
             moved.add(node)
             for user in node.users:
                 heapq.heappush(todo, user)
-        else:
+        elif _mark_of(node) is None:  # or else what it marks reads it as well
             found += [(n, node) for n in node.all_input_nodes if n in moved]
     return moved, found
 
@@ -180,6 +185,9 @@ def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
+    """Not `where`, although it is tagged so: all that it takes is data, and there is no telling the scales."""
+    if node.target in JOINS:
+        return False
     return node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -199,20 +207,30 @@ def data_of(node: fx.Node) -> fx.Node | None:
 
 def scales_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
     """The tensors that elementwise ops take beside their data."""
-    return [n for op in ops if op.target not in MOVEMENT for n in op.all_input_nodes if n is not data_of(op)]
+    found: list[fx.Node] = []
+    for op in ops:
+        if unmarked(op) is not op:
+            found.append(as_node(op.args[1]))
+        elif op.target not in MOVEMENT - JOINS:
+            found += [n for n in op.all_input_nodes if n is not data_of(op)]
+    return found
 
 
 def _quantize(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
-    """From `node` on, elementwise ops on `source` that end in a cast to FP8."""
+    """From `node` on, elementwise ops on `source` that end in a cast to FP8; a mark, with all its ops, among them."""
     ops: list[fx.Node] = []
-    while _is_elementwise(node) and data_of(node) is source:
+    while True:
+        if unmarked(node) is source:
+            condition = first(node)
+            ops += [first(condition), condition]
+        elif not _is_elementwise(node) or data_of(node) is not source:
+            return None
         ops.append(node)
         if val(node).dtype in FP8_DTYPES:
             return tuple(ops)
         if len(node.users) != 1:
             return None
         source, node = node, next(iter(node.users))
-    return None
 
 
 def quantized_by(x_q: fx.Node) -> list[fx.Node] | None:
@@ -240,6 +258,35 @@ def _ways(quantizes: list[Quantize]) -> int:
         return known[node]
 
     return len({key(q.ops[-1], {q.source: "x"}) for q in quantizes})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Marks: what `quantize_collectives` makes of infinities, before it quantizes in front of a collective.
+
+
+def marked(x: Tensor) -> Tensor:
+    """`x` with NaN for infinities, which would be the largest number of FP8, like others."""
+    return torch.where(x.abs() == float("inf"), float("nan"), x)
+
+
+def unmarked(node: fx.Node) -> fx.Node:
+    """The tensor that became `node` by `marked`, for another collective; `node` itself if none did."""
+    if node.target is not aten.where.self or constant(node.args[1]) == constant(node.args[1]):
+        return node
+    condition, x = as_node(node.args[0]), as_node(node.args[2])
+    is_mark = condition.target is aten.eq.Scalar and condition.args[1] == float("inf")
+    return x if is_mark and first(condition).target is aten.abs.default and first(first(condition)) is x else node
+
+
+def _mark_of(node: fx.Node) -> fx.Node | None:
+    """What is `marked`, if `node` is the `abs` by which infinities are found for it."""
+    if node.target is not aten.abs.default or len(node.users) != 1:
+        return None
+    (condition,) = node.users
+    if len(condition.users) != 1:
+        return None
+    (mark,) = condition.users
+    return mark if mark.args[0] is condition and unmarked(mark) is first(node) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

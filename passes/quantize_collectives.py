@@ -11,7 +11,8 @@ before   x = wait_tensor(all_gather_into_tensor(to(x_q, f32) * scale_inv))
 after    x = to(view(wait_tensor(all_gather_into_tensor(view(x_q, u8))), f8), f32) * scale_inv
 changes  nothing, as long as the scale is the same on all ranks of the group; half of the bytes travel, or fewer.
          Gradients of biases, sums over gathered rows, become sums of the ranks' sums: in another order. Where the amax
-         of a tensor made all of it NaN for one NaN or infinity, that makes NaN of its own element, which travels
+         of a tensor made all of it NaN for one NaN or infinity, that makes NaN of its own element, which travels; and
+         where each rank recorded 0, or nothing, for all of it, now only the rank does that has the element
 
 all_gather_into_tensor, all_to_all_single and broadcast: they move elements and change none. Bytes travel as u8, which
 every backend has; where Inductor makes one op of a matmul and its collective (async tensor parallel), FP8 as such,
@@ -23,14 +24,16 @@ whole, from a reduction over the group, or from the rank that broadcasts; of wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp8pass import sharded
-from fp8pass._torch import micro_pipelines
+from fp8pass import scaling, sharded
+from fp8pass._torch import hint_of, micro_pipelines
 from fp8pass.graph import Builder, val
 from fp8pass.ops import SHARED
 from fp8pass.passes.collectives import (
@@ -43,16 +46,16 @@ from fp8pass.passes.collectives import (
     capture_dequantized,
     capture_gathered,
     data_of,
+    marked,
     quantized_by,
     scales_of,
+    unmarked,
 )
 from fp8pass.passes.patterns import MOVEMENT, as_node, at, aten, dtype_name, dtype_of, first, move_before
 from fp8pass.passes.shared_scales import (
     check_dequantized,
     check_gathered,
     group_of,
-    marked,
-    unmarked,
     unpoisoned,
     uses_of_amaxes,
 )
@@ -144,9 +147,14 @@ class _Rewriter:
 
     def _amax(self, collective: fx.Node, of: str, dtype: torch.dtype) -> fx.Node:
         """Of what goes in. of: "part", this rank's; "whole", all ranks'."""
+        # one rank may send nothing, and records that; refused, its collective would not be that of the others
+        may_be_empty = not statically_known_true(val(first(collective)).numel() > 0)
 
         def amax(x: Tensor) -> Tensor:
-            found = x.abs().amax(-1).amax().float()
+            rows = x.abs().amax(-1) if statically_known_true(x.shape[-1] > 0) else x.abs()
+            if may_be_empty:
+                rows = torch.cat([rows.flatten(), rows.new_full([1], scaling.NOTHING)])
+            found = rows.amax().float()
             if collective.target is c10d.broadcast.default:
                 found = c10d.wait_tensor(c10d.broadcast(found, *collective.args[1:]))
             elif of == "whole":
@@ -209,9 +217,8 @@ class QuantizeCollectives:
                 break
         context.notes += notes
         if applied:
-            context.notes.append(
-                f"{applied} collectives bring FP8, {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB"
-            )
+            sizes = f", {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB" if before else ""
+            context.notes.append(f"{applied} collectives bring FP8{sizes}")
         for node in [n for n in graph.nodes if n.target is SHARED]:
             node.replace_all_uses_with(first(node))
             graph.erase_node(node)
@@ -255,5 +262,7 @@ def _erase(graph: fx.Graph, collective: fx.Node) -> None:
 
 
 def _numel(node: fx.Node) -> int:
-    """0 if it is not known."""
-    return val(node).numel() if all(isinstance(n, int) for n in val(node).shape) else 0
+    """Of the sizes that it was traced with, where they vary; 0 if they depend on data."""
+    sizes: Any = val(node).shape
+    hinted = all(isinstance(n, int) or n.node.has_hint() for n in sizes)
+    return math.prod(int(hint_of(n)) for n in sizes) if hinted else 0

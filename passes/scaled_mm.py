@@ -224,6 +224,8 @@ class _Rewriter:
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.build.gemm = m.node.name
+        is_saved = m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # by a policy that says to save matmuls
+        self.build.region = m.node if is_saved else None  # what it is reshaped to may be computed again
         self.matmul = self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
         a, b = _factors(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
         y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)
@@ -231,7 +233,7 @@ class _Rewriter:
             y = self._add_bias(y, m)
         for node in m.after.reshapes:
             y = movement.move(node, y, m.after.dtype, self._emit)
-        if m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:  # by a policy that says to save matmuls
+        if is_saved:
             y.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self.build.replace(m.after.end, y)
         gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note

@@ -1,17 +1,21 @@
 """Which scales are the same on all ranks of a collective, so that FP8 may travel: the check of `quantize_collectives`.
 
-the same         constants, `ops.shared`, an all-reduce, and what is computed of these elementwise
+the same         numbers, `ops.shared`, an all-reduce, and what is computed of these elementwise
 made the same    what is computed of these, and of the amax of what a collective brings: that is reduced over its group
 poisoned         where(amax < inf, scale_inv, nan): NaN for a tensor that is not finite, on the rank that has it alone.
                  FP8 has a NaN of its own, so each rank marks its elements instead, and the scale is the same again
+
+That a number is the same is taken for granted: ranks run one program. Code that computes a scale of its rank, or has
+the rank pick an entry of what is shared, is compiled to other numbers on each rank, and no graph tells.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fp8pass._torch import ranks_of
 from fp8pass.graph import is_tensor, val
@@ -27,6 +31,7 @@ from fp8pass.passes.collectives import (
     is_computed,
     quantized_by,
     scales_of,
+    unmarked,
     widens,
 )
 from fp8pass.passes.patterns import (
@@ -162,6 +167,7 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
     to_all = found.collective.target is c10d.broadcast.default  # of which only one rank has the tensor
     quantized = {q.ops[-1] for q in found.quantizes}
     for_whole = follows_from_amax(found)
+    may_mark = not for_whole and _may_mark(found)
     records_parts = not for_whole and not to_all and any(map(_is_from_slots, scales_of(found.quantizes[0].ops)))
     for amax in found.amaxes:
         casts = [u for u in amax.users if widens(u) and val(u).dtype == torch.float32]
@@ -172,7 +178,7 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
                 if records_parts and user.target is RECORD and user.args[0] is not node:
                     how = "part"
                 else:
-                    how = "poison" if not for_whole and _is_poison(user, group, quantized) else "whole"
+                    how = "poison" if may_mark and _is_poison(user, group, quantized) else "whole"
                 uses.append(Use(node, user, how))
     return uses
 
@@ -191,6 +197,42 @@ def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
         and _dequantizes(user, quantized)
         for user in is_finite.users
     )
+
+
+def _may_mark(found: Gathered) -> bool:
+    """Whether nobody sees it if infinities are quantized as NaN."""
+    group = group_of(found.collective)
+    of_all = {*found.amaxes, *(u for amax in found.amaxes for u in amax.users if widens(u))}
+
+    def is_poisoned(scale_inv: fx.Node) -> bool:
+        return unpoisoned(scale_inv, group) not in (None, scale_inv) and _poison_of(scale_inv) in of_all
+
+    return all(_keeps_nan(q.ops) and _is_always(q.ops[-1], is_poisoned) for q in found.quantizes)
+
+
+def _keeps_nan(ops: Iterable[fx.Node]) -> bool:
+    clamps = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
+    return {op.target for op in ops} <= {*CASTS, *MULTIPLYING, *DIVIDING, *clamps}
+
+
+def _is_always(x_q: fx.Node, is_poisoned: Callable[[fx.Node], bool]) -> bool:
+    """Whether all that reads an FP8 tensor, behind casts and movement, scales it by a scale_inv that is poisoned."""
+    for user in x_q.users:
+        if user.target in (MOVEMENT - JOINS) | CASTS:
+            poisoned = _is_always(user, is_poisoned)
+        else:
+            scales = user.target in {aten.mul.Tensor, aten.div.Tensor} and data_of(user) is x_q
+            poisoned = scales and any(is_poisoned(n) for n in user.all_input_nodes if n is not x_q)
+        if not poisoned:
+            return False
+    return True
+
+
+def _poison_of(scale_inv: fx.Node) -> fx.Node:
+    """The amax by which `scale_inv`, which is poisoned, is NaN."""
+    while scale_inv.target in RESHAPES:
+        scale_inv = first(scale_inv)
+    return first(first(scale_inv))
 
 
 def _dequantizes(scale_inv: fx.Node, quantized: set[fx.Node]) -> bool:
@@ -226,6 +268,8 @@ def check_dequantized(found: Dequantized) -> None:
             raise Reject("scale", f"{scale_inv.name} {where} may differ between ranks")
         if finite is not scale_inv and not _is_poison_of(scale_inv, found.x_q):
             raise Reject("not finite", f"{found.x_q.name} was quantized elsewhere, and would hide what is not finite")
+        if finite is not scale_inv and not _is_marked(found.x_q) and not _may_mark_here(found.x_q, group):
+            raise Reject("not finite", f"what reads {found.x_q.name} elsewhere would see what is not finite as NaN")
     pads = [op for op in found.ops if op.target is aten.constant_pad_nd.default]
     keeps_zeros = {op.target for op in found.ops} <= {*CASTS, *MOVEMENT, *MULTIPLYING, *DIVIDING}
     if pads and not (keeps_zeros and all(constant(p.args[2]) == 0 for p in pads if len(p.args) > 2)):
@@ -233,15 +277,29 @@ def check_dequantized(found: Dequantized) -> None:
 
 
 def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
-    """Whether `scale_inv` is NaN for a tensor that is not finite, and `x_q` was quantized of that very tensor."""
+    """Whether `scale_inv`, which is poisoned, is so by the very tensor that `x_q` was quantized of."""
     ops = quantized_by(x_q)
-    while scale_inv.target in RESHAPES:
-        scale_inv = first(scale_inv)
-    if ops is None or scale_inv.target is not aten.where.self:
+    if ops is None:
         return False
-    amax = first(first(scale_inv))
+    amax = _poison_of(scale_inv)
     same = {amax, first(amax)} if widens(amax) else {amax}
     return any(amax_from(n) in same for n in _readers(_unmoved(unmarked(as_node(data_of(ops[0]))))))
+
+
+def _is_marked(x_q: fx.Node) -> bool:
+    """Whether `x_q` was quantized of what is `marked`: for another collective."""
+    ops = quantized_by(x_q)
+    assert ops is not None
+    return unmarked(data := as_node(data_of(ops[0]))) is not data
+
+
+def _may_mark_here(x_q: fx.Node, group: str) -> bool:
+    """As `_may_mark`, in front of a collective."""
+
+    def is_poisoned(scale_inv: fx.Node) -> bool:
+        return unpoisoned(scale_inv, group) not in (None, scale_inv) and _is_poison_of(scale_inv, x_q)
+
+    return _keeps_nan(quantized_by(x_q) or ()) and _is_always(x_q, is_poisoned)
 
 
 def _unmoved(node: fx.Node) -> fx.Node:
@@ -260,17 +318,3 @@ def _readers(node: fx.Node) -> list[fx.Node]:
             if user.target in OF_ALL or widens(user):
                 todo.append(user)
     return found
-
-
-def marked(x: Tensor) -> Tensor:
-    """`x` with NaN for infinities, which would be the largest number of FP8, like others."""
-    return torch.where(x.abs() == float("inf"), float("nan"), x)
-
-
-def unmarked(node: fx.Node) -> fx.Node:
-    """The tensor that became `node` by `marked`, for another collective; `node` itself if none did."""
-    if node.target is not aten.where.self or constant(node.args[1]) == constant(node.args[1]):
-        return node
-    condition, x = as_node(node.args[0]), as_node(node.args[2])
-    is_mark = condition.target is aten.eq.Scalar and condition.args[1] == float("inf")
-    return x if is_mark and first(condition).target is aten.abs.default and first(first(condition)) is x else node

@@ -336,6 +336,20 @@ def test_delayed_scaling_has_the_same_bits(mover: str, dtype: torch.dtype) -> No
     assert sent(after)[-1].endswith("uint8")
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (0, 4, 32)])
+def test_a_rank_that_sends_nothing_records_nothing(shape: tuple[int, ...]) -> None:
+    """And has the collective in FP8, as those have it that send something."""
+
+    def receive(x: Tensor) -> Tensor:
+        brought = c10d.all_to_all_single(x, [2] * RANKS, [0] * RANKS, GROUPS[WORLD])
+        return c10d.wait_tensor(brought)  # type: ignore[no-any-return]
+
+    inputs = torch.zeros(shape, dtype=BF16), torch.tensor([2.0, 1.0]), torch.tensor([-1.0, 0.5])
+    _, after, _ = rewritten(delayed(receive), *inputs)
+    assert sent(after) == ["all_to_all_single uint8"]
+    assert torch.equal(on_ranks(after, [inputs])[0][1], inputs[2])
+
+
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("mover", MOVERS)
 def test_what_is_not_finite_is_nan_behind(mover: str, bad: str) -> None:
@@ -350,6 +364,10 @@ def test_what_is_not_finite_is_nan_behind(mover: str, bad: str) -> None:
         assert torch.equal(b[0].isnan(), ~x.isfinite())
     recorded = torch.stack([b[1] for b in on_ranks(after, inputs)])[:, 1]
     assert recorded[1] == 0, "evicted"
+    finite = max(float(x.abs().max()) for r, x in enumerate(parts) if r != 1)
+    assert recorded.max() == (0 if mover == "broadcast" else finite), "as in data parallel, not as in one process"
+    if mover != "all-to-all":
+        assert max(float(a[1][1]) for a in on_ranks(before, inputs)) == 0, "the annotated graph evicts it on all ranks"
 
 
 @pytest.mark.parametrize("bad", ["1", "nan", "inf"])
@@ -477,6 +495,30 @@ def test_quantized_behind_two_collectives() -> None:
 
 
 @pytest.mark.parametrize("bad", ["1", "nan", "inf"])
+@pytest.mark.parametrize("order", ["gather, broadcast", "broadcast, gather", "gather, exchange"])
+def test_delayed_scaling_behind_two_collectives(order: str, bad: str) -> None:
+    """The first of which is reached through the mark that the second made."""
+    orders: dict[str, Callable[[Tensor], Tensor]] = {
+        "gather, broadcast": lambda x: bring(gather(x)),
+        "broadcast, gather": lambda x: gather(bring(x)),
+        "gather, exchange": lambda x: exchange(gather(x)),
+    }
+    before, after, _ = rewritten(delayed(orders[order]), *of_delayed(), times=2)
+    assert not any(s.endswith("bfloat16") for s in sent(after))
+    parts = data(8, 32)
+    parts[1][3, 5] = float(bad)
+    inputs = [(x, torch.tensor([2.0, 1.0]), torch.full((2,), -1.0)) for x in parts]
+    brought = [w[0] for w in on_ranks(capture(lambda x: (orders[order](x),), parts[0]), [(x,) for x in parts])]
+    wanted, got = on_ranks(before, inputs), on_ranks(after, inputs)
+    for a, b, x in zip(wanted, got, brought, strict=True):
+        if bad == "1":
+            same_bits(a[:1], b[:1])
+        assert torch.equal(b[0].isnan(), ~x.isfinite())
+    if bad == "1":
+        assert max(float(b[1][1]) for b in got) == max(float(a[1][1]) for a in wanted)
+
+
+@pytest.mark.parametrize("bad", ["1", "nan", "inf"])
 def test_a_weight_that_was_quantized_in_the_graph(bad: str) -> None:
     """Its scale_inv is NaN for what this rank has; behind the collective that travels by itself."""
 
@@ -590,6 +632,29 @@ def test_whoever_else_reads_the_amax_gets_that_of_the_whole() -> None:
     assert sent(after).count("all_gather_into_tensor uint8") == 1 and "all_gather_into_tensor bfloat16" not in sent(
         after
     )
+
+
+@pytest.mark.parametrize("reader", ["read", "scaled otherwise", "hidden"])
+@pytest.mark.parametrize("bad", ["1", "inf", "-inf", "nan"])
+def test_what_is_not_poisoned_for_all_readers_is_not_marked(bad: str, reader: str) -> None:
+    """The FP8 values are those of the annotated graph, for whoever reads them."""
+
+    def function(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        whole = gather(x)
+        new, scale = scaling.amax(whole), shared(scales)
+        x_q = scaling.quantize(whole.sign() if reader == "hidden" else whole, scale, E4M3)
+        poisoned = scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), BF16)
+        if reader == "read":
+            return poisoned, x_q.t()
+        return poisoned, scaling.dequantize(x_q, scale.reciprocal(), BF16) if reader == "scaled otherwise" else poisoned
+
+    parts = data(8, 32)
+    parts[2][3, 5] = float(bad)
+    before, after, _ = rewritten(function, parts[0], torch.ones(2))
+    inputs = [(x, torch.ones(2)) for x in parts]
+    for a, b in zip(on_ranks(before, inputs), on_ranks(after, inputs), strict=True):
+        same_bits(a, b)
+    assert sent(after) == ["all_reduce int32", "all_gather_into_tensor uint8"]
 
 
 def test_an_amax_that_is_recorded_for_no_scale_of_all_ranks_is_that_of_the_whole() -> None:
@@ -728,6 +793,19 @@ def joined_by_where(x: Tensor) -> tuple[Tensor, ...]:
     return q(whole), q(torch.where(whole.float() > 0, whole, torch.ones_like(whole)))
 
 
+def chosen(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return (torch.where(gather(x) > 0, y, z).to(E4M3),)
+
+
+def chosen_too(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    whole = gather(x)
+    return q(whole), torch.where(whole > 0, y, z).to(E4M3)
+
+
+def chosen_in_front(x_q: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (gather(torch.where(y > 0, dq(x_q), y)),)
+
+
 def part_of_amax(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     whole = gather(x)
     return scaling.quantize(whole, shared(scales), E4M3), scaling.amax(whole[:9])
@@ -798,8 +876,16 @@ def of_another(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     return (gather(scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(shared(scales), scaling.amax(x)), BF16)),)
 
 
+def read_elsewhere(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    scale = shared(scales)
+    x_q = scaling.quantize(x, scale, E4M3)
+    wide = scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, scaling.amax(x)), BF16)
+    return gather(wide), scaling.dequantize(x_q, scale.reciprocal(), BF16)
+
+
 X, SCALES = torch.randn(8, 32).to(BF16), torch.ones(1)
 WIDE = "{} reads what all_gather_into_tensor brings in bfloat16"
+PART = "amax_1 is not known to be the amax of all that all_gather_into_tensor brings"
 REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "a plain input": (plain, (X, SCALES), "the scale select behind all_gather_into_tensor may differ between ranks"),
     "a smaller group": (
@@ -819,15 +905,16 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "several": (several, (X,), "what all_gather_into_tensor brings is quantized in 2 ways"),
     "two formats": (formats, (X,), "what all_gather_into_tensor brings is quantized in 2 ways"),
     "cat": (joined, (X,), WIDE.format("cat")),
-    "where": (joined_by_where, (X,), WIDE.format("where")),
-    "amax of a part": (part_of_amax, (X, SCALES), WIDE.format("abs_1")),
-    "amax of one piece": (amax_of_one_split, (X, SCALES), WIDE.format("abs_1")),
+    "where": (joined_by_where, (X,), WIDE.format("convert_element_type_2")),
+    "a choice": (chosen_too, (X, torch.randn(32), torch.randn(32)), WIDE.format("gt")),
+    "amax of a part": (part_of_amax, (X, SCALES), PART),
+    "amax of one piece": (amax_of_one_split, (X, SCALES), PART),
     "the largest": (largest, (X,), WIDE.format("amax")),
     "of the largest": (largest_of_rows, (X,), WIDE.format("amax")),
     "sum of some rows": (sum_of_some_rows, (X,), WIDE.format("sum_1")),
     "sum of rows twice": (sum_of_rows_twice, (X,), WIDE.format("sum_1")),
-    "amax of it three times": (amax_of_nested_joins, (X,), WIDE.format("abs_1")),
-    "amax of some pieces": (pieces_left_out, (X,), WIDE.format("abs_1")),
+    "amax of it three times": (amax_of_nested_joins, (X,), PART),
+    "amax of some pieces": (pieces_left_out, (X,), PART),
     "sum of columns": (sum_of_columns, (X,), WIDE.format("sum_1")),
     "its amax, reduced": (
         reduced_by_hand,
@@ -869,6 +956,11 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
         of_another,
         (X, SCALES),
         "convert_element_type_1 was quantized elsewhere, and would hide what is not finite",
+    ),
+    "read without poison": (
+        read_elsewhere,
+        (X, SCALES),
+        "what reads convert_element_type_1 elsewhere would see what is not finite as NaN",
     ),
     "dynamic, exchanged": (
         dynamic(exchange),
@@ -926,6 +1018,11 @@ SILENT: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "only joined": (lambda x: (q(torch.cat([gather(x), x])),), (X,)),
     "padded": (padded_behind, (X,)),
     "FP8 already": (lambda x: (gather(x.view(torch.uint8)).view(E4M3).float(),), (fp8(8, 32),)),
+    "a choice of rows": (chosen, (X, torch.randn(32), torch.randn(32))),
+    "a choice of numbers": (chosen, (X, torch.randn(()), torch.randn(()))),
+    "a choice of elements": (chosen, (X, torch.randn(32, 32), torch.randn(32, 32))),
+    "a choice of constants": (lambda x: (torch.where(gather(x) > 0, 1.0, 2.0).to(E4M3),), (X,)),
+    "a choice, in front": (chosen_in_front, (fp8(8, 32), X)),
     "a mask of FP8": (lambda x: (gather(torch.where(x.float() > 0, 1.0, 2.0)),), (fp8(8, 32),)),
     "a sum": (lambda x: (q(c10d.wait_tensor(c10d.all_reduce(x, "sum", GROUPS[WORLD]))),), (X,)),
 }
@@ -961,3 +1058,4 @@ def test_symbolic_sizes() -> None:
     assert QuantizeCollectives().run(module.graph, context) == 1, context.notes
     run(module)
     assert [s for s in sent(module) if "gather" in s] == ["all_gather_into_tensor uint8"]
+    assert context.notes == ["1 collectives bring FP8, 0.00102 MB in the place of 0.00205 MB"], "at the sizes traced"

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8pass import ops, scaling, sharded
+from fp8pass.passes.collectives import marked, unmarked
 from fp8pass.passes.patterns import as_node, constant
-from fp8pass.passes.shared_scales import is_shared, marked, unmarked, unpoisoned
+from fp8pass.passes.shared_scales import is_shared, unpoisoned
 from tests.harness import capture
 
 GROUPS: dict[str, str] = {}

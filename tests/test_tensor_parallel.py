@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.pipeline import KernelPasses
@@ -44,6 +45,14 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.last(self.block(self.first(x)))
+        return y
+
+
+class Checkpointed(Model):
+    """With the block in a region of activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
         return y
 
 
@@ -133,7 +142,7 @@ def collectives_of(graphs: list[fx.Graph]) -> list[str]:
 
 
 def traced(model: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Trained, with the graphs as they are behind all passes."""
+    """Trained, with the collectives of the graphs as they are behind all passes, and what the forward returns."""
     graphs: list[fx.Graph] = []
     kept = KernelPasses.__call__
 
@@ -147,12 +156,21 @@ def traced(model: nn.Module, forward: Callable[..., Any]) -> Any:
             result = trained(model, forward)
     finally:
         KernelPasses.__call__ = kept  # type: ignore[method-assign]
-    return {**result, "collectives": collectives_of(graphs), "notes": report.notes}
+    (outputs,) = graphs[0].find_nodes(op="output")
+    values = [n.meta["val"] for n in outputs.all_input_nodes]
+    saved = [f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in values if isinstance(v, Tensor)]
+    return {**result, "collectives": collectives_of(graphs), "notes": report.notes, "saved": saved}
 
 
 @on_ranks(2)
 def sequence_parallel() -> Any:
     model = parallel(make(Model), mesh(), sequence=True)
+    return traced(model, compiled(model))
+
+
+@on_ranks(2)
+def sequence_parallel_in_a_region() -> Any:
+    model = parallel(make(Checkpointed), mesh(), sequence=True)
     return traced(model, compiled(model))
 
 
@@ -270,6 +288,15 @@ def test_what_sequence_parallel_gathers_is_fp8() -> None:
         "all_reduce float32[32]": 2,  # gradients of the biases, which were sums over what was gathered
     }
     assert run["notes"] == ["4 collectives bring FP8, 0.0041 MB in the place of 0.0164 MB"]
+
+
+def test_a_region_gathers_again() -> None:
+    """What was gathered in FP8 is not kept for the backward, as it is not in high precision."""
+    like_alone(sequence_parallel_in_a_region())
+    run, straight = sequence_parallel_in_a_region()[0], sequence_parallel()[0]
+    whole, gather = "float8_e4m3fn[32, 32]", "all_gather_into_tensor uint8[8, 4, 32]"
+    assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "those of the layers outside"
+    assert (straight["collectives"].count(gather), run["collectives"].count(gather)) == (4, 5)
 
 
 def test_a_dynamic_scale_takes_a_reduction_of_its_amax() -> None:
