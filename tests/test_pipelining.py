@@ -88,11 +88,11 @@ def states(modules: dict[int, Any]) -> dict[int, Any]:
     return {i: ({k.removeprefix("layer."): v for k, v in s.state_dict().items()}, s.steps) for i, s in found.items()}
 
 
-def one_process(count: int, replicas: int = 1, split: int = MICROBATCHES) -> dict[str, Any]:
+def one_process(count: int, replicas: int = 1, split: int = MICROBATCHES, rate: float = 0.05) -> dict[str, Any]:
     """The same microbatches, one after the other, of all replicas. Several replicas train nothing: see `trained`."""
     modules = {i: compiled(m, reduce_amax=False) for i, m in enumerate(layers(count))}
     model = nn.Sequential(*modules.values())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if replicas == 1 else 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate if replicas == 1 else 0)
     losses, seen = [], []
     for batches in zip(*map(data, range(replicas)), strict=True):
         with fp8pass.accumulate(model):
@@ -183,7 +183,12 @@ def alone() -> Any:
     """One process, on the first rank."""
     if dist.get_rank():
         return None
-    return {"single": one_process(2), "looped": one_process(4), "undivided": one_process(2, split=1)}
+    return {
+        "single": one_process(2),
+        "looped": one_process(4),
+        "undivided": one_process(2, split=1),
+        "constant": one_process(2, rate=0),
+    }
 
 
 @on_ranks(2)
@@ -211,6 +216,21 @@ def accumulated() -> Any:
             schedule.step(*args, **kwargs)
 
     return trained(Schedule1F1B, 2, step=step)
+
+
+@on_ranks(2)
+def accumulated_steps() -> Any:
+    """Each batch in two steps of the schedule, of which the model learns nothing."""
+
+    def step(schedule: Any, *args: Tensor, target: Tensor, losses: list[Tensor]) -> None:
+        inputs = zip(*(x.chunk(2) for x in args), strict=True) if args else ((), ())
+        with fp8pass.accumulate(schedule._stage):
+            for mine, expected in zip(inputs, target.chunk(2), strict=True):
+                found: list[Tensor] = []
+                schedule.step(*mine, target=expected, losses=found)
+                losses += found
+
+    return trained(Schedule1F1B, 2, split=MICROBATCHES // 2, step=step, updates=False)
 
 
 @on_ranks(2)
@@ -311,6 +331,11 @@ def test_a_step_of_a_schedule_of_several_stages_per_rank_is_one_step(i: int) -> 
 def test_stages_are_trained_alike(how: Any) -> None:
     like_one_process(how(), alone()[0]["single"])
     same_losses(how(), alone()[0]["single"])
+
+
+def test_several_steps_of_a_schedule_within_accumulate_are_one() -> None:
+    like_one_process(accumulated_steps(), alone()[0]["constant"])
+    same_losses(accumulated_steps(), alone()[0]["constant"])
 
 
 def test_a_step_of_one_microbatch_is_one_step() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, broadcast
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -141,8 +143,9 @@ def collectives_of(graphs: list[fx.Graph]) -> list[str]:
     return found
 
 
-def traced(model: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Trained, with the collectives of the graphs as they are behind all passes, and what the forward returns."""
+@contextlib.contextmanager
+def recorded() -> Iterator[list[fx.Graph]]:
+    """The graphs that are compiled within it, as they are behind all passes."""
     graphs: list[fx.Graph] = []
     kept = KernelPasses.__call__
 
@@ -152,10 +155,15 @@ def traced(model: nn.Module, forward: Callable[..., Any]) -> Any:
 
     KernelPasses.__call__ = keep  # type: ignore[method-assign]
     try:
-        with fp8pass.report.collect() as report:
-            result = trained(model, forward)
+        yield graphs
     finally:
         KernelPasses.__call__ = kept  # type: ignore[method-assign]
+
+
+def traced(model: nn.Module, forward: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """Trained, with the collectives of the graphs, and what the forward returns."""
+    with recorded() as graphs, fp8pass.report.collect() as report:
+        result = trained(model, forward, part)
     (outputs,) = graphs[0].find_nodes(op="output")
     values = [n.meta["val"] for n in outputs.all_input_nodes]
     saved = [f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in values if isinstance(v, Tensor)]
@@ -210,6 +218,50 @@ def gathered_weight() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Whole(nn.Linear(32, 32), mesh()), nn.GELU(), Whole(nn.Linear(32, 16), mesh()))
     return traced(model, compiled(model))
+
+
+class Moved(nn.Module):
+    """Rows move between ranks, from one layer to the next."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.move = nn.Linear(32, 32, bias=False), nn.Linear(32, 16), move
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.move(self.first(x).flatten(0, 1)))
+        return y.unflatten(0, x.shape[:2])
+
+
+def exchange(x: Tensor) -> Tensor:
+    return all_to_all_single_autograd(x, [16, 16], [16, 16], dist.group.WORLD)
+
+
+def bring(x: Tensor) -> Tensor:
+    result: Tensor = broadcast(x, 1, dist.group.WORLD)
+    return result
+
+
+@on_ranks(2)
+def exchanged() -> Any:
+    """In the graph, and between two graphs, where nothing is known of it."""
+    results = []
+    for move in (exchange, torch.compiler.disable(exchange)):
+        model = make(functools.partial(Moved, move))
+        run = torch.compile(model, backend="fp8pass", options=OPTIONS)
+        results.append(traced(model, run, lambda x: x + dist.get_rank()))
+    return results
+
+
+@on_ranks(2)
+def brought() -> Any:
+    """As `exchanged`, without gradients, which a broadcast has none of."""
+    results = []
+    for move in (bring, torch.compiler.disable(bring)):
+        model = make(functools.partial(Moved, move))
+        run = torch.compile(model, backend="fp8pass", options={**OPTIONS, "recipe": "dynamic"})
+        with torch.no_grad(), recorded() as graphs:
+            results.append((run(data()[0] + dist.get_rank()), collectives_of(graphs)))
+    return results
 
 
 def _fully_sharded(model: Model, both: DeviceMesh) -> Any:
@@ -311,6 +363,23 @@ def test_gathered_weights_are_fp8() -> None:
     first, second = gathered_weight()
     same(first["state"], second["state"])
     assert first["collectives"] == ["all_gather_into_tensor uint8[32, 32]", "all_gather_into_tensor uint8[16, 32]"]
+
+
+def test_rows_are_exchanged_in_fp8() -> None:
+    """Both ways: the input of a layer in the forward, and a gradient in the backward."""
+    runs = exchanged()
+    for inside, between in runs:
+        same(inside["state"], runs[0][0]["state"])
+        assert inside["collectives"] == ["all_to_all_single uint8[32, 32]"] * 2 and not between["collectives"]
+        torch.testing.assert_close(inside["losses"], between["losses"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(inside["weights"], between["weights"])
+
+
+def test_a_tensor_is_broadcast_in_fp8() -> None:
+    runs = brought()
+    for (inside, collectives), (between, outside) in runs:
+        assert collectives == ["broadcast float32[]", "broadcast uint8[32, 32]"] and not outside
+        assert torch.equal(inside, between) and torch.equal(inside, runs[0][0][0])
 
 
 def test_with_fsdp_the_ranks_have_one_scale() -> None:
