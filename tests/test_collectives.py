@@ -55,7 +55,6 @@ def test_what_is_read_behind_a_collective() -> None:
     [
         (lambda whole: whole.t().cos(), "cos"),
         (lambda whole: whole[:9].amax(), "amax"),
-        (lambda whole: scaling.amax(whole.split(8)[0]), "abs"),
         (lambda whole: whole.split(16)[0].sum(0), "sum"),
     ],
 )
@@ -69,6 +68,18 @@ def test_other_readers(read: Callable[[Tensor], Tensor], reader: str) -> None:
     with pytest.raises(Reject, match=f"^{reader}.* reads what .* brings in bfloat16$"):
         capture_gathered(collective(function, X), {})
     assert capture_gathered(collective(lambda x: (read(gather(x)),), X), {}) is None
+
+
+def test_the_amax_of_a_part() -> None:
+    """Is against it for a reason of its own."""
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        whole = gather(x)
+        return scaling.quantize(whole, 2.0, E4M3), scaling.amax(whole.split(8)[0])
+
+    with pytest.raises(Reject, match=r"^amax\S* is not known to be the amax of all that \S+ brings$") as error:
+        capture_gathered(collective(function, X), {})
+    assert error.value.rule == "part"
 
 
 def test_in_front_of_a_collective() -> None:
