@@ -210,8 +210,9 @@ def ddp_joins() -> bool:
     return module is not None and module._join_config.enable
 
 
+@functools.cache
 def before_eager_optimizers(callback: Callable[[torch.optim.Optimizer], None]) -> None:
-    """From now on, call this before each step of any optimizer that runs op by op.
+    """From now on, call this before each step of any optimizer that runs op by op; once, however often this is said.
 
     Not within what Dynamo traces: it calls hooks in a loop, and if one broke its graph, it would have all of an
     optimizer's step run op by op.

@@ -404,7 +404,7 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
     reducer = _reducers.get((reduces, device))
     if reducer is None:
         reducer = _reducers[reduces, device] = Reducer(reduces, device)
-        _watch_optimizers()
+        before_eager_optimizers(_before_optimizer)
     return reducer if reducer.is_active() else None
 
 
@@ -466,6 +466,5 @@ def finish() -> None:
         reducer.finish()
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    before_eager_optimizers(lambda _: launch())
+def _before_optimizer(_: torch.optim.Optimizer) -> None:
+    launch()

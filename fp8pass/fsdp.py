@@ -139,7 +139,7 @@ class _Weights:
         self._made_of: Any = None
         self._forwards = 0
         self._written: _Written | None = None
-        _watch_optimizers()
+        before_eager_optimizers(_forget_all)
         _all.add(self)
         model.register_forward_pre_hook(self._begin_forward)
 
@@ -219,13 +219,8 @@ def _tensor_of(parameter: Tensor) -> Tensor:
     return shard._tensor
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once: what an optimizer does in `p.data`, no version knows."""
-    before_eager_optimizers(_forget_all)
-
-
 def _forget_all(_: torch.optim.Optimizer) -> None:
+    """What an optimizer does in `p.data`, no version knows."""
     for weights in _all:
         weights.forget()
 
@@ -250,7 +245,9 @@ def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tenso
 
 
 class _StandIn(Tensor):
-    """What computes with other tensors in its place."""
+    """What computes with other tensors in its place: by `_run`, which each kind has of its own."""
+
+    _run: Any
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -264,10 +261,6 @@ class _StandIn(Tensor):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _dispatched(cls, func: Any, args: Any, kwargs: Any) -> Any:
         return cls._run(func, args, kwargs)
-
-    @staticmethod
-    def _run(func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
 
 
 class Fp8Shard(_StandIn):

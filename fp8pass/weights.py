@@ -8,7 +8,6 @@ steps come that no update has prepared, for their scale may be another one.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Sequence, Set
@@ -33,7 +32,7 @@ class Fp8Weight:
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = tuple(map(weakref.ref, parts))
         self._made_of: Any = None
-        _watch_optimizers()
+        before_eager_optimizers(_forget)
         first = parts[0]
         shape = sum(p.shape[0] for p in parts), first.shape[1]
         with torch.inference_mode(False), torch.no_grad():
@@ -166,16 +165,11 @@ class Fp8Weight:
         self.refreshed += 1
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once: whatever an optimizer does that runs op by op, it makes its weights' copies stale.
+def _forget(optimizer: torch.optim.Optimizer) -> None:
+    """Whatever an optimizer does that runs op by op, it makes its weights' copies stale.
 
     There are optimizers, of other people, that write into `p.data`, of which versions know nothing.
     """
-    before_eager_optimizers(_forget)
-
-
-def _forget(optimizer: torch.optim.Optimizer) -> None:
     if len(_weights):
         for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
             weight.forget()
