@@ -59,7 +59,7 @@ def table_of_passes() -> str:
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
     for name, graph in graphs.items():
         doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
-        rows.append(f"| [`{name}`](passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
+        rows.append(f"| [`{name}`](../passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
     return "\n".join(rows)
 
 
@@ -190,7 +190,7 @@ def dumps() -> str:
     """What is in the dump of an example, as far as it differs, and what one of its files prints."""
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "examples/train.py", FP8PASS_DUMP=folder)
-        graph = sorted(Path(folder).glob("run_000/graph_*"))[-1]  # the first is that of `explain`, which stops earlier
+        graph = min(Path(folder).glob("run_000/graph_*"))  # the next is that of `explain`, which stops earlier
         rows = [row for row in (graph / "index.md").read_text().splitlines() if "changes nothing" not in row]
         after = next(graph.glob("*joint.scaled_mm.after.py"))
         before = after.with_name(after.name.replace("after", "before"))
@@ -229,6 +229,14 @@ SECTIONS = {
     "dumps": dumps,
 }
 FILES = {
+    "demo": "README.md",
+    "example": "README.md",
+    "train_step": "docs/train-step.md",
+    "qdq": "docs/quantize-dequantize.md",
+    "passes": "docs/passes.md",
+    "first_step": "docs/recipes.md",
+    "recipes": "docs/recipes.md",
+    "traffic": "docs/kernels.md",
     "inspect": "docs/inspect.md",
     "step_traffic": "docs/train-step.md",
     "comms": "docs/distributed.md",
@@ -243,13 +251,13 @@ FILES = {
     "graphs": "docs/compiler.md",
     "add_a_pass": "docs/add-a-pass.md",
 }
-"""Where a marker is, if not in README.md."""
+"""The page that has the markers of each section."""
 
 
 def main(names: list[str]) -> None:
     """Replace the text between `<!-- name -->` and `<!-- /name -->`."""
     for name in names or SECTIONS:
-        file = ROOT / FILES.get(name, "README.md")
+        file = ROOT / FILES[name]
         text = file.read_text()
         pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         assert pattern.search(text), f"{file} has no markers for {name!r}"

@@ -22,7 +22,7 @@ NOISY = ("divergence", "monitor")
 
 def printed_in_page(name: str) -> str:
     marker = MARKERS.get(name, name)
-    page = readme.ROOT / readme.FILES.get(marker, "README.md")
+    page = readme.ROOT / readme.FILES[marker]
     section = re.search(f"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", page.read_text(), re.DOTALL)
     assert section is not None, f"{page} has no output of {name}"
     return re.findall(r"(?:^|\n\n)```\n(.*?)```", section[1], re.DOTALL)[-1]
