@@ -1,7 +1,7 @@
 """What `mkdocs build` does beside its own: the pages that are no files of docs/, and links that lead out of docs/.
 
-README.md is the first page, passes/INVARIANTS.md another, and the API reference is made of `fp8pass.__all__`. Links in
-the repository are those of a code host. Here, each page is where the site has it, and a source file that a page links
+passes/INVARIANTS.md and CHANGELOG.md are pages too, and the API reference is made of `fp8pass.__all__`. README.md is for
+who sees the repository; the site begins with docs/index.md. Links in the repository are those of a code host. Here, each page is where the site has it, and a source file that a page links
 to is a part of the site, as it is.
 """
 
@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index.md", "passes/INVARIANTS.md": "INVARIANTS.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"passes/INVARIANTS.md": "INVARIANTS.md", "CHANGELOG.md": "changelog.md"}
 """Files outside of docs/ that are pages, with their names in the site."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 

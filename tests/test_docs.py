@@ -7,6 +7,7 @@ import html
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,65 @@ def test_the_drawing_has_every_pass() -> None:
 
 
 def test_the_table_of_passes() -> None:
-    assert readme.table_of_passes() in (ROOT / "README.md").read_text(), "python bench/readme.py passes"
+    assert readme.table_of_passes() in page("passes.md"), "python bench/readme.py passes"
 
 
 def test_the_pass_of_the_page_is_the_one_that_runs() -> None:
     assert (ROOT / "examples" / "add_a_pass.py").read_text().strip() in page("add-a-pass.md")
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """What a code host and mkdocs name the headings."""
+    headings = re.findall(r"^#+ (.*)", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(file: Path) -> list[str]:
+    broken = []
+    for target, anchor in LINK.findall(without_code(file.read_text())):
+        path = (file.parent / target) if target else file
+        if target.startswith("https:"):
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text())):
+            broken.append(f"{file.name}: {target}#{anchor}")
+    return broken
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("## One heading, and `code`\n")
+    links = "[a](there.md) [b](there.md#one-heading-and-code) [c](gone.md) [d](there.md#gone) [e](#gone)"
+    (tmp_path / "page.md").write_text(links)
+    assert broken_links(tmp_path / "page.md") == ["page.md: gone.md#", "page.md: there.md#gone", "page.md: #gone"]
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("passes/*.md"), *DOCS.glob("*.md")]
+    assert [link for file in pages for link in broken_links(file)] == []
+
+
+def test_the_front_page_links_to_every_page() -> None:
+    linked = {target for target, _ in LINK.findall(page("index.md"))}
+    assert {path.name for path in DOCS.glob("*.md")} - linked == {"index.md"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_option_is_on_its_page() -> None:
+    assert [field.name for field in fields(fp8pass.Config) if f"`{field.name}" not in page("options.md")] == []
+
+
+def test_predictions_that_a_page_repeats_are_those_of_the_roofline() -> None:
+    rows = re.findall(r"^\| h[12]00 \|.*", page("first-hour-gpu.md"), re.MULTILINE)
+    assert rows and [row for row in rows if row not in page("roofline.md")] == []
 
 
 def rules() -> set[str]:
@@ -65,6 +120,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     }
     loaded = {url for file in tmp_path.glob("*.html") for url in re.findall(r'src="(https?:[^"]*)', file.read_text())}
     assert loaded == set(), "the pages need no network"
-    start = (tmp_path / "index.html").read_text()
-    assert 'href="train-step.html"' in start and 'href="passes/scaled_mm.py"' in start
+    assert 'href="train-step.html"' in (tmp_path / "index.html").read_text()
+    assert 'href="passes/scaled_mm.py"' in (tmp_path / "passes.html").read_text()
     assert (tmp_path / "passes" / "scaled_mm.py").read_text() == (ROOT / "passes" / "scaled_mm.py").read_text()
