@@ -1,8 +1,8 @@
-"""What `mkdocs build` does beside its own: the pages that are no files of docs/, and links that lead out of docs/.
+"""Adds to `mkdocs build` the pages that are not files of docs/, and mends links that lead out of docs/.
 
-passes/INVARIANTS.md and CHANGELOG.md are pages too, and the API reference is made of `fp8pass.__all__`. README.md is for
-who sees the repository; the site begins with docs/index.md. Links in the repository are those of a code host. Here, each page is where the site has it, and a source file that a page links
-to is a part of the site, as it is.
+passes/INVARIANTS.md and CHANGELOG.md become pages, and the API reference is made of `fp8pass.__all__`. The site begins
+with docs/index.md; README.md, which a code host shows, is not in it. Links in the repository are those of a code host.
+Here, each page is where the site has it, and a source file that a page links to is a part of the site, as it is.
 """
 
 from __future__ import annotations

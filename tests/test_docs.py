@@ -37,6 +37,12 @@ def test_the_table_of_passes() -> None:
     assert readme.table_of_passes() in page("passes.md"), "python bench/readme.py passes"
 
 
+def test_every_generated_section_has_its_place() -> None:
+    assert readme.FILES.keys() == readme.SECTIONS.keys()
+    for name, file in readme.FILES.items():
+        assert re.search(f"<!-- {name} -->\n.*<!-- /{name} -->", (ROOT / file).read_text(), re.DOTALL), name
+
+
 def test_the_pass_of_the_page_is_the_one_that_runs() -> None:
     assert (ROOT / "examples" / "add_a_pass.py").read_text().strip() in page("add-a-pass.md")
 
