@@ -1,65 +1,109 @@
-"""Seeds, a clean compiler for every test, and GPU tests that run where a GPU is."""
+"""Sorts the tests into tiers, gives each a clean compiler, and says how long each tier took."""
 
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
+
+from tests.harness import without_caches
+
+TIERS = {
+    "ranks": "amax_reduction checkpoints ddp fsdp killed_rank pipelining tensor_parallel",
+    "gpu_code": "choices combine cudagraphs inspector sm90 stats traffic triton_numerics",
+    "tools": "caches comms demo docs examples h200 html_report packaging resume roofline",
+    "passes": "annotate async_tensor_parallel batch_amaxes batch_records batches block_scaled_mm canonicalize collectives "
+    "config dequantize emulate_matmuls epilogue expand_blocks fold_quantizes grouped_mm hardware inline kernel_ops "
+    "layout lift_scale_states make_once matmuls movement partition quantize_collectives quantize_tiles row_scales "
+    "save_sums save_transposes scaled_mm scaling shared_scales split_foreach state_inputs use_transposes xla_rules",
+}
+"""The files of each tier. All others are of the tier "compiled": small models that are compiled and trained.
+
+ranks: several processes. gpu_code: code that is generated for a GPU that is not there. tools: commands, pages, examples.
+passes: passes on captured graphs, most of which compile nothing.
+"""
+TIER_OF = {name: tier for tier, names in TIERS.items() for name in names.split()}
+ORDER = ("ranks", "gpu_code", "tools", "compiled", "passes")
+"""Long tests first, so that no worker is left alone with one at the end."""
+GROUPS = {name: "ranks" for name in TIERS["ranks"].split() if name != "killed_rank"} | {
+    name: name for name in ("demo", "h200", "html_report", "inspector", "sm90", "stats", "traffic", "triton_numerics")
+}
+"""Files whose tests share what takes long, ranks, a fixture, a process that they ask: one worker runs a whole group."""
+
+
+def stem(file: Path) -> str:
+    """Return the name of a file of tests without `test_`."""
+    return file.stem.removeprefix("test_")
+
+
+def tier_of(file: Path) -> str:
+    """Return the tier of a file of tests."""
+    return TIER_OF.get(stem(file), "compiled")
+
+
+def shares_code(item: Any) -> bool:
+    """Return whether a test may use code that others have compiled: not if it patches something, or reads the log."""
+    alone = {"caplog", "monkeypatch"} & set(item.fixturenames)
+    return bool(item.get_closest_marker("shares_code")) and not alone
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--variants", action="store_true", help="run variants too, each of which has a sister without")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): one worker runs all of them")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU with FP8 (sm_89 or later)")
+    config.addinivalue_line(
+        "markers", "shares_code: what Dynamo has compiled for tests of this file before is used again"
+    )
+    config.addinivalue_line("markers", "variant: runs with --variants only; a sister of it runs every day")
+    for tier in ORDER:
+        config.addinivalue_line("markers", f"{tier}: a tier, see tests/conftest.py")
     gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
-        return
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:
-        if item.get_closest_marker("gpu"):
+        item.add_marker(tier_of(item.path))
+        if group := GROUPS.get(stem(item.path)) or (shares_code(item) and stem(item.path)):
+            item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
+    items.sort(key=lambda item: (ORDER.index(tier_of(item.path)), not item.get_closest_marker("xdist_group")))
+    left_out = [i for i in items if i.get_closest_marker("variant") and not config.getoption("variants")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
-SHARED = (
-    "test_checkpoints.py",
-    "test_ddp.py",
-    "test_demo.py",
-    "test_inspector.py",
-    "test_pipelining.py",
-    "test_sm90.py",
-    "test_stats.py",
-    "test_traffic.py",
-    "test_triton_numerics.py",
-)
-"""Tests of one of these files share what takes long: a fixture, or a process that they ask."""
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how many tests each tier has, and the sum of their times."""
+    tests: dict[str, set[str]] = defaultdict(set)
+    seconds: dict[str, float] = defaultdict(float)
+    for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "when")):
+        tier = tier_of(Path(report.nodeid.partition("::")[0]))
+        tests[tier].add(report.nodeid)
+        seconds[tier] += report.duration
+    for tier in ORDER:
+        if tier in tests:
+            terminalreporter.write_line(f"{tier:10} {len(tests[tier]):5} tests {seconds[tier]:7.1f} s")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, one worker runs all tests of such a file. Otherwise each would make what they share."""
-    if config.getoption("dist") != "load":
-        return None
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    def scope(test: str) -> str:
-        file = test.partition("::")[0]
-        return file if file.endswith(SHARED) else test
-
-    scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = scope
-    return scheduler
+@pytest.fixture(scope="module", autouse=True)
+def _forgetful() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    """No graph comes from a cache that another test, or another day, has filled: there the passes would not run."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    with without_caches(share=shares_code(request.node)):
         yield
-    torch._dynamo.reset()

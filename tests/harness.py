@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import expecttest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
-from fp8pass.config import Config
+from fp8pass.config import Config, make_config
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.report import Gemm, collect
+from fp8pass.report import Gemm, Report, collect
 from fp8pass.rewrite import Context, Pass
 from fp8pass.verify import verify
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@contextlib.contextmanager
+def without_caches(share: bool = False) -> Iterator[None]:
+    """Compile anew what is compiled inside: a graph from a cache would skip the passes.
+
+    share: what this process has compiled before inside is there, for models of one class share their code. No shape
+    becomes dynamic then because another model had another one, and no limit of recompilations is met.
+    """
+    torch.manual_seed(0)
+    if not share:
+        torch._dynamo.reset()
+    limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 10000, "automatic_dynamic_shapes": False}
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+        dynamo_config.patch(limits if share else {}),
+    ):
+        yield
+    if not share:
+        torch._dynamo.reset()
 
 
 def fp8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
@@ -133,10 +159,25 @@ def compiled(function: Any, **options: Any) -> Callable[..., Any]:
 def annotated(function: Any, **options: Any) -> Callable[..., Any]:
     """`function` with its annotated graph run eagerly: the numerical reference."""
     dynamic = options.pop("dynamic", None)
-    return torch.compile(function, backend=lambda g, x: reference(g, x, options=options), dynamic=dynamic)
+    return torch.compile(function, backend=_Reference(make_config(options)), dynamic=dynamic)
 
 
-verdicts = collect
+@dataclass(frozen=True)
+class _Reference:
+    """Equal for equal options, so that models of one class share what Dynamo has compiled."""
+
+    config: Config
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return reference(module, inputs, options={"config": self.config})
+
+
+@contextlib.contextmanager
+def verdicts() -> Iterator[Report]:
+    """Collect the verdicts of what is compiled inside, which is compiled anew."""
+    torch._dynamo.reset()
+    with collect() as report:
+        yield report
 
 
 class RefusedByCuda(Exception):

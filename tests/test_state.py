@@ -55,6 +55,7 @@ SEQUENCES: dict[str, list[float]] = {
 ORDINARY = ("grows and shrinks", "zeros age the history", "tiny", "nan", "inf")
 
 
+@pytest.mark.shares_code
 @pytest.mark.parametrize("how", [compiled, annotated], ids=["compiled", "annotated"])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])

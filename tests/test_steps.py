@@ -22,6 +22,8 @@ from fp8pass.recipes import DelayedScaling
 from tests.harness import annotated, compiled, sqnr, verdicts
 from tests.models import AcrossABreak, Attention, Block, Parts, Transformer, make
 
+pytestmark = pytest.mark.shares_code
+
 RECIPE = DelayedScaling(amax_history_len=4)
 HOWS = [pytest.param(annotated, id="annotated"), pytest.param(compiled, id="compiled")]
 How = Callable[..., Callable[..., Any]]

@@ -1,11 +1,11 @@
-"""Functions of tests that run on several ranks: processes that torchrun starts, and that talk over gloo.
+"""Runs functions of tests on several ranks: processes that torchrun starts, and that talk over gloo.
 
-All such functions of one file run in one launch, in the order in which they stand there, for starting one takes long.
+Starting ranks takes long. So one launch for each number of ranks runs all such functions of the files that pytest has
+collected, file by file, and each in the order in which it stands there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
@@ -21,22 +21,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness import without_caches
+
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 60
 """Seconds after which gloo gives up, and with it a test that hangs."""
 
 
 class OnRanks:
-    """A function that runs on all ranks. Called, it returns what it returned, of each rank."""
+    """Calls a function on all ranks, and returns the list of what it returned on each."""
 
     def __init__(self, function: Callable[[], Any], ranks: int) -> None:
-        self.function, self.ranks, self.name = function, ranks, function.__name__
-        _of_file.setdefault((function.__module__, ranks), []).append(self)
+        self.function, self.ranks, self.module = function, ranks, function.__module__
+        self.name = f"{self.module}.{function.__name__}"
+        _functions.setdefault(ranks, []).append(self)
 
     def __call__(self) -> list[Any]:
-        folder, output = _launch(self.function.__module__, self.ranks)
+        folder, output = _launch(self.ranks)
         files = [folder / f"{self.name}.{rank}" for rank in range(self.ranks)]
-        assert all(f.exists() for f in files), f"{self.name} has not come to its end on all ranks:\n{_failure(output)}"
+        assert all(f.exists() for f in files), f"{self.name} has not ended on all ranks:\n{_failure(output)}"
         return [torch.load(f, weights_only=False) for f in files]
 
 
@@ -46,22 +49,25 @@ def _failure(output: str) -> str:
     return "\n".join(lines[-40:]) or output[-4000:]
 
 
-_of_file: dict[tuple[str, int], list[OnRanks]] = {}
+_functions: dict[int, list[OnRanks]] = {}
+"""By number of ranks: the functions of all modules that have been imported."""
 
 
 def on_ranks(ranks: int) -> Callable[[Callable[[], Any]], OnRanks]:
-    """What decorates such functions."""
+    """Decorate a function that takes nothing: it runs on that many ranks."""
     return functools.partial(OnRanks, ranks=ranks)
 
 
 @functools.cache
-def _launch(module: str, ranks: int) -> tuple[Path, str]:
+def _launch(ranks: int) -> tuple[Path, str]:
+    """Run all functions for that many ranks: the folder with what they returned, and what they printed."""
     folder = Path(tempfile.mkdtemp())
-    result = run(ranks, "-m", "tests.torchrun", module, str(ranks), str(folder))
+    modules = dict.fromkeys(function.module for function in _functions[ranks])
+    result = run(ranks, "-m", "tests.torchrun", str(folder), *modules)
     return folder, result.stdout + result.stderr
 
 
-def run(ranks: int, *args: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(ranks: int, *args: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
     """Start torchrun with arguments, and wait until it ends."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # what pytest has loaded is not what a script sees
@@ -82,20 +88,14 @@ def collectives() -> int:
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
-def main(module: str, ranks: str, folder: str) -> None:
-    """What each rank does."""
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config as inductor_config
-
-    importlib.import_module(module)
+def main(folder: str, *modules: str) -> None:
+    """Run the functions of some modules, as each rank does."""
+    for module in modules:
+        importlib.import_module(module)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    for function in sys.modules["tests.torchrun"]._of_file[module, int(ranks)]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
+    for function in sys.modules["tests.torchrun"]._functions[dist.get_world_size()]:
         begin = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(inductor_config.patch(fx_graph_cache=False))
-            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        with without_caches():
             result = function.function()
         print(f"{function.name}: {time.monotonic() - begin:.1f} s", flush=True)
         torch.save(result, Path(folder) / f"{function.name}.{dist.get_rank()}")
@@ -104,5 +104,5 @@ def main(module: str, ranks: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["tests.torchrun"] = sys.modules["__main__"]  # what the module imports registers its functions here
+    sys.modules["tests.torchrun"] = sys.modules["__main__"]  # what the modules import registers its functions here
     main(*sys.argv[1:])
