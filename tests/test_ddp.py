@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
+from tests.harness import verdicts
 from tests.models import Block, Transformer, make
 from tests.torchrun import collectives, on_ranks
 
@@ -113,7 +114,7 @@ def small_buckets() -> Iterator[None]:
 @on_ranks(2)
 def ddp_split() -> Any:
     """With the graph in parts, one for each of DDP's buckets."""
-    with small_buckets(), fp8pass.report.collect() as report:
+    with small_buckets(), verdicts() as report:
         model = DistributedDataParallel(make(Model), bucket_cap_mb=0.03)
         result = trained(model, compiled(model))
     return {**result, "graphs": report.graphs, "rewritten": len(report.rewritten), "declined": len(report.declined)}
@@ -124,7 +125,7 @@ def ddp_split_through_inductor() -> Any:
     """Losses of both ways to lower it."""
     found = {}
     for lowering in ("eager", "inductor"):
-        with small_buckets(), fp8pass.report.collect() as report:
+        with small_buckets(), verdicts() as report:
             model = DistributedDataParallel(make(Block), bucket_cap_mb=0.001)
             found[lowering] = trained(model, compiled(model, lowering=lowering), warm=False)
         found[lowering]["graphs"] = report.graphs

@@ -21,6 +21,7 @@ import fp8pass
 from fp8pass.fsdp import Fp8Shard, GatheredWeight, enable_fp8_all_gather
 from fp8pass.pipeline import KernelPasses
 from fp8pass.recipes import DelayedScaling
+from tests.harness import verdicts
 from tests.models import Block, make
 from tests.torchrun import collectives, on_ranks
 
@@ -126,7 +127,7 @@ def in_fp8() -> Any:
     """Also how many collectives a later step has, what the parameters are, and what a file has of them."""
     model = make(Model)
     names = enable_fp8_all_gather(model, filter=["head"])
-    with fp8pass.report.collect() as report:
+    with verdicts() as report:
         result = trained(shard(model), compile_blocks(model))
     before = collectives()
     model(data()[0]).square().mean().backward()
@@ -285,7 +286,7 @@ def refused() -> list[str]:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     shard(model)
-    with fp8pass.report.collect() as report:
+    with verdicts() as report:
         compile_blocks(model, recipe="rowwise", strict=False)
         model(data()[0]).square().mean().backward()
     columns = make(Block)
@@ -515,7 +516,7 @@ def test_without_shards_a_model_compiles_as_any_does() -> None:
     model, plain = make(Block), make(Block)
     enable_fp8_all_gather(model)
     x = torch.randn(4, 32)
-    with fp8pass.report.collect() as report:
+    with verdicts() as report:
         y = torch.compile(model, backend="fp8pass", options=OPTIONS)(x)
     y.square().mean().backward()
     expected = torch.compile(plain, backend="fp8pass", options=OPTIONS)(x)

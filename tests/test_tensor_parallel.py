@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.pipeline import KernelPasses
 from fp8pass.recipes import DelayedScaling
+from tests.harness import verdicts
 from tests.models import Block, make
 from tests.torchrun import on_ranks
 
@@ -145,7 +146,8 @@ def collectives_of(graphs: list[fx.Graph]) -> list[str]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[fx.Graph]]:
-    """The graphs that are compiled within it, as they are behind all passes."""
+    """Record the graphs that are compiled inside, which are compiled anew, as they are after all passes."""
+    torch._dynamo.reset()
     graphs: list[fx.Graph] = []
     kept = KernelPasses.__call__
 
@@ -162,7 +164,7 @@ def recorded() -> Iterator[list[fx.Graph]]:
 
 def traced(model: nn.Module, forward: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """Trained, with the collectives of the graphs, and what the forward returns."""
-    with recorded() as graphs, fp8pass.report.collect() as report:
+    with recorded() as graphs, verdicts() as report:
         result = trained(model, forward, part)
     (outputs,) = graphs[0].find_nodes(op="output")
     values = [n.meta["val"] for n in outputs.all_input_nodes]

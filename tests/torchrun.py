@@ -27,6 +27,9 @@ ROOT = Path(__file__).parent.parent
 TIMEOUT = 60
 """Seconds after which gloo gives up, and with it a test that hangs."""
 
+SHARING = ("tests.test_ddp", "tests.test_fsdp", "tests.test_tensor_parallel")
+"""Modules whose functions share compiled code."""
+
 
 class OnRanks:
     """Calls a function on all ranks, and returns the list of what it returned on each."""
@@ -93,10 +96,14 @@ def main(folder: str, *modules: str) -> None:
     for module in modules:
         importlib.import_module(module)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    last = ""
     for function in sys.modules["tests.torchrun"]._functions[dist.get_world_size()]:
         begin = time.monotonic()
-        with without_caches():
+        if function.module != last:
+            torch._dynamo.reset()
+        with without_caches(share=function.module in SHARING):
             result = function.function()
+        last = function.module
         print(f"{function.name}: {time.monotonic() - begin:.1f} s", flush=True)
         torch.save(result, Path(folder) / f"{function.name}.{dist.get_rank()}")
         dist.barrier()
