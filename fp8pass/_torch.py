@@ -48,6 +48,7 @@ with required_names():
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
+    from torch._inductor.runtime import triton_helpers
     from torch._inductor.scheduler import (
         BaseSchedulerNode,
         ForeachKernelSchedulerNode,
@@ -100,6 +101,9 @@ with required_names():
 
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     """Makes a tensor of a subclass that has no storage of its own."""
+
+    COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+    """What the decomposition of an op is registered for."""
 
     ensure_device_guard = torch._C._ensureCUDADeviceGuardSet
     """Makes the guard for CUDA devices that is registered now the one in force."""
@@ -308,13 +312,15 @@ def module_of_stage(stage: Any) -> Any:
     """The module of a pipeline's stage; anything else as it is."""
     if "torch.distributed.pipelining" not in sys.modules:
         return stage
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    with required_names():
+        from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return stage.submod if isinstance(stage, _PipelineStageBase) else stage
 
 
 __all__ = [
     "CACHEABLE",
+    "COMPOSITE",
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "MODE_CHANGES",
@@ -401,6 +407,7 @@ __all__ = [
     "trace_structured",
     "tracing",
     "triton_combo_kernel",
+    "triton_helpers",
     "unset_fake_temporarily",
     "why_compiled_again",
 ]

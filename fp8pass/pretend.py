@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import importlib.util
 import re
 import shutil
@@ -26,6 +25,7 @@ from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass._torch import (
+    COMPOSITE,
     FakeTensorMode,
     GraphLowering,
     TracingContext,
@@ -39,6 +39,7 @@ from fp8pass._torch import (
     inductor_post_grad,
     pytree,
     torch_triton,
+    triton_helpers,
 )
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import Target
@@ -127,9 +128,6 @@ def _interface(target: Target) -> type[device_interface.DeviceInterface]:
     return Interface
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -198,12 +196,11 @@ class Pretended:
         for name in ("cuda", "cuda:0"):
             device_interface.register_interface_for_device(name, interface)
         driver.set_active(Driver())
-        torch.ops.aten.scaled_dot_product_attention.default.py_impl(_COMPOSITE)(_attention)
+        torch.ops.aten.scaled_dot_product_attention.default.py_impl(COMPOSITE)(_attention)
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:
         """Within it, torch.cuda answers as if the GPU were there."""
-        helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
         with replaced(
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
@@ -212,7 +209,7 @@ class Pretended:
             (torch.cuda, "get_device_capability", lambda _=None: self.target.capability),
             (torch.version, "cuda", "12.9"),
             (torch_triton, "has_triton", lambda: True),
-            (helpers, "set_driver_to_gpu", lambda: None),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
         ):
             yield
 
