@@ -42,9 +42,11 @@ with required_names():
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.exc import InvalidCxxCompiler
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
@@ -162,6 +164,14 @@ def is_of_fsdp(source: Any) -> bool:
             return True
         source = getattr(source, "base", None)
     return False
+
+
+def cpp_compiler() -> str:
+    """The command of the C++ compiler that Inductor calls; "" if it finds none."""
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return ""
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -364,6 +374,7 @@ __all__ = [
     "compile_fx_inner",
     "context_for_later",
     "counters",
+    "cpp_compiler",
     "current_graph_task_id",
     "ddp_goes_on",
     "ddp_joins",
