@@ -98,8 +98,9 @@ def test_passes_know_the_frame_and_never_the_backend() -> None:
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    """setuptools takes Python files by itself, and others as they are listed."""
-    listed = re.search(r"^fp8pass = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert listed
-    others = {f.name for f in (ROOT / "fp8pass").iterdir() if f.is_file() and f.suffix not in (".py", ".pyc")}
-    assert {name.strip().strip('"') for name in listed[1].split(",")} == others
+    """setuptools takes Python files by itself, and others as they are listed. `.ci/wheel.py` looks into the archives."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    for package, folder in (("fp8pass", "fp8pass"), ('"fp8pass.passes"', "passes")):
+        listed = re.search(rf"^{package} = (\[.*\])$", settings, re.MULTILINE)
+        others = {f.name for f in (ROOT / folder).iterdir() if f.is_file() and f.suffix not in (".py", ".pyc")}
+        assert listed and set(ast.literal_eval(listed[1])) == others
