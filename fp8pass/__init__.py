@@ -1,5 +1,6 @@
 """fp8pass: `torch.compile(model, backend="fp8pass")` trains a PyTorch model in FP8."""
 
+from fp8pass import _torch as _torch  # first: it says if this torch will not do
 from fp8pass import fsdp as fsdp
 from fp8pass import recipes as recipes
 from fp8pass.bisector import bisect as bisect

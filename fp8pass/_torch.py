@@ -1,6 +1,6 @@
 """Every private torch name that fp8pass relies on, so that an upgrade of torch is a diff of this file.
 
-Checked with torch 2.11.0, 2.13.0 and 2.15.0.
+`fp8pass.versions` says which versions of torch have them all.
 """
 
 from __future__ import annotations
@@ -16,70 +16,105 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
-from torch._dynamo.utils import counters, get_metrics_context
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
-from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
-from torch._inductor import debug as inductor_debug
-from torch._inductor import lowering as inductor_lowering
-from torch._inductor.choices import InductorChoices
-from torch._inductor.codegen import triton_combo_kernel
-from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
-from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
-from torch._inductor.virtualized import V as Virtualized
-from torch._inductor.virtualized import ops as inductor_ops
-from torch._logging._internal import trace_structured
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
-from torch.distributed import _functional_collectives
-from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.fsdp import FSDPModule
-from torch.fx.graph import CodeGen
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-current_graph_task_id = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread; -1 outside of any."""
+from fp8pass.versions import check_version, required_names
+
+check_version()
+with required_names():
+    from torch._C._distributed_c10d import _resolve_process_group
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo import device_interface
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
+    from torch._dynamo.utils import counters, get_metrics_context
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
+    from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
+    from torch._inductor import compile_fx as inductor_compile_fx
+    from torch._inductor import config as inductor_config
+    from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
+    from torch._inductor import debug as inductor_debug
+    from torch._inductor import lowering as inductor_lowering
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen import triton_combo_kernel
+    from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.fx_passes import post_grad as inductor_post_grad
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
+    from torch._inductor.runtime import triton_helpers
+    from torch._inductor.scheduler import (
+        BaseSchedulerNode,
+        ForeachKernelSchedulerNode,
+        FusedSchedulerNode,
+        NopKernelSchedulerNode,
+        SchedulerNode,
+    )
+    from torch._inductor.virtualized import V as Virtualized
+    from torch._inductor.virtualized import ops as inductor_ops
+    from torch._logging._internal import trace_structured
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+    from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+    from torch.distributed import _functional_collectives
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
+    from torch.distributed.fsdp import FSDPModule
+    from torch.fx.graph import CodeGen
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.utils import _pytree as pytree
+    from torch.utils import _triton as torch_triton
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+
+    current_graph_task_id = torch._C._current_graph_task_id
+    """The number of the backward that runs in this thread; -1 outside of any."""
+
+    set_grad_enabled = torch._C._set_grad_enabled
+    """What `torch.set_grad_enabled` is in Dynamo's graph."""
+
+    MODE_CHANGES = frozenset(
+        {set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
+    )
+    """Calls in Dynamo's graph from which on others mean something else."""
+
+    is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
+    """Whether two tensors share storage."""
+
+    top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    """The innermost hooks for saved tensors, (pack, unpack), or None."""
+
+    FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
+    """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
+
+    linear = torch._C._nn.linear
+    """What `F.linear` is on some versions."""
+
+    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    """Makes a tensor of a subclass that has no storage of its own."""
+
+    COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+    """What the decomposition of an op is registered for."""
+
+    ensure_device_guard = torch._C._ensureCUDADeviceGuardSet
+    """Makes the guard for CUDA devices that is registered now the one in force."""
 
 EXACT_INPUTS = "eager_input_vals"
 """Metadata of a node: the fake tensors (args, kwargs) whose strides Inductor gives its inputs."""
 
 CACHEABLE = "unsafe_marked_cacheable_functions"
 """Setting of Inductor: {name of a function: hash}. AOTAutograd caches no graph that calls any other."""
-
-MODE_CHANGES = frozenset(
-    {torch._C._set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
-)
-"""Calls in Dynamo's graph from which on others mean something else."""
-
-is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
-"""Whether two tensors share storage."""
-
-top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-"""The innermost hooks for saved tensors, (pack, unpack), or None."""
-
-FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
-"""The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
 
 def hint_of(size: Any) -> Any:
@@ -131,6 +166,14 @@ def is_of_fsdp(source: Any) -> bool:
     return False
 
 
+def cpp_compiler() -> str:
+    """The command of the C++ compiler that Inductor calls; "" if it finds none."""
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return ""
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """In a backward: call this when all of it is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -138,7 +181,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
     """The key-value store in which the ranks of a group met; with a prefix to all keys."""
-    return PrefixStore(prefix, dist.distributed_c10d._get_process_group_store(group))
+    return PrefixStore(prefix, _get_process_group_store(group))
 
 
 def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -262,15 +305,16 @@ def _pipeline_calls() -> dict[int, tuple[str, str]]:
 
     By id: what Dynamo makes to resume a function may have constants that have no hash, and so has its code none.
     """
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-    from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
+    with required_names():
+        from torch.distributed.pipelining.schedules import _PipelineSchedule
+        from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 
-    calls: dict[Any, tuple[str, str]] = {
-        _PipelineStageBase.forward_one_chunk: ("self", "fwd_chunk_id"),
-        _PipelineSchedule._maybe_compute_loss: ("stage", "mb_index"),
-        PipelineStage._prepare_forward_infra: ("self", ""),
-        PipelineStage._prepare_backward_infra: ("self", ""),
-    }
+        calls: dict[Any, tuple[str, str]] = {
+            _PipelineStageBase.forward_one_chunk: ("self", "fwd_chunk_id"),
+            _PipelineSchedule._maybe_compute_loss: ("stage", "mb_index"),
+            PipelineStage._prepare_forward_infra: ("self", ""),
+            PipelineStage._prepare_backward_infra: ("self", ""),
+        }
     return {id(function.__code__): names for function, names in calls.items()}
 
 
@@ -278,17 +322,20 @@ def module_of_stage(stage: Any) -> Any:
     """The module of a pipeline's stage; anything else as it is."""
     if "torch.distributed.pipelining" not in sys.modules:
         return stage
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    with required_names():
+        from torch.distributed.pipelining.stage import _PipelineStageBase
 
     return stage.submod if isinstance(stage, _PipelineStageBase) else stage
 
 
 __all__ = [
     "CACHEABLE",
+    "COMPOSITE",
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "MODE_CHANGES",
     "TAKES_LISTS_OF_PASSES",
+    "BaseSchedulerNode",
     "CheckpointFunction",
     "CodeGen",
     "CompileContext",
@@ -302,8 +349,13 @@ __all__ = [
     "ForeachKernelSchedulerNode",
     "FusedSchedulerNode",
     "GraphLowering",
+    "HigherOrderOperator",
     "InductorChoices",
+    "MemoryDep",
     "MutationLayoutSHOULDREMOVE",
+    "NopKernelSchedulerNode",
+    "OpOverload",
+    "OpOverloadPacket",
     "PipelineCall",
     "Pointwise",
     "SchedulerNode",
@@ -322,26 +374,34 @@ __all__ = [
     "compile_fx_inner",
     "context_for_later",
     "counters",
+    "cpp_compiler",
     "current_graph_task_id",
     "ddp_goes_on",
     "ddp_joins",
     "detect_fake_mode",
+    "device_interface",
     "dynamo_config",
     "enable_python_dispatcher",
+    "ensure_device_guard",
     "first_call_is_fake",
     "flattened",
     "functorch_config",
     "gathered_parameters",
     "get_hash_for_files",
     "hint_of",
+    "inductor_compile_fx",
     "inductor_config",
+    "inductor_debug",
     "inductor_lowering",
     "inductor_ops",
+    "inductor_post_grad",
     "is_alias_of",
     "is_of_fsdp",
     "kernel_nodes",
+    "linear",
     "list_mode_options",
     "make_boxed_func",
+    "make_wrapper_subclass",
     "micro_pipelines",
     "min_cut_partition",
     "module_of_stage",
@@ -350,12 +410,15 @@ __all__ = [
     "queue_callback",
     "ranks_of",
     "select_decomp_table",
+    "set_grad_enabled",
     "store_of",
     "timeout_of",
     "top_saved_tensors_hooks",
+    "torch_triton",
     "trace_structured",
     "tracing",
     "triton_combo_kernel",
+    "triton_helpers",
     "unset_fake_temporarily",
     "why_compiled_again",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from fp8pass import __version__, demo, plots
 from fp8pass.bisector import bisect
 from fp8pass.config import make_config
+from fp8pass.environment import describe
 from fp8pass.errors import Fp8Error
 from fp8pass.explainer import explain
 from fp8pass.inspect_table import show
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_plot(commands.add_parser("plot", help="draw what the numerics monitor has counted"))
     _add_bisect(commands.add_parser("bisect", help="which matmul, operand or pass makes a training step fail"))
     _add_explain(commands.add_parser("explain", help="what becomes of every matmul of a model, and why"))
+    _add_env(commands.add_parser("env", help="torch, devices and what runs there: for a bug report"))
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status
@@ -59,6 +61,16 @@ def _count(text: str) -> int:
 
 def _demo(args: argparse.Namespace) -> int:
     return demo.main(args.steps, args.recipe, args.device, args.out)
+
+
+def _add_env(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_env)
+    command.description = "Print what fp8pass runs on, to paste into a bug report."
+
+
+def _env(_: argparse.Namespace) -> int:
+    print(describe())
+    return 0
 
 
 def _add_inspect(command: argparse.ArgumentParser) -> None:

@@ -25,11 +25,15 @@ def warn_once(message: str) -> None:
 
 
 def _users_level() -> int:
-    """How many frames above `warn_once` the first is that neither fp8pass nor torch has; 2, its caller, if none is."""
+    """How many frames above `warn_once` the first is that is the user's; 2, its caller, if none is.
+
+    fp8pass, torch and Python's import of them are not the user's. `warnings.warn` does not count `import` statements.
+    """
     level, frame = 1, sys._getframe(1)
     while (back := frame.f_back) is not None:
-        level, frame = level + 1, back
+        frame = back
+        level += "importlib._bootstrap" not in frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("fp8pass", "torch"):
+        if package not in ("fp8pass", "torch", "importlib"):
             return level
     return 2

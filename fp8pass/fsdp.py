@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8pass import scaling
-from fp8pass._torch import before_eager_optimizers, pytree
+from fp8pass._torch import before_eager_optimizers, make_wrapper_subclass, pytree
 from fp8pass.errors import Fp8Error
 from fp8pass.recipes import matches
 from fp8pass.sharded import amax_over, on_part, part_of
@@ -276,7 +276,7 @@ class Fp8Shard(_StandIn):
     @staticmethod
     def __new__(cls, tensor: Tensor, weights: _Weights, key: int) -> Fp8Shard:
         """tensor: f[N, K], on any device."""
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -381,7 +381,7 @@ class GatheredWeight(_StandIn):
     @staticmethod
     def __new__(cls, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> GatheredWeight:
         """x_q: f8[N, K]; scale_inv: f32[]; dtype: that of the weight."""
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper_subclass(
             cls,
             x_q.size(),
             strides=x_q.stride(),

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fp8pass._torch import pytree
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, make_config
 from fp8pass.errors import Fp8Error

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import ForeachKernelSchedulerNode
+from fp8pass._torch import (
+    BaseSchedulerNode,
+    ForeachKernelSchedulerNode,
+    MemoryDep,
+    NopKernelSchedulerNode,
+    Virtualized,
+)
 from fp8pass.combine import SMALL
 from fp8pass.graph import MADE_BY, is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inspector import Kernel
 from fp8pass.names import module_path
-from fp8pass.pretend import BaseSchedulerNode, Generated, Launch, MemoryDep, NopKernelSchedulerNode, V
+from fp8pass.pretend import Generated, Launch
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from fp8pass.scaling import FP8_DTYPES
 
@@ -33,7 +39,7 @@ aten = torch.ops.aten
 
 def kernel_rows(generated: Generated, graph: str, target: Target) -> list[Kernel]:
     """All kernels of one graph, in the order they run in."""
-    with V.set_graph_handler(generated.lowering):
+    with Virtualized.set_graph_handler(generated.lowering):
         nodes = [n for n in generated.lowering.scheduler.nodes if not isinstance(n, NopKernelSchedulerNode)]
         order = {node: i for i, node in enumerate(generated.module.graph.nodes)}
         return [row for node in nodes for row in _rows(node, generated.launches, graph, order, target)]
@@ -242,7 +248,7 @@ def _reduction(node: BaseSchedulerNode) -> str:
 def _fp8_made(node: BaseSchedulerNode) -> list[str]:
     """What becomes of FP8: quantized, or copied where nothing else is read; twice where one copy is transposed."""
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    types = {name: V.graph.get_dtype(name) for name in moved}
+    types = {name: Virtualized.graph.get_dtype(name) for name in moved}
     own = {dep.name for dep in node.read_writes.writes}
     verb = "copy" if all(types[name].itemsize == 1 for name in moved if name not in own) else "quantize"
     made = [types[name] for name in moved if name in own]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import scaling
-from fp8pass._torch import FakeTensor, pytree
+from fp8pass._torch import FakeTensor, make_wrapper_subclass, pytree
 from fp8pass.errors import Fp8Error
 
 MomentKind = Literal["first", "second"]
@@ -71,9 +71,7 @@ class Fp8Moment(torch.Tensor):
     @staticmethod
     def __new__(cls, x_q: Tensor, numbers: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> Fp8Moment:
         """No memory but that of `x_q`."""
-        made: Fp8Moment = torch.Tensor._make_wrapper_subclass(
-            cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device
-        )
+        made: Fp8Moment = make_wrapper_subclass(cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device)
         return made
 
     def __init__(self, x_q: Tensor, numbers: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> None:

@@ -1,15 +1,13 @@
 """A GPU that is not there: Inductor generates its code, and Triton compiles it, on a machine that has none.
 
 Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. Changes torch and
-Triton all over, so it belongs in a process of its own. What is written here takes the place of parts of torch, and so
-uses private names of torch beyond those in `_torch.py`; no other file does. Checked with torch 2.11.0, 2.13.0, 2.15.0.
+Triton all over, so it belongs in a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import importlib.util
 import re
 import shutil
@@ -23,21 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._triton
 from torch import Tensor, fx
-from torch._dynamo import device_interface
-from torch._functorch import config as functorch_config
-from torch._inductor import compile_fx, config, debug
-from torch._inductor.dependencies import MemoryDep as MemoryDep
-from torch._inductor.fx_passes import post_grad
-from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import BaseSchedulerNode as BaseSchedulerNode
-from torch._inductor.scheduler import NopKernelSchedulerNode as NopKernelSchedulerNode
-from torch._inductor.virtualized import V as V
-from torch.utils import _pytree as pytree
 
 from fp8pass import hardware
-from fp8pass._torch import FakeTensorMode, TracingContext
+from fp8pass._torch import (
+    COMPOSITE,
+    FakeTensorMode,
+    GraphLowering,
+    TracingContext,
+    Virtualized,
+    device_interface,
+    ensure_device_guard,
+    functorch_config,
+    inductor_compile_fx,
+    inductor_config,
+    inductor_debug,
+    inductor_post_grad,
+    pytree,
+    torch_triton,
+    triton_helpers,
+)
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import Target
 from fp8pass.inspector import Compiled
@@ -125,9 +128,6 @@ def _interface(target: Target) -> type[device_interface.DeviceInterface]:
     return Interface
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -191,17 +191,16 @@ class Pretended:
             get_benchmarker = staticmethod(lambda: None)
 
         _load_guard()
-        torch._C._ensureCUDADeviceGuardSet()
+        ensure_device_guard()
         device_interface.init_device_reg()
         for name in ("cuda", "cuda:0"):
             device_interface.register_interface_for_device(name, interface)
         driver.set_active(Driver())
-        torch.ops.aten.scaled_dot_product_attention.default.py_impl(_COMPOSITE)(_attention)
+        torch.ops.aten.scaled_dot_product_attention.default.py_impl(COMPOSITE)(_attention)
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:
         """Within it, torch.cuda answers as if the GPU were there."""
-        helpers = importlib.import_module("torch._inductor.runtime.triton_helpers")
         with replaced(
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
@@ -209,8 +208,8 @@ class Pretended:
             (torch.cuda, "get_device_properties", lambda _=None: self.properties),
             (torch.cuda, "get_device_capability", lambda _=None: self.target.capability),
             (torch.version, "cuda", "12.9"),
-            (torch.utils._triton, "has_triton", lambda: True),
-            (helpers, "set_driver_to_gpu", lambda: None),
+            (torch_triton, "has_triton", lambda: True),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
         ):
             yield
 
@@ -236,9 +235,11 @@ class Pretended:
             return returns(generated.outputs)
 
         with (
-            config.patch(fx_graph_cache=False, compile_threads=1),
+            inductor_config.patch(fx_graph_cache=False, compile_threads=1),
             functorch_config.patch(enable_autograd_cache=False),
-            replaced((compile_fx, "_compile_fx_inner", instead or compile_one), (hardware, "pretended_device", GPU)),
+            replaced(
+                (inductor_compile_fx, "_compile_fx_inner", instead or compile_one), (hardware, "pretended_device", GPU)
+            ),
         ):
             yield found
 
@@ -280,12 +281,12 @@ class Pretended:
         for node in module.graph.nodes:
             if node.op == "call_function":
                 node.args, node.kwargs = pytree.tree_map(_moved, (node.args, node.kwargs))
-        with self.there(), V.set_fake_mode(mode):
-            post_grad.view_to_reshape(module)
+        with self.there(), Virtualized.set_fake_mode(mode):
+            inductor_post_grad.view_to_reshape(module)
             with mode:
-                compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
-            compile_fx.record_original_output_strides(module)
-            post_grad.post_grad_passes(module, is_inference)
+                inductor_compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
+            inductor_compile_fx.record_original_output_strides(module)
+            inductor_post_grad.post_grad_passes(module, is_inference)
             lowering = _Lowering(
                 module,
                 example_inputs=on_gpu,
@@ -293,8 +294,8 @@ class Pretended:
                 is_backward=is_backward,
                 is_inference=is_inference,
             )
-            handlers = V.set_graph_handler(lowering), V.set_extern_kernel_nodes([])
-            with handlers[0], handlers[1], V.set_debug_handler(debug.DebugContext()):
+            handlers = Virtualized.set_graph_handler(lowering), Virtualized.set_extern_kernel_nodes([])
+            with handlers[0], handlers[1], Virtualized.set_debug_handler(inductor_debug.DebugContext()):
                 with mode:
                     lowering.run(*on_gpu)
                 code = lowering.codegen()[0].value

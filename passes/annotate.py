@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import hardware, ops, scale_state, scaling, sharded
 from fp8pass import trial as trials
+from fp8pass._torch import set_grad_enabled
 from fp8pass.annotation import CHECKPOINT, Annotation, Choice, copy_to_edit
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
@@ -347,7 +348,7 @@ class _Annotator:
             self.quantized.clear()
 
     def _visit(self, node: fx.Node, transform: str) -> None:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             self.grad_enabled = bool(node.args[0])
         if mutates(node):
             self.quantized.clear()  # what was quantized before may not be what the name stands for now

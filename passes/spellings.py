@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fp8pass._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
 from fp8pass.recipes import Kind
 from fp8pass.rewrite import Reject
 
@@ -46,7 +47,7 @@ GROUPED_MM = Spelling("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "
 _aten = torch.ops.aten
 _FUNCTIONS: dict[Any, Spelling] = {
     F.linear: LINEAR,
-    torch._C._nn.linear: LINEAR,  # what F.linear is on some versions
+    linear: LINEAR,
     _aten.linear.default: LINEAR,  # from the inline pass
     torch.matmul: MATMUL,
     torch.linalg.matmul: MATMUL,
@@ -256,11 +257,11 @@ def mutates(node: fx.Node) -> bool:
         return True
     if node.op != "call_function":
         return False
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.target._schema.is_mutable
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, OpOverloadPacket):
         return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())  # type: ignore[no-untyped-call]
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return True  # a graph, or a kernel of the user's: not worth finding out
     if getattr(node.target, "__module__", "") == "_operator":
         return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__") and name not in _PURE)

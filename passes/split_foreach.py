@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8pass._torch import OpOverload
 from fp8pass.combine import SMALL
 from fp8pass.graph import Builder, is_tensor, val
 from fp8pass.passes.patterns import aten, dtype_of
@@ -39,7 +40,7 @@ SPLITS = {
 
 def match(node: fx.Node) -> str:
     """The op that a `_foreach_` op is of each tensor; "" for any other node."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return ""
     name = node.target._schema.name.removeprefix("aten::")
     base = name.removeprefix("_foreach_")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import ops
-from fp8pass._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
+from fp8pass._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, pytree
 from fp8pass.passes.spellings import mutates
 from fp8pass.passes.state_inputs import state_input
 from fp8pass.updates import Place, State, Write, attribute
@@ -124,7 +124,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
         kwargs = kwargs or {}
-        arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else []
+        arguments = func._schema.arguments if isinstance(func, OpOverload) else []
         for i, argument in enumerate(arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)

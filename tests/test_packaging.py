@@ -7,6 +7,9 @@ import importlib.metadata
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
 import fp8pass
 
 ROOT = Path(__file__).parent.parent
@@ -51,10 +54,40 @@ def imports(file: Path) -> set[str]:
     return modules | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
 
 
-def test_private_torch_modules_are_named_in_two_files() -> None:
-    for file in SOURCES:
-        private = {m for m in imports(file) if re.match(r"torch\..*(^|\.)_|torch\._", m)}
-        assert not private or file.name in ("_torch.py", "pretend.py"), (file, private)
+def torch_names(code: str) -> set[str]:
+    """What the code imports of torch, and the attributes that it spells out: {"torch.nn.Module", ...}."""
+    nodes = list(ast.walk(ast.parse(code)))
+    imported = {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
+    modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    attributes = {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)}
+    return {name for name in imported | modules | attributes if re.fullmatch(r"torch(\.\w+)+", name)}
+
+
+def is_private(name: str) -> bool:
+    """Whether a part of it begins with an underscore. Operators are public, even `torch._scaled_mm`."""
+    _, first, *_ = name.split(".")
+    return first != "ops" and not hasattr(torch.ops.aten, first) and re.search(r"\._(?!_)", name) is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "private"),
+    [
+        ("from torch._dynamo import config", True),
+        ("from torch.utils import _pytree as pytree", True),
+        ("import torch._inductor.ir", True),
+        ("print(torch._C._nn.linear(x))", True),
+        ("torch.Tensor._make_wrapper_subclass(cls)", True),
+        ("from torch.nn import Module; torch.nn.Module.__call__", False),
+        ("torch._scaled_mm(a, b); torch.ops._c10d_functional.wait_tensor(x); model._fp8pass", False),
+    ],
+)
+def test_private_names_are_told_from_public_ones(code: str, private: bool) -> None:
+    assert any(map(is_private, torch_names(code))) == private
+
+
+def test_private_torch_names_are_in_one_file() -> None:
+    private = {f.name: {name for name in torch_names(f.read_text()) if is_private(name)} for f in SOURCES}
+    assert [name for name, found in private.items() if found] == ["_torch.py"]
 
 
 def test_passes_know_the_frame_and_never_the_backend() -> None:
@@ -65,8 +98,9 @@ def test_passes_know_the_frame_and_never_the_backend() -> None:
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    """setuptools takes Python files by itself, and others as they are listed."""
-    listed = re.search(r"^fp8pass = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert listed
-    others = {f.name for f in (ROOT / "fp8pass").iterdir() if f.is_file() and f.suffix not in (".py", ".pyc")}
-    assert {name.strip().strip('"') for name in listed[1].split(",")} == others
+    """setuptools takes Python files by itself, and others as they are listed. `.ci/wheel.py` looks into the archives."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    for package, folder in (("fp8pass", "fp8pass"), ('"fp8pass.passes"', "passes")):
+        listed = re.search(rf"^{package} = (\[.*\])$", settings, re.MULTILINE)
+        others = {f.name for f in (ROOT / folder).iterdir() if f.is_file() and f.suffix not in (".py", ".pyc")}
+        assert listed and set(ast.literal_eval(listed[1])) == others

@@ -1,0 +1,111 @@
+"""Describes what fp8pass runs on, for a bug report: what `fp8pass env` prints."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+import fp8pass
+from fp8pass import hardware, versions
+from fp8pass._torch import cpp_compiler
+from fp8pass.recipes import NAMED, BlockwiseScaling, MXFP8Scaling, Recipe, RowwiseScaling
+from fp8pass.scaling import FP8_DTYPES
+
+
+def describe() -> str:
+    """Return plain text, one fact a line, without paths of the machine."""
+    rows = [*_software(), *_devices(), *_recipes(), *_variables()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    yield "fp8pass", fp8pass.__version__
+    yield "torch", f"{torch.__version__}, git {str(torch.version.git_version)[:12]}, {_build()}"
+    yield "tested with", f"torch {', '.join(versions.TESTED)}"
+    yield "Triton", _triton()
+    yield "Python", platform.python_version()
+    yield "system", platform.platform()
+    yield "C++ compiler", _compiler()
+
+
+def _build() -> str:
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "no CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def _triton() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)
+
+
+def _compiler() -> str:
+    command = cpp_compiler()
+    if not command:
+        return "none: torch compiles nothing for CPUs; install g++, or set CXX"
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.partition("\n")[0]
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    gpus = Counter(map(_gpu, range(torch.cuda.device_count())))
+    for gpu, number in gpus.items():
+        yield "GPU", gpu if number == 1 else f"{number} x {gpu}"
+    if not gpus:
+        yield "GPU", "none"
+    name = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+    yield "CPU", f"{name}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    yield from _cpu_multiplies()
+
+
+def _gpu(index: int) -> str:
+    of = torch.cuda.get_device_properties(index)
+    return f"{of.name}, sm_{of.major}{of.minor}, {of.total_memory / 2**30:.0f} GiB"
+
+
+def _cpu_multiplies() -> Iterator[tuple[str, str]]:
+    """How torch multiplies each of the short types on this CPU."""
+    onednn = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
+    bf16 = onednn is not None and onednn._is_mkldnn_bf16_supported()
+    f16 = onednn is not None and onednn._is_mkldnn_fp16_supported()
+    for name, native in (("BF16", bf16), ("FP16", f16)):
+        yield f"  {name} matmuls", "natively" if native else "by a reference routine: slow, train in float32"
+    e4m3 = FP8_DTYPES[0]
+    emulated = hardware.why_emulated(torch.device("cpu"), e4m3, e4m3)
+    yield "  FP8 matmuls", f"in float32: {emulated}" if emulated else "by torch._scaled_mm"
+
+
+def _recipes() -> Iterator[tuple[str, str]]:
+    """What becomes of each recipe on the first GPU; on the CPU if there is none."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    yield "recipes on", str(device)
+    for name, recipe in NAMED.items():
+        yield f"  {name}", _how(recipe(), device)
+
+
+def _how(recipe: Recipe, device: torch.device) -> str:
+    target = hardware.target_of(device)
+    if reason := hardware.why_no_fp8(device, target):
+        return f"declined: {reason}"
+    if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
+        reason = hardware.why_no_block_kernel(recipe.name, device, target)
+        return f"dequantized: {reason}" if reason else "native"
+    if isinstance(recipe, RowwiseScaling) and not hardware.scales_rows(device, target):
+        return "native, scales of rows applied after the matmul"
+    return "native"
+
+
+def _variables() -> Iterator[tuple[str, str]]:
+    """The environment variables that fp8pass reads. A path may name a person, and is left out."""
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("FP8PASS_"):
+            yield name, "a path" if os.sep in value else value
