@@ -27,7 +27,7 @@ def warn_of_slow_matmuls(module: fx.GraphModule) -> None:
         return
     names, needed = " and ".join(map(dtype_name, slow)), ", ".join(f"{_NEEDED[d]} for {dtype_name(d)}" for d in slow)
     warn_once(
-        f"fp8pass: on this CPU torch multiplies {names} by a reference routine, about 100 times slower than float32. "
+        f"fp8pass: on this CPU torch multiplies {names} by a reference routine, up to 100 times slower than float32. "
         f"Matmuls in FP8 do not take it, all others do: use float32 to develop here, or a CPU that has {needed}"
     )
 
