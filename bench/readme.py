@@ -179,6 +179,11 @@ def monitor_cost() -> str:
     )
 
 
+def cpu_matmuls() -> str:
+    """The tables of bench/cpu_matmuls.py."""
+    return run(sys.executable, "bench/cpu_matmuls.py")
+
+
 def compile_time() -> str:
     """The table of bench/compile_time.py, which wants a machine that does nothing else."""
     backends = ("inductor", "torchao", "delayed", "delayed:blocks")
@@ -222,6 +227,7 @@ SECTIONS = {
     "step_traffic": step_traffic,
     "compile_time": compile_time,
     "comms": comms,
+    "cpu_matmuls": cpu_matmuls,
     "accumulation": accumulation,
     "optimizer_state": optimizer_state,
     "monitor": monitor,
@@ -240,6 +246,7 @@ FILES = {
     "inspect": "docs/inspect.md",
     "step_traffic": "docs/train-step.md",
     "comms": "docs/distributed.md",
+    "cpu_matmuls": "docs/cpu.md",
     "accumulation": "docs/train-step.md",
     "optimizer_state": "docs/train-step.md",
     "compile_time": "docs/kernels.md",

@@ -117,6 +117,18 @@ CACHEABLE = "unsafe_marked_cacheable_functions"
 """Setting of Inductor: {name of a function: hash}. AOTAutograd caches no graph that calls any other."""
 
 
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has matmul kernels for bfloat16 or float16 on this CPU, within the limit of ONEDNN_MAX_CPU_ISA.
+
+    torch asks the same at every matmul: https://github.com/pytorch/pytorch/issues/146508.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    known = torch.ops.mkldnn
+    asked = {torch.bfloat16: known._is_mkldnn_bf16_supported, torch.float16: known._is_mkldnn_fp16_supported}
+    return bool(asked[dtype]())
+
+
 def hint_of(size: Any) -> Any:
     """An example of a symbolic number, without a guard on it; 2 where there is none. Plain numbers as they are."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -405,6 +417,7 @@ __all__ = [
     "micro_pipelines",
     "min_cut_partition",
     "module_of_stage",
+    "onednn_multiplies",
     "pipeline_call",
     "pytree",
     "queue_callback",

@@ -56,6 +56,7 @@ from fp8pass.pipeline import (
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
 from fp8pass.slots import SlotTable
+from fp8pass.slow_matmuls import warn_of_slow_matmuls
 from fp8pass.static import frozen_example
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.updates import Place, UpdateKey
@@ -85,6 +86,7 @@ def fp8pass(
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
+    warn_of_slow_matmuls(module)
     trial = trials.current()
     if trial is not None:
         config = trial.configured(config)

@@ -1,13 +1,15 @@
-"""What a GPU can do, and about how fast: decides legality and layout. Whether FP8 pays: roofline.py."""
+"""What a GPU or a CPU can do, and about how fast: decides legality and layout. Whether FP8 pays: roofline.py."""
 
 from __future__ import annotations
 
 import functools
+import os
+import platform
 from dataclasses import dataclass
 
 import torch
 
-from fp8pass._torch import unset_fake_temporarily
+from fp8pass._torch import onednn_multiplies, unset_fake_temporarily
 from fp8pass.scaling import FP8_DTYPES
 
 pretended_device: torch.device | None = None
@@ -117,12 +119,40 @@ def output_saturates(device: torch.device, dtype: torch.dtype) -> bool:
 def why_emulated(device: torch.device, a: torch.dtype, b: torch.dtype) -> str:
     """Why the device multiplies these types of FP8 one element at a time, so that float32 is faster; "" if it doesn't.
 
-    torch gives operands of one type to oneDNN where there is AMX, and does all others in float32 itself.
+    torch gives operands of one type to oneDNN where the CPU has AMX, of two types where it has AMX for float16, and
+    does all others in float32 itself. oneDNN has FP8 kernels where it may use AMX for float16.
     """
     can = torch.cpu.get_capabilities()
-    if (pretended_device or device).type != "cpu" or a != b or not can.get("amx_int8") or can.get("amx_fp16"):
+    if (pretended_device or device).type != "cpu" or not can.get("amx_int8" if a == b else "amx_fp16"):
         return ""
-    return "with AMX, torch calls oneDNN, which has no FP8 kernel for processors without AMX for 16-bit floats"
+    if not can.get("amx_fp16"):
+        return "with AMX, torch calls oneDNN, which has no FP8 kernel for processors without AMX for 16-bit floats"
+    if not onednn_multiplies(torch.float16):
+        return "with AMX, torch calls oneDNN, which ONEDNN_MAX_CPU_ISA keeps from the kernels that it has for FP8"
+    return ""
+
+
+def reference_dtypes() -> tuple[torch.dtype, ...]:
+    """Of bfloat16 and float16, those that torch multiplies by a reference routine on this CPU: bench/cpu_matmuls.py.
+
+    It does so where oneDNN has no kernel for them. Only of x86: on others torch has kernels of its own.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ()
+    return tuple(dtype for dtype in (torch.bfloat16, torch.float16) if not onednn_multiplies(dtype))
+
+
+def cpu_key() -> str:
+    """What Inductor's C++ code and `why_emulated` depend on of this CPU and its limits, for the keys of torch's caches.
+
+    Inductor's own keys lack it, up to torch 2.15. It writes C++ for vectors of one length, and compiles the text again
+    on a CPU that takes it from a cache: with longer vectors there it writes past the end of buffers, with shorter ones
+    it leaves elements out.
+    """
+    can = torch.cpu.get_capabilities()
+    known = sorted((name, value) for name, value in can.items() if value is True or name == "sve_max_length")
+    limit = os.environ.get("ATEN_CPU_CAPABILITY")  # which Inductor reads itself
+    return repr((known, limit, [onednn_multiplies(dtype) for dtype in (torch.bfloat16, torch.float16)]))
 
 
 def _cpu_scales_rows() -> bool:

@@ -23,6 +23,7 @@ from fp8pass.choices import ONE_AT_A_TIME
 from fp8pass.config import Config
 from fp8pass.dump import Dump
 from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.hardware import cpu_key
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import annotate
 from fp8pass.passes.batch_amaxes import BatchAmaxes
@@ -153,8 +154,8 @@ class KernelPasses(CustomGraphPass):
         self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
-        """Changes with the passes' sources."""
-        return _sources_hash()
+        """Changes with the passes' sources and the CPU."""
+        return _sources_hash() + cpu_key().encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
@@ -189,9 +190,9 @@ class Pipeline(CustomGraphPass):
         self.seconds = 0.0
 
     def uuid(self) -> bytes:
-        """Changes with the passes' sources, configuration, torch, and what a graph does not say of the choices."""
+        """Changes with the passes' sources, configuration, torch, the CPU, and what a graph does not say of choices."""
         choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
-        own = self.config.cache_key(), torch.__version__, choices, len(self.passes)
+        own = self.config.cache_key(), torch.__version__, choices, len(self.passes), cpu_key()
         return _sources_hash() + repr(own).encode()
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fp8pass.annotation import Choice
 from fp8pass.config import make_config
-from fp8pass.pipeline import Pipeline, annotated, known_to_caches
+from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
 from fp8pass.recipes import DelayedScaling
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +98,18 @@ def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
     assert uuid() != uuid(fast_accum=())
     assert uuid() != uuid(wanted=True)
     assert uuid() != uuid(scaling="delayed")
+
+
+@pytest.mark.parametrize("of", [KernelPasses, functools.partial(Pipeline, choices=[])])
+def test_what_the_processor_can_is_in_the_key(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own keys lack it, and C++ for other vectors than the processor's writes past the end of buffers."""
+
+    def uuid(**can: bool) -> bytes:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
+        return of(make_config({})).uuid()
+
+    assert uuid(avx2=True, avx512_f=True) == uuid(avx2=True, avx512_f=True)
+    assert uuid(avx2=True, avx512_f=True) != uuid(avx2=True, avx512_f=False)
 
 
 def last(history: Tensor) -> Tensor:

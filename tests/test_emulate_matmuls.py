@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8pass import hardware
 from fp8pass.passes.emulate_matmuls import EmulateMatmuls
 from tests.harness import BF16, E4M3, E5M2, F32, apply, aten, capture, compiled, count, expect_graph, fp8, scale, sqnr
 
@@ -19,8 +20,13 @@ ICE_LAKE = {"amx_int8": False, "amx_fp16": False}
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says what the passes take the processor for."""
-    return lambda can: monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
+    """Says what the passes take the processor for, and whether oneDNN may use all of it."""
+
+    def be(can: dict[str, bool], limited: bool = False) -> None:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
+        monkeypatch.setattr(hardware, "onednn_multiplies", lambda dtype: not limited)
+
+    return be
 
 
 def linear(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Tensor:
@@ -64,6 +70,25 @@ def test_only_what_the_processor_has_no_kernel_for(processor: Any, can: Any, a: 
     module = capture(linear, *operands(a, b))
     apply(module, EmulateMatmuls())
     assert count(module, aten._scaled_mm.default) == (can is not SAPPHIRE_RAPIDS or a != b)
+
+
+@pytest.mark.parametrize(
+    ("can", "a", "b", "why"),
+    [
+        (ICE_LAKE, E4M3, E4M3, ""),
+        (SAPPHIRE_RAPIDS, E5M2, E4M3, ""),
+        (SAPPHIRE_RAPIDS, E4M3, E4M3, "without AMX for 16-bit floats"),
+        (GRANITE_RAPIDS, E4M3, E4M3, "ONEDNN_MAX_CPU_ISA keeps"),
+        (GRANITE_RAPIDS, E5M2, E4M3, "ONEDNN_MAX_CPU_ISA keeps"),
+    ],
+)
+def test_a_limit_of_onednn_counts_where_torch_calls_it(
+    processor: Any, can: Any, a: torch.dtype, b: torch.dtype, why: str
+) -> None:
+    """Torch asks the processor, not oneDNN, before it calls it."""
+    processor(can, limited=True)
+    said = hardware.why_emulated(torch.device("cpu"), a, b)
+    assert why in said and bool(said) == bool(why)
 
 
 def test_on_a_gpu_nothing_is_emulated(processor: Any) -> None:
