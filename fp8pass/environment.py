@@ -74,11 +74,9 @@ def _gpu(index: int) -> str:
 
 def _cpu_multiplies() -> Iterator[tuple[str, str]]:
     """How torch multiplies each of the short types on this CPU."""
-    onednn = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
-    bf16 = onednn is not None and onednn._is_mkldnn_bf16_supported()
-    f16 = onednn is not None and onednn._is_mkldnn_fp16_supported()
-    for name, native in (("BF16", bf16), ("FP16", f16)):
-        yield f"  {name} matmuls", "natively" if native else "by a reference routine: slow, train in float32"
+    slow = hardware.reference_dtypes()
+    for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
+        yield f"  {name} matmuls", "by a reference routine: slow, train in float32" if dtype in slow else "natively"
     e4m3 = FP8_DTYPES[0]
     emulated = hardware.why_emulated(torch.device("cpu"), e4m3, e4m3)
     yield "  FP8 matmuls", f"in float32: {emulated}" if emulated else "by torch._scaled_mm"
