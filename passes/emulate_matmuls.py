@@ -5,9 +5,9 @@ after    y             = ((a.float() * scale_a) @ (b.float() * scale_b) + bias).
 changes  nothing
 
 That is what torch does itself on CPUs without AMX, and for e5m2 times e4m3 on those without AMX for 16-bit floats.
-Elsewhere it calls oneDNN, which has kernels for FP8 only with AMX for 16-bit floats. On other processors, Sapphire Rapids
-among them, and where ONEDNN_MAX_CPU_ISA keeps it from AMX, it runs its reference, element by element. Which it is follows
-from what torch reports, not from timing: ranks, resumed runs and caches must agree.
+Elsewhere it calls oneDNN, which has kernels for FP8 only with AMX for 16-bit floats. On Sapphire Rapids, which lacks
+that, and where ONEDNN_MAX_CPU_ISA forbids it, oneDNN runs its reference, element by element. The pass goes by what
+torch reports of the CPU, never by timing: ranks, resumed runs and caches must agree.
 
 What torch does in float32 stays `_scaled_mm`, though compiled float32 is up to twice as fast (bench/cpu_matmuls.py): it
 rounds its result, where Inductor fuses the rounding away with what follows, and it is less to compile.
