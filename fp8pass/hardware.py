@@ -145,7 +145,7 @@ def reference_dtypes() -> tuple[torch.dtype, ...]:
 def cpu_key() -> str:
     """What Inductor's C++ code and `why_emulated` depend on of this CPU and its limits, for the keys of torch's caches.
 
-    Inductor's own keys lack it, up to torch 2.15. It writes C++ for vectors of one length, and compiles the text again
+    Inductor's own keys lack it, as of torch 2.15. It writes C++ for vectors of one length, and compiles the text again
     on a CPU that takes it from a cache: with longer vectors there it writes past the end of buffers, with shorter ones
     it leaves elements out.
     """

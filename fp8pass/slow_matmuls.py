@@ -16,11 +16,11 @@ _NEEDED = {torch.bfloat16: "AVX-512 BF16 or AMX", torch.float16: "AVX-512 FP16"}
 
 
 def warn_of_slow_matmuls(module: fx.GraphModule) -> None:
-    """Warn if Dynamo's graph multiplies on the CPU in a type that is slow there; once per process, for one CPU has one
-    message.
+    """Warn if Dynamo's graph multiplies on the CPU in a type that is slow there.
 
-    The graph is the user's, before any pass: where torch's caches have the compiled one, passes do not run. What the
-    recipe takes is fast, as FP8, but hardly a model has nothing else, and none outside of compiled code.
+    Once per process: the message depends on the CPU only. It is asked of the graph before any pass, for passes do not
+    run where torch's caches have what they would make. So a model of which all runs in FP8 gets the warning too: its
+    matmuls are slow where they are not compiled.
     """
     slow = hardware.reference_dtypes()
     if hardware.pretended_device is not None or not set(slow) & set(_dtypes_multiplied(module)):
@@ -28,7 +28,7 @@ def warn_of_slow_matmuls(module: fx.GraphModule) -> None:
     names, needed = " and ".join(map(dtype_name, slow)), ", ".join(f"{_NEEDED[d]} for {dtype_name(d)}" for d in slow)
     warn_once(
         f"fp8pass: on this CPU torch multiplies {names} by a reference routine, up to 100 times slower than float32. "
-        f"Matmuls in FP8 do not take it, all others do: use float32 to develop here, or a CPU that has {needed}"
+        f"Matmuls in FP8 are not affected. For the others, use float32 to develop here, or a CPU that has {needed}"
     )
 
 

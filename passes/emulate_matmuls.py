@@ -4,9 +4,13 @@ before   y: bf16[M, N] = _scaled_mm(a: e4m3[M, K], b: e4m3[K, N], scale_a, scale
 after    y             = ((a.float() * scale_a) @ (b.float() * scale_b) + bias).to(bf16)
 changes  nothing
 
-That is what torch does itself on CPUs without AMX, and on all of them for e5m2 times e4m3. Where it sees AMX it calls
-oneDNN, which has a kernel for FP8 only on processors that multiply 16-bit floats that way, or 8-bit ones; on others,
-Sapphire Rapids among them, it runs its reference, element by element.
+That is what torch does itself on CPUs without AMX, and for e5m2 times e4m3 on those without AMX for 16-bit floats.
+Elsewhere it calls oneDNN, which has kernels for FP8 only with AMX for 16-bit floats. On Sapphire Rapids, which lacks
+that, and where ONEDNN_MAX_CPU_ISA forbids it, oneDNN runs its reference, element by element. The pass goes by what
+torch reports of the CPU, never by timing: ranks, resumed runs and caches must agree.
+
+What torch does in float32 stays `_scaled_mm`, though compiled float32 is up to twice as fast (bench/cpu_matmuls.py): it
+rounds its result, where Inductor fuses the rounding away with what follows, and it is less to compile.
 
 Runs on the graphs of forward and backward, on CPUs alone; last, for the other passes know matmuls by the op.
 """

@@ -40,8 +40,8 @@ def test_one_warning_with_the_figure_and_what_to_do(processor: Any) -> None:
     processor(AVX2)
     assert said(nn.Linear(64, 32), BF16) == [
         "fp8pass: on this CPU torch multiplies bfloat16 and float16 by a reference routine, up to 100 times slower than "
-        "float32. Matmuls in FP8 do not take it, all others do: use float32 to develop here, or a CPU that has AVX-512 "
-        "BF16 or AMX for bfloat16, AVX-512 FP16 for float16"
+        "float32. Matmuls in FP8 are not affected. For the others, use float32 to develop here, or a CPU that has "
+        "AVX-512 BF16 or AMX for bfloat16, AVX-512 FP16 for float16"
     ]
     assert said(nn.Linear(64, 48), BF16) == []
     assert said(nn.Linear(64, 48), F16) == []
