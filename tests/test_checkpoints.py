@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8pass
 from fp8pass.recipes import DelayedScaling
 from tests.models import Block, make
-from tests.torchrun import on_ranks
+from tests.torchrun import before_launch, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of the checkpoints of one process
 
@@ -37,6 +37,7 @@ BATCH = 4
 WAYS = ("ddp", "fsdp")
 FOLDER = "FP8PASS_TEST_CHECKPOINTS"
 """In the environment: where ranks find the checkpoints of one process, and leave theirs."""
+os.environ.setdefault(FOLDER, tempfile.mkdtemp())
 
 
 class Run:
@@ -124,6 +125,7 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+@before_launch(2)
 @functools.cache
 def saved_on_one() -> Any:
     return saved()
@@ -139,16 +141,13 @@ def resumed_on_two() -> Any:
     return resumed(saved_on=1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("checkpoints")
-        patch.setenv(FOLDER, str(path))
-        yield path
+@pytest.fixture
+def folder(on_one: Any) -> Path:
+    return Path(os.environ[FOLDER])
 
 
 @pytest.fixture
-def on_one(folder: Path) -> Any:
+def on_one() -> Any:
     """What one process has saved, before ranks are started that go on with it."""
     return saved_on_one()
 

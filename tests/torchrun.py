@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tests.harness import without_caches
 
 ROOT = Path(__file__).parent.parent
+Function = TypeVar("Function", bound=Callable[[], Any])
 TIMEOUT = 60
 """Seconds after which gloo gives up, and with it a test that hangs."""
 
@@ -61,9 +62,24 @@ def on_ranks(ranks: int) -> Callable[[Callable[[], Any]], OnRanks]:
     return functools.partial(OnRanks, ranks=ranks)
 
 
+_before: dict[int, list[Callable[[], Any]]] = {}
+
+
+def before_launch(ranks: int) -> Callable[[Function], Function]:
+    """Decorate a function that runs in the process of the tests, before that many ranks are started."""
+
+    def register(function: Function) -> Function:
+        _before.setdefault(ranks, []).append(function)
+        return function
+
+    return register
+
+
 @functools.cache
 def _launch(ranks: int) -> tuple[Path, str]:
     """Run all functions for that many ranks: the folder with what they returned, and what they printed."""
+    for prepare in _before.get(ranks, ()):
+        prepare()
     folder = Path(tempfile.mkdtemp())
     modules = dict.fromkeys(function.module for function in _functions[ranks])
     result = run(ranks, "-m", "tests.torchrun", str(folder), *modules)
