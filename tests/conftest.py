@@ -30,9 +30,11 @@ passes: passes on captured graphs, most of which compile nothing.
 TIER_OF = {name: tier for tier, names in TIERS.items() for name in names.split()}
 ORDER = ("ranks", "gpu_code", "tools", "compiled", "passes")
 """Long tests first, so that no worker is left alone with one at the end."""
-GROUPS = {name: "ranks" for name in TIERS["ranks"].split() if name != "killed_rank"} | {
-    name: name for name in ("demo", "h200", "html_report", "inspector", "sm90", "stats", "traffic", "triton_numerics")
-}
+GROUPS = (
+    dict.fromkeys(("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel"), "ranks")
+    | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
+    | {name: name for name in ("demo", "h200", "html_report", "stats", "triton_numerics")}
+)
 """Files whose tests share what takes long, ranks, a fixture, a process that they ask: one worker runs a whole group."""
 
 
