@@ -89,7 +89,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print how many tests each tier has, and the sum of their times."""
     tests: dict[str, set[str]] = defaultdict(set)
     seconds: dict[str, float] = defaultdict(float)
-    for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "when")):
+    reports = (report for kind in terminalreporter.stats.values() for report in kind)
+    for report in (report for report in reports if isinstance(report, pytest.TestReport)):
         tier = tier_of(Path(report.nodeid.partition("::")[0]))
         tests[tier].add(report.nodeid)
         seconds[tier] += report.duration

@@ -16,20 +16,21 @@ from fp8pass.config import Config
 from fp8pass.numerics import Ring, Watched, WatchTable
 from fp8pass.passes.watch import watch
 from fp8pass.recipes import DelayedScaling, StaticScaling
-from fp8pass.report import collect
 from tests import oracle
-from tests.harness import compiled, expect_graph
+from tests.harness import compiled, expect_graph, verdicts
 from tests.models import Block, batches, make
 from tests.test_annotate import annotation
 
 E5M2 = "e5m2"
 
-pytestmark = pytest.mark.filterwarnings("ignore:fp8pass. (blockwise|mxfp8) kernels exist")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fp8pass. (blockwise|mxfp8) kernels exist"),
+    pytest.mark.shares_code,
+]
 
 
 def trained(monitor: Any, model: nn.Module | None = None, steps: int = 4, **options: Any) -> tuple[list[Tensor], Any]:
     """Losses, weights and what was counted."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model = model or make(Block)
     run = compiled(model, monitor=monitor, **options)
@@ -185,7 +186,7 @@ class Checkpointed(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_within_a_checkpointed_region(lowering: str) -> None:
     torch.manual_seed(0)
     (off, _), (on, found) = (trained(m, Checkpointed(), lowering=lowering) for m in (False, True))
@@ -266,7 +267,7 @@ def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> No
 def test_evaluation_is_compiled_once() -> None:
     model = make(Block)
     run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
-    with collect() as report:
+    with verdicts() as report:
         for x in batches(4, 16, 32):
             run(x).sum().backward()
         assert report.graphs == 2

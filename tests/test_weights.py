@@ -22,8 +22,10 @@ from tests.harness import BF16, F32
 from tests.models import Block, batches, make
 from tests.test_write_weights import Lion
 
+pytestmark = pytest.mark.shares_code
+VARIANT = pytest.mark.variant
+
 CACHES = ["fp8", "fp8+transpose"]
-LOWERINGS = ["eager", "inductor"]
 STEPS = 4
 
 Compile = Callable[..., Any]
@@ -68,7 +70,6 @@ def trained(
     **options: Any,
 ) -> Trained:
     """Trained by a compiled model, and an optimizer as it is. poke: what is done between steps."""
-    torch._dynamo.reset()
     model = make(kind, dtype)
     run, update = compiling(cache, **options)(model), optimizer(model.parameters())
     losses = []
@@ -84,7 +85,6 @@ def trained(
 
 def trained_in_one(cache: str, optimizer: Callable[..., Any], dtype: torch.dtype = F32, **options: Any) -> Trained:
     """Trained by a step that is compiled with its update. As large as it takes to have tiles."""
-    torch._dynamo.reset()
     model = make(lambda: Block(64, 128), dtype)
     update = optimizer(model.parameters())
 
@@ -116,10 +116,11 @@ def check_same(wanted: Trained, got: Trained) -> None:
         assert torch.equal(a, b)
 
 
-RUNS = [("eager", F32, "fp8"), ("eager", BF16, "fp8+transpose"), ("inductor", BF16, "fp8+transpose")]
+RUNS = [("eager", F32, "fp8"), ("eager", BF16, "fp8+transpose")]
+THROUGH_INDUCTOR = "inductor", BF16, "fp8+transpose"
 
 
-@pytest.mark.parametrize(("lowering", "dtype", "cache"), RUNS)
+@pytest.mark.parametrize(("lowering", "dtype", "cache"), [*RUNS, pytest.param(*THROUGH_INDUCTOR, marks=VARIANT)])
 def test_the_same_numbers_under_an_optimizer_that_is_not_compiled(
     lowering: str, dtype: torch.dtype, cache: str
 ) -> None:
@@ -131,7 +132,9 @@ def test_the_same_numbers_under_an_optimizer_that_is_not_compiled(
     assert got.refreshed() == [STEPS, STEPS]
 
 
-@pytest.mark.parametrize(("lowering", "dtype", "cache"), [*RUNS, ("inductor", F32, "fp8")])
+@pytest.mark.parametrize(
+    ("lowering", "dtype", "cache"), [*RUNS, THROUGH_INDUCTOR, pytest.param("inductor", F32, "fp8", marks=VARIANT)]
+)
 def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
     lowering: str, dtype: torch.dtype, cache: str
 ) -> None:
@@ -206,7 +209,6 @@ def test_never_stale(poke: str) -> None:
 @pytest.mark.parametrize("poke", ["load", "write", "replace_memory", "load_scales"])
 def test_never_stale_behind_a_compiled_update(poke: str) -> None:
     def run(cache: str) -> Trained:
-        torch._dynamo.reset()
         model = make(Block)
         update = sgd(model.parameters())
         compiled = compiling(cache)
@@ -250,7 +252,6 @@ def test_an_optimizer_is_still_one_graph() -> None:
 
 def test_two_instances_of_a_class() -> None:
     def run(cache: str) -> tuple[list[float], list[nn.Module]]:
-        torch._dynamo.reset()
         models = [make(Block, seed=i) for i in range(2)]
         runs, updates = [compiling(cache)(m) for m in models], [sgd(m.parameters()) for m in models]
         losses = []
@@ -339,7 +340,6 @@ def test_gradient_accumulation() -> None:
     """Microbatches of one step have one scale, and one copy of each weight."""
 
     def run(cache: str) -> Trained:
-        torch._dynamo.reset()
         model = make(Block)
         forward, update = compiling(cache)(model), sgd(model.parameters())
         losses = []
@@ -368,8 +368,10 @@ def test_memory() -> None:
         assert sum(w.nbytes for w in copies(model)) == each * elements, cache
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("lowering", LOWERINGS)
+STORED = [("eager", F32), ("eager", BF16), *(pytest.param("inductor", dtype, marks=VARIANT) for dtype in (F32, BF16))]
+
+
+@pytest.mark.parametrize(("lowering", "dtype"), STORED)
 def test_the_copy_is_that_of_the_weight_as_it_is_stored(lowering: str, dtype: torch.dtype) -> None:
     """Bit for bit, and with the scale of the next step: of the largest amax that its forwards have seen."""
     model = make(lambda: nn.Linear(64, 128, bias=False), dtype)
