@@ -70,13 +70,16 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test with its tier and its group, before xdist reads groups."""
+    item.add_marker(tier_of(item.path))
+    if group := GROUPS.get(stem(item.path)) or (shares_code(item) and stem(item.path)):
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:
-        item.add_marker(tier_of(item.path))
-        if group := GROUPS.get(stem(item.path)) or (shares_code(item) and stem(item.path)):
-            item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
     items.sort(key=lambda item: (ORDER.index(tier_of(item.path)), not item.get_closest_marker("xdist_group")))
