@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
@@ -48,6 +49,13 @@ def tier_of(file: Path) -> str:
     return TIER_OF.get(stem(file), "compiled")
 
 
+@functools.cache
+def group_of(file: Path) -> str:
+    """Return the group of a file of tests; "" if each may run on another worker."""
+    shares = "pytest.mark.shares_code" in file.read_text()
+    return GROUPS.get(stem(file), stem(file) if shares else "")
+
+
 def shares_code(item: Any) -> bool:
     """Return whether a test may use code that others have compiled: not if it patches something, or reads the log."""
     alone = {"caplog", "monkeypatch"} & set(item.fixturenames)
@@ -59,7 +67,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): one worker runs all of them")
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU with FP8 (sm_89 or later)")
     config.addinivalue_line(
         "markers", "shares_code: what Dynamo has compiled for tests of this file before is used again"
@@ -70,19 +77,25 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark a test with its tier and its group, before xdist reads groups."""
-    item.add_marker(tier_of(item.path))
-    if group := GROUPS.get(stem(item.path)) or (shares_code(item) and stem(item.path)):
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a group to one worker."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda test: group_of(config.rootpath / test.partition("::")[0]) or test
+    return scheduler
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:
+        item.add_marker(tier_of(item.path))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="no GPU with FP8 here"))
-    items.sort(key=lambda item: (ORDER.index(tier_of(item.path)), not item.get_closest_marker("xdist_group")))
+    items.sort(key=lambda item: (ORDER.index(tier_of(item.path)), not group_of(item.path)))
     left_out = [i for i in items if i.get_closest_marker("variant") and not config.getoption("variants")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

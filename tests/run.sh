@@ -10,4 +10,4 @@ case "${1:-}" in
 esac
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1  # plugins that happen to be installed are no part of this
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1  # there are as many workers as processors
-exec .venv/bin/python -m pytest -p xdist -q -n auto --dist loadgroup --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -p xdist -q -n auto --no-loadscope-reorder "$@"
