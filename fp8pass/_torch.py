@@ -35,10 +35,13 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import triton_combo_kernel
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V as Virtualized
 from torch._inductor.virtualized import ops as inductor_ops
@@ -80,6 +83,11 @@ top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
+
+
+def cpu_has_bf16() -> bool:
+    """Returns whether torch has kernels that multiply BF16 on this CPU, and need not call its reference routine."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def hint_of(size: Any) -> Any:
@@ -303,6 +311,7 @@ __all__ = [
     "FusedSchedulerNode",
     "GraphLowering",
     "InductorChoices",
+    "InvalidCxxCompiler",
     "MutationLayoutSHOULDREMOVE",
     "PipelineCall",
     "Pointwise",
@@ -318,10 +327,12 @@ __all__ = [
     "all_reduce",
     "aot_autograd",
     "before_eager_optimizers",
+    "cache_dir",
     "compile_fx",
     "compile_fx_inner",
     "context_for_later",
     "counters",
+    "cpu_has_bf16",
     "current_graph_task_id",
     "ddp_goes_on",
     "ddp_joins",
@@ -332,6 +343,7 @@ __all__ = [
     "flattened",
     "functorch_config",
     "gathered_parameters",
+    "get_cpp_compiler",
     "get_hash_for_files",
     "hint_of",
     "inductor_config",
