@@ -5,10 +5,12 @@ Checked with torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -85,9 +87,31 @@ FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
 """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
 
+@contextlib.contextmanager
+def optimizers_ranges_ignored() -> Iterator[None]:
+    """Within this, Dynamo does not warn that it ignores `torch.profiler.record_function`.
+
+    `Optimizer.step` opens such a range for the profiler, so that each compiled training step gave a warning that its
+    user could do nothing about. Nothing is lost but the name of that range in a profile.
+    """
+    loggers = [logging.getLogger(f"torch._dynamo.variables.{module}") for module in ("ctx_manager", "torch")]
+    for logger in loggers:
+        logger.addFilter(_is_not_of_range)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_not_of_range)
+
+
+def _is_not_of_range(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not ("record_function" in message and message.endswith("will be ignored"))
+
+
 def cpu_has_bf16() -> bool:
     """Returns whether torch has kernels that multiply BF16 on this CPU, and need not call its reference routine."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def hint_of(size: Any) -> Any:
@@ -357,6 +381,7 @@ __all__ = [
     "micro_pipelines",
     "min_cut_partition",
     "module_of_stage",
+    "optimizers_ranges_ignored",
     "pipeline_call",
     "pytree",
     "queue_callback",

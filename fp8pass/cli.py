@@ -14,6 +14,7 @@ from typing import NoReturn
 from fp8pass import __version__, demo, plots
 from fp8pass.bisector import bisect
 from fp8pass.config import make_config
+from fp8pass.demo_checks import Unusable
 from fp8pass.errors import Fp8Error
 from fp8pass.explainer import explain
 from fp8pass.inspect_table import show
@@ -68,7 +69,7 @@ def _count(text: str) -> int:
 def _demo(args: argparse.Namespace) -> int:
     try:
         return demo.main(args.steps, args.recipe, args.device, args.out)
-    except demo.Unusable as error:
+    except Unusable as error:
         print(f"fp8pass demo: {error}", file=sys.stderr)
         return 2
 

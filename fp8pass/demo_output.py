@@ -20,10 +20,10 @@ say = functools.partial(print, flush=True)
 
 
 @contextlib.contextmanager
-def phase(title: str, steps: int = 0) -> Iterator[Callable[[int, str], None]]:
+def phase(title: str, steps: range = range(0)) -> Iterator[Callable[[int, str], None]]:
     """Show that something goes on, and print how long it took.
 
-    steps: how many there are, if they are counted. Yields a function that takes how many are done, and their losses.
+    steps: those that it has, if they are counted. Yields a function that takes how many are done, and the last losses.
     """
     started = time.perf_counter()
     shown = _bar if sys.stdout is not None and sys.stdout.isatty() else _lines
@@ -33,20 +33,20 @@ def phase(title: str, steps: int = 0) -> Iterator[Callable[[int, str], None]]:
 
 
 @contextlib.contextmanager
-def _bar(title: str, steps: int) -> Iterator[Callable[[int, str], None]]:
+def _bar(title: str, steps: range) -> Iterator[Callable[[int, str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as TimeLeftColumn
 
     text, losses = TextColumn("{task.description}"), TextColumn("{task.fields[losses]}")
     counted = (MofNCompleteColumn(), TimeLeftColumn(), TextColumn("left"), losses)
     with Progress(text, BarColumn(), *(counted if steps else [TimeElapsedColumn()]), transient=True) as progress:
-        task = progress.add_task(title, total=steps or None, losses="")
+        task = progress.add_task(title, total=steps.stop or None, completed=steps.start, losses="")
         yield lambda done, losses: progress.update(task, completed=done, losses=losses)
 
 
 @contextlib.contextmanager
-def _lines(title: str, steps: int) -> Iterator[Callable[[int, str], None]]:
-    started, latest, ended = time.perf_counter(), (0, ""), threading.Event()
+def _lines(title: str, steps: range) -> Iterator[Callable[[int, str], None]]:
+    started, latest, ended = time.perf_counter(), (steps.start, ""), threading.Event()
 
     def show(done: int, losses: str) -> None:
         nonlocal latest
@@ -66,11 +66,12 @@ def _lines(title: str, steps: int) -> Iterator[Callable[[int, str], None]]:
         thread.join()
 
 
-def _state(seconds: float, done: int, losses: str, steps: int) -> str:
+def _state(seconds: float, done: int, losses: str, steps: range) -> str:
     """Returns how far a phase is after some seconds."""
-    if not done:
+    if done == steps.start:
         return f"{seconds:.0f} s"
-    return f"step {done} of {steps}   {losses}   {seconds / done * (steps - done):.0f} s left"
+    left = seconds / (done - steps.start) * (steps.stop - done)
+    return f"step {done} of {steps.stop}   {losses}   {left:.0f} s left"
 
 
 @dataclass
