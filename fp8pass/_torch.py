@@ -33,6 +33,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
 from torch._inductor import debug as inductor_debug
 from torch._inductor import lowering as inductor_lowering
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import triton_combo_kernel
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
@@ -107,6 +108,13 @@ def optimizers_ranges_ignored() -> Iterator[None]:
 def _is_not_of_range(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not ("record_function" in message and message.endswith("will be ignored"))
+
+
+def cancel_compilations() -> None:
+    """Drop the C++ compilations that Inductor has not begun, for which Python would wait before it exits."""
+    if AsyncCompile.pool.cache_info().currsize:
+        AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+        AsyncCompile.pool.cache_clear()
 
 
 def cpu_has_bf16() -> bool:
@@ -352,6 +360,7 @@ __all__ = [
     "aot_autograd",
     "before_eager_optimizers",
     "cache_dir",
+    "cancel_compilations",
     "compile_fx",
     "compile_fx_inner",
     "context_for_later",

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
-from fp8pass._torch import cpu_has_bf16
+from fp8pass._torch import cancel_compilations, cpu_has_bf16
 from fp8pass.demo_checks import Unusable, check
 from fp8pass.demo_output import Curve, phase, plot, say
 from fp8pass.report import Report
@@ -324,7 +324,8 @@ def _main(steps: int, recipe: str, device: str, path: Path, runs: list[Run]) -> 
 def _train(runs: list[Run], text: Text, steps: int, device: str) -> None:
     done = train(runs, text, steps, device)
     # two: the first starts scales from amaxes, the second rolls them, and these are two graphs
-    with phase(f"first two steps: compiles FP8's forward, backward and update; {runs[0].name} is eager PyTorch"):
+    say(f"{runs[0].name} is eager PyTorch, FP8 is fp8pass.train_step, which compiles forward, backward and update")
+    with phase("steps 1 and 2, which compile"):
         for _ in itertools.islice(done, 2):
             pass
     with phase("training", range(2, steps)) as show:
@@ -343,6 +344,7 @@ def _save(runs: list[Run], path: Path) -> None:
 
 
 def _interrupted(runs: list[Run], steps: int, path: Path) -> int:
+    cancel_compilations()
     done = min((len(run.losses) for run in runs), default=0)
     if done:
         _save(runs, path)
