@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass import demo, demo_checks, demo_output
+from fp8pass import demo, demo_output
 from fp8pass._torch import inductor_config
 from fp8pass.cli import main
 from fp8pass.report import Gemm, Report
@@ -263,7 +264,7 @@ def test_without_a_compiler(
     with inductor_config.patch({"cpp.cxx": (None, "/nowhere/g++")}):
         line = says(monkeypatch, capsys, "--out", str(tmp_path / "out"))
     assert line == "no C++ compiler, which torch.compile needs: install g++, or name one in CXX"
-    monkeypatch.setattr(demo_checks.sysconfig, "get_path", lambda _: "/nowhere")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
     line = says(monkeypatch, capsys, "--out", str(tmp_path / "out"))
     assert line == "no Python.h in /nowhere, which torch.compile needs: install the package python3-dev"
     assert not list(tmp_path.iterdir())
