@@ -23,11 +23,13 @@ TOLERANCE = 0.01
 """Of the validation loss."""
 
 
-def accumulated_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
+def accumulated_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, dtype: torch.dtype
+) -> Tensor:
     """`demo.train_step`, on a quarter of the batch at a time."""
     losses = []
     for part in zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
-        loss = demo.loss_of(model, *part) / MICROBATCHES
+        loss = demo.loss_of(model, *part, dtype) / MICROBATCHES
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -24,12 +24,12 @@ def trained(state: str, steps: int) -> tuple[float, float, int]:
     torch._dynamo.reset()
     text = demo.load_text()
     run = demo.new_run(state, "cpu")
-    run.compiled, optimizer = run.model, run.optimizer
+    optimizer = run.optimizer
     step = fp8pass.train_step(optimizer_state=state, min_speedup=0)(demo.train_step)
     generator, losses = torch.Generator().manual_seed(0), []
     for i in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = demo.rate_at(i, steps)
+            group["lr"].fill_(demo.rate_at(i, steps))
         losses.append(step(run.model, optimizer, *text.batch(generator, "cpu")).item())
     run.validate(text, "cpu")
     return sum(losses[-20:]) / len(losses[-20:]), run.validation, nbytes(optimizer)

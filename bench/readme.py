@@ -31,12 +31,14 @@ def run(*command: str, **variables: str) -> str:
 
 
 def demo() -> str:
-    """`fp8pass demo`, with the middle of its table of matmuls left out, and its plot in docs/."""
+    """`fp8pass demo`, without the middle of its table and of its lines of progress; and its plot in docs/."""
     with tempfile.TemporaryDirectory() as folder:
         printed = run(sys.executable, "-m", "fp8pass.cli", "demo", "--out", folder)
         (ROOT / "docs" / "demo.png").write_bytes((Path(folder) / "loss.png").read_bytes())
         printed = printed.replace(folder, "fp8pass-demo")
-    lines = printed.splitlines()
+    lines = [line for line in printed.splitlines() if not re.fullmatch(r"  \d+ s", line)]
+    steps = [line for line in lines if line.startswith("  step ")]
+    lines = [line for line in lines if line not in steps[1:-1]]
     rows = [i for i, line in enumerate(lines) if re.search(r"demo\.py:\d+$", line)]
     middle = f"... {len(rows) - 8} more"
     return block("\n".join([*lines[: rows[0] + 5], middle, *lines[rows[-1] - 2 :]]))

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -38,6 +40,7 @@ with required_names():
     from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
     from torch._inductor import debug as inductor_debug
     from torch._inductor import lowering as inductor_lowering
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.choices import InductorChoices
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
@@ -51,6 +54,7 @@ with required_names():
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
     from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.scheduler import (
         BaseSchedulerNode,
         ForeachKernelSchedulerNode,
@@ -127,6 +131,35 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
     known = torch.ops.mkldnn
     asked = {torch.bfloat16: known._is_mkldnn_bf16_supported, torch.float16: known._is_mkldnn_fp16_supported}
     return bool(asked[dtype]())
+
+
+@contextlib.contextmanager
+def optimizers_ranges_ignored() -> Iterator[None]:
+    """Within this, Dynamo does not warn that it ignores `torch.profiler.record_function`.
+
+    `Optimizer.step` opens such a range for the profiler, so that each compiled training step gave a warning that its
+    user could do nothing about. Nothing is lost but the name of that range in a profile.
+    """
+    loggers = [logging.getLogger(f"torch._dynamo.variables.{module}") for module in ("ctx_manager", "torch")]
+    for logger in loggers:
+        logger.addFilter(_is_not_of_range)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_is_not_of_range)
+
+
+def _is_not_of_range(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not ("record_function" in message and message.endswith("will be ignored"))
+
+
+def cancel_compilations() -> None:
+    """Drop the C++ compilations that Inductor has not begun, for which Python would wait before it exits."""
+    if AsyncCompile.pool.cache_info().currsize:
+        AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+        AsyncCompile.pool.cache_clear()
 
 
 def hint_of(size: Any) -> Any:
@@ -382,6 +415,8 @@ __all__ = [
     "all_reduce",
     "aot_autograd",
     "before_eager_optimizers",
+    "cache_dir",
+    "cancel_compilations",
     "compile_fx",
     "compile_fx_inner",
     "context_for_later",
@@ -418,6 +453,7 @@ __all__ = [
     "min_cut_partition",
     "module_of_stage",
     "onednn_multiplies",
+    "optimizers_ranges_ignored",
     "pipeline_call",
     "pytree",
     "queue_callback",

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from fp8pass import __version__, demo, plots
 from fp8pass.bisector import bisect
 from fp8pass.config import make_config
+from fp8pass.demo_checks import Unusable
 from fp8pass.environment import describe
 from fp8pass.errors import Fp8Error
 from fp8pass.explainer import explain
@@ -23,7 +25,7 @@ from fp8pass.specs import built, named
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="fp8pass", description="Train PyTorch models in FP8.")
+    parser = _Parser(prog="fp8pass", description="Train PyTorch models in FP8.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="train a small language model in BF16 and in FP8, side by side"))
@@ -37,14 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _add_demo(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_demo)
     command.description = (
-        "Train a small language model in BF16 and in FP8, side by side. On several GPUs or processes: "
-        "torchrun --nproc-per-node 8 --no-python fp8pass demo --device cuda."
+        "Train a small language model in BF16 and in FP8, side by side; on a CPU that can't multiply BF16, in float32 "
+        "and in FP8. On several GPUs or processes: torchrun --nproc-per-node 8 --no-python fp8pass demo --device cuda."
     )
     command.add_argument(
-        "--steps", type=_count, default=200, help="optimizer steps of each model (default: %(default)s)"
+        "--steps", type=_count, default=demo.STEPS, help="optimizer steps of each model (default: %(default)s)"
     )
     command.add_argument("--recipe", default="delayed", help="FP8 recipe (default: %(default)s)")
     command.add_argument("--device", default="cpu", help="torch device, cpu or cuda (default: %(default)s)")
@@ -60,7 +69,11 @@ def _count(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    return demo.main(args.steps, args.recipe, args.device, args.out)
+    try:
+        return demo.main(args.steps, args.recipe, args.device, args.out)
+    except Unusable as error:
+        print(f"fp8pass demo: {error}", file=sys.stderr)
+        return 2
 
 
 def _add_env(command: argparse.ArgumentParser) -> None:

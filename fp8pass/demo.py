@@ -1,7 +1,8 @@
 """`fp8pass demo`: a small language model, trained on real text in BF16 and in FP8, side by side.
 
 The text is the Python standard library's own source, byte by byte, which every machine has. Both models start from the
-same weights and see the same batches; the one difference is the backend of `torch.compile`.
+same weights and see the same batches. The baseline is ordinary eager PyTorch, in float32 on a CPU that can't multiply
+BF16; the other runs the same code in `fp8pass.train_step`.
 
 Under `torchrun --nproc-per-node 8 --no-python fp8pass demo` each rank trains on its part of the same batches, in
 `DistributedDataParallel`; the losses are those of whole batches, and rank 0 shows them.
@@ -10,6 +11,7 @@ Under `torchrun --nproc-per-node 8 --no-python fp8pass demo` each rank trains on
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -27,10 +29,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8pass
+from fp8pass._torch import cancel_compilations
+from fp8pass.demo_checks import Unusable, check
+from fp8pass.demo_output import Curve, phase, plot, say
+from fp8pass.hardware import reference_dtypes
 from fp8pass.report import Report
 
 VOCABULARY, CONTEXT, BATCH, WIDTH, LAYERS, HEADS = 256, 128, 16, 256, 4, 4
-LEARNING_RATE, WARMUP, VALIDATION_BATCHES, TOLERANCE = 1e-3, 20, 16, 0.01
+STEPS, LEARNING_RATE, WARMUP, VALIDATION_BATCHES, TOLERANCE = 100, 1e-3, 20, 16, 0.01
+NAMES = {torch.bfloat16: "BF16", torch.float32: "FP32"}
+"""Of the baseline, by its precision."""
+TOO_SLOW = 4
+"""A CPU does not multiply BF16 if that takes so many times as long as float32. The reference routine: 40 to 130."""
 
 
 class Block(nn.Module):
@@ -103,16 +113,24 @@ def load_text(limit: int = 8 << 20) -> Text:
     return Text(*(torch.frombuffer(parts[held_out], dtype=torch.uint8) for held_out in (False, True)))
 
 
-def loss_of(model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in nats per byte, f32[], of logits in bfloat16."""
-    with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+def loss_of(
+    model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Cross-entropy in nats per byte, f32[]. dtype: what matmuls compute in, bfloat16 (by autocast) or float32."""
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits = model(tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> Tensor:
-    """What is compiled: one optimizer step, of ordinary eager code. Returns the loss."""
-    loss = loss_of(model, tokens, targets)
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Do one optimizer step, in ordinary eager code, which `fp8pass.train_step` compiles. Returns the loss, f32[]."""
+    loss = loss_of(model, tokens, targets, dtype)
     loss.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -124,52 +142,53 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
 class Run:
     """One model in training, in `DistributedDataParallel` where there are other ranks.
 
-    compiled: the model itself, for validation; train: a compiled `train_step`.
+    evaluate: the model, as validation calls it; train: `train_step`, eager or compiled; dtype: that of `loss_of`.
     """
 
     name: str
     model: nn.Module
-    compiled: Callable[[Tensor], Tensor]
+    evaluate: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
     train: Callable[..., Tensor] = train_step
+    dtype: torch.dtype = torch.bfloat16
     losses: list[float] = field(default_factory=list)
     validation: float = math.nan
-    seconds: float = 0.0
 
     def step(self, tokens: Tensor, targets: Tensor, rate: float) -> None:
-        """One optimizer step."""
-        started = time.perf_counter()
+        """Do one optimizer step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.losses.append(mean_over_ranks(self.train(self.model, self.optimizer, tokens, targets)).item())
-        self.seconds += time.perf_counter() - started
+            group["lr"].fill_(rate)
+        loss = self.train(self.model, self.optimizer, tokens, targets, self.dtype)
+        self.losses.append(mean_over_ranks(loss).item())
 
     @torch.no_grad()
     def validate(self, text: Text, device: str) -> None:
-        """Mean loss over the same held-out batches for every run."""
+        """Compute the mean loss over held-out batches, the same for every run."""
         generator = torch.Generator().manual_seed(1)
         batches = [text.batch(generator, device, validation=True) for _ in range(VALIDATION_BATCHES)]
-        self.validation = sum(loss_of(self.compiled, *b).item() for b in batches) / len(batches)
+        self.validation = sum(loss_of(self.evaluate, *b, self.dtype).item() for b in batches) / len(batches)
 
 
-def new_run(name: str, device: str, recipe: Any = None) -> Run:
-    """A model with the weights that every run starts from, trained in BF16, or in FP8 by a recipe (`Config.recipe`)."""
+def new_run(name: str, device: str, recipe: Any = None, dtype: torch.dtype = torch.bfloat16) -> Run:
+    """Returns a model with the weights that every run starts from, to be trained in `dtype`, and in FP8 by a recipe.
+
+    recipe: `Config.recipe`; without one the run is eager PyTorch.
+    """
     torch.manual_seed(0)
     model = GPT().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    # a tensor, because compiled code would be compiled again for another number
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(LEARNING_RATE), betas=(0.9, 0.95))
     trained = DistributedDataParallel(model) if dist.is_initialized() else model
     if recipe is None:
-        return Run(name, trained, torch.compile(model), optimizer, torch.compile(train_step))
-    options: dict[str, Any] = {
-        "recipe": recipe,
-        "min_speedup": 0,
-    }  # a model this small is for looking at losses, not at speed
-    compiled = torch.compile(model, backend="fp8pass", options=options)
-    return Run(name, trained, compiled, optimizer, fp8pass.train_step(**options)(train_step))
+        return Run(name, trained, model, optimizer, dtype=dtype)
+    options = {"recipe": recipe, "min_speedup": 0}  # a model this small is for looking at losses, not at speed
+    # op by op: validation is too short for kernels of its own to pay
+    evaluate = torch.compile(model, backend="fp8pass", options={**options, "lowering": "eager"})
+    return Run(name, trained, evaluate, optimizer, fp8pass.train_step(**options)(train_step), dtype)
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Learning rate: linear warm-up, then a cosine to a tenth."""
+    """Returns the learning rate: linear warm-up, then a cosine to a tenth."""
     if step < WARMUP:
         return LEARNING_RATE * (step + 1) / WARMUP
     progress = (step - WARMUP) / max(1, steps - WARMUP)
@@ -177,40 +196,54 @@ def rate_at(step: int, steps: int) -> float:
 
 
 def train(runs: list[Run], text: Text, steps: int, device: str) -> Iterator[int]:
-    """Train all runs on the same batches; yields after every step."""
+    """Train all runs on the same batches; yields the number of steps done after every step."""
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         tokens, targets = map(part_of, text.batch(generator, device))
         for run in runs:
             run.step(tokens, targets, rate_at(step, steps))
-        yield step
+        yield step + 1
 
 
-def explain(recipe: str, device: str, text: Text) -> Report:
-    """The verdicts on the demo's model."""
+def explain(recipe: str, device: str, text: Text, dtype: torch.dtype) -> Report:
+    """Returns the verdicts on the demo's model."""
     model = GPT().to(device)
     tokens, _ = text.batch(torch.Generator().manual_seed(0), device)
-    with torch.autocast(device.split(":")[0], dtype=torch.bfloat16):
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         return fp8pass.explain(model, tokens, config=fp8pass.Config(recipe=recipe, min_speedup=0))
 
 
-def plot(runs: list[Run], path: Path) -> None:
-    """Both loss curves as a PNG."""
-    import matplotlib
+def multiplies_bf16() -> tuple[bool, str]:
+    """Returns whether this CPU multiplies BF16, and why we think so: torch is asked, and a matmul is timed."""
+    says = torch.bfloat16 not in reference_dtypes()
+    bf16, fp32 = map(_seconds_of_matmul, (torch.bfloat16, torch.float32))
+    said = "torch multiplies BF16 on this CPU" if says else "torch has only a reference routine for BF16 on this CPU"
+    times = f"{1e3 * bf16:.2g} ms in BF16, {1e3 * fp32:.2g} ms in FP32"
+    return says and bf16 < TOO_SLOW * fp32, f"{said}; [256, 256] x [256, 256] takes one core {times}"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for run, style in zip(runs, ("-", "--"), strict=True):
-        axes.plot(run.losses, style, label=f"{run.name} (validation {run.validation:.4f})", linewidth=1.2)
-    axes.set(
-        xlabel="step", ylabel="training loss, nats per byte", title="Byte-level GPT on the Python standard library"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _seconds_of_matmul(dtype: torch.dtype) -> float:
+    """Returns the shortest of ten times of one core, which other processes do not change."""
+    a, shortest, threads = torch.ones(256, 256, dtype=dtype), math.inf, torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(10):
+        started = time.thread_time()
+        torch.mm(a, a)
+        shortest = min(shortest, time.thread_time() - started)
+    torch.set_num_threads(threads)
+    return shortest
+
+
+def choose_precision(device: str) -> tuple[torch.dtype, str]:
+    """Returns what both models compute in outside of FP8, bfloat16 or float32, and why; rank 0 chooses."""
+    if device.startswith("cuda"):
+        return torch.bfloat16, "GPUs multiply it"
+    answer = [multiplies_bf16() if is_first_rank() else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer)
+    assert answer[0] is not None
+    bf16, why = answer[0]
+    return (torch.bfloat16 if bf16 else torch.float32), why
 
 
 @contextlib.contextmanager
@@ -221,14 +254,19 @@ def among_ranks(device: str) -> Iterator[str]:
         yield device
         return
     if BATCH % ranks:
-        raise SystemExit(f"fp8pass demo: {ranks} ranks can't have equal parts of batches of {BATCH}")
+        raise Unusable(f"{ranks} ranks can't have equal parts of batches of {BATCH}; start 2, 4, 8 or 16")
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    with contextlib.redirect_stdout(sys.stdout if dist.get_rank() == 0 else None):
+    with contextlib.redirect_stdout(sys.stdout if is_first_rank() else None):
         yield device
     dist.destroy_process_group()  # not after an error, where the others do not come
+
+
+def is_first_rank() -> bool:
+    """Returns whether this process shows what all do."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def part_of(batch: Tensor) -> Tensor:
@@ -245,50 +283,88 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 
 
 def main(steps: int, recipe: str, device: str, out: Path) -> int:
-    """Run the demo; returns the exit status: 1 if nothing runs in FP8 or FP8's loss is more than 1% above BF16's."""
-    with among_ranks(device) as own:
-        return _main(steps, recipe, own, out)
+    """Run the demo; returns the exit status.
 
-
-def _main(steps: int, recipe: str, device: str, out: Path) -> int:
+    1 if nothing runs in FP8, or its validation loss is more than 1% above the baseline's; 130 after Ctrl-C, with the
+    losses so far in the plot. Raises Unusable before anything is trained if something that
+    the demo needs is missing, and after it if the plot can't be written.
+    """
+    runs: list[Run] = []
+    path = out / "loss.png"
     try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        print("fp8pass demo needs rich and matplotlib: pip install 'fp8pass[demo]'")
-        return 2
-    out.mkdir(parents=True, exist_ok=True)
+        check(recipe, device, path)
+        with among_ranks(device) as own:
+            return _main(steps, recipe, own, path, runs)
+    except KeyboardInterrupt:
+        return _interrupted(runs, steps, path)
+
+
+def _main(steps: int, recipe: str, device: str, path: Path, runs: list[Run]) -> int:
+    """As `main`. runs: an empty list, for the models in training."""
+    started = time.perf_counter()
+    dtype, why = choose_precision(device)
+    name = NAMES[dtype]
+    say(f"{name} against FP8, recipe {recipe}, torch {torch.__version__}, {device}. {name}: {why}.")
     text = load_text()
-    report = explain(recipe, device, text)
-    print(report, end="\n\n")
-    runs = [new_run("BF16", device), new_run("FP8", device, recipe)]
-    size = sum(p.numel() for p in runs[0].model.parameters())
-    print(
-        f"{size / 1e6:.1f}M parameters, {len(text.train) / 1e6:.1f} MB of text, "
-        f"{steps} steps of {BATCH} x {CONTEXT} bytes"
-    )
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns) as progress:
-        task = progress.add_task("compiling", total=steps)
-        for _ in train(runs, text, steps, device):
-            losses = "  ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs)
-            progress.update(task, advance=1, description=losses)
-    for run in runs:
-        run.validate(text, device)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        plot(runs, out / "loss.png")
-    return verdict(runs, report, out)
+    with phase("fp8pass.explain: what becomes of every matmul"):
+        report = explain(recipe, device, text, dtype)
+    say(f"\n{report}\n")
+    runs += [new_run(name, device, dtype=dtype), new_run("FP8", device, recipe, dtype)]
+    size, data = sum(p.numel() for p in runs[0].model.parameters()), len(text.train)
+    say(f"{size / 1e6:.1f}M parameters, {data / 1e6:.1f} MB of text, {steps} steps of {BATCH} x {CONTEXT} bytes")
+    _train(runs, text, steps, device)
+    with phase(f"validation on {VALIDATION_BATCHES} other batches"):
+        for run in runs:
+            run.validate(text, device)
+    status = verdict(runs, report)
+    _save(runs, path)
+    say(f"loss curves       {path}\ntotal time        {time.perf_counter() - started:.0f} s")
+    say("next              your own model: fp8pass explain my_module:make_model --html report.html")
+    return status
 
 
-def verdict(runs: list[Run], report: Report, out: Path) -> int:
+def _train(runs: list[Run], text: Text, steps: int, device: str) -> None:
+    done = train(runs, text, steps, device)
+    # two: the first has no scales yet and runs op by op, so that the backward is compiled in the second
+    say(f"{runs[0].name} is eager PyTorch, FP8 is fp8pass.train_step, which compiles forward, backward and update")
+    with phase("steps 1 and 2, which compile"):
+        for _ in itertools.islice(done, 2):
+            pass
+    with phase("training", range(2, steps)) as show:
+        for step in done:
+            show(step, "   ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs))
+
+
+def _save(runs: list[Run], path: Path) -> None:
+    """Plot the losses so far."""
+    if not is_first_rank():
+        return
+    try:
+        plot([Curve(run.name, run.losses, run.validation) for run in runs], path)
+    except OSError as error:
+        raise Unusable(f"{path} can't be written ({error.strerror}); name another folder with --out") from error
+
+
+def _interrupted(runs: list[Run], steps: int, path: Path) -> int:
+    cancel_compilations()
+    done = min((len(run.losses) for run in runs), default=0)
+    if done:
+        _save(runs, path)
+    if is_first_rank():
+        say(f"stopped after {done} of {steps} steps" + (f"; the losses so far: {path}" if done else ""))
+    return 130
+
+
+def verdict(runs: list[Run], report: Report) -> int:
     """Print the validation losses side by side and decide the exit status."""
-    bf16, fp8 = runs
-    gap = fp8.validation / bf16.validation - 1
-    print(f"\nvalidation loss   BF16 {bf16.validation:.4f}   FP8 {fp8.validation:.4f}   FP8 is {gap:+.2%}")
-    print(f"loss curves       {out / 'loss.png'}")
+    baseline, fp8 = runs
+    gap = fp8.validation / baseline.validation - 1
+    losses = "   ".join(f"{run.name} {run.validation:.4f}" for run in runs)
+    say(f"\nvalidation loss   {losses}   FP8 is {gap:+.2%}")
     if not report.rewritten:
-        print("FAILED: no matmul runs in FP8")
+        say("FAILED: no matmul runs in FP8")
         return 1
     if not gap <= TOLERANCE:
-        print(f"FAILED: FP8's validation loss is more than {TOLERANCE:.0%} above BF16's")
+        say(f"FAILED: FP8's validation loss is more than {TOLERANCE:.0%} above {baseline.name}'s")
         return 1
     return 0

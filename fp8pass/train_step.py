@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fp8pass._torch import counters
+from fp8pass._torch import counters, optimizers_ranges_ignored
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, warn_once
@@ -85,6 +85,7 @@ class TrainStep:
         """One optimizer step."""
         models, optimizers = self._found(args, kwargs)
         with ExitStack() as stack:
+            stack.enter_context(optimizers_ranges_ignored())
             for model in models:
                 stack.enter_context(accumulate(model))
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
