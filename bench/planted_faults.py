@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -102,7 +102,7 @@ class Tests:
         self._data = CoverageData(str(contexts))
         self._data.read()
         self._most = most
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         for line in log.read_text().splitlines() if log is not None else ():
             if found := re.fullmatch(r"([\d.]+)s (?:call|setup|teardown) +(tests/.*)", line):
                 self._seconds[found[2]] += float(found[1])
@@ -169,8 +169,10 @@ class Tree:
             raise RuntimeError(f"Python imports {imported}, not the copy in {self.root}")
 
     def _run(self, arguments: Sequence[str], limit: float | None = None) -> subprocess.CompletedProcess[str]:
-        command, how = [sys.executable, *arguments], {"capture_output": True, "text": True, "check": False}
-        return subprocess.run(command, cwd=self.root, env=self._environment, timeout=limit, **how)
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.root, env=self._environment, timeout=limit, capture_output=True, text=True, check=False,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:
