@@ -286,8 +286,8 @@ def main(steps: int, recipe: str, device: str, out: Path) -> int:
     """Run the demo; returns the exit status.
 
     1 if nothing runs in FP8, or its validation loss is more than 1% above the baseline's; 130 after Ctrl-C, with the
-    losses so far in the plot. Raises Unusable before anything is trained if something that
-    the demo needs is missing, and after it if the plot can't be written.
+    losses so far in the plot. Raises Unusable before anything is trained if something that the demo needs is missing,
+    and after it if the plot can't be written.
     """
     runs: list[Run] = []
     path = out / "loss.png"

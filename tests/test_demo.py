@@ -42,20 +42,18 @@ def small(patch: pytest.MonkeyPatch, has_bf16: bool = True) -> None:
 
 
 @functools.cache
-def run_alone() -> tuple[int, str, str, Path]:
-    """In this process: the exit status, what was printed, the warnings of Dynamo, and the folder."""
-    out, printed, warned = Path(tempfile.mkdtemp()), io.StringIO(), io.StringIO()
+def run_alone() -> tuple[int, str, Path]:
+    """In this process: the exit status, what was printed, and the folder."""
+    out, printed = Path(tempfile.mkdtemp()), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         small(patch)
         patch.setattr(demo_output, "EVERY", 0.1)
-        with contextlib.redirect_stderr(warned):
-            status = main(["demo", "--steps", str(STEPS), "--out", str(out)])
-    return status, printed.getvalue(), warned.getvalue(), out
+        return main(["demo", "--steps", str(STEPS), "--out", str(out)]), printed.getvalue(), out
 
 
 def test_a_short_run_says_what_it_does_and_ends_with_what_comes_next() -> None:
-    status, printed, warned, out = run_alone()
-    assert status == 0 and not warned
+    status, printed, out = run_alone()
+    assert status == 0
     assert printed.startswith(f"BF16 against FP8, recipe delayed, torch {torch.__version__}, cpu. BF16: the test says")
     assert "15 of 15 matmuls in FP8, 100% of matmul FLOPs" in printed
     for title in ("fp8pass.explain", "steps 1 and 2, which compile", "training", "validation on 2"):
@@ -74,6 +72,7 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
     result = torchrun.run(2, "-m", "tests.test_demo", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("15 of 15 matmuls in FP8") == result.stdout.count("validation loss") == 1
+    assert "will be ignored" not in result.stderr  # Dynamo, on the range that an optimizer opens for the profiler
     assert (tmp_path / "loss.png").exists()
     assert [(tmp_path / f"precision.{rank}").read_text() for rank in range(2)] == ["torch.bfloat16"] * 2
     alone, together = (LOSSES.search(printed) for printed in (run_alone()[1], result.stdout))
