@@ -39,28 +39,28 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+def gpt2(depth: int = 1) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=96, n_positions=32, use_cache=False)
+    config = GPT2Config(n_embd=32, n_layer=depth, n_head=2, vocab_size=96, n_positions=32, use_cache=False)
     return GPT2LMHeadModel(config), {"input_ids": torch.randint(96, (2, 16))}
 
 
-def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+def llama(depth: int = 1) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=80, num_hidden_layers=depth, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96, max_position_embeddings=32, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config), {"input_ids": torch.randint(96, (2, 16))}
 
 
-def vit() -> tuple[nn.Module, dict[str, Tensor]]:
+def vit(depth: int = 1) -> tuple[nn.Module, dict[str, Tensor]]:
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_labels": 12}
-    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, **sizes)
+    config = ViTConfig(hidden_size=32, num_hidden_layers=depth, num_attention_heads=2, intermediate_size=64, **sizes)
     return ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
 
 
@@ -85,9 +85,12 @@ def either_way(shapes: Counter[Shape]) -> Counter[Shape]:
     return found
 
 
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.variant)])
 @pytest.mark.parametrize(("make", "layers"), [(gpt2, 4), (llama, 7), (vit, 6)])
-def test_every_matmul_is_accounted_for(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], layers: int) -> None:
-    model, inputs = make()
+def test_every_matmul_is_accounted_for(
+    make: Callable[[int], tuple[nn.Module, dict[str, Tensor]]], layers: int, depth: int
+) -> None:
+    model, inputs = make(depth)
     model.train()
     expected = called(model, inputs)
     report = fp8pass.explain(model, **inputs, config=fp8pass.Config(merge_siblings=False))
