@@ -51,12 +51,12 @@ from fp8pass.pipeline import (
     known_to_caches,
     moments_of,
     real_inputs,
+    warn_of_slow_matmuls,
     written,
 )
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
 from fp8pass.slots import SlotTable
-from fp8pass.slow_matmuls import warn_of_slow_matmuls
 from fp8pass.static import frozen_example
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.updates import Place, UpdateKey

@@ -46,6 +46,7 @@ from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.passes.skip_nonfinite import gradients as gradients
 from fp8pass.passes.skip_nonfinite import skip_nonfinite
+from fp8pass.passes.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
 from fp8pass.passes.split_foreach import SplitForeach, expand_symbolic
 from fp8pass.passes.use_transposes import UseTransposes
 from fp8pass.passes.watch import watch

@@ -55,6 +55,7 @@ def test_one_name_in_all_places() -> None:
     parts = {"batches", "dequantize", "epilogue", "layout", "movement", "row_scales"}  # of scaled_mm
     parts |= {"quantizers", "state_inputs"}  # of annotate
     parts |= {"collectives", "shared_scales"}  # of quantize_collectives
+    parts |= {"slow_matmuls"}  # a warning, before all passes
     assert stems - parts == {*PASSES, *KERNEL_PASSES, *ON_DYNAMOS_GRAPH, *ON_UPDATES}
     assert all((ROOT / "tests" / f"test_{stem}.py").exists() for stem in stems)
 
