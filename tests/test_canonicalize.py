@@ -44,15 +44,14 @@ def export(module: nn.Module, *inputs: Tensor) -> Any:
     return torch.export.export(module, inputs).module()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @pytest.mark.parametrize("overload", ["default", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_quantized_decomposed(overload: str, dtype: torch.dtype, lowering: str) -> None:
+def test_quantized_decomposed(overload: str, dtype: torch.dtype) -> None:
     module, x = Exported(overload, dtype=dtype), torch.randn(32, 64)
     exported = export(module, x)
     with verdicts() as report:
-        actual = compiled(exported, recipe=None, strict=True, lowering=lowering)(x)
-    assert len(report.rewritten) == 1 or lowering == "inductor"  # a cache may have it already
+        actual = compiled(exported, recipe=None, strict=True)(x)
+    assert len(report.rewritten) == 1
     assert sqnr(module(x), actual) > (48 if dtype is BF16 else 110)
 
 
@@ -135,14 +134,28 @@ class TorchAO(nn.Module):
 
 @pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_torchao(general: bool, shape: tuple[int, ...], lowering: str) -> None:
+def test_torchao(general: bool, shape: tuple[int, ...]) -> None:
     module, x = TorchAO(general, shape, shape), torch.randn(32, 64)
     exported = export(module, x)
     with verdicts() as report:
-        actual = compiled(exported, recipe=None, strict=True, lowering=lowering)(x)
-    assert len(report.rewritten) == 1 or lowering == "inductor"
+        actual = compiled(exported, recipe=None, strict=True)(x)
+    assert len(report.rewritten) == 1
     assert sqnr(module(x), actual) > 110
+
+
+def test_compiled_by_inductor() -> None:
+    """All of the above in one graph."""
+    overloads, dtypes, shapes = ("default", "tensor"), (torch.float32, BF16), ((1,), (1, 1))
+    modules: list[nn.Module] = [Exported(o, dtype=dtype) for o in overloads for dtype in dtypes]
+    modules += [TorchAO(general, shape, shape) for general in (False, True) for shape in shapes]
+    x = torch.randn(32, 64)
+    exported = [export(module, x) for module in modules]
+    with verdicts() as report:
+        run = compiled(lambda x: [e(x) for e in exported], recipe=None, strict=True, lowering="inductor")
+        found = run(x)
+    assert len(report.rewritten) == len(modules)
+    for module, actual in zip(modules, found, strict=True):
+        assert sqnr(module(x), actual) > (48 if getattr(module, "dtype", None) is BF16 else 110), module
 
 
 def test_torchao_with_blocks_is_declined_and_right() -> None:

@@ -6,6 +6,7 @@ import os
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
@@ -17,8 +18,8 @@ from fp8pass.passes.scaled_mm import ScaledMM
 from tests.generated import Program, programs
 from tests.harness import aten, capture, check_legal_on_cuda, compiled, count, run
 
-EXAMPLES = int(os.environ.get("FP8PASS_TEST_PROGRAMS", "60"))
-"""How many programs; more than that are run by hand: FP8PASS_TEST_PROGRAMS=2000."""
+EXAMPLES = int(os.environ.get("FP8PASS_TEST_PROGRAMS", "20"))
+"""How many programs; more than that are run by hand: FP8PASS_TEST_PROGRAMS=2000. The variants below have 60 others."""
 
 common = settings(
     deadline=None,
@@ -42,9 +43,7 @@ def check_results(program: Program, actual: Any) -> None:
         assert (error <= bound * (spread + exact[here].abs())).all(), (error.max(), spread)
 
 
-@settings(common, max_examples=EXAMPLES)
-@given(programs())
-def test_detected_and_right(program: Program) -> None:
+def check_detected(program: Program) -> None:
     module = capture(program.run, *program.inputs)
     matmuls = sum(n.target in MATMULS for n in module.graph.nodes)
     context = run(module, Matmuls([]), ScaledMM(), config=Config(recipe=None))
@@ -63,11 +62,35 @@ def test_detected_and_right(program: Program) -> None:
     check_results(program, actual)
 
 
-@settings(common, max_examples=max(4, EXAMPLES // 20))
+@settings(common, max_examples=EXAMPLES)
 @given(programs())
-def test_compiled(program: Program) -> None:
+def test_detected_and_right(program: Program) -> None:
+    check_detected(program)
+
+
+@pytest.mark.variant
+@settings(common, max_examples=60)
+@given(programs())
+def test_more_are_detected_and_right(program: Program) -> None:
+    check_detected(program)
+
+
+def check_compiled(program: Program) -> None:
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor
         actual = compiled(program.run, recipe=None, lowering="inductor")(*program.inputs)
     check_results(program, actual)
+
+
+@settings(common, max_examples=max(2, EXAMPLES // 20))
+@given(programs())
+def test_compiled(program: Program) -> None:
+    check_compiled(program)
+
+
+@pytest.mark.variant
+@settings(common, max_examples=4)
+@given(programs())
+def test_more_are_compiled(program: Program) -> None:
+    check_compiled(program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from fp8pass.partition import Partition
 from fp8pass.passes import emulate_matmuls
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.scaling import FP8_DTYPES
-from tests.harness import BF16, E4M3, compiled
+from tests.harness import BF16, E4M3, compiled, without_caches
 
 prims = torch.ops.prims
 
@@ -35,9 +37,9 @@ class Cut:
         return list(self.forward.graph.output_node().args[0])[len(self.outputs) :]  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
-    """What is cut in the test."""
+@contextlib.contextmanager
+def noted_cuts() -> Iterator[list[Cut]]:
+    """What is cut inside."""
     found: list[Cut] = []
     cut = Partition.__call__
 
@@ -48,9 +50,17 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Cut]:
         found.append(Cut(names, marked, *cut(self, gm, joint_inputs, **kwargs)))
         return found[-1].forward, found[-1].backward
 
-    monkeypatch.setattr(Partition, "__call__", noted)
-    monkeypatch.setattr(emulate_matmuls, "why_emulated", lambda *_: "")  # as on most CPUs: names stay what they were
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Partition, "__call__", noted)
+        patch.setattr(emulate_matmuls, "why_emulated", lambda *_: "")  # as on most CPUs: names stay what they were
+        yield found
+
+
+@pytest.fixture
+def cuts() -> Iterator[list[Cut]]:
+    """What is cut in the test."""
+    with noted_cuts() as found:
+        yield found
 
 
 def step(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
@@ -67,6 +77,13 @@ def step(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
 def layers() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).bfloat16(), torch.randn(64, 32, dtype=BF16)
+
+
+@pytest.fixture(scope="module")
+def delayed() -> tuple[list[Tensor], Cut]:
+    """What a step of `layers` computes, and how its graph is cut."""
+    with without_caches(), noted_cuts() as found:
+        return step(*layers()), found[-1]
 
 
 def matrices(nodes: list[fx.Node]) -> list[tuple[list[int], torch.dtype]]:
@@ -86,10 +103,11 @@ def quantized(module: fx.GraphModule) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
-def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut]) -> None:
+def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut], delayed: tuple[list[Tensor], Cut]) -> None:
     """And the input; not what is behind the activation function, whose gradient needs what it is made of."""
-    step(*layers(), recipe=recipe)
-    cut = cuts[-1]
+    if recipe == "dynamic":
+        step(*layers(), recipe=recipe)
+    cut = delayed[1] if recipe == "delayed" else cuts[-1]
     fp8 = [x for x in cut.saved if is_fp8(x)]
     assert matrices(fp8) == [([32, 48], E4M3), ([48, 32], E4M3), ([64, 32], E4M3)]
     assert all(x.meta["val"].t().is_contiguous() for x in fp8)
@@ -99,22 +117,22 @@ def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut]) -> No
     assert quantized(cut.backward) == [[64, 48]]
 
 
-def test_nothing_else_changes(cuts: list[Cut], monkeypatch: pytest.MonkeyPatch) -> None:
-    with_copies = step(*layers())
+def test_nothing_else_changes(
+    cuts: list[Cut], delayed: tuple[list[Tensor], Cut], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_copies, ours = delayed
     monkeypatch.setattr(SaveTransposes, "run", lambda *_: 0)
-    torch._dynamo.reset()
-    without = step(*layers())
+    without, plain = step(*layers()), cuts[-1]
     assert all(torch.equal(a, b) for a, b in zip(with_copies, without, strict=True))
-    ours, plain = (next(c for c in reversed(cuts) if bool(c.marked) == marked) for marked in (True, False))
+    assert bool(ours.marked) and not plain.marked
     assert ours.outputs == plain.outputs
     assert quantized(ours.backward) == [[64, 48]]
     assert quantized(plain.backward) == [[32, 48], [48, 32], [64, 48]]
 
 
-def test_outputs_and_what_is_said_of_them(cuts: list[Cut]) -> None:
+def test_outputs_and_what_is_said_of_them(delayed: tuple[list[Tensor], Cut]) -> None:
     """The caller's outputs come first, and there is one description for each."""
-    step(*layers())
-    cut = cuts[-1]
+    _, cut = delayed
     output = cut.forward.graph.output_node()
     outputs: Any = output.args[0]
     assert [n.name for n in outputs[: len(cut.outputs)]] == cut.outputs

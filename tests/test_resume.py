@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
+from tests.harness import without_caches
 from tests.models import Block, make
 
 STEPS, EVERY = 9, 3
@@ -79,31 +82,34 @@ def assert_same(a: Any, b: Any) -> None:
         assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
 
 
-def uninterrupted() -> dict[str, Any]:
-    run = Run()
-    run.go_on(STEPS)
-    torch._dynamo.reset()
-    return run.saved()
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any], Path]:
+    """A run at its end, all that it consists of, and the file that it saved itself to after four steps."""
+    file = tmp_path_factory.mktemp("run") / "run"
+    with without_caches(share=True):
+        run = Run()
+        run.go_on(4)
+        run.save(file)
+        run.go_on(STEPS)
+    return run, copy.deepcopy(run.saved()), file
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Into a new model, and back into the one that has gone on."""
-    run = Run()
-    run.go_on(4)
-    run.save(tmp_path / "run")
-    run.go_on(STEPS)
-    wanted = run.saved()
-    run.load(tmp_path / "run")
+@pytest.mark.shares_code
+def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted: tuple[Run, dict[str, Any], Path]) -> None:
+    """Back into the one that has gone on, and into a new model, which is compiled anew."""
+    run, wanted, file = uninterrupted
+    run.load(file)
+    assert run.at == 4
     run.go_on(STEPS)
     assert_same(run.saved(), wanted)
     torch._dynamo.reset()
     again = Run()
-    again.load(tmp_path / "run")
+    again.load(file)
     again.go_on(STEPS)
     assert_same(again.saved(), wanted)
 
 
-def test_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_a_run_that_was_killed(tmp_path: Path, uninterrupted: tuple[Run, dict[str, Any], Path]) -> None:
     """SIGKILL somewhere between two checkpoints, in a process of its own; the next one goes on from the last."""
     file, log = tmp_path / "run", tmp_path / "log"
     command = [sys.executable, "-m", "tests.test_resume", str(file)]
@@ -119,8 +125,7 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     assert EVERY <= run.at < STEPS
     assert run.at % EVERY == 0
     run.go_on(STEPS)
-    torch._dynamo.reset()
-    assert_same(run.saved(), uninterrupted())
+    assert_same(run.saved(), uninterrupted[1])
 
 
 if __name__ == "__main__":

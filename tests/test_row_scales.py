@@ -152,8 +152,19 @@ def test_taken(case: str, dtype: torch.dtype) -> None:
     assert check_legal_on_cuda(module.graph) == calls
     actual, expected = module(*inputs), function(*inputs)
     assert sqnr(expected, actual) > (120 if dtype == F32 else 45)
-    again = compiled(cast, recipe=None, lowering="inductor", strict=True)(*inputs)
-    assert sqnr(expected, again) > (120 if dtype == F32 else 45)
+
+
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.variant)], ids=str)
+def test_taken_compiled_by_inductor(dtype: torch.dtype) -> None:
+    """All cases in one graph; strict, so that each is rewritten in it."""
+    functions = [function for function, _ in TAKEN.values()]
+
+    def everything(inputs: list[tuple[Any, ...]]) -> list[Tensor]:
+        return [f(*args).to(dtype) for f, args in zip(functions, inputs, strict=True)]
+
+    found = compiled(everything, recipe=None, lowering="inductor", strict=True)([args for _, args in TAKEN.values()])
+    for (case, (function, args)), actual in zip(TAKEN.items(), found, strict=True):
+        assert sqnr(function(*args), actual) > (120 if dtype == F32 else 45), case
 
 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
