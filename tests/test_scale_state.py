@@ -124,13 +124,13 @@ def test_the_numbers_that_a_step_uses(how: Callable[..., Any]) -> None:
 
 
 class Layer(nn.Module):
-    """An MLP of two matmuls in bfloat16, quantized by hand."""
+    """An MLP of three matmuls in bfloat16, quantized by hand."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(32)
-        self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(2))
-        self.states = nn.ModuleList(ScaleState(amax_history_len=4) for _ in range(6))
+        self.weights = nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(3))
+        self.states = nn.ModuleList(ScaleState(amax_history_len=4) for _ in range(9))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
