@@ -36,12 +36,12 @@ def demo() -> str:
         printed = run(sys.executable, "-m", "fp8pass.cli", "demo", "--out", folder)
         (ROOT / "docs" / "demo.png").write_bytes((Path(folder) / "loss.png").read_bytes())
         printed = printed.replace(folder, "fp8pass-demo")
-    lines = [line for line in printed.splitlines() if not re.fullmatch(r"  \d+ s", line)]
+    lines = [line for line in printed.splitlines() if not re.search(r"^  \d+ s$| \.\.\.$", line)]
     steps = [line for line in lines if line.startswith("  step ")]
-    lines = [line for line in lines if line not in steps[1:-1]]
+    lines = [line for line in lines if line not in steps[:-1]]
     rows = [i for i, line in enumerate(lines) if re.search(r"demo\.py:\d+$", line)]
-    middle = f"... {len(rows) - 8} more"
-    return block("\n".join([*lines[: rows[0] + 5], middle, *lines[rows[-1] - 2 :]]))
+    middle = f"... {len(rows) - 3} more"
+    return block("\n".join([*lines[: rows[0] + 2], middle, *lines[rows[-1] :]]))
 
 
 def example(name: str) -> str:
