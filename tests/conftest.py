@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "variant: runs with --variants only; a sister of it runs every day")
     for tier in ORDER:
         config.addinivalue_line("markers", f"{tier}: a tier, see tests/conftest.py")
+    # pytest listens to each logger that does not propagate, and torch prints every graph where somebody listens to this
+    logging.getLogger("torch.__trace").propagate = True
     gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
 
 
