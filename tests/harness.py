@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import expecttest
 import torch
@@ -45,7 +46,8 @@ def without_caches(share: bool = False) -> Iterator[None]:
     with (
         inductor_config.patch(fx_graph_cache=False),
         functorch_config.patch(enable_autograd_cache=False),
-        dynamo_config.patch(limits if share else {}),
+        dynamo_config.patch(run_gc_after_compile=False, **(limits if share else {})),
+        mock.patch("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0),  # it empties the CPU's caches first
     ):
         yield
     if not share:
