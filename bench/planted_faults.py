@@ -4,10 +4,11 @@
     python bench/planted_faults.py --contexts .coverage --durations build/log
 
 The coverage file says which tests reach the lines of a fault. They run with `-x`, those of the file's own test file
-first, then the cheapest, `--most` seconds of them by the log; what survives them meets the whole suite, unless
-`--reached-only` is given. A test that fails without the fault as well has not caught it, and is left out. Each result
-is a line in `--results`; faults that have one are not tried again, so that the command can be stopped and started.
-Prints a table; exits with 1 if a fault survived.
+first, then the cheapest, `--most` seconds of them by the log. Then the whole suite runs once with all faults planted
+that survived, unless `--reached-only` is given, and each of these meets the tests that failed; and so again, until no
+more are caught. A test that fails without any fault has not caught one, and is left out. Each result is a line in
+`--results`; faults that have one are not tried again, so that the command can be stopped and started. Prints a table;
+exits with 1 if a fault survived.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from faults import FAULTS, Fault
@@ -38,6 +39,8 @@ CHUNKS = (40, 200)
 """After so many tests a new process of pytest begins: to collect all that reach a fault takes longer than the first."""
 LIMIT = 1800
 """Seconds until tests that reach a fault, but for the whole suite, are taken to hang."""
+SUITE = ("-p", "xdist", "-n", "auto", "--no-loadscope-reorder", "--ignore=tests/test_planted_faults.py")
+"""All tests, but for those that look for the texts which faults replace."""
 HANGS = f"a hang of more than {LIMIT} s"
 
 
@@ -106,7 +109,8 @@ class Tests:
         for line in log.read_text().splitlines() if log is not None else ():
             if found := re.fullmatch(r"([\d.]+)s (?:call|setup|teardown) +(tests/.*)", line):
                 self._seconds[found[2]] += float(found[1])
-        self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))}
+        # a test that only starts processes reaches no line by itself, and is known by the log alone
+        self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))} | set(self._seconds)
 
     def reaching(self, fault: Fault, file: Path, root: Path) -> tuple[list[str], int]:
         """Returns the tests to run, in order, and how many are known to reach the fault's lines.
@@ -175,15 +179,17 @@ class Tree:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def planted(self, fault: Fault) -> Iterator[None]:
-        """Have the fault in the copy within this context."""
-        file = place_of(fault, self.root)
-        text = file.read_text()
+    def planted(self, *faults: Fault) -> Iterator[None]:
+        """Have faults, each in another file, in the copy within this context."""
+        texts = {place_of(fault, self.root): fault for fault in faults}
+        before = {file: file.read_text() for file in texts}
         try:
-            _write(file, text.replace(fault.before, fault.after))
+            for file, fault in texts.items():
+                _write(file, before[file].replace(fault.before, fault.after))
             yield
         finally:
-            _write(file, text)
+            for file, text in before.items():
+                _write(file, text)
 
     def first_failure(self, *arguments: str, limit: float | None = None) -> str | None:
         """Run pytest with `-x`; returns the test that fails, or the file that can't be imported; None if all pass.
@@ -191,16 +197,26 @@ class Tree:
         arguments: tests and options. limit: seconds until it is `HANGS`. Raises RuntimeError where pytest itself fails.
         """
         try:
-            done = self._run(["-m", "pytest", "-x", "-q", "-rfE", "--tb=no", *arguments], limit)
+            return next(iter(self.failures("-x", *arguments, limit=limit)), None)
         except subprocess.TimeoutExpired:
             return HANGS
+
+    def failures(self, *arguments: str, limit: float | None = None) -> list[str]:
+        """Run pytest; returns the tests that fail, and the files that can't be imported.
+
+        arguments: tests and options. Raises TimeoutExpired after `limit` seconds; RuntimeError where pytest fails.
+        """
+        done = self._run(["-m", "pytest", "-q", "-rfE", "--tb=no", *arguments], limit)
         said = re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", done.stdout, re.MULTILINE)
-        if said:
-            named = [t for t in arguments if f"{said[0]} - ".startswith(f"{t} - ")]
-            return max(named, key=len, default=said[0].partition(" - ")[0])
-        if done.returncode != 0:
+        if not said and done.returncode != 0:
             raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return None
+        return [_named(line, arguments) for line in said]
+
+
+def _named(said: str, arguments: Sequence[str]) -> str:
+    """Returns the test that a line of pytest's is about: one of those given, if any, for names may have " - "."""
+    named = [t for t in arguments if f"{said} - ".startswith(f"{t} - ")]
+    return max(named, key=len, default=said.partition(" - ")[0])
 
 
 def _write(file: Path, text: str) -> None:
@@ -212,25 +228,39 @@ def _write(file: Path, text: str) -> None:
 class Hunt:
     """Runs tests against faults."""
 
-    def __init__(self, tests: Tests, reached_only: bool) -> None:
+    def __init__(self, tests: Tests) -> None:
         self._tests = tests
-        self._reached_only = reached_only
         self._sound: dict[str, bool] = {HANGS: True}
         """Of tests that have failed: whether they pass without any fault."""
 
-    def result(self, fault: Fault, tree: Tree) -> Result:
-        """Returns what becomes of a fault that is planted in `tree`."""
+    def by_those_that_reach(self, fault: Fault, tree: Tree) -> Result:
+        """Returns what becomes of a fault that is planted in `tree`, by the tests that reach it."""
         started = time.monotonic()
         file = place_of(fault, tree.root)
         tests, reaching = self._tests.reaching(fault, file, tree.root)
         edges = [0, *(e for e in CHUNKS if e < len(tests)), len(tests)]
         chunks = (tests[a:b] for a, b in itertools.pairwise(edges) if a < b)
         caught = next(filter(None, (self._caught(fault, tree, chunk) for chunk in chunks)), None)
-        whole_suite = caught is None and not self._reached_only
-        if whole_suite:
-            caught = self._caught_by_suite(fault, tree)
         name, seconds = file.relative_to(tree.root).as_posix(), round(time.monotonic() - started, 1)
-        return Result(fault.name, name, caught, reaching, len(tests), whole_suite, seconds)
+        return Result(fault.name, name, caught, reaching, len(tests), False, seconds)
+
+    def by_the_whole_suite(self, survivors: dict[Fault, Result], tree: Tree) -> Iterator[Result]:
+        """Yields what becomes of faults that have survived, planted in `tree` together and then one by one."""
+        while survivors:
+            started = time.monotonic()
+            with tree.planted(*survivors):
+                failed = tree.failures(*SUITE)
+            together = (time.monotonic() - started) / len(survivors)
+            found = {f: self._of_suite(f, result, tree, failed, together) for f, result in survivors.items()}
+            caught = [fault for fault, result in found.items() if result.caught_by]
+            yield from (found[fault] for fault in caught or found)  # one that ends many tests early may hide others
+            survivors = {fault: survivors[fault] for fault in found if fault not in caught} if caught else {}
+
+    def _of_suite(self, fault: Fault, result: Result, tree: Tree, failed: Sequence[str], together: float) -> Result:
+        started = time.monotonic()
+        caught = self._caught(fault, tree, failed) if failed else None
+        seconds = result.seconds + together + time.monotonic() - started
+        return replace(result, caught_by=caught, whole_suite=True, seconds=round(seconds, 1))
 
     def _caught(self, fault: Fault, tree: Tree, tests: Sequence[str]) -> str | None:
         """Returns the first of the tests that fails because of the fault; None if none does."""
@@ -240,14 +270,6 @@ class Hunt:
             if test is None or self._is_sound(test, tree):
                 return test
         return None
-
-    def _caught_by_suite(self, fault: Fault, tree: Tree) -> str | None:
-        while True:
-            deselected = [f"--deselect={t}" for t, sound in self._sound.items() if not sound]
-            with tree.planted(fault):
-                test = tree.first_failure("-p", "xdist", "-n", "auto", *deselected)
-            if test is None or self._is_sound(test, tree):
-                return test
 
     def _is_sound(self, test: str, tree: Tree) -> bool:
         if test not in self._sound:
@@ -289,33 +311,38 @@ def main() -> int:
     args = parser.parse_args()
     known = read(args.results)
     wanted = [f for f in FAULTS if args.only is None or any(word in f.name for word in args.only)]
-    todo = [f for f in wanted if f.name not in known or not _is_decided(known[f.name], args.reached_only)]
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    hunt = Hunt(Tests(args.contexts, args.durations, args.most), args.reached_only)
+    hunt = Hunt(Tests(args.contexts, args.durations, args.most))
     trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
-    for i in range(min(args.jobs, len(todo))):
+    for i in range(args.jobs):
         trees.put(Tree(args.tree / str(i)))
 
     def run(fault: Fault) -> Result:
         tree = trees.get()
         try:
-            return hunt.result(fault, tree)
+            return hunt.by_those_that_reach(fault, tree)
         finally:
             trees.put(tree)
 
-    with ThreadPoolExecutor(args.jobs) as pool, args.results.open("a") as file:
-        for result in pool.map(run, todo):
-            file.write(json.dumps(asdict(result)) + "\n")
-            file.flush()
-            print(f"{result.fault}: {result.caught_by or 'SURVIVED'}, {result.seconds} s", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        _keep(pool.map(run, [f for f in wanted if f.name not in known]), args.results)
+    known = read(args.results)
+    survivors = {f: r for f in wanted if (r := known[f.name]).caught_by is None and not r.whole_suite}
+    if not args.reached_only:
+        _keep(hunt.by_the_whole_suite(survivors, trees.get()), args.results)
     found = read(args.results)
     results = [found[f.name] for f in wanted]
     print(table(results))
     return int(any(r.caught_by is None for r in results))
 
 
-def _is_decided(result: Result, reached_only: bool) -> bool:
-    return result.caught_by is not None or result.whole_suite or reached_only
+def _keep(results: Iterable[Result], file: Path) -> None:
+    """Write results as they come."""
+    for result in results:
+        with file.open("a") as lines:
+            lines.write(json.dumps(asdict(result)) + "\n")
+        how = "by the whole suite" if result.whole_suite else "by those that reach it"
+        print(f"{result.fault}: {result.caught_by or 'SURVIVED'}, {how}, {result.seconds} s", flush=True)
 
 
 if __name__ == "__main__":
