@@ -206,6 +206,20 @@ def with_nan() -> Any:
 
 
 @on_ranks(2)
+def with_a_nan_below_zero() -> Any:
+    """An amax of rank 0 is NaN with its sign bit set, which is a negative number where its bits are compared."""
+    model = make(Block)
+    run = compiled(model)
+    y = run(data())
+    if dist.get_rank() == 0:
+        (group,) = fp8pass.state(model)._groups()
+        group.tensors.amax_forward.fill_(math.nan).view(torch.int32).bitwise_or_(-(2**31))
+    y.square().mean().backward()
+    run(data())
+    return histories(model)["up.input"]
+
+
+@on_ranks(2)
 def without_backward() -> Any:
     """Two forwards in each of two steps."""
     model = make(Block)
@@ -333,6 +347,11 @@ def test_nan_reaches_all_ranks() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
     history = first["up.input.amax_history"]
     assert history[0].isnan() and history[1] > 0 and history[2:].eq(0).all()
+
+
+def test_a_nan_with_a_sign_reaches_all_ranks() -> None:
+    for newest, *_ in with_a_nan_below_zero():
+        assert math.isnan(newest)
 
 
 def test_what_a_forward_without_backward_has_recorded_goes_with_the_next_step() -> None:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from fp8pass import cli, demo, pipeline
 from fp8pass.bisector import Bisection, _smallest, all_finite
 from fp8pass.recipes import DelayedScaling
 from fp8pass.rewrite import Context
-from fp8pass.trial import Unit, current
+from fp8pass.trial import Unit, current, units_of
 from tests.harness import aten, compiled
 from tests.models import make
 
@@ -165,6 +166,14 @@ def test_one_of_two_calls_of_a_layer(kind: type[Tied]) -> None:
     assert (culprit.source, culprit.unit.ordinal) == (line_of(kind, "self.factor) / self.factor"), int(kind is Tied))
     assert found.matmuls == 5 and found.repeated  # the first one has no grad_input
     assert found.cured and found.filter == ["fc"]
+
+
+def test_calls_of_a_layer_in_one_line_are_counted() -> None:
+    node = fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = '  File "model.py", line 3, in forward\n    self.fc(self.fc(self.fc(x)))'
+    calls: Counter[Any] = Counter()
+    assert [units_of(node, "fc", calls)["output"].ordinal for _ in range(3)] == [0, 1, 2]
+    assert units_of(node, "other", calls)["output"].ordinal == 0
 
 
 def test_compiled_by_inductor() -> None:

@@ -226,6 +226,23 @@ def after_assignment() -> Any:
     return found, type(model.blocks[0].up.weight.to_local()).__name__
 
 
+@on_ranks(2)
+def after_a_change_in_place() -> Any:
+    """What a second forward returns, after the weights became eight times as large and where they were so all along."""
+    found = []
+    for factor, change in ((1, 8), (8, 1)):
+        model = make(Model)
+        enable_fp8_all_gather(model, filter=["head"])
+        shard(model)
+        with torch.no_grad():
+            for scale in (factor, change):
+                for p in model.parameters():
+                    p.mul_(scale)
+                y = model(data()[0])
+        found.append(y)
+    return found
+
+
 @on_ranks(4)
 def in_two_meshes() -> Any:
     """The first block has copies on two halves, the second is sharded over all. Scales of the second forward, and of
@@ -412,6 +429,11 @@ def test_weights_that_are_assigned_travel_as_bytes_too() -> None:
         assert kind == "Fp8Shard"
         assert types == later_types == [torch.float32, torch.uint8, torch.float32, torch.uint8]
         assert torch.equal(y, behind) and torch.equal(y, loaded)
+
+
+def test_weights_have_the_scale_of_their_own_gathering() -> None:
+    for changed, as_large_before in after_a_change_in_place():
+        assert torch.equal(changed, as_large_before)
 
 
 def test_scales_are_those_of_the_mesh_of_each_weight() -> None:

@@ -61,6 +61,13 @@ def test_pictures_know_what_became_of_each_matmul(report: Report) -> None:
     assert made <= {"fold_quantizes", "quantize_tiles", "make_once"}
 
 
+def test_equal_matmuls_of_one_line_are_linked_in_order() -> None:
+    fc = nn.Linear(32, 32)
+    report = fp8pass.explain(lambda x: fc(fc(fc(x))), torch.randn(16, 32, requires_grad=True))
+    linked = [op.gemm for op in report.pictures[0].ops if op.gemm is not None]
+    assert len(linked) == 9 and linked[:3] == sorted(linked[:3])
+
+
 def test_the_page_holds_the_report(report: Report, tmp_path: Path) -> None:
     written = report.to_html(tmp_path / "report.html").read_text()
     data = embedded(written)

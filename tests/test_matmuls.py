@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ def test_kinds_do_not_depend_on_what_is_rewritten(recipe: str | None) -> None:
 def test_batches_and_flops() -> None:
     (gemm, *_) = listed(lambda a, b: torch.bmm(a, b), torch.randn(3, 8, 16, requires_grad=True), torch.randn(3, 16, 32))
     assert (gemm.batches, gemm.M, gemm.K, gemm.N, gemm.flops) == (3, 8, 16, 32, 2 * 3 * 8 * 16 * 32)
+    assert replace(gemm, M="s27").flops == 0
 
 
 def test_a_matmul_that_is_no_call_of_the_users() -> None:

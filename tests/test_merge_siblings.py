@@ -21,6 +21,7 @@ from fp8pass.names import merged_name, module_path, parts_of
 from fp8pass.passes.annotate import annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.roofline import merged_seconds_saved
+from fp8pass.state_dict import _together
 from tests.harness import annotated, compiled, expect_graph, sqnr, train
 from tests.models import Attention, Transformer
 
@@ -266,10 +267,9 @@ class Different(nn.Module):
             self.b.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        how, a = self.how, self.a(x)
+        how, x = self.how, x.sin()
+        a = self.a(x)
         if how == "written":
-            x = x.sin()
-            a = a + self.a(x)
             x.mul_(2)
         if how == "dtype":
             return a + self.b(x.bfloat16())
@@ -386,6 +386,16 @@ def test_state_of_separate_layers_is_loaded_into_merged_ones(caplog: pytest.LogC
             newest = got[f"layers.0+1.{role}.amax"] if late else got[f"layers.0+1.{role}.amax_history"][0]
             assert newest == max(parts)
         assert "layers.0+1.weight begin with that" in caplog.text
+
+
+def test_of_several_scales_the_smallest_saturates_nothing() -> None:
+    """But for those of layers that have none yet, which is 0."""
+    scales, history = [4.0, 0.5, 0.0], torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 0.0]])
+    found = _together(
+        [{"scale": torch.tensor(s), "amax_history": h, "amax": h[0]} for s, h in zip(scales, history, strict=True)]
+    )
+    assert float(found["scale"]) == 0.5 and float(found["amax"]) == 3.0
+    assert found["amax_history"].tolist() == [3.0, 2.0]
 
 
 @pytest.mark.shares_code

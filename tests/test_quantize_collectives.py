@@ -857,6 +857,14 @@ def pieces_left_out(x: Tensor) -> tuple[Tensor, ...]:
     return q(whole), scaling.amax(torch.cat(whole.split(8)[1:]))
 
 
+def test_an_amax_over_two_groups_is_reduced_over_both() -> None:
+    groups = [GROUPS[WORLD], GROUPS[HALF]]
+    module = capture(lambda x: amax_over(x, groups), torch.ones(()))
+    assert [n.args[1:] for n in module.graph.nodes if n.target is c10d.all_reduce.default] == [
+        ("max", g) for g in groups
+    ]
+
+
 def sum_of_columns(x: Tensor) -> tuple[Tensor, ...]:
     whole = gather(x)
     return q(whole), whole.sum([1])

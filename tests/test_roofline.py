@@ -118,6 +118,15 @@ def test_the_prediction_by_hand() -> None:
     assert gain == pytest.approx(high / (fp8 + quantize))
 
 
+def test_each_matmul_of_a_call_moves_the_bytes_of_its_own_shape() -> None:
+    """Operands have one byte, outputs two: with few rows it matters which is which."""
+    m, k, n = 16, 8192, 1024
+    fast = gemm_seconds(H100, m, k, n, E4M3, 2)
+    exact = [gemm_seconds(H100, *shape, E4M3, 2, fast_accum=False) for shape in ((m, n, k), (k, m, n))]
+    assert call_seconds(H100, m, k, n, NAMED["delayed"](), 2, True) == pytest.approx(fast + sum(exact), rel=1e-12)
+    assert gemm_seconds(H100, m, k, n, E4M3, 2, fast_accum=False) != pytest.approx(exact[0], rel=1e-3)
+
+
 def test_what_stays_in_high_precision_gains_nothing() -> None:
     all_of_it = DelayedScaling(high_precision=("output", *GRADIENTS))
     assert predicted_speedup(H100, SIDE, SIDE, SIDE, all_of_it) == 1

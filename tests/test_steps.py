@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
+from fp8pass.steps import Region
 from tests.harness import annotated, compiled, sqnr, verdicts
 from tests.models import AcrossABreak, Attention, Block, Parts, Transformer, make
 
@@ -768,3 +769,15 @@ def test_a_schedule_switches_between_forwards_under_way() -> None:
         return [x.grad for x in xs if x.grad is not None]
 
     assert all(torch.equal(a, b) for a, b in zip(steps(True), steps(False), strict=True))
+
+
+def test_every_backward_of_a_region_repeats_its_forwards_from_the_first_on() -> None:
+    """With retain_graph=True it may run several times."""
+    region, x, found = Region(), torch.ones(1, requires_grad=True), []
+    for forward in ("first", "second"):
+        region.remember("key", forward)
+    y = x * 2
+    y.register_hook(lambda _: found.append([region.next_forward("key") for _ in range(3)]))  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        y.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert found == [["first", "second", None]] * 2
