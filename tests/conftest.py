@@ -35,7 +35,7 @@ ORDER = ("ranks", "gpu_code", "tools", "compiled", "passes")
 GROUPS = (
     dict.fromkeys(("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel"), "ranks")
     | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
-    | {name: name for name in ("demo", "h200", "html_report", "stats", "triton_numerics")}
+    | {name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")}
 )
 """Files whose tests share what takes long, ranks, a fixture, a process that they ask: one worker runs a whole group."""
 

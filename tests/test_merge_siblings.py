@@ -181,8 +181,10 @@ def test_within_a_region(how: str) -> None:
     ("recipe", "lowering"), [*((recipe, "eager") for recipe in RECIPES), (RECIPES[0], "inductor")], ids=repr
 )
 def test_compiled_as_annotated(recipe: Any, lowering: str) -> None:
+    """Inductor, which takes long, compiles one family."""
     torch.manual_seed(0)
     model = nn.Sequential(Siblings(swiglu), nn.Linear(48, 32), Siblings(attention, (32, 16, 16)))
+    model = model if lowering == "eager" else model[2:]
     twin = copy.deepcopy(model)
     data = [torch.randn(4, 16, 32) for _ in range(3)]
     run = compiled(model, recipe=recipe, merge_siblings=True, lowering=lowering, strict=True)

@@ -54,7 +54,9 @@ def other_inductor(module: nn.Module) -> Any:
 
 
 HOW = (eager, ours, inductor, delayed, reference, other_backend, other_inductor)
-BY_STEP = pytest.mark.parametrize("how", HOW, ids=lambda f: f.__name__)
+EVERY_DAY = [f if f not in (inductor, other_inductor) else pytest.param(f, marks=pytest.mark.variant) for f in HOW]
+BY_STEP = pytest.mark.parametrize("how", EVERY_DAY, ids=lambda f: f.__name__)
+"""Without Inductor, but for variants; `test_the_numbers_that_a_step_uses` has it every day."""
 COMPILED = pytest.mark.parametrize("how", [ours, inductor, delayed, reference], ids=lambda f: f.__name__)
 FEW = pytest.mark.parametrize("how", [eager, ours, other_backend], ids=lambda f: f.__name__)
 
@@ -102,7 +104,7 @@ def test_against_the_oracle(on_nonfinite: str, algo: str, how: Callable[..., Any
         assert entry(model.g)[0] == 57344 / 2 or any(map(math.isinf, sequence)) or any(map(math.isnan, sequence))
 
 
-@BY_STEP
+@pytest.mark.parametrize("how", HOW, ids=lambda f: f.__name__)
 def test_the_numbers_that_a_step_uses(how: Callable[..., Any]) -> None:
     """Step k is scaled by the amaxes before k, forward and backward: against the oracle, in float64."""
     model = Product(amax_history_len=4)
@@ -140,9 +142,7 @@ class Layer(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    "how", [*HOW[:-1], pytest.param(other_inductor, marks=pytest.mark.variant)], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("how", [*HOW[:-1], EVERY_DAY[-1]], ids=lambda f: f.__name__)
 def test_a_model_in_bfloat16_stays_with_eager(how: Callable[..., Any]) -> None:
     models = [copy.deepcopy(m) for m in [Layer().bfloat16()] * 2]
     run = how(models[1])
@@ -347,7 +347,7 @@ def test_a_checkpoint_is_no_step_of_its_own() -> None:
     assert entry(model.w)[1] == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("how", HOW[1:], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", [*HOW[1:-1], EVERY_DAY[-1]], ids=lambda f: f.__name__)
 def test_a_checkpoint_inside_compiled_code(how: Callable[..., Any]) -> None:
     """Recomputation in the backward uses the scales of its forward; steps are counted as in eager mode."""
 

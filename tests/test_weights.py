@@ -133,11 +133,13 @@ def test_the_same_numbers_under_an_optimizer_that_is_not_compiled(
 
 
 @pytest.mark.parametrize(
-    ("lowering", "dtype", "cache"), [*RUNS, THROUGH_INDUCTOR, pytest.param("inductor", F32, "fp8", marks=VARIANT)]
+    ("lowering", "dtype", "cache"),
+    [*RUNS, *(pytest.param(*run, marks=VARIANT) for run in (THROUGH_INDUCTOR, ("inductor", F32, "fp8")))],
 )
 def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
     lowering: str, dtype: torch.dtype, cache: str
 ) -> None:
+    """Through Inductor, every day: `test_train_step.py`, test_weights_that_are_changed_again_in_the_same_graph."""
     wanted = trained_in_one("off", adamw, dtype, lowering=lowering)
     got = trained_in_one(cache, adamw, dtype, lowering=lowering)
     check_same(wanted, got)
