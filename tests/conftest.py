@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
@@ -77,7 +76,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{tier}: a tier, see tests/conftest.py")
     # pytest listens to each logger that does not propagate, and torch prints every graph where somebody listens to this
     logging.getLogger("torch.__trace").propagate = True
-    gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
 
 
 @pytest.hookimpl(optionalhook=True)

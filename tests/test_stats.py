@@ -16,7 +16,7 @@ from fp8pass import cli, demo, plots
 from fp8pass.stats import SlotStats, Stats
 from tests.models import Block, batches, make
 
-LAYERS = 2
+LAYERS = 1
 PLANTED = 50
 """The step from which on one layer's activations are a million times as large."""
 
@@ -36,7 +36,7 @@ class Planted(nn.Module):
 
 @pytest.fixture(scope="module")
 def diverging() -> Stats:
-    """The demo's model, made small, trained with a fault in its second layer."""
+    """The demo's model, made small, trained with a fault in its layer."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patched:
         for name, size in (("WIDTH", 32), ("LAYERS", LAYERS), ("HEADS", 2), ("CONTEXT", 32), ("BATCH", 4)):
@@ -46,8 +46,8 @@ def diverging() -> Stats:
 
 def _diverging() -> Stats:
     model = demo.GPT()
-    planted = Planted(model.blocks[1].down)  # type: ignore[union-attr, arg-type]
-    model.blocks[1].down = planted  # type: ignore[union-attr]
+    planted = Planted(model.blocks[0].down)  # type: ignore[union-attr, arg-type]
+    model.blocks[0].down = planted  # type: ignore[union-attr]
     optimizer, text = torch.optim.AdamW(model.parameters(), lr=1e-4), demo.load_text(1 << 16)
     train = fp8pass.train_step(monitor=True, lowering="eager", min_speedup=0)(demo.train_step)
     generator = torch.Generator().manual_seed(0)
@@ -62,11 +62,11 @@ def test_a_divergence_is_found(diverging: Stats) -> None:
     """By slot, step and line; before that, nothing saturates."""
     first = diverging.first_saturated()
     assert first is not None
-    assert (first.slot, first.step, first.role) == ("blocks.1.down.layer.input", PLANTED, "input")
+    assert (first.slot, first.step, first.role) == ("blocks.0.down.layer.input", PLANTED, "input")
     assert first.source.startswith("test_stats.py:") and first.saturation > 0.9
-    told = f"the first to saturate: {first.saturation:.2%} of blocks.1.down.layer.input, step {PLANTED} (test_stats.py:"
+    told = f"the first to saturate: {first.saturation:.2%} of blocks.0.down.layer.input, step {PLANTED} (test_stats.py:"
     assert told in str(diverging)
-    history = diverging.of("blocks.1.down.layer.input")
+    history = diverging.of("blocks.0.down.layer.input")
     assert [row.step for row in history] == list(range(PLANTED + 2))
     assert history[PLANTED].amax / history[PLANTED - 1].amax == pytest.approx(1e6, rel=0.5)
     assert history[PLANTED - 1].sqnr > 25 > 1 > history[PLANTED].sqnr
@@ -108,9 +108,9 @@ def test_json_lines_and_their_plot(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == len(diverging.rows)
     assert rows[5] == diverging.to_dicts()[5]
-    assert cli.main(["plot", str(file), "--slots", "blocks.1", "--out", str(picture)]) == 0
+    assert cli.main(["plot", str(file), "--slots", "blocks.0", "--out", str(picture)]) == 0
     drawn = capsys.readouterr().out
-    assert "blocks.1.down.layer.input" in drawn and "blocks.0" not in drawn and drawn.count(",") == plots.MOST - 1
+    assert "blocks.0.down.layer.input" in drawn and "head" not in drawn and drawn.count(",") == plots.MOST - 1
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     file.write_text('{"step": 1}\n')
     assert cli.main(["plot", str(file)]) == 2
@@ -133,10 +133,10 @@ def test_tensorboard(tmp_path: Path, diverging: Stats) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    found = Stats(tuple(diverging.of("blocks.1.down")))
+    found = Stats(tuple(diverging.of("blocks.0.down")))
     with SummaryWriter(str(tmp_path)) as writer:  # type: ignore[no-untyped-call]
         found.to_tensorboard(writer)
     events: Any = EventAccumulator(str(tmp_path)).Reload()
-    read = [(e.step, e.value) for e in events.Scalars("fp8/blocks.1.down.layer.input/saturation")]
+    read = [(e.step, e.value) for e in events.Scalars("fp8/blocks.0.down.layer.input/saturation")]
     assert [step for step, _ in read] == list(range(PLANTED + 2)) and read[PLANTED][1] > 0.9
     assert len(events.Tags()["scalars"]) == 3 * 6

@@ -5,6 +5,7 @@ A change that lowers a number lowers it here, too, and prints the tables of docs
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -29,6 +30,7 @@ STEP = {
 MLP = [4096 * 14336] * 3
 WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
 """Numbers of elements."""
+EACH_STEP = pytest.mark.parametrize("block", ["llama_mlp", pytest.param("llama_block", marks=pytest.mark.variant)])
 
 
 def inspected(block: str, **options: Any) -> Run:
@@ -37,11 +39,10 @@ def inspected(block: str, **options: Any) -> Run:
     return run
 
 
-@pytest.fixture(scope="module")
-def steps() -> dict[str, Run]:
-    """Of each block, with its update."""
-
-    return {block: inspected(block, optimizer="AdamW") for block in STEP}
+@functools.cache
+def step_of(block: str) -> Run:
+    """With its update."""
+    return inspected(block, optimizer="AdamW")
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +75,15 @@ def test_both_orientations_are_stored_16_bytes_at_once(runs: dict[str, Run]) -> 
         assert kernel.compiled.registers <= 128 and kernel.compiled.spilled == 0, kernel
 
 
-@pytest.mark.parametrize("block", STEP)
-def test_traffic_and_launches_of_a_step(steps: dict[str, Run], block: str) -> None:
-    assert around_matmuls(steps[block]) == STEP[block]
+@EACH_STEP
+def test_traffic_and_launches_of_a_step(block: str) -> None:
+    assert around_matmuls(step_of(block)) == STEP[block]
 
 
-@pytest.mark.parametrize("block", STEP)
-def test_a_weight_and_its_state_are_read_once_in_the_update(steps: dict[str, Run], block: str) -> None:
+@EACH_STEP
+def test_a_weight_and_its_state_are_read_once_in_the_update(block: str) -> None:
     """bfloat16 parameter, gradient and moments in; parameter, moments and both FP8 copies out, 8 bytes each way."""
-    update = [k for k in steps[block].kernels if k.graph == "update"]
+    update = [k for k in step_of(block).kernels if k.graph == "update"]
     large = [k for k in update if k.bytes_read >= 2 * min(WEIGHTS[block])]
     assert all("write_weight" in k.what and "quantize e4m3 x 2" in k.what for k in large)
     assert sorted(round(k.bytes_read / 8, -3) for k in large) == sorted(round(n, -3) for n in WEIGHTS[block])
@@ -92,12 +93,10 @@ def test_a_weight_and_its_state_are_read_once_in_the_update(steps: dict[str, Run
     assert sum(k.bytes_moved for k in others) < 2 << 20
 
 
-@pytest.mark.parametrize("block", STEP)
-def test_no_forward_or_backward_reads_a_weight_in_bfloat16(
-    runs: dict[str, Run], steps: dict[str, Run], block: str
-) -> None:
+@EACH_STEP
+def test_no_forward_or_backward_reads_a_weight_in_bfloat16(runs: dict[str, Run], block: str) -> None:
     """What quantizing the weights takes is gone: 2 bytes in and 2 out for each element, and their amaxes."""
-    kernels = [k for k in steps[block].of("triton") if k.graph != "update"]
-    others = [k for k in steps[block].of("extern") if "attention" not in k.name]
+    kernels = [k for k in step_of(block).of("triton") if k.graph != "update"]
+    others = [k for k in step_of(block).of("extern") if "attention" not in k.name]
     now, before = sum(k.bytes_moved for k in (*kernels, *others)), around_matmuls(runs[block])[0]
     assert (before - now) / (4 * sum(WEIGHTS[block])) == pytest.approx(1, rel=1e-3)
