@@ -14,8 +14,8 @@ import readme
 EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
 MARKERS = {"train": "example"}
 """Their names in pages, where that is not their own."""
-COMPILED = ("train", "train_step")
-"""Those that run as they are. Others run op by op behind the passes, which takes no compiler, and prints the same."""
+COMPILED = ("train",)
+"""Runs as it is. Others run op by op behind the passes, which takes no compiler, and prints the same."""
 NOISY = ("divergence", "monitor")
 """Those that print what is measured, in numbers of few digits, in lines that are sorted by it."""
 

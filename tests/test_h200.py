@@ -84,11 +84,13 @@ def test_dry_run_of_single_matmuls(tmp_path: Path) -> None:
         assert ("seconds_bf16" in point) == ("seconds_fp8" in point) == (point["status"] == "ok")
 
 
-def test_dry_run_of_models(tmp_path: Path) -> None:
-    recipes, sections = (
-        ["delayed", "mxfp8", "torchao tensorwise"],
-        ["llama_mlp", "llama_block", "llama_step", "cudagraphs"],
-    )
+@pytest.mark.parametrize(
+    "recipes",
+    [["delayed"], pytest.param(["delayed", "mxfp8", "torchao tensorwise"], marks=pytest.mark.variant)],
+    ids=len,
+)
+def test_dry_run_of_models(recipes: list[str], tmp_path: Path) -> None:
+    sections = ["llama_mlp", "llama_block", "llama_step", "cudagraphs"]
     found = dry_run(tmp_path / "out.json", sections, "--kernels", "--recipes", *recipes)
     mlp, block, steps, graphs = (found[name]["points"] for name in sections)
     hold(mlp, recipes, h200.LAYER)

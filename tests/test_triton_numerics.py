@@ -40,7 +40,12 @@ interpreted = pytest.mark.skipif(
 
 @interpreted
 @pytest.mark.parametrize(
-    ("model", "recipe", "n"), [("block", "delayed", 2), ("block", "rowwise", 1), ("gated", "delayed", 1)]
+    ("model", "recipe", "n"),
+    [
+        ("block", "delayed", 2),
+        ("block", "rowwise", 1),
+        pytest.param("gated", "delayed", 1, marks=pytest.mark.variant),
+    ],
 )
 def test_with_the_rounding_of_single_ops_every_bit_is_that_of_the_graph(model: str, recipe: str, n: int) -> None:
     """bfloat16: outputs, gradients, FP8 operands, scales and the state. Of delayed also a step that uses history."""
