@@ -313,7 +313,8 @@ def test_autocast(where: str, lowering: str) -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_symbolic_batch_compiles_once(lowering: str) -> None:
-    model, twin = make(), make()
+    """Inductor, which takes long, compiles one layer."""
+    model, twin = (make(Block if lowering == "eager" else lambda: nn.Linear(32, 56)) for _ in range(2))
     run, reference = compiled(model, dynamic=True, lowering=lowering), annotated(twin, dynamic=True)
     with verdicts() as report:
         for rows in (16, 19, 7, 32):
@@ -322,8 +323,9 @@ def test_a_symbolic_batch_compiles_once(lowering: str) -> None:
             assert sqnr(expected, y) > 60
             y.square().sum().backward()
             expected.square().sum().backward()
-            assert sqnr(twin.up.weight.grad, model.up.weight.grad) > 25
-    assert (report.graphs, len(report.rewritten)) == (1, 6)
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert sqnr(q.grad, p.grad) > 25
+    assert (report.graphs, len(report.rewritten)) == (1, 6 if lowering == "eager" else 2)
     assert all(isinstance(g.M, str) for g in report.gemms if g.kind == "output")
 
 

@@ -476,7 +476,10 @@ def test_tied_weights() -> None:
     assert_cached_as_uncached(scenario)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["one optimizer", "two optimizers"])
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(False, id="one optimizer", marks=pytest.mark.variant), pytest.param(True, id="two optimizers")],
+)
 def test_merged_weights(split: bool) -> None:
     """One FP8 copy of three parameters, which two updates may write one after the other."""
 
@@ -529,7 +532,10 @@ def test_autocast() -> None:
     assert_cached_as_uncached(scenario)
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=["bfloat16", "float32 masters"])
+@pytest.mark.parametrize(
+    "masters",
+    [pytest.param(False, id="bfloat16", marks=pytest.mark.variant), pytest.param(True, id="float32 masters")],
+)
 def test_bfloat16(masters: bool) -> None:
     """Masters are copied into the model within the step, and that writes the FP8 copies."""
 
@@ -698,7 +704,11 @@ def test_a_teacher_that_follows() -> None:
     assert_cached_as_uncached(scenario)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", None, Schedule({0: None, 2: RECIPE, 4: "dynamic"})], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    ["rowwise", pytest.param(None, marks=pytest.mark.variant), Schedule({0: None, 2: RECIPE, 4: "dynamic"})],
+    ids=str,
+)
 def test_other_recipes(recipe: Any) -> None:
     """Copies are kept under delayed scaling; the others train as well."""
 

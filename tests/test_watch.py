@@ -240,7 +240,7 @@ def test_the_ring_keeps_the_newest_steps() -> None:
     assert not Ring(ring.table).inputs(repeats=True)[0].any()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("dynamic", marks=pytest.mark.variant)])
 def test_in_one_of_three_steps(recipe: str) -> None:
     """Between them runs a graph that has nothing of the monitor, with the same state."""
     options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0, "steps": 7}
