@@ -28,6 +28,7 @@ from fp8pass.hardware import TARGETS
 from fp8pass.pretend import Pretended, fakes, returns
 from fp8pass.slots import SlotGroup, registry
 from tests.asked import answer_all, ask
+from tests.harness import without_caches
 
 
 def pretend(*what: str) -> Any:
@@ -324,4 +325,5 @@ def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
 
 if __name__ == "__main__":
     registry.on_new.append(has_history)
-    answer_all(functools.partial(answer, Pretended(TARGETS["h100"])))
+    with without_caches():
+        answer_all(functools.partial(answer, Pretended(TARGETS["h100"])))
