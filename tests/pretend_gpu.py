@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,27 +91,52 @@ def generated(
     return [graph.code for graph in found]
 
 
-def training_step(gpu: Pretended, recipe: str) -> list[str]:
-    """Forward and backward of a block, with a width that needs padding where that can be."""
+EVALUATED = ("delayed", "rowwise")
+"""Recipes of which evaluation is compiled, too: with state and without."""
+
+
+@dataclass
+class Graph:
+    """What is made of one graph: its code, and what Inductor decides about a CUDA graph of it."""
+
+    code: str
+    decided: dict[str, Any]
+
+
+@functools.cache
+def graphs(gpu: Pretended, what: str) -> list[Graph]:
+    """Return what is made of a block's forward and backward, or of a whole step of it, compiled once for all questions.
+
+    what: a recipe, evaluation comes last then; or "step", for one that is decorated, with its two updates, the first
+    and the one that finds moments in FP8.
+    """
     from tests.models import Block
 
-    blocks = recipe in ("blockwise", "mxfp8")
-    model = Block(512, 1024 if blocks else 1000).bfloat16()
-    x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
-    options = {"recipe": recipe, "min_speedup": 0, "target": "sm_100" if recipe == "mxfp8" else "sm_90", "strict": True}
-    with mock.patch.object(torch.version, "cuda", None):  # blocks need CUDA 12.9, which torch 2.11 may not have
-        return generated(gpu, model, x, **options)
+    found: list[Graph] = []
 
+    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **kwargs: Any) -> Any:
+        names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        generated = gpu.generate(module, inputs, is_backward)
+        found.append(Graph(generated.code, _decided(module, generated.lowering, names, is_backward, **kwargs)))
+        return returns(generated.outputs)
 
-def whole_step(gpu: Pretended) -> list[str]:
-    """A decorated step of a block: forward, backward, and the update that writes FP8 weights and moments."""
-    from tests.models import Block
-
-    model = Block(1024, 2048).bfloat16()
-    x = torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True)
-    with gpu.compiles() as found:
-        _step_twice(model, x, {"min_speedup": 0, "target": "sm_90", "strict": True})
-    return [graph.code for graph in found]
+    blocks = what in ("blockwise", "mxfp8")
+    sizes = (1024, 2048) if what == "step" else (512, 1024 if blocks else 1000)  # a width that needs padding, or not
+    model = Block(*sizes).bfloat16()
+    x = torch.randn(256, sizes[0], dtype=torch.bfloat16, requires_grad=True)
+    target = "sm_100" if what == "mxfp8" else "sm_90"
+    options: dict[str, Any] = {"min_speedup": 0, "target": target, "strict": True, "mode": "reduce-overhead"}
+    with gpu.compiles(inner):
+        if what == "step":
+            _step_twice(model, x, options)
+            return found
+        run = torch.compile(model, backend="fp8pass", options={"recipe": what, **options})
+        with mock.patch.object(torch.version, "cuda", None):  # blocks need CUDA 12.9, which torch 2.11 may not have
+            run(x).sum().backward()
+        if what in EVALUATED:
+            with torch.no_grad():
+                run(x)
+    return found
 
 
 def experts(gpu: Pretended) -> list[str]:
@@ -194,7 +220,7 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts", "inspect"; or a recipe, for forward and backward."""
+    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts", "inspect"; or a recipe."""
     if what == "inspect":
         return inspection(gpu, *of)
     if what == "passes":
@@ -205,8 +231,9 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
         return plain(gpu)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
-    whole = {"rules": rules, "step": whole_step, "experts": experts}
-    codes = whole[what](gpu) if what in whole else training_step(gpu, what)
+    functions = {"rules": rules, "experts": experts}
+    trained = 2 if what in EVALUATED else 4
+    codes = functions[what](gpu) if what in functions else [graph.code for graph in graphs(gpu, what)[:trained]]
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
@@ -216,33 +243,11 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
 
 
 def cudagraphs(gpu: Pretended, what: str) -> list[dict[str, Any]]:
-    """What Inductor decides about CUDA graphs for forward and backward of a training step, and for evaluation.
+    """Return what Inductor decides about CUDA graphs of `graphs`.
 
-    what: a recipe; or "step", for one that is decorated, and its update in place of evaluation. placeholders, mutated
-    and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
+    placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
     """
-    from tests.models import Block
-
-    found: list[dict[str, Any]] = []
-
-    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **kwargs: Any) -> Any:
-        names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
-        generated = gpu.generate(module, inputs, is_backward)
-        found.append(_decided(module, generated.lowering, names, is_backward, **kwargs))
-        return returns(generated.outputs)
-
-    model = Block(64, 128).bfloat16()
-    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-    options: dict[str, Any] = {"min_speedup": 0, "target": "sm_90", "strict": True, "mode": "reduce-overhead"}
-    with gpu.compiles(inner):
-        if what == "step":
-            _step_twice(model, x, options)
-            return found
-        run = torch.compile(model, backend="fp8pass", options={"recipe": what, **options})
-        run(x).sum().backward()
-        with torch.no_grad():
-            run(x)
-    return found
+    return [graph.decided for graph in graphs(gpu, what)]
 
 
 def _step_twice(model: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
