@@ -11,10 +11,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -30,6 +30,9 @@ from fp8pass.pretend import Pretended, fakes, returns
 from fp8pass.slots import SlotGroup, registry
 from tests.asked import answer_all, ask
 from tests.harness import without_caches
+
+if TYPE_CHECKING:
+    from tests.xla_rules import Case
 
 
 def pretend(*what: str) -> Any:
@@ -149,37 +152,42 @@ def experts(gpu: Pretended) -> list[str]:
 
 
 def rules(gpu: Pretended) -> list[str]:
-    """Every case of XLA's rules that runs on a GPU, in one graph."""
+    """Every case of XLA's rules that runs on a GPU, in four graphs; but for epilogues, see `epilogues`."""
     from tests.xla_rules import CASES
 
-    chosen = [c for c in CASES.values() if c.calls and c.target is None and not c.dynamic]
-    functions, inputs = [c.function for c in chosen], [c.inputs for c in chosen]
+    chosen = [c for n, c in CASES.items() if n[0] != "E" and c.calls and c.target is None and not c.dynamic]
+    # in one graph, looking for what to fuse with what takes longer than all else
+    return [code for i in range(4) for code in _together(gpu, chosen[i::4])]
 
+
+def _together(gpu: Pretended, cases: Sequence[Case]) -> list[str]:
     def everything(inputs: list[Any]) -> list[Any]:
-        return [f(*i) for f, i in zip(functions, inputs, strict=True)]
+        return [c.function(*i) for c, i in zip(cases, inputs, strict=True)]
 
-    return generated(gpu, everything, inputs, backward=False, recipe=None, target="sm_90")
+    torch._dynamo.reset()
+    return generated(gpu, everything, [c.inputs for c in cases], backward=False, recipe=None, target="sm_90")
 
 
-def launches_behind(gpu: Pretended) -> dict[str, int]:
-    """For every epilogue of XLA's rules: how many kernels run behind the last matmul; those with an amax also large."""
+def epilogues(gpu: Pretended) -> dict[str, dict[str, Any]]:
+    """What is made of every epilogue of XLA's rules, those with an amax also large; see `epilogue`."""
     from tests.xla_rules import CASES, q
 
-    launches = {}
+    found = {}
     for name, case in CASES.items():
         if name[0] != "E":
             continue
-        launches[name] = _launches_behind(gpu, case.function, *case.inputs)
+        found[name] = epilogue(gpu, case.function, *case.inputs)
         if name[:2] in ("E7", "E8", "E9"):
             large = q(1024, 64), q(64, 1024), *case.inputs[2:]
-            launches[f"{name}, large"] = _launches_behind(gpu, case.function, *large)
-    return launches
+            found[f"{name}, large"] = epilogue(gpu, case.function, *large)
+    return found
 
 
-def _launches_behind(gpu: Pretended, function: Callable[..., Any], *inputs: Any) -> int:
+def epilogue(gpu: Pretended, function: Callable[..., Any], *inputs: Any) -> dict[str, Any]:
+    """Return what `checked` says of the code, and as "behind" how many kernels run behind the last matmul."""
     torch._dynamo.reset()
     (code,) = generated(gpu, function, *inputs, backward=False, recipe=None, target="sm_90")
-    return code.rpartition("extern_kernels._scaled_mm(")[2].count(".run(")
+    return {"behind": code.rpartition("extern_kernels._scaled_mm(")[2].count(".run("), **checked(gpu, [code])}
 
 
 def plain(gpu: Pretended) -> dict[str, list[str]]:
@@ -220,13 +228,13 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "behind", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts", "inspect"; or a recipe."""
+    """What: "epilogues", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts", "inspect"; or a recipe."""
     if what == "inspect":
         return inspection(gpu, *of)
     if what == "passes":
         return passes_behind(gpu)
-    if what == "behind":
-        return launches_behind(gpu)
+    if what == "epilogues":
+        return epilogues(gpu)
     if what == "plain":
         return plain(gpu)
     if what == "cudagraphs":
@@ -234,6 +242,11 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
     functions = {"rules": rules, "experts": experts}
     trained = 2 if what in EVALUATED else 4
     codes = functions[what](gpu) if what in functions else [graph.code for graph in graphs(gpu, what)[:trained]]
+    return checked(gpu, codes)
+
+
+def checked(gpu: Pretended, codes: list[str]) -> dict[str, Any]:
+    """Compile all kernels. Returns how many each graph has, how its matmuls read memory, and what shouldn't be there."""
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
