@@ -36,9 +36,14 @@ def attention() -> tuple[Any, ...]:
     return Attention(8, 2).bfloat16(), _input(2, 128, 256)
 
 
-def large() -> tuple[Any, ...]:
-    """A weight of 2 TB: built and compiled without memory. Prints, which is not to be taken for an answer."""
+def worthwhile() -> tuple[Any, ...]:
+    """So large that FP8 gains something. Prints, which is not to be taken for an answer."""
     print("not JSON")
+    return nn.Linear(8192, 8192, bias=False).bfloat16(), _input(8192, 8192)
+
+
+def large() -> tuple[Any, ...]:
+    """A weight of 2 TB: built and compiled without memory."""
     return nn.Linear(1 << 20, 1 << 20, bias=False, dtype=torch.bfloat16), _input(16, 1 << 20)
 
 

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +41,21 @@ def pretend(*what: str) -> Any:
     return ask("tests.pretend_gpu", *what, PYTHONHASHSEED="0")  # as `inspect` wants it
 
 
-def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Inspection:
-    """`fp8pass.inspector.inspect` for an H100, without a process of its own. run: the one that is made; all by default."""
+@contextlib.contextmanager
+def inspects_there(run: str = "") -> Iterator[None]:
+    """`fp8pass.inspector.inspect` for an H100 has no process of its own. run: the one that is made; all by default."""
 
     def asked(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         request, answer = command[-2:]
         return subprocess.CompletedProcess(command, pretend("inspect", request, answer, run), stderr="")
 
     with mock.patch("fp8pass.inspector.subprocess.run", asked):
+        yield
+
+
+def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Inspection:
+    """Return what `inspect` does, see `inspects_there`."""
+    with inspects_there(run):
         return inspector.inspect(*arguments, **named)
 
 

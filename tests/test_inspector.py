@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect_process import _built, _factory, _Work
 from fp8pass.inspector import Inspection, Kernel, Run, inspect
-from fp8pass.pretend import resources, widths
+from fp8pass.pretend import Pretended, properties, resources, widths
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests import inspected
-from tests.pretend_gpu import inspect_there, pretend
+from tests.pretend_gpu import inspect_there, inspects_there, pretend
 
 H100 = TARGETS["h100"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -28,7 +29,9 @@ ANY_SIZE: dict[str, Any] = {"min_speedup": 0}  # models this small gain nothing
 @pytest.fixture(scope="module")
 def linear() -> Inspection:
     """x: bf16[512, 256], weight: bf16[1024, 256]."""
-    return inspect("tests.inspected:linear", recipe="dynamic", peer="torchao:tensorwise", ptx=True, options=ANY_SIZE)
+    return inspect_there(
+        "tests.inspected:linear", recipe="dynamic", peer="torchao:tensorwise", ptx=True, options=ANY_SIZE
+    )
 
 
 def matmuls(run: Run) -> list[tuple[str, str, int, int]]:
@@ -162,10 +165,20 @@ def test_what_is_no_factory() -> None:
         _built(lambda: (torch.nn.Linear(16, 16, device="meta"), torch.ones(16)))
 
 
-def test_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WITHOUT_TRITON = "inspecting needs Triton, which generates the kernels: pip install triton"
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.backends.compiler", None)
+    with pytest.raises(Fp8Error, match=WITHOUT_TRITON):
+        Pretended(H100)
+
+
+@pytest.mark.variant
+def test_inspect_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "triton.py").write_text("raise ImportError('no triton here')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(Fp8Error, match="inspecting needs Triton, which generates the kernels: pip install triton"):
+    with pytest.raises(Fp8Error, match=WITHOUT_TRITON):
         inspect("tests.inspected:linear")
 
 
@@ -184,16 +197,40 @@ def test_errors_of_torch_are_one_line() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As users run it, with a process of its own.
+
+    Operands are laid out alike on every GPU. cuBLASLt would multiply other layouts on sm_100; torch refuses them: then
+    nothing of this would compile.
+    """
     file = tmp_path / "found.json"
-    assert main(["inspect", "tests.inspected:large", "--target", "h200", "--json", str(file)]) == 0
+    command = ["inspect", "tests.inspected:worthwhile", "--target", "b200", "--recipe", "dynamic", "--json", str(file)]
+    assert main(command) == 0
     printed = capsys.readouterr().out
-    assert "one training step for h200" in printed
+    assert "one training step for b200" in printed
     assert "All times are predictions, not measurements." in printed
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["name"] for run in runs] == ["fp8pass dynamic", "bf16"]
+    gemms = [k["what"] for k in runs[0]["kernels"] if k["kind"] == "gemm"]
+    assert sorted(what.rpartition("] ")[2] for what in gemms) == [
+        "e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise",
+    ]  # fmt: skip
+
+
+def test_a_model_larger_than_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    with inspects_there():
+        assert main(["inspect", "tests.inspected:large", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
     assert "fp8pass: a graph has no matmul in FP8" in printed  # of 16 rows none pays, is the prediction
     assert f"forward   [16, {1 << 20}] x [{1 << 20}, {1 << 20}] bf16 " in printed
     runs = json.loads(file.read_text())["runs"]
     assert [run["name"] for run in runs] == ["fp8pass delayed", "bf16"]
     assert [k["what"] for k in runs[0]["kernels"]] == [k["what"] for k in runs[1]["kernels"]]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_gpu_has_a_size(name: str) -> None:
+    assert properties(TARGETS[name]).multi_processor_count > 100
 
 
 def test_the_command_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,11 +249,3 @@ def test_rows_are_values() -> None:
     assert row.bytes_moved == 7
     run = Run("r", (row, row), 0)
     assert (run.rest_bytes, run.gemm_bytes, run.launches, run.extern_launches) == (14, 0, 2, 0)
-
-
-def test_operands_are_laid_out_alike_on_every_gpu() -> None:
-    """cuBLASLt would multiply other layouts on sm_100; torch refuses them: then nothing of this would compile."""
-    found = inspect("tests.inspected:linear", "b200", "dynamic", options=ANY_SIZE).run("fp8pass dynamic")
-    assert sorted(k.what.rpartition("] ")[2] for k in found.of("gemm")) == [
-        "e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise",
-    ]  # fmt: skip

@@ -30,7 +30,9 @@ STEP = {
 MLP = [4096 * 14336] * 3
 WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
 """Numbers of elements."""
-EACH_STEP = pytest.mark.parametrize("block", ["llama_mlp", pytest.param("llama_block", marks=pytest.mark.variant)])
+
+
+STEPS = ["llama_mlp", pytest.param("llama_block", marks=pytest.mark.variant)]
 
 
 def inspected(block: str, **options: Any) -> Run:
@@ -40,34 +42,33 @@ def inspected(block: str, **options: Any) -> Run:
 
 
 @functools.cache
-def step_of(block: str) -> Run:
-    """With its update."""
+def step(block: str) -> Run:
+    """Return the run of a block with its update."""
     return inspected(block, optimizer="AdamW")
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[str, Run]:
-    """Of each block; the machine code of one."""
-
-    return {block: inspected(block, ptx=block == "llama_mlp") for block in BLOCKS}
+@functools.cache
+def forward_and_backward(block: str) -> Run:
+    """Return the run of a block without an update; with the machine code of one."""
+    return inspected(block, ptx=block == "llama_mlp")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_traffic_and_launches(runs: dict[str, Run], block: str) -> None:
-    assert around_matmuls(runs[block]) == TRAFFIC[block]
+def test_traffic_and_launches(block: str) -> None:
+    assert around_matmuls(forward_and_backward(block)) == TRAFFIC[block]
 
 
-def test_one_launch_ends_the_amaxes_of_two_layers(runs: dict[str, Run]) -> None:
+def test_one_launch_ends_the_amaxes_of_two_layers() -> None:
     """The amaxes of each row or column in; two scales and records out, and the two scales of the next layer."""
-    group = next(k for k in runs["llama_mlp"].kernels if "last stage of amax" in k.what)
+    group = next(k for k in forward_and_backward("llama_mlp").kernels if "last stage of amax" in k.what)
     assert sorted(group.what.split(", ")) == ["last stage of amax", "records", "scales", "scales"]
     assert {"norm", "gate+up"} <= set(group.modules.split(", "))
     assert group.bytes_written == (2 * 2 + 2) * 4
 
 
-def test_both_orientations_are_stored_16_bytes_at_once(runs: dict[str, Run]) -> None:
+def test_both_orientations_are_stored_16_bytes_at_once() -> None:
     """A transposed copy that is scattered has stores of 8 bits: one FP8 number of a thread, each in another sector."""
-    both = [k for k in runs["llama_mlp"].kernels if re.search(r"quantize \w+ x \d", k.what)]
+    both = [k for k in forward_and_backward("llama_mlp").kernels if re.search(r"quantize \w+ x \d", k.what)]
     assert len(both) == 5  # the norm, gate and up, down, and the gradients of the result and of SwiGLU
     for kernel in both:
         assert kernel.compiled is not None
@@ -75,15 +76,15 @@ def test_both_orientations_are_stored_16_bytes_at_once(runs: dict[str, Run]) -> 
         assert kernel.compiled.registers <= 128 and kernel.compiled.spilled == 0, kernel
 
 
-@EACH_STEP
+@pytest.mark.parametrize("block", STEPS)
 def test_traffic_and_launches_of_a_step(block: str) -> None:
-    assert around_matmuls(step_of(block)) == STEP[block]
+    assert around_matmuls(step(block)) == STEP[block]
 
 
-@EACH_STEP
+@pytest.mark.parametrize("block", STEPS)
 def test_a_weight_and_its_state_are_read_once_in_the_update(block: str) -> None:
     """bfloat16 parameter, gradient and moments in; parameter, moments and both FP8 copies out, 8 bytes each way."""
-    update = [k for k in step_of(block).kernels if k.graph == "update"]
+    update = [k for k in step(block).kernels if k.graph == "update"]
     large = [k for k in update if k.bytes_read >= 2 * min(WEIGHTS[block])]
     assert all("write_weight" in k.what and "quantize e4m3 x 2" in k.what for k in large)
     assert sorted(round(k.bytes_read / 8, -3) for k in large) == sorted(round(n, -3) for n in WEIGHTS[block])
@@ -93,10 +94,10 @@ def test_a_weight_and_its_state_are_read_once_in_the_update(block: str) -> None:
     assert sum(k.bytes_moved for k in others) < 2 << 20
 
 
-@EACH_STEP
-def test_no_forward_or_backward_reads_a_weight_in_bfloat16(runs: dict[str, Run], block: str) -> None:
+@pytest.mark.parametrize("block", STEPS)
+def test_no_forward_or_backward_reads_a_weight_in_bfloat16(block: str) -> None:
     """What quantizing the weights takes is gone: 2 bytes in and 2 out for each element, and their amaxes."""
-    kernels = [k for k in step_of(block).of("triton") if k.graph != "update"]
-    others = [k for k in step_of(block).of("extern") if "attention" not in k.name]
-    now, before = sum(k.bytes_moved for k in (*kernels, *others)), around_matmuls(runs[block])[0]
+    kernels = [k for k in step(block).of("triton") if k.graph != "update"]
+    others = [k for k in step(block).of("extern") if "attention" not in k.name]
+    now, before = sum(k.bytes_moved for k in (*kernels, *others)), around_matmuls(forward_and_backward(block))[0]
     assert (before - now) / (4 * sum(WEIGHTS[block])) == pytest.approx(1, rel=1e-3)
