@@ -90,7 +90,7 @@ def outputs(model: nn.Module, run: Callable[..., Tensor], since: int = 2, large:
     return torch.stack(found)
 
 
-def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", **config: Any) -> Bisection:
+def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", max_runs: int = 100, **config: Any) -> Bisection:
     """Bisected: made anew in each run, and compared with high precision."""
 
     def step() -> Tensor:
@@ -99,7 +99,7 @@ def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", **config: Any
 
     model = make(kind)
     wanted = outputs(model, model)
-    return fp8pass.bisect(step, lambda y: float((y - wanted).abs().max()) < 0.1)
+    return fp8pass.bisect(step, lambda y: float((y - wanted).abs().max()) < 0.1, max_runs=max_runs)
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
@@ -167,9 +167,11 @@ def test_one_of_two_calls_of_a_layer(kind: type[Tied]) -> None:
     assert found.cured and found.filter == ["fc"]
 
 
-def test_compiled_by_inductor() -> None:
-    found = faulty(Once, lowering="inductor")
-    assert found.verdict == "numbers" and found.repeated
+@pytest.mark.parametrize("max_runs", [3, pytest.param(100, marks=pytest.mark.variant)])
+def test_compiled_by_inductor(max_runs: int) -> None:
+    """The first run is. With more runs the culprit alone, too, in the last one."""
+    found = faulty(Once, lowering="inductor", max_runs=max_runs)
+    assert found.verdict == "numbers" and (found.repeated or max_runs == 3)
     assert [run.outcome for run in found.runs[:3]] == ["fails", "passes", "fails"]
 
 
