@@ -91,7 +91,7 @@ def outputs(model: nn.Module, run: Callable[..., Tensor], since: int = 2, large:
     return torch.stack(found)
 
 
-def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", **config: Any) -> Bisection:
+def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", max_runs: int = 100, **config: Any) -> Bisection:
     """Bisected: made anew in each run, and compared with high precision."""
 
     def step() -> Tensor:
@@ -100,7 +100,7 @@ def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", **config: Any
 
     model = make(kind)
     wanted = outputs(model, model)
-    return fp8pass.bisect(step, lambda y: float((y - wanted).abs().max()) < 0.1)
+    return fp8pass.bisect(step, lambda y: float((y - wanted).abs().max()) < 0.1, max_runs=max_runs)
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
@@ -176,9 +176,11 @@ def test_calls_of_a_layer_in_one_line_are_counted() -> None:
     assert units_of(node, "other", calls)["output"].ordinal == 0
 
 
-def test_compiled_by_inductor() -> None:
-    found = faulty(Once, lowering="inductor")
-    assert found.verdict == "numbers" and found.repeated
+@pytest.mark.parametrize("max_runs", [3, pytest.param(100, marks=pytest.mark.variant)])
+def test_compiled_by_inductor(max_runs: int) -> None:
+    """The first run is. With more runs the culprit alone, too, in the last one."""
+    found = faulty(Once, lowering="inductor", max_runs=max_runs)
+    assert found.verdict == "numbers" and (found.repeated or max_runs == 3)
     assert [run.outcome for run in found.runs[:3]] == ["fails", "passes", "fails"]
 
 

@@ -433,7 +433,8 @@ class Layers(nn.Module):
     def __init__(self, how: dict[str, Any] | None, nested: bool = False, small: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = (Block(), nn.Linear(32, 32)) if small else (Attention(), Block())
+        self.first: nn.Module = Block() if small else Attention()
+        self.second: nn.Module = nn.Linear(32, 32) if small else Block()
         self.how, self.nested = how, nested
 
     def forward(self, x: Tensor) -> Tensor:

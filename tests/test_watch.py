@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,10 +87,18 @@ class Model(nn.Module):
         return y
 
 
-def test_inductor_counts_as_the_graph_does() -> None:
+def linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(32, 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"), [(linear, 1), pytest.param(lambda: make(Block), 2, marks=pytest.mark.variant)]
+)
+def test_inductor_counts_as_the_graph_does(model: Callable[[], nn.Module], layers: int) -> None:
     options = {"recipe": RECIPES["delayed"], "min_speedup": 0}
-    (_, eager), (_, fused) = (trained(True, lowering=low, **options) for low in ("eager", "inductor"))
-    assert len(eager.rows) == len(fused.rows) == 6 * 4
+    (_, eager), (_, fused) = (trained(True, model(), lowering=low, **options) for low in ("eager", "inductor"))
+    assert len(eager.rows) == len(fused.rows) == 3 * layers * 4
     for a, b in zip(eager.rows, fused.rows, strict=True):
         assert (a.slot, a.step, a.elements, a.nonfinite) == (b.slot, b.step, b.elements, b.nonfinite)
         assert b.amax == pytest.approx(a.amax, rel=1e-4) and b.scale == pytest.approx(a.scale, rel=1e-4)
