@@ -357,11 +357,11 @@ class _Bisector:
                 if len(together) <= MOST_TOGETHER:
                     self._find_operands(together)
             self._find_remedy()
-        first = [c.unit for c in found.culprits[0]]
+        first, runs = [c.unit for c in found.culprits[0]], len(found.runs)
         outcome = self._try(
             f"only {_count(first)} in FP8, as configured, again", again=True, units=first, way="configured"
         )
-        found.repeated = outcome == "fails"
+        found.repeated = outcome == "fails" if len(found.runs) > runs else None
 
     def _without(self) -> str:
         names = self.found.filter or [c.kind for found in self.found.culprits for c in found]
