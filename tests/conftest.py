@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.harness import without_caches
+from tests.torchrun import VARIANTS
 
 TIERS = {
     "ranks": "amax_reduction checkpoints ddp fsdp killed_rank pipelining tensor_parallel",
@@ -72,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "shares_code: what Dynamo has compiled for tests of this file before is used again"
     )
     config.addinivalue_line("markers", "variant: runs with --variants only; a sister of it runs every day")
+    if config.getoption("variants"):
+        os.environ[VARIANTS] = "1"
     for tier in ORDER:
         config.addinivalue_line("markers", f"{tier}: a tier, see tests/conftest.py")
     # pytest listens to each logger that does not propagate, and torch prints every graph where somebody listens to this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import math
@@ -32,6 +33,8 @@ aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
+gc.freeze()  # nor is what is imported looked at again
+atexit.register(gc.unfreeze)  # or bindings of C++ say that it leaks
 
 
 def _not_profiled(*_: Any) -> float:

@@ -120,7 +120,7 @@ def ddp_split() -> Any:
     return {**result, "graphs": report.graphs, "rewritten": len(report.rewritten), "declined": len(report.declined)}
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def ddp_split_through_inductor() -> Any:
     """Losses of both ways to lower it."""
     found = {}
@@ -240,6 +240,7 @@ def test_ddp_splits_the_graph_and_all_of_it_is_rewritten() -> None:
         assert run["rewritten"] == 3 * 6 - 3 and not run["declined"]
 
 
+@pytest.mark.variant
 def test_a_split_graph_runs_through_inductor() -> None:
     for run in ddp_split_through_inductor():
         eager, inductor = run["eager"], run["inductor"]

@@ -239,7 +239,9 @@ def test_every_pass_is_an_artifact_of_torchs_trace() -> None:
 # That it runs
 
 
-@pytest.mark.parametrize("kind", [Block, Checkpointed, Branches, Classifier, ByUser])
+@pytest.mark.parametrize(
+    "kind", [Block, Checkpointed, Branches, pytest.param(Classifier, marks=pytest.mark.variant), ByUser]
+)
 def test_dumps_run_and_agree(kind: Callable[[], nn.Module], tmp_path: Path, of_block: Path) -> None:
     x = torch.randint(0, 48, (16,)) if kind is Classifier else torch.randn(16, 32)
     recipe = None if kind is ByUser else "delayed"

@@ -14,10 +14,9 @@ import readme
 EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
 MARKERS = {"train": "example"}
 """Their names in pages, where that is not their own."""
-COMPILED = ("train",)
-"""Runs as it is. Others run op by op behind the passes, which takes no compiler, and prints the same."""
 NOISY = ("divergence", "monitor")
-"""Those that print what is measured, in numbers of few digits, in lines that are sorted by it."""
+"""Those that print what is measured, in numbers of few digits, in lines that are sorted by it. They are variants: what
+they find is found by test_bisector.py and test_stats.py, too."""
 
 UNCACHED = {
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
@@ -43,11 +42,13 @@ def without_numbers(text: str, name: str) -> list[str]:
     return sorted(lines) if name in NOISY else lines
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.variant] * (name in NOISY)) for name in EXAMPLES]
+)
 def test_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
-    lowering = {} if name in COMPILED else {"FP8PASS_LOWERING": "eager"}
+    """Op by op after the passes, which takes no compiler and prints the same; the gate runs README's, which is train.py, as it is."""
     command = [sys.executable, str(readme.ROOT / "examples" / f"{name}.py")]
-    environment = {**os.environ, "COLUMNS": "120", **UNCACHED, **lowering}
+    environment = {**os.environ, "COLUMNS": "120", "FP8PASS_LOWERING": "eager", **UNCACHED}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert without_numbers(done.stdout, name) == without_numbers(printed_in_page(name), name)

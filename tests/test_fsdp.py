@@ -166,7 +166,7 @@ def in_fp8_through_inductor() -> Any:
     return trained(shard(model), compile_blocks(model, lowering="inductor"))
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def in_fp8_as_a_whole() -> Any:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
@@ -175,7 +175,7 @@ def in_fp8_as_a_whole() -> Any:
     return trained(model, torch.compile(model, backend="fp8pass", options=options))
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def in_fp8_offloaded() -> Any:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
@@ -398,7 +398,13 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [by_blocks, as_a_whole, in_fp8, in_fp8_through_inductor, in_fp8_as_a_whole, in_fp8_offloaded],
+    [
+        by_blocks,
+        as_a_whole,
+        in_fp8,
+        in_fp8_through_inductor,
+        *(pytest.param(how, marks=pytest.mark.variant) for how in (in_fp8_as_a_whole, in_fp8_offloaded)),
+    ],
     ids=lambda f: f.name,
 )
 def test_losses_are_those_of_one_process_and_scales_those_of_all_ranks(how: Any) -> None:

@@ -51,7 +51,10 @@ def dry_run(path: Path, sections: list[str], *options: str) -> dict[str, Any]:
     return found["sections"]
 
 
-def hold(points: list[dict[str, Any]], recipes: list[str], bounds: dict[str, h200.Bounds]) -> None:
+Points = list[dict[str, Any]]
+
+
+def hold(points: Points, recipes: list[str], bounds: dict[str, h200.Bounds]) -> None:
     """Every contender has a point, and is right or says why it is missing; fp8pass runs."""
     assert [p["recipe"] for p in points] == ["bf16", *recipes]
     for point in points:
@@ -67,16 +70,24 @@ def hold(points: list[dict[str, Any]], recipes: list[str], bounds: dict[str, h20
             assert point["matmuls"].endswith("100% of matmul FLOPs (1 graph)") and point["declined"] == []
 
 
-def test_dry_run_of_single_matmuls(tmp_path: Path) -> None:
-    found = dry_run(tmp_path / "out.json", ["gemm", "linear_fwd_bwd", "xla"])
-    gemms, layers, xla = (found[name]["points"] for name in ("gemm", "linear_fwd_bwd", "xla"))
+@pytest.mark.parametrize(
+    "recipes", [OURS[:1], pytest.param([*OURS, *BLOCKS, *PEERS], marks=pytest.mark.variant)], ids=len
+)
+def test_dry_run(recipes: list[str], tmp_path: Path) -> None:
+    matmuls, models = ["gemm", "linear_fwd_bwd", "xla"], ["llama_mlp", "llama_block", "llama_step", "cudagraphs"]
+    found = dry_run(tmp_path / "out.json", [*matmuls, *models], "--kernels", "--recipes", *recipes)
+    hold_matmuls(*(found[name]["points"] for name in matmuls), recipes)
+    hold_models(*(found[name]["points"] for name in models), recipes)
+
+
+def hold_matmuls(gemms: Points, layers: Points, xla: Points, recipes: list[str]) -> None:
     assert [(p["recipe"], p["fast_accum"]) for p in gemms] == [
         (recipe, fast) for recipe in ("tensorwise", "rowwise") for fast in (True, False)
     ]
     of_rows = "ok" if scales_rows(CPU, None) else NO_ROWS
     assert [p["status"] for p in gemms] == ["ok", "ok", of_rows, of_rows]
     assert all(p["op"] == "gemm" and p["sqnr_db"]["output"] > 50 for p in gemms if p["status"] == "ok")
-    hold(layers, [*OURS, *BLOCKS, *PEERS], h200.LINEAR)
+    hold(layers, recipes, h200.LINEAR)
     assert all(p["status"] == "ok" or p["status"].startswith("skipped: ") for p in xla)
     for point in (*gemms, *layers, *xla):
         assert (point["m"], point["k"], point["n"]) == h200.QUICK_SHAPES[0]
@@ -84,19 +95,11 @@ def test_dry_run_of_single_matmuls(tmp_path: Path) -> None:
         assert ("seconds_bf16" in point) == ("seconds_fp8" in point) == (point["status"] == "ok")
 
 
-@pytest.mark.parametrize(
-    "recipes",
-    [["delayed"], pytest.param(["delayed", "mxfp8", "torchao tensorwise"], marks=pytest.mark.variant)],
-    ids=len,
-)
-def test_dry_run_of_models(recipes: list[str], tmp_path: Path) -> None:
-    sections = ["llama_mlp", "llama_block", "llama_step", "cudagraphs"]
-    found = dry_run(tmp_path / "out.json", sections, "--kernels", "--recipes", *recipes)
-    mlp, block, steps, graphs = (found[name]["points"] for name in sections)
+def hold_models(mlp: Points, block: Points, steps: Points, graphs: Points, recipes: list[str]) -> None:
     hold(mlp, recipes, h200.LAYER)
     hold(block, recipes, h200.LAYER)
     hold(steps, recipes, h200.LLAMA)
-    hold(graphs, recipes[:2], h200.LAYER)
+    hold(graphs, [r for r in recipes if r not in PEERS], h200.LAYER)
     for point in mlp:
         assert ("kernels" in point) == (point["status"] == "ok")
         if "kernels" in point:

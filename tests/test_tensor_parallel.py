@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -196,7 +197,7 @@ def sequence_parallel_dynamic() -> Any:
     return traced(model, compiled(model, recipe="dynamic"))
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def sequence_parallel_through_inductor() -> Any:
     model = parallel(make(Model), mesh(), sequence=True)
     return trained(model, compiled(model, lowering="inductor"))
@@ -328,6 +329,10 @@ def test_with_dynamic_scaling_the_parts_have_one_scale() -> None:
 def test_sequence_parallel_is_like_one_process() -> None:
     like_alone(sequence_parallel())
     like_alone(sequence_parallel_dynamic(), "dynamic")
+
+
+@pytest.mark.variant
+def test_sequence_parallel_through_inductor() -> None:
     like_alone(sequence_parallel_through_inductor())
 
 

@@ -56,7 +56,10 @@ RECIPES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+VARIANTS = {r: pytest.param(r, marks=pytest.mark.variant) for r in ("rowwise", "blockwise")}
+
+
+@pytest.mark.parametrize("recipe", [VARIANTS.get(r, r) for r in RECIPES])
 def test_no_number_of_the_model_changes(recipe: str) -> None:
     sizes = (128, 256) if recipe in ("blockwise", "mxfp8") else (32, 56)
     options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}

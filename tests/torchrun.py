@@ -32,13 +32,18 @@ SHARING = ("tests.test_ddp", "tests.test_fsdp", "tests.test_tensor_parallel")
 """Modules whose functions share compiled code."""
 
 
+VARIANTS = "FP8PASS_TEST_VARIANTS"
+"""Is in the environment where variants run: ranks import the functions, too."""
+
+
 class OnRanks:
     """Calls a function on all ranks, and returns the list of what it returned on each."""
 
-    def __init__(self, function: Callable[[], Any], ranks: int) -> None:
+    def __init__(self, function: Callable[[], Any], ranks: int, variant: bool) -> None:
         self.function, self.ranks, self.module = function, ranks, function.__module__
         self.name = f"{self.module}.{function.__name__}"
-        _functions.setdefault(ranks, []).append(self)
+        if not variant or VARIANTS in os.environ:
+            _functions.setdefault(ranks, []).append(self)
 
     def __call__(self) -> list[Any]:
         folder, output = _launch(self.ranks)
@@ -57,9 +62,9 @@ _functions: dict[int, list[OnRanks]] = {}
 """By number of ranks: the functions of all modules that have been imported."""
 
 
-def on_ranks(ranks: int) -> Callable[[Callable[[], Any]], OnRanks]:
-    """Decorate a function that takes nothing: it runs on that many ranks."""
-    return functools.partial(OnRanks, ranks=ranks)
+def on_ranks(ranks: int, variant: bool = False) -> Callable[[Callable[[], Any]], OnRanks]:
+    """Decorate a function that takes nothing: it runs on that many ranks; one that only variants call, with them."""
+    return functools.partial(OnRanks, ranks=ranks, variant=variant)
 
 
 _before: dict[int, list[Callable[[], Any]]] = {}

@@ -288,8 +288,8 @@ def train(
 ) -> list[list[Compared]]:
     """Steps of a model; for each call of a graph, what was compared.
 
-    name: "block", with a bias, an odd width and a residual; "gated"; or "two" layers, large enough for tiles. updates: only those of AdamW, which write FP8
-    weights and moments, and are left out where a gradient isn't finite.
+    name: "block", with a bias, an odd width and a residual; "gated"; or "two" layers, large enough for tiles.
+    updates: only those of AdamW, which write FP8 weights and moments, and are left out where a gradient isn't finite.
     """
     from tests.models import Block
 
