@@ -76,11 +76,11 @@ def hold(points: Points, recipes: list[str], bounds: dict[str, h200.Bounds]) -> 
 def test_dry_run(recipes: list[str], tmp_path: Path) -> None:
     matmuls, models = ["gemm", "linear_fwd_bwd", "xla"], ["llama_mlp", "llama_block", "llama_step", "cudagraphs"]
     found = dry_run(tmp_path / "out.json", [*matmuls, *models], "--kernels", "--recipes", *recipes)
-    hold_matmuls(*(found[name]["points"] for name in matmuls), recipes)
-    hold_models(*(found[name]["points"] for name in models), recipes)
+    hold_matmuls(recipes, *(found[name]["points"] for name in matmuls))
+    hold_models(recipes, *(found[name]["points"] for name in models))
 
 
-def hold_matmuls(gemms: Points, layers: Points, xla: Points, recipes: list[str]) -> None:
+def hold_matmuls(recipes: list[str], gemms: Points, layers: Points, xla: Points) -> None:
     assert [(p["recipe"], p["fast_accum"]) for p in gemms] == [
         (recipe, fast) for recipe in ("tensorwise", "rowwise") for fast in (True, False)
     ]
@@ -95,7 +95,7 @@ def hold_matmuls(gemms: Points, layers: Points, xla: Points, recipes: list[str])
         assert ("seconds_bf16" in point) == ("seconds_fp8" in point) == (point["status"] == "ok")
 
 
-def hold_models(mlp: Points, block: Points, steps: Points, graphs: Points, recipes: list[str]) -> None:
+def hold_models(recipes: list[str], mlp: Points, block: Points, steps: Points, graphs: Points) -> None:
     hold(mlp, recipes, h200.LAYER)
     hold(block, recipes, h200.LAYER)
     hold(steps, recipes, h200.LLAMA)
