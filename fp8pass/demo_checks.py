@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from fp8pass._torch import cache_dir, cpp_compiler
 from fp8pass.config import make_config
 
-PLOT_BYTES, CACHE_BYTES = 1 << 20, 64 << 20
-"""More than the plot takes, and than Inductor writes for the demo's two models."""
+PLOT_BYTES, CACHE_BYTES, TEMPORARY_BYTES = 1 << 20, 64 << 20, 256 << 20
+"""More than the plot takes, than Inductor writes for the demo's two models, and than torch's precompiled header, which
+takes 150 MiB and lies in the temporary folder wherever the cache is."""
 
 
 class Unusable(Exception):
@@ -65,14 +67,18 @@ def _check_compiler() -> None:
 
 def _check_cache() -> None:
     try:
-        folder = cache_dir()
-        free = shutil.disk_usage(folder).free
+        _check_room(cache_dir(), CACHE_BYTES, "TORCHINDUCTOR_CACHE_DIR")
     except OSError as error:
         raise Unusable(f"torch.compile's cache can't be written: {error}; set TORCHINDUCTOR_CACHE_DIR") from error
-    if free < CACHE_BYTES:
+    _check_room(tempfile.gettempdir(), TEMPORARY_BYTES, "TMPDIR")
+
+
+def _check_room(folder: str, needed: int, variable: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
         raise Unusable(
-            f"{free >> 20} MiB are free in {folder}, and compiling needs {CACHE_BYTES >> 20}: "
-            "free some, or set TORCHINDUCTOR_CACHE_DIR to another folder"
+            f"{free >> 20} MiB are free in {folder}, and compiling needs {needed >> 20}: "
+            f"free some, or set {variable} to another folder"
         )
 
 

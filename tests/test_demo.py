@@ -272,12 +272,16 @@ def test_without_a_compiler(
 def test_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     usage = shutil.disk_usage(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 << 20))
-        line = says(patch, capsys, "--out", str(tmp_path / "out"))
-    assert line.startswith(
-        f"3 MiB are free in {tmp_path}/cache, and compiling needs 64: free some, or set TORCHINDUCTOR"
-    )
+    temporary = tempfile.gettempdir()
+    for full, needs, variable in ((f"{tmp_path}/cache", 64, "TORCHINDUCTOR_CACHE_DIR"), (temporary, 256, "TMPDIR")):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                shutil, "disk_usage", lambda of, full=full: usage._replace(free=(3 if of == full else 999) << 20)
+            )
+            line = says(patch, capsys, "--out", str(tmp_path / "out"))
+        assert line.startswith(
+            f"3 MiB are free in {full}, and compiling needs {needs}: free some, or set {variable} to"
+        )
     (tmp_path / "loss.png.part").symlink_to("/dev/full")
     line = says(monkeypatch, capsys, "--out", str(tmp_path))
     assert line == f"--out {tmp_path}: can't be written (No space left on device); name a folder that can"
