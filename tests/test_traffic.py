@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from traffic import BLOCKS, around_matmuls
 
 from fp8pass.inspector import Run
@@ -24,7 +25,8 @@ TRAFFIC = {
 
 # Of a whole step: with the update by AdamW, which writes the FP8 copies of the weights.
 STEP = {
-    "llama_mlp": (5_437_424_274, 22, 1),
+    # 2.11 fuses the shifts of the amax histories with other kernels than newer versions do.
+    "llama_mlp": (5_437_424_304 if torch.__version__.startswith("2.11.") else 5_437_424_274, 22, 1),
     "llama_block": (7_586_563_716, 41, 2),
 }
 MLP = [4096 * 14336] * 3
