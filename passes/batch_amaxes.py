@@ -59,6 +59,16 @@ class Match:
     copy: fx.Node
     slots: list[Slot]
 
+    @property
+    def before(self) -> fx.Node:
+        """Return the running amaxes of the step that the new ones are merged into, f32[F]."""
+        return first(as_node(self.copy.args[1]))
+
+    @property
+    def on_nonfinite(self) -> str:
+        """Return what a record makes of an amax that is NaN or infinite."""
+        return str(as_node(self.copy.args[1]).meta[RECORDED])
+
 
 def match(copy: fx.Node) -> Match | None:
     """The records of a graph; None where not every slot is of the form above, once."""
@@ -109,21 +119,17 @@ class BatchAmaxes:
 
 
 def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
-    """By depth: that of the tensor, or of what it is first multiplied with."""
+    """By depth: that of the tensor, or of what it is first multiplied with.
+
+    So what reads an element of a group first is at that depth or deeper, and nothing that the group is made of is.
+    """
     by_inverse = {s.inverse: s for s in slots}
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         depths[node] = max((depths[n] for n in node.all_input_nodes), default=0) + (node in by_inverse)
     for slot in slots:
         slot.depth = depths[slot.inverse]
-    needed: dict[Slot, int] = {}
-    for slot in slots:
-        partners = [
-            max(by_inverse[n].depth for n in user.all_input_nodes if n in by_inverse)
-            for user in slot.inverse.users
-            if user.target is aten._scaled_mm.default
-        ]
-        needed[slot] = max(slot.depth, min(partners, default=slot.depth))
+    needed = {slot: max(slot.depth, min(depths[user] for user in slot.inverse.users)) for slot in slots}
     found = []
     for depth in sorted(set(needed.values())):
         group = [s for s in slots if needed[s] == depth]
@@ -140,15 +146,12 @@ class _Rewriter:
         for group in groups[1:]:
             self._scales(group)
         amaxes = [self._last_stage(group) for group in groups]
-        ends = [(group[0].index, group[-1].index + 1) for group in groups]
-        if all(end - start == len(group) for (start, end), group in zip(ends, groups, strict=True)):
-            self._record(amaxes, ends)
-        else:  # written by one kernel at the end
-            for amax, group in zip(amaxes, groups, strict=True):
-                for i, slot in enumerate(group):
-                    later = {user for user in slot.whole.users if user > amax}  # what is earlier is dead by now
-                    element = self.build.emit(min(later), aten.select.int, amax, 0, i)
-                    slot.whole.replace_all_uses_with(element, delete_user_cb=later.__contains__)
+        if all(group[-1].index + 1 - group[0].index == len(group) for group in groups):
+            for group, amax in zip(groups, amaxes, strict=True):
+                self._record(group, amax)
+        else:
+            self._record_at_once(groups, amaxes)
+        self.m.copy.graph.erase_node(self.m.copy)
 
     def _scales(self, group: list[Slot]) -> None:
         """Give a group a vector of its own scales, so that the kernels of equal layers are equal: compiled once.
@@ -169,8 +172,11 @@ class _Rewriter:
             scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
 
     def _last_stage(self, group: list[Slot]) -> fx.Node:
-        """The amaxes of a group, f32[n]; what read scales reads elements of one vector."""
-        at = min(user for slot in group for user in slot.inverse.users)
+        """The amaxes of a group, f32[n]; what read scales reads elements of one vector.
+
+        Stands at the end of the graph where only its outputs are read by a backward.
+        """
+        at = min([self.m.copy, *(user for slot in group for user in slot.inverse.users)])
         sources = [slot.partial for slot in group], [slot.scale for slot in group]
         move_before(at, [*sources[0], *sources[1]])
         amax, scale_inv = self.build.inline(at, _last_stage, *sources[0], *sources[1])
@@ -179,17 +185,33 @@ class _Rewriter:
             slot.inverse.replace_all_uses_with(element)
         return amax
 
-    def _record(self, amaxes: list[fx.Node], ends: list[tuple[int, int]]) -> None:
+    def _record(self, group: list[Slot], amax: fx.Node) -> None:
+        """Write the amaxes of a group, whose slots follow one another, into their part of the buffer."""
         copy = self.m.copy
-        amax, merged = first(copy), as_node(copy.args[1])
-        before, on_nonfinite = first(merged), str(merged.meta[RECORDED])
-        for new, (start, end) in zip(amaxes, ends, strict=True):
-            old = self.build.emit(copy, aten.slice.Tensor, before, 0, start, end)
-            (value,) = self.build.inline(copy, lambda a, b: merge_amax(a, b, on_nonfinite), old, new)
-            self.build.emit(
-                copy, aten.copy_.default, self.build.emit(copy, aten.slice.Tensor, amax, 0, start, end), value
-            )
-        copy.graph.erase_node(copy)
+        part = group[0].index, group[-1].index + 1
+        old, into = (self.build.emit(copy, aten.slice.Tensor, x, 0, *part) for x in (self.m.before, first(copy)))
+        self.build.emit(copy, aten.copy_.default, into, self._merged(old, amax))
+
+    def _record_at_once(self, groups: list[list[Slot]], amaxes: list[fx.Node]) -> None:
+        """Write the amaxes of all groups, whose slots alternate, by one kernel at the end.
+
+        It is made anew: the old one may stand before matmuls that need a scale, and so before the amaxes.
+        """
+        copy, elements = self.m.copy, {}
+        for group, amax in zip(groups, amaxes, strict=True):
+            for i, slot in enumerate(group):
+                elements[slot.index] = self.build.emit(copy, aten.select.int, amax, 0, i)
+        in_order = [elements[slot.index] for slot in self.m.slots]
+        self.build.emit(copy, aten.copy_.default, first(copy), self._merged(self.m.before, *in_order))
+
+    def _merged(self, before: fx.Node, *amaxes: fx.Node) -> fx.Node:
+        """The running amaxes f32[n] of the step merged with a vector of new ones, or with n that are to be one."""
+
+        def merge(before: Tensor, *new: Tensor) -> Tensor:
+            return merge_amax(before, torch.stack(new) if new[0].dim() == 0 else new[0], self.m.on_nonfinite)
+
+        (value,) = self.build.inline(self.m.copy, merge, before, *amaxes)
+        return value
 
 
 def _all_as_matrices(graph: fx.Graph) -> int:

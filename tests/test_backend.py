@@ -233,6 +233,29 @@ def test_every_form_of_matmul(form: str) -> None:
         compare(actual, expected, 25 if form == "activations" else 110)
 
 
+class Scores(nn.Module):
+    """Attention's scaled scores, and a layer of two: its gradients are recorded before some of them are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a(x) * 0.5) @ self.b(x).t() @ self.d(self.c(x))
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=VARIANT)])
+def test_gradients_that_are_recorded_before_they_are_used(lowering: str) -> None:
+    model, twin, data = make(Scores), make(Scores), batches(4, 32, 32)
+    ours = list(train(model, compiled(model, strict=True, lowering=lowering), data))
+    for actual, expected in zip(ours, train(twin, annotated(twin), data), strict=True):
+        compare(actual, expected, 25)
+    mine, other = fp8pass.state(model).state_dict(), fp8pass.state(twin).state_dict()
+    assert mine.keys() == other.keys()
+    for key, value in mine.items():
+        torch.testing.assert_close(value, other[key], rtol=0.02, atol=1e-6, msg=key)
+
+
 def linear(n: int, k: int, dtype: torch.dtype = F32) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(k, n, dtype=dtype)
 

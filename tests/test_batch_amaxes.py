@@ -26,21 +26,54 @@ def crossed(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: 
     return _step(x, w, h, v, scales, amaxes, (0, 2, 1, 3))
 
 
+def recorded_early(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as `crossed`, with a record that stands before the second matmul, as a backward has it."""
+    return _step(x, w, h, v, scales, amaxes, (0, 2, 1, 3), early=True)
+
+
+def read_early(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Two layers, of which the second waits for its own weight, too: that is dequantized for what it multiplies."""
+    return _step(x, w, h, v, scales, amaxes, (0, 1, 2, 3), dequantized=True)
+
+
+def returned(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Records of what a forward only quantizes, for the backward: nothing but the output reads the inverse scales."""
+    (h_q, s_h), a_h = _operand(h, scales[0])
+    (v_q, s_v), a_v = _operand(v, scales[1])
+    amaxes.copy_(scaling.merge_amax(amaxes, torch.stack([a_h, a_v, a_h, a_v]), "evict"))
+    return h_q.float() + s_h, v_q.float() + s_v
+
+
+def _operand(t: Tensor, scale: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    amax = scaling.amax(t)
+    return (scaling.quantize(t, scale, E4M3), scaling.inverse_unless_nonfinite(scale, amax)), amax
+
+
 def _step(
-    x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor, order: tuple[int, ...]
+    x: Tensor,
+    w: Tensor,
+    h: Tensor,
+    v: Tensor,
+    scales: Tensor,
+    amaxes: Tensor,
+    order: tuple[int, ...],
+    early: bool = False,
+    dequantized: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    new = []
-
-    def operand(t: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        amax, scale = scaling.amax(t), scales[i]
-        new.append(amax)
-        return scaling.quantize(t, scale, E4M3), scaling.inverse_unless_nonfinite(scale, amax)
-
-    (x_q, s_x), (w_q, s_w) = operand(x, 0), operand(w, 1)
+    (x_q, s_x), a_x = _operand(x, scales[0])
+    (w_q, s_w), a_w = _operand(w, scales[1])
     y = torch._scaled_mm(x_q, w_q.t(), s_x, s_w, out_dtype=BF16)
-    (h_q, s_h), (v_q, s_v) = operand(y * h, 2), operand(v, 3)
+    (v_q, s_v), a_v = _operand(v, scales[3])
+    h = h * (v_q.float() * s_v).sum().to(BF16) if dequantized else h
+    (h_q, s_h), a_h = _operand(y * h, scales[2])
+
+    def merged() -> Tensor:
+        new = torch.stack([(a_x, a_w, a_h, a_v)[i] for i in order])
+        return scaling.merge_amax(amaxes, new, "evict")
+
+    before = merged() if early else None
     z = torch._scaled_mm(h_q, v_q.t(), s_h, s_v, out_dtype=BF16)
-    amaxes.copy_(scaling.merge_amax(amaxes, torch.stack([new[i] for i in order]), "evict"))
+    amaxes.copy_(merged() if before is None else before)
     return y, z
 
 
@@ -85,22 +118,36 @@ def test_same_bits(bad: float | None) -> None:
     module = captured()
     mine, wanted = inputs(bad), inputs(bad)
     apply(module, BatchAmaxes())
-    for got, want in zip((*module(*mine), mine[-1]), (*step(*wanted), wanted[-1]), strict=True):
-        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
-        assert got.isnan().sum() == want.isnan().sum()
+    check_bits(module, step, bad)
+    module(*mine)
     assert mine[-1][1] == (3.0 if bad is not None else max(3.0, float(wanted[1].abs().max())))
 
 
 @pytest.mark.parametrize("bad", [None, float("nan")])
-def test_a_group_of_slots_that_do_not_follow_one_another(bad: float | None) -> None:
+@pytest.mark.parametrize("function", [crossed, recorded_early], ids=lambda f: f.__name__)
+def test_a_group_of_slots_that_do_not_follow_one_another(function: Callable[..., Any], bad: float | None) -> None:
     """A model that is called twice: its first layer has the slots 0 and 2. One record writes them all."""
-    module = captured(crossed)
-    mine, wanted = inputs(bad), inputs(bad)
+    module = captured(function)
     apply(module, BatchAmaxes())
-    module.graph.lint()
     assert count(module, aten.copy_.default) == 1
-    for got, want in zip((*module(*mine), mine[-1]), (*crossed(*wanted), wanted[-1]), strict=True):
+    assert count(module, aten.amax.default) == 4 + 2  # the first stages, and one last stage for each group
+    check_bits(module, function, bad)
+
+
+@pytest.mark.parametrize("function", [read_early, returned], ids=lambda f: f.__name__)
+def test_what_reads_an_inverse_scale_first(function: Callable[..., Any]) -> None:
+    """It may be no matmul, and stand before what the other amaxes of a depth are taken of; or be the output alone."""
+    module = captured(function)
+    apply(module, BatchAmaxes())
+    check_bits(module, function)
+
+
+def check_bits(module: fx.GraphModule, function: Callable[..., Any], bad: float | None = None) -> None:
+    module.graph.lint()
+    mine, wanted = inputs(bad), inputs(bad)
+    for got, want in zip((*module(*mine), mine[-1]), (*function(*wanted), wanted[-1]), strict=True):
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+        assert torch.equal(got.isnan(), want.isnan())
 
 
 def test_what_is_no_record_stays() -> None:
