@@ -21,9 +21,10 @@ dynamically.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +61,7 @@ from fp8pass.passes.spellings import (
     spelling_of,
 )
 from fp8pass.passes.state_inputs import Region, Slot, Weight, cache, freeze, lift_state
+from fp8pass.passes.transforms import VMAP, Transform, transforms
 from fp8pass.recipes import (
     FACTORS,
     KINDS,
@@ -107,16 +109,20 @@ def check(
     training: bool,
     merged: Recipe | None = None,
     experts: bool = False,
+    inside: Sequence[Transform] = (),
 ) -> Call:
     """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had.
 
     merged: the recipe of a call that stands for several, which were checked one by one. experts: whether the second
-    operand is several matrices that are a parameter.
+    operand is several matrices that are a parameter. inside: the function transforms that it is inside of.
     """
     operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
         raise Reject("form", f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
     a, b = (o.meta["example_value"] for o in operands)
+    _check_dtypes(a, b)
+    if inside:
+        _refuse(name, config, a, b, inside)
     _check_operands(a, b)
     if spelling is EINSUM and len(node.args) != 3:
         raise Reject("form", f"einsum of {len(node.args) - 1} operands; write it as products of two")
@@ -182,11 +188,25 @@ def check_speedup(call: Call, device: torch.device, config: Config) -> None:
         )
 
 
+def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Transform]) -> None:
+    """Raise LeftOut or Reject for a matmul inside of function transforms, without a look at sizes but the filter's.
+
+    Under vmap the operands show the sizes of one example, which may be vectors where a matmul of all examples runs.
+    """
+    *rows, k = (_hint(size) for size in (a.shape or (1,)))
+    _recipe_of(name, config, math.prod(rows), k, _hint(b.numel()) // max(k, 1))
+    transform = VMAP if VMAP in inside else inside[0]
+    raise Reject("torch.func", f"inside of {transform.name}, {transform.why}")
+
+
+def _check_dtypes(a: Tensor, b: Tensor) -> None:
+    if a.dtype not in HIGH_PRECISION or b.dtype not in HIGH_PRECISION:
+        types = f"{dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+        raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
+
+
 def _check_operands(a: Tensor, b: Tensor) -> None:
     for operand in (a, b):
-        if operand.dtype not in HIGH_PRECISION:
-            types = f"{dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
-            raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
         if over := sharded.partial_over(operand):
             raise Reject(
                 "partial sum",
@@ -290,9 +310,10 @@ class _Annotator:
         self.merged: dict[fx.Node, Recipe] = {}
         self.calls: Counter[Any] = Counter()
         self.device: torch.device | None = None
+        self.inside: dict[fx.Node, tuple[Transform, ...]] = {}
 
     def run(self) -> Annotation:
-        self._visit_all("")
+        self._visit_all()
         owned = tuple(self.names.owned.values())
         tables = lift_state(self.graph, self.slots, self.regions, owned, self.device, self.config.reduction)
         frozen = freeze(self.graph, tables, self.by_columns)
@@ -303,18 +324,19 @@ class _Annotator:
         positions = [i for i, p in enumerate(self.placeholders) if p in self.names.owned]
         return Annotation(self.module, self.choices, positions, tables, frozen, cached, owned_paths=owned)
 
-    def _visit_all(self, transform: str) -> None:
-        inline(self.module)
-        transform = next(filter(None, map(_function_transform, self.graph.nodes)), transform)
-        if self.config.merge_siblings is not False and not transform:
+    def _visit_all(self, around: tuple[Transform, ...] = ()) -> None:
+        """Annotate `self.graph`. around: the function transforms that it is inside of as a whole."""
+        self.inside = transforms(self.graph, around)
+        inline(self.module, self.inside)
+        if self.config.merge_siblings is not False:
             self._merge_siblings()
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
                 self._list_region(getattr(self.module, str(node.target), None), node)
             elif node.target is CHECKPOINT:
-                self._enter(node, transform)
+                self._enter(node)
             else:
-                self._visit(node, transform)
+                self._visit(node)
 
     def _merge_siblings(self) -> None:
         for family in families(self.graph, self.names, self._sibling):
@@ -325,6 +347,8 @@ class _Annotator:
 
     def _sibling(self, node: fx.Node) -> Sibling | None:
         """A linear layer, if the recipe and the filter take it."""
+        if node in self.inside:
+            return None
         name, _ = self.names.of(node, LINEAR.name, [argument(node, LINEAR.b)])
         try:
             call = check(node, LINEAR, name, self.config, node.meta["example_value"].requires_grad)
@@ -332,7 +356,7 @@ class _Annotator:
             return None  # for a reason that it will be given as itself
         return Sibling(node, call.recipe, call.sizes)
 
-    def _enter(self, call: fx.Node, transform: str) -> None:
+    def _enter(self, call: fx.Node) -> None:
         """Annotate the body of a region of activation checkpointing, as a part of this graph."""
         body = getattr(self.module, str(call.args[0].target))  # type: ignore[union-attr]
         self.regions.append(Region(self.graph, call, body))
@@ -340,14 +364,14 @@ class _Annotator:
         for inner, outer in zip(inputs, call.args[1:], strict=True):
             if isinstance(outer, fx.Node):
                 self.names.alias(inner, outer)
-        around = self.module, self.graph, self.quantized, self.grad_enabled
+        outer = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
         self.module, self.graph, self.quantized = body, body.graph, {}
-        self._visit_all(transform)
-        self.module, self.graph, self.quantized, self.grad_enabled = around
+        self._visit_all(self.inside.get(call, ()))
+        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = outer
         if any(map(mutates, body.graph.nodes)):
             self.quantized.clear()
 
-    def _visit(self, node: fx.Node, transform: str) -> None:
+    def _visit(self, node: fx.Node) -> None:
         if node.target is set_grad_enabled:
             self.grad_enabled = bool(node.args[0])
         if mutates(node):
@@ -361,13 +385,10 @@ class _Annotator:
             return  # quantized by the user: the detector's business
         try:
             merged, experts = self.merged.get(node), self._is_of_experts(node, spelling)
-            call = check(node, spelling, choice.name, self.config, self.grad_enabled, merged, experts)
+            inside = self.inside.get(node, ())
+            call = check(node, spelling, choice.name, self.config, self.grad_enabled, merged, experts, inside)
             choice.predicted_speedup = call.speedup
             check_speedup(call, argument(node, spelling.a).meta["example_value"].device, self.config)
-            if transform:
-                raise Reject(
-                    "torch.func", f"under torch.func ({transform}), which fp8pass does not enter; compile it by itself"
-                )
             self._check_device(node, spelling)
             call = replace(call, recipe=_for_instance(call.recipe, choice.name, bool(self.names.owned)))
         except Reject as reject:
@@ -629,14 +650,6 @@ def _sources(node: fx.Node) -> set[fx.Node]:
         found.update(new)
         todo += new
     return found
-
-
-def _function_transform(node: fx.Node) -> str:
-    name = str(getattr(node.target, "__name__", ""))
-    return name if node.op == "call_function" and name in _TRANSFORMS else ""
-
-
-_TRANSFORMS = {"_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting", "_make_dual"}
 
 
 def _add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> Tensor:

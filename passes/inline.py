@@ -10,6 +10,7 @@ see. They are traced as torch.export does, ahead of autograd, so that what comes
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 COMPOSITES = (F.multi_head_attention_forward,)
 
 
-def inline(module: fx.GraphModule) -> int:
-    """Inline every composite function of Dynamo's graph, in place; returns how many there were."""
-    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in COMPOSITES]
+def inline(module: fx.GraphModule, leave: Container[fx.Node] = ()) -> int:
+    """Inline every composite function of Dynamo's graph, in place, but for some; returns how many there were."""
+    found = (n for n in module.graph.nodes if n.op == "call_function" and n.target in COMPOSITES)
+    calls = [n for n in found if n not in leave]
     for node in calls:
         _inline_call(module.graph, node)
     return len(calls)

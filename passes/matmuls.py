@@ -33,6 +33,7 @@ from fp8pass.passes.patterns import (
     one_number,
     readers,
 )
+from fp8pass.passes.transforms import DERIVED
 from fp8pass.recipes import Kind
 from fp8pass.report import Gemm
 from fp8pass.rewrite import Context
@@ -213,6 +214,8 @@ def _why_unknown(node: fx.Node) -> tuple[str, str]:
     origin = _origin(node)
     if origin == str(node.target):
         return "region", "inside a graph of its own, which fp8pass does not enter; compile its inside by itself"
+    if origin == "_autograd_grad":
+        return "torch.func", f"of a gradient of torch.func, {DERIVED}"
     return "composite", f"comes from {origin}, which fp8pass does not quantize; write it as a matmul"
 
 
