@@ -102,6 +102,9 @@ with required_names():
     FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
     """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
+    INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
+    """What Dynamo calls the body of a `torch.compiler.nested_compile_region` with: (body, its name, *operands)."""
+
     linear = torch._C._nn.linear
     """What `F.linear` is on some versions."""
 

@@ -51,6 +51,7 @@ from fp8pass.pipeline import (
     known_to_caches,
     moments_of,
     real_inputs,
+    unannotated,
     warn_of_slow_matmuls,
     written,
 )
@@ -135,7 +136,7 @@ def _annotated(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
     def examples() -> list[Any]:  # of the annotation as it is by then
         return [*example_inputs, *_fake_state(annotation, example_inputs)]
 
-    annotation = Annotation(module, [], [])
+    annotation = unannotated(module)
     for name, run in dynamo_passes(config):
         with dump.step("dynamo", name, annotation.module, examples) as step:
             annotation, step.applied = run(annotation)

@@ -23,7 +23,7 @@ class Names:
         sources = {p: source_name(p) for p in placeholders}
         parameters = [p for p in placeholders if isinstance(p.meta.get("example_value"), torch.nn.Parameter)]
         owned = parameters or [p for p in placeholders if "._buffers[" in sources[p]]
-        paths = {p: _path(sources[p]) for p in owned}
+        paths = {p: _root_and_path(sources[p]) for p in owned}
         self._keep_root = len({root for root, _ in paths.values()}) > 1
         self.owned = {p: self._join(*path) for p, path in paths.items()}
         self._taken: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class Names:
         """The path of the innermost module that the node is in; "" if that is the root, or of another kind."""
         source, module = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1]
         is_kind = kind is torch.nn.Module or (isinstance(module, type) and issubclass(module, kind))
-        return self._join(*_path(source)) if is_kind else ""
+        return self._join(*_root_and_path(source)) if is_kind else ""
 
     def slot(self, name: str, role: str) -> str:
         """A new slot's name: the role, numbered from the second use of a module in the graph on."""
@@ -105,22 +105,41 @@ def parts_of(slot: str) -> list[str]:
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
 _DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
-"""What `checkpoint_wrapper` puts into paths, and takes out of the names in a state dict."""
+WRAPPERS = ("_checkpoint_wrapped_module",)
+"""What `checkpoint_wrapper` puts into paths. A name does not tell of it."""
+
+Path = tuple[str, ...]
+"""The name of a graph's root, and the names that lead from it to a module or a tensor."""
 
 
-def _path(source: str) -> tuple[str, str]:
-    """("model", "layers.0.up.weight") of "L['model']._modules['layers']._modules['0']..." """
+def path_of(source: str) -> Path:
+    """Return ("model", "layers", "0", "up", "weight") for "L['model']._modules['layers']._modules['0']..." """
     source = _DICT.sub(r".\1", source)
     head = re.match(r"[A-Z]\['([^']+)'\]", source)
     root, rest = (head[1], source[head.end() :]) if head else ("", source)
     steps = (next(filter(None, step)).strip("'\"") for step in _STEP.findall(rest))
-    return root, ".".join(step for step in steps if step != CHECKPOINT_WRAPPER)
+    return root, *(step for step in steps if step not in WRAPPERS)
+
+
+def source_of_path(path: Path) -> str:
+    """Return a source that `path_of` reads as this path."""
+    root, *steps = path
+    return "".join((f"L['{root}']" if root else "", *(f"['{step}']" for step in steps)))
+
+
+def without_wrappers(path: str) -> str:
+    """Return the path, as a module's `named_parameters` has it, without what wrappers put into it."""
+    return ".".join(step for step in path.split(".") if step not in WRAPPERS)
+
+
+def _root_and_path(source: str) -> tuple[str, str]:
+    root, *steps = path_of(source)
+    return root, ".".join(steps)
 
 
 def module_path(source: str) -> str:
     """The path of a module, relative to the graph's root, of its entry in `nn_module_stack`."""
-    return _path(source)[1]
+    return _root_and_path(source)[1]
 
 
 def source_name(placeholder: fx.Node) -> str:

@@ -34,6 +34,7 @@ from fp8pass.passes.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.grouped_mm import GroupedMM
+from fp8pass.passes.inline_regions import inline_regions
 from fp8pass.passes.lift_scale_states import lift_scale_states
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.matmuls import Matmuls
@@ -64,10 +65,15 @@ from fp8pass.verify import verify
 
 def annotated(module: fx.GraphModule, config: Config) -> Annotation:
     """Dynamo's graph with what the recipe inserts, nothing under recipe None, and the states that the user wrote."""
-    annotation = Annotation(module, [], [])
+    annotation = unannotated(module)
     for _, run in dynamo_passes(config):
         annotation, _ = run(annotation)
     return annotation
+
+
+def unannotated(module: fx.GraphModule) -> Annotation:
+    """Return Dynamo's graph as the passes on it begin with it."""
+    return Annotation(inline_regions(module), [], [])
 
 
 def dynamo_passes(config: Config) -> list[tuple[str, Callable[[Annotation], tuple[Annotation, int]]]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8pass import scaling
 from fp8pass.amax_reduction import finish
 from fp8pass.errors import Fp8Error
-from fp8pass.names import CHECKPOINT_WRAPPER, parts_of
+from fp8pass.names import parts_of, without_wrappers
 from fp8pass.slots import PARTS, Entry, SlotGroup, registry
 from fp8pass.tensors import ids_of, named_tensors, unwrapped
 
@@ -253,9 +253,7 @@ def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename |
     paths: dict[int, list[str]] = {}
     if module is not None:
         for path, tensor in named_tensors(module):
-            paths.setdefault(id(tensor), []).append(
-                path.replace(f"{CHECKPOINT_WRAPPER}.", "").replace("_orig_mod.", "")
-            )
+            paths.setdefault(id(tensor), []).append(without_wrappers(path).replace("_orig_mod.", ""))
     renames = [
         _rename(relative, paths[id(mine)]) if id(mine) in paths else None
         for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)

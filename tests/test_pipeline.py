@@ -47,7 +47,7 @@ PASSES = [
 ]
 KERNEL_PASSES = ["split_foreach", "fold_quantizes", "quantize_tiles", "batch_amaxes", "make_once", "emulate_matmuls"]
 
-ON_DYNAMOS_GRAPH = ["annotate", "inline", "lift_scale_states", "merge_siblings", "watch"]
+ON_DYNAMOS_GRAPH = ["annotate", "inline", "inline_regions", "lift_scale_states", "merge_siblings", "watch"]
 ON_UPDATES = ["quantize_moments", "skip_nonfinite", "write_weights"]
 
 
