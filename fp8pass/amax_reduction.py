@@ -106,12 +106,12 @@ class Reducer:
                 "set reduce_amax=False, or give all ranks equally many batches"
             )
         hook = functools.partial(self._in_backward, [weakref.ref(g) for g in groups], may_end)
-        differentiable = _differentiable(result)
-        for x in differentiable:
+        found = differentiable(result)
+        for x in found:
             x.register_hook(hook)  # type: ignore[no-untyped-call]
         for group in groups:
             group.recorded = True
-            group.unreduced |= not differentiable
+            group.unreduced |= not found
 
     # in a step that is compiled, Dynamo would take it for code of the user's
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -271,7 +271,7 @@ class _NotCome(Fp8Error):
     """Not all ranks have come to say which slots they have."""
 
 
-def _differentiable(result: Any) -> list[Tensor]:
+def differentiable(result: Any) -> list[Tensor]:
     """Of what a graph returns, what has a backward."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [x for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -431,7 +431,7 @@ def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., An
         if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
             return result
         # the device that its slots would be on: inputs may come from another
-        device = next((x.device for x in _differentiable(result)), None)
+        device = next((x.device for x in differentiable(result)), None)
         if device is not None and (reducer := reducer_of(reduces, device)) is not None:
             reducer.watch(result, [], may_end=call is None)
         return result

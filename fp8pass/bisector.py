@@ -29,6 +29,7 @@ from torch import Tensor
 from fp8pass import pipeline
 from fp8pass._torch import pytree
 from fp8pass.errors import Fp8Error
+from fp8pass.fields import called_with, whole
 from fp8pass.names import parts_of
 from fp8pass.recipes import FACTORS, DelayedScaling, DynamicScaling, Recipe, Role, RowwiseScaling
 from fp8pass.snapshot import Snapshot
@@ -174,6 +175,11 @@ def _items(of: dict[str, str]) -> str:
     return ", ".join(f"{name!r}: {value!r}" for name, value in of.items())
 
 
+STEP = called_with((), "()")
+CHECK = called_with((None,), "(what step returned) -> bool")
+MAX_RUNS = whole(3, "a number of runs, 3 or more", "3 at least, of which the first two say whether it is FP8")
+
+
 def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *, max_runs: int = 100) -> Bisection:
     """Find the smallest set of matmuls, or the pass, that makes a training step fail.
 
@@ -193,10 +199,12 @@ def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *
     there in all runs. For one process: several would each decide for themselves. Every run is logged by the logger
     "fp8pass.bisect" at INFO.
 
-    Raises Fp8Error if nothing is compiled with fp8pass, and ValueError for max_runs below 3.
+    Raises Fp8Error if nothing is compiled with fp8pass, and ValueError for max_runs below 3, and for a step or a check
+    that is not such a function.
     """
-    if max_runs < 3:
-        raise ValueError(f"max_runs={max_runs}: 3 at least, of which the first two say whether it is FP8")
+    STEP.take("step", step)
+    (CHECK | None).take("check", check)
+    MAX_RUNS.take("max_runs", max_runs)
     return _Bisector(step, check or all_finite, max_runs).run()
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass._torch import pipeline_call
-from fp8pass.amax_reduction import Reducer, finish, reducer_of
+from fp8pass.amax_reduction import Reducer, differentiable, finish, reducer_of
 from fp8pass.annotation import Annotation
+from fp8pass.errors import Fp8Error
 from fp8pass.numerics import Ring
 from fp8pass.slots import SlotGroup, SlotTable, clock, registry
 from fp8pass.static import frozen_weights
@@ -139,6 +140,8 @@ class CompiledGraph:
 
     def _recorded(self, result: Any, groups: Sequence[SlotGroup]) -> Any:
         """`result`, of a forward that has recorded amaxes, and whose backward will."""
+        if any(len(g.tensors.amax_backward) for g in groups):
+            _refuse_second_derivatives(result)
         reduced = [g for g in groups if g.reduces is not None and g.table.training]
         if (reducer := _reducer_of(reduced)) is not None:
             reducer.watch(result, reduced, may_end=pipeline_call() is None)
@@ -217,6 +220,23 @@ class CompiledGraph:
                 )
                 self._for_cold_slots = self._compile_for_cold_slots()
         return self._for_cold_slots
+
+
+def _refuse_second_derivatives(result: Any) -> None:
+    """Have a backward with `create_graph=True` through what a graph returned say why it can't be."""
+    for node in {x.grad_fn for x in differentiable(result)}:
+        assert node is not None
+        node.register_prehook(_check_backward)
+
+
+# in a step that is compiled, Dynamo would take it for code of the user's
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_backward(_: Any) -> None:
+    if torch.is_grad_enabled():
+        raise Fp8Error(
+            "backward(create_graph=True) through a graph with delayed scaling: its backward records amaxes, and torch "
+            "compiles no second derivatives. Compute this loss with the module as it was before torch.compile"
+        )
 
 
 def _reducer_of(groups: Sequence[SlotGroup]) -> Reducer | None:

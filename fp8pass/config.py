@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,8 +12,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8pass._torch import flattened, list_mode_options
+from fp8pass.errors import warn_once
+from fp8pass.fields import (
+    FLAG,
+    PATH,
+    RULE,
+    Checked,
+    Rule,
+    called_with,
+    choose,
+    flag,
+    names,
+    nearest,
+    ratio,
+    several,
+    whole,
+    wrong,
+)
 from fp8pass.hardware import TARGETS
-from fp8pass.recipes import ByModule, DelayedScaling, Plan, Recipe, Schedule, choose, matches, resolve
+from fp8pass.recipes import ByModule, DelayedScaling, Plan, Recipe, Schedule, matches, resolve
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
@@ -21,15 +38,54 @@ OPTIMIZER_STATES = ("off", "fp8")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
 
+def _filter(name: str, value: Any) -> Any:
+    patterns = several(
+        "a function (fqn, M, K, N) -> bool, or patterns of names to leave out, ['head', '*.gate'], or None"
+    )
+    rule = called_with(("", 1, 1, 1), "(fqn, M, K, N)") if callable(value) else patterns
+    return rule.take(name, value)
+
+
+def _monitor(name: str, value: Any) -> Any:
+    patterns = several("True, False, or patterns of slots: ['layers.3', '*.grad_output']")
+    return value if isinstance(value, bool) else patterns.take(name, value)
+
+
+def _parse_monitor(variable: str, text: str) -> Any:
+    is_flag = text.lower() in ("0", "1", "false", "true")
+    return (FLAG if is_flag else _PATTERNS).parsed(variable, text)
+
+
+def _group(name: str, value: Any) -> Any:
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"this rank is not in {name}: pass the group of the ranks that train the same model")
+    if not isinstance(value, ProcessGroup | DeviceMesh | None):
+        raise wrong(name, value, "a torch.distributed.ProcessGroup or DeviceMesh, or None")
+    if isinstance(value, DeviceMesh) and value.ndim > 1 and value.size() < dist.get_world_size():
+        raise ValueError(
+            f"{name} is a mesh of {value.ndim} dimensions and {value.size()} of {dist.get_world_size()} ranks: "
+            "all ranks make its group together, and may not compile together. Pass mesh._flatten(), made before"
+        )
+    return value
+
+
+_PATTERNS = several("")
+FILTER = Rule(_filter, _PATTERNS.parse)
+MONITOR = Rule(_monitor, _parse_monitor)
+GROUP = Rule(_group)
+RECIPE = Rule(lambda name, value: resolve(value, name), lambda _, text: None if text.lower() == "none" else text)
+STEPS = whole(1, "a number of steps, 1 or more")
+
+
 @dataclass(frozen=True)
-class Reduction:
+class Reduction(Checked):
     """Over which ranks amaxes are reduced, and in one of how many steps: see `amax_reduction.py`.
 
     group: None for the default group; a mesh for all of its ranks.
     """
 
-    group: ProcessGroup | DeviceMesh | None = None
-    interval: int = 1
+    group: ProcessGroup | DeviceMesh | None = field(default=None, metadata=GROUP.field)
+    interval: int = field(default=1, metadata=STEPS.field)
 
     def process_group(self) -> ProcessGroup | None:
         """The group; None where it is of one rank, or torch.distributed does not run."""
@@ -44,88 +100,57 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """Options of `torch.compile(model, backend="fp8pass", options={...})`.
 
     Raises ValueError for an unknown field or value, naming the valid ones and the nearest.
     """
 
-    recipe: str | Mapping[str, Any] | Plan | Schedule = "delayed"
+    recipe: str | Mapping[str, Any] | Plan | Schedule = field(default="delayed", metadata=RECIPE.field)
     """A name, a recipe object, a dict {name pattern: recipe or None} of which the first match counts, a `Schedule` of
     such by step, or None: insert nothing, only find the quantize-dequantize that the user wrote."""
-    filter: Filter = None
+    filter: Filter = field(default=None, metadata=(FILTER | None).field)
     """`callable(fqn, M, K, N) -> bool`, true for what to take; or name patterns (`head`, `*.attn.*`) to leave out."""
-    min_speedup: float = 1.0
+    min_speedup: float = field(default=1.0, metadata=ratio(0, "a ratio of times, 0 (no rule) or more").field)
     """A matmul predicted to gain less is declined. 0 turns the rule off. On CPU it applies only with `target`."""
-    merge_siblings: bool | None = None
+    merge_siblings: bool | None = field(default=None, metadata=(flag("True, False or None") | None).field)
     """Linear layers that read one tensor become one matmul, with one scale for all their weights and one for all
     gradients. None: where that is predicted to be faster, which is never on CPU without `target`."""
-    weight_cache: str = "off"
+    weight_cache: str = field(default="off", metadata=names(*WEIGHT_CACHES).field)
     """What is kept of each weight from one optimizer step to the next: "off" nothing, it is quantized in every forward;
     "fp8" its FP8 copy, 1 byte per element; "fp8+transpose" that and the transposed one, 2 bytes. `fp8pass.train_step`
     begins with the last. Only delayed scaling, and matrices."""
-    optimizer_state: str = "off"
+    optimizer_state: str = field(default="off", metadata=names(*OPTIMIZER_STATES).field)
     """"fp8": an optimizer's first moments are kept in e4m3 and its second ones as square roots in float16: 3 bytes in
     the place of 8. Only in `fp8pass.train_step`, for optimizers that are compiled."""
-    skip_nonfinite: bool = False
+    skip_nonfinite: bool = field(default=False, metadata=FLAG.field)
     """An optimizer's step whose gradients hold a NaN or an infinity leaves parameters, moments and FP8 state as they
     were; `TrainStep.skipped` counts. Only for optimizers that are compiled, as `fp8pass.train_step` does it."""
-    monitor: bool | str | Sequence[str] = False
+    monitor: bool | str | Sequence[str] = field(default=False, metadata=MONITOR.field)
     """Count in the graph what quantization does to each tensor, for `fp8pass.stats`: True for all, or name patterns of
     slots (`layers.3`, `*.grad_output`). Where gradients are enabled."""
-    monitor_interval: int = 1
+    monitor_interval: int = field(default=1, metadata=STEPS.field)
     """Count in one of so many steps. In the others runs a graph without the monitor, which is compiled as well."""
-    monitor_steps: int = 128
+    monitor_steps: int = field(default=128, metadata=STEPS.field)
     """How many of the steps that are counted are kept, on the device: 36 bytes for each and each tensor."""
-    reduce_amax: bool = True
+    reduce_amax: bool = field(default=True, metadata=FLAG.field)
     """With torch.distributed: delayed scaling has the same scales on all ranks, by one all-reduce per step. Every rank
     of the group is to train the same model with the same options, or all raise `Fp8Error` in the first step."""
-    reduce_amax_interval: int = 1
+    reduce_amax_interval: int = field(default=1, metadata=STEPS.field)
     """Reduce in one of so many steps, with what the steps between have recorded; until then scales may differ."""
-    amax_group: ProcessGroup | DeviceMesh | None = None
+    amax_group: ProcessGroup | DeviceMesh | None = field(default=None, metadata=GROUP.field)
     """The ranks that share the model: data, sequence and tensor parallel together, of one pipeline stage. A process
     group; a device mesh, for all of its ranks; None for the default group."""
-    strict: bool = False
+    strict: bool = field(default=False, metadata=FLAG.field)
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
-    target: str | None = None
+    target: str | None = field(default=None, metadata=(names(*TARGETS) | None).field)
     """The GPU to decide for ("sm_90", "h200", ...) where it isn't the one that the tensors are on."""
-    mode: str | None = None
+    mode: str | None = field(default=None, metadata=(names(*list_mode_options()) | None).field)
     """One of Inductor's modes, as in `torch.compile(mode=...)`."""
-    lowering: str = "inductor"
+    lowering: str = field(default="inductor", metadata=names(*LOWERINGS).field)
     """"eager" runs the rewritten graphs op by op, to tell a fault of fp8pass from one of Inductor."""
-    dump_dir: str | None = None
+    dump_dir: str | None = field(default=None, metadata=(PATH | None).field)
     """Folder for a dump of every graph before and after every pass."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "recipe", resolve(self.recipe))
-        if isinstance(self.filter, str):
-            object.__setattr__(self, "filter", (self.filter,))
-        if not isinstance(self.monitor, bool):
-            patterns = (self.monitor,) if isinstance(self.monitor, str) else tuple(self.monitor)
-            object.__setattr__(self, "monitor", patterns)
-        group: Any = self.amax_group
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("this rank is not in amax_group: pass the group of the ranks that train the same model")
-        if not isinstance(group, ProcessGroup | DeviceMesh | None):
-            kind = type(group).__name__
-            raise ValueError(f"amax_group is a {kind}: pass a torch.distributed.ProcessGroup or DeviceMesh, or None")
-        if isinstance(group, DeviceMesh) and group.ndim > 1 and group.size() < dist.get_world_size():
-            raise ValueError(
-                f"amax_group is a mesh of {group.ndim} dimensions and {group.size()} of {dist.get_world_size()} ranks: "
-                "all ranks make its group together, and may not compile together. Pass mesh._flatten(), made before"
-            )
-        for name in ("monitor_interval", "monitor_steps", "reduce_amax_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a number of steps, 1 or more")
-        if self.mode is not None:
-            choose("mode", self.mode, tuple(list_mode_options()))
-        choose("lowering", self.lowering, LOWERINGS)
-        choose("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
-        choose("weight_cache", self.weight_cache, WEIGHT_CACHES)
-        if self.target is not None:
-            choose("target", self.target, tuple(TARGETS))
-        if not self.min_speedup >= 0:
-            raise ValueError(f"min_speedup={self.min_speedup}: a ratio of times, 0 (no rule) or more")
 
     @property
     def caches_weights(self) -> bool:
@@ -191,10 +216,21 @@ class Config:
 
 
 _FIELDS = tuple(f.name for f in fields(Config))
+_VARIABLES = {f"FP8PASS_{f.name.upper()}": f for f in fields(Config) if f.metadata[RULE].parse is not None}
+_VARIABLES["FP8PASS_DUMP"] = _VARIABLES["FP8PASS_DUMP_DIR"]
+_OF_TESTS = "FP8PASS_TEST_"
+"""What variables begin with that are not the user's."""
 
 
-def make_config(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
-    """The Config for `torch.compile`'s `options` and `mode`: explicit options over FP8PASS_* over the defaults."""
+def make_config(
+    options: Mapping[str, Any] | None = None, mode: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> Config:
+    """The Config for `torch.compile`'s `options` and `mode`: explicit options over FP8PASS_* over the defaults.
+
+    defaults: those that are not the fields' own. Raises ValueError for what is not valid.
+    """
+    if not isinstance(options, Mapping | None):
+        raise wrong("options", options, "a dict of fields of fp8pass.Config, {'recipe': 'delayed'} say")
     options = dict(options or {})
     if mode is not None:
         options.setdefault("mode", mode)
@@ -202,47 +238,20 @@ def make_config(options: Mapping[str, Any] | None = None, mode: str | None = Non
     for name in options:
         choose("fp8pass option", name, (*_FIELDS, "config"))
     if config is None:
-        return Config(**{**_from_environment(), **options})
+        return Config(**{**(defaults or {}), **_from_environment(), **options})
     if not isinstance(config, Config):
         raise ValueError(f"option 'config' must be a fp8pass.Config, not {type(config).__name__}")
     return replace(config, **options)
 
 
 def _from_environment() -> dict[str, Any]:
+    """Options by FP8PASS_* variables. One that is empty is as good as none."""
     values: dict[str, Any] = {}
-    for name, parse in _PARSERS.items():
-        text = os.environ.get(f"FP8PASS_{name.upper()}")
-        if text is not None:
-            values[name] = parse(text)
-    if (folder := os.environ.get("FP8PASS_DUMP")) is not None:
-        values["dump_dir"] = folder
+    for variable in sorted(v for v in os.environ if v.startswith("FP8PASS_") and not v.startswith(_OF_TESTS)):
+        text, of = os.environ[variable], _VARIABLES.get(variable)
+        if of is None:
+            near = nearest(variable, _VARIABLES, cutoff=0.75) or f"; there are {', '.join(_VARIABLES)}"
+            warn_once(f"fp8pass: the environment variable {variable} is unknown, and ignored{near}")
+        elif text:
+            values[of.name] = of.metadata[RULE].parsed(variable, text)
     return values
-
-
-def _flag(name: str) -> Callable[[str], bool]:
-    def parse(text: str) -> bool:
-        choose(f"FP8PASS_{name.upper()}", text, ("0", "1"))
-        return text == "1"
-
-    return parse
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "recipe": lambda text: None if text.lower() == "none" else text,
-    "filter": lambda text: tuple(text.split(",")),
-    "min_speedup": float,
-    "merge_siblings": _flag("merge_siblings"),
-    "weight_cache": str,
-    "optimizer_state": str,
-    "skip_nonfinite": _flag("skip_nonfinite"),
-    "reduce_amax": _flag("reduce_amax"),
-    "reduce_amax_interval": int,
-    "monitor": lambda text: text == "1" if text in ("0", "1") else tuple(text.split(",")),
-    "monitor_interval": int,
-    "monitor_steps": int,
-    "strict": _flag("strict"),
-    "target": str,
-    "mode": str,
-    "lowering": str,
-    "dump_dir": str,
-}

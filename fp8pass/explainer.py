@@ -36,7 +36,14 @@ def explain(
 
     Raises Fp8Error where Dynamo, AOTAutograd, Inductor or, under `Config(strict=True)`, fp8pass can't go on. It names
     the user's line, as far as that is known, has torch's error as its cause, and what was known by then as `report`.
+    Raises TypeError for what can't be called, and for a `config` that is not a `Config`.
     """
+    if not callable(function):
+        raise TypeError(
+            f"explain() takes a module or a function, and then its arguments, not {type(function).__name__}"
+        )
+    if not isinstance(config, Config | None):
+        raise TypeError(f"config is {config!r}: pass fp8pass.Config(recipe=...), say")
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     compiled = torch.compile(function, backend=explain_only(config or make_config()))
     report = Report()

@@ -29,10 +29,19 @@ from torch.distributed.tensor import DTensor
 from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers, make_wrapper_subclass, pytree
 from fp8pass.errors import Fp8Error
+from fp8pass.fields import Rule, called_with, several
 from fp8pass.recipes import matches
 from fp8pass.sharded import amax_over, on_part, part_of
 
 aten = torch.ops.aten
+
+
+def _filter(name: str, value: Any) -> Any:
+    patterns = several("a function (fqn) -> bool, or patterns of names to leave out, ['head', 'layers.0.*']")
+    return (called_with(("",), "(fqn)") if callable(value) else patterns).take(name, value)
+
+
+FILTER = Rule(_filter)
 
 
 def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[str], bool] = ()) -> list[str]:  # noqa: A002
@@ -45,6 +54,9 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
     Of a weight that tensor parallel divides, before this is called, each part has its own. Raises Fp8Error for a model
     that is sharded already; the first forward does, where `shard_placement_fn` divides such a weight by columns.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"enable_fp8_all_gather() takes a module, not {type(model).__name__}")
+    filter = FILTER.take("filter", filter)  # noqa: A001
     chosen = {}
     for name, module in model.named_modules():
         takes = filter(name) if callable(filter) else not any(matches(name, pattern) for pattern in filter)

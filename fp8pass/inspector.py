@@ -18,8 +18,8 @@ from typing import Any
 
 from fp8pass.config import make_config
 from fp8pass.errors import Fp8Error
+from fp8pass.fields import choose
 from fp8pass.hardware import TARGETS
-from fp8pass.recipes import choose
 
 OPTIMIZERS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 PEERS = ("torchao:tensorwise", "torchao:rowwise", "torchao:rowwise_with_gw_hp")

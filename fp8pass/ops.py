@@ -388,7 +388,6 @@ class _QDQ(torch.autograd.Function):
         return quantized(x, quantizer, *state)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, *[None] * ctx.n_state
 
@@ -637,8 +636,10 @@ def qdq(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """`dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)` with a straight-through gradient.
 
     x: floating, any shape; scale: f32[] tensor or number; dtype: an FP8 type. Saturates at the format's largest value;
-    NaN stays NaN.
+    NaN stays NaN. Raises TypeError for an `x` or `scale` that is not floating, ValueError for a dtype that is not FP8
+    and for a scale of 0.
     """
+    scaling.check_not_zero(scale)
     return _StaticQDQ.apply(x, scale, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -648,6 +649,5 @@ class _StaticQDQ(torch.autograd.Function):
         return scaling.dequantize(scaling.quantize(x, scale, dtype), 1 / scale, x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, None

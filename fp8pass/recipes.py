@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fp8pass.fields import FLAG, Checked, Rule, called_with, choose, names, plain, several, whole, wrong
 from fp8pass.scaling import E4M3, E5M2
 
 Role = Literal["input", "weight", "grad_output"]
@@ -24,17 +25,80 @@ FACTORS: dict[Kind, tuple[Role, Role]] = {
 KINDS: tuple[Kind, ...] = tuple(FACTORS)
 
 
-def choose(what: str, value: object, valid: tuple[str, ...]) -> None:
-    """Raise ValueError, listing the valid names and the nearest one, unless `value` is one of `valid`."""
-    if value in valid:
-        return
-    near = difflib.get_close_matches(str(value), valid, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(map(repr, valid))}{hint}")
+def _matmuls(name: str, value: Any) -> tuple[str, ...]:
+    found: tuple[str, ...] = several(f"one or several of {', '.join(map(repr, KINDS))}").take(name, value)
+    for kind in found:
+        choose(f"matmul in {name}", kind, KINDS)
+    return found
+
+
+MATMULS = Rule(_matmuls)
+
+
+def _fp8_format(name: str, value: Any) -> Any:
+    if value == "e5m2":
+        raise ValueError(
+            "fp8_format='e5m2': no GPU multiplies e5m2 by e5m2, and 2 bits of mantissa are too few for weights; "
+            "choose 'hybrid' (e5m2 for gradients only) or 'e4m3'"
+        )
+    choose(name, value, ("hybrid", "e4m3"))
+    return value
+
+
+FP8_FORMAT = Rule(_fp8_format)
+
+
+def _compute_algo(name: str, value: Any) -> Any:
+    if not callable(value):
+        choose(name, value, ("max", "most_recent"))
+        return value
+    called_with((torch.ones(4, device="cpu"),), "(f32[H]) -> f32[]").take(name, value)
+    return value
+
+
+COMPUTE_ALGO = Rule(_compute_algo)
+
+
+def _scales(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise wrong(name, value, "a dict {slot: scale}, as fp8pass.calibrate(model, batches) returns it")
+    return {slot: _scale(slot, scale) for slot, scale in value.items()}
+
+
+def _scale(slot: Any, scale: Any) -> float:
+    if not isinstance(slot, str):
+        raise ValueError(f"slot {slot!r} of a scale: must be a name, 'layers.0.up.input' say")
+    number = scale.detach().reshape(-1)[0].item() if isinstance(scale, Tensor) and scale.numel() == 1 else plain(scale)
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ValueError(f"scale {scale!r} of {slot!r}: it must be a number, or a tensor of one")
+    if not 0 < (number := float(number)) < float("inf"):
+        raise ValueError(
+            f"scale {number} of {slot!r}: it must be finite and above 0; calibrate on data that reaches it"
+        )
+    return number
+
+
+SCALES = Rule(_scales)
+
+
+def _rules(name: str, value: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    valid = "pairs (name pattern, recipe), at least one; or write recipe={name pattern: recipe}"
+    if not isinstance(value, (tuple, list)) or not value or not all(isinstance(x, (tuple, list)) for x in value):
+        raise wrong(name, value, valid)
+    if any(len(pair) != 2 or not isinstance(pair[0], str) for pair in value):
+        raise wrong(name, value, valid)
+    found = tuple((pattern, resolve(recipe)) for pattern, recipe in value)
+    for pattern, recipe in found:
+        if isinstance(recipe, (ByModule, Schedule)):
+            raise ValueError(f"the recipe of {pattern!r} must be one recipe, not {type(recipe).__name__}")
+    return found  # type: ignore[return-value]
+
+
+RULES = Rule(_rules)
 
 
 @dataclass(frozen=True, repr=False)
-class Recipe:
+class Recipe(Checked):
     """Common to all recipes: which of the matmuls "output", "grad_input" and "grad_weight" are done how.
 
     high_precision: those that stay as they are. fast_accum: those that use fast accumulation (`use_fast_accum`), with
@@ -42,16 +106,8 @@ class Recipe:
     name that is none of the three.
     """
 
-    high_precision: tuple[str, ...] = field(default=(), kw_only=True)
-    fast_accum: tuple[str, ...] = field(default=("output",), kw_only=True)
-
-    def __post_init__(self) -> None:
-        for name in ("high_precision", "fast_accum"):
-            value = getattr(self, name)
-            kinds = (value,) if isinstance(value, str) else tuple(value)
-            for kind in kinds:
-                choose(f"matmul in {name}", kind, get_args(Kind))
-            object.__setattr__(self, name, kinds)
+    high_precision: tuple[str, ...] = field(default=(), kw_only=True, metadata=MATMULS.field)
+    fast_accum: tuple[str, ...] = field(default=("output",), kw_only=True, metadata=MATMULS.field)
 
     def __repr__(self) -> str:
         """What differs from the defaults. Valid Python even where that is a function: graphs are printed with it."""
@@ -73,16 +129,7 @@ class Recipe:
 class TensorwiseRecipe(Recipe):
     """One scale per tensor, the same in all matmuls. `fp8_format`: "hybrid" (gradients in e5m2) or "e4m3"."""
 
-    fp8_format: str = "hybrid"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fp8_format == "e5m2":
-            raise ValueError(
-                "fp8_format='e5m2': no GPU multiplies e5m2 by e5m2, and 2 bits of mantissa are too few for weights; "
-                "choose 'hybrid' (e5m2 for gradients only) or 'e4m3'"
-            )
-        choose("fp8_format", self.fp8_format, ("hybrid", "e4m3"))
+    fp8_format: str = field(default="hybrid", metadata=FP8_FORMAT.field)
 
     def dtype(self, role: Role) -> torch.dtype:
         """The FP8 type that operands of this role are stored in."""
@@ -96,7 +143,7 @@ class DynamicScaling(TensorwiseRecipe):
     `power_of_2` rounds the scale down to a power of two, so that scaling itself rounds nothing.
     """
 
-    power_of_2: bool = False
+    power_of_2: bool = field(default=False, metadata=FLAG.field)
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,22 +156,17 @@ class DelayedScaling(TensorwiseRecipe):
     Raises ValueError for a history of no steps, a negative margin, and names that do not exist.
     """
 
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    margin: int = 0
-    on_nonfinite: str = "evict"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len={self.amax_history_len}: at least one step must be remembered")
-        if self.margin < 0:
-            raise ValueError(
-                f"margin={self.margin}: a negative one makes the largest values overflow; 0 leaves no room"
-            )
-        if not callable(self.amax_compute_algo):
-            choose("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        choose("on_nonfinite", self.on_nonfinite, ("evict", "skip", "freeze"))
+    amax_history_len: int = field(
+        default=1024, metadata=whole(1, "a number of steps, 1 or more", "at least one step must be remembered").field
+    )
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = field(default="max", metadata=COMPUTE_ALGO.field)
+    margin: int = field(
+        default=0,
+        metadata=whole(
+            0, "a whole number, 0 or more", "a negative one makes the largest values overflow; 0 leaves no room"
+        ).field,
+    )
+    on_nonfinite: str = field(default="evict", metadata=names("evict", "skip", "freeze").field)
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +177,7 @@ class RowwiseScaling(Recipe):
     `power_of_2` rounds scales down to powers of two.
     """
 
-    power_of_2: bool = True
+    power_of_2: bool = field(default=True, metadata=FLAG.field)
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,7 +187,7 @@ class BlockwiseScaling(Recipe):
     The 128 elements lie along the dimension that the matmul contracts. `power_of_2` rounds scales down to powers of 2.
     """
 
-    power_of_2: bool = True
+    power_of_2: bool = field(default=True, metadata=FLAG.field)
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,16 +208,7 @@ class StaticScaling(Recipe):
     Raises ValueError for scales that are not finite and positive.
     """
 
-    scales: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "scales", {name: float(scale) for name, scale in self.scales.items()})
-        for name, scale in self.scales.items():
-            if not 0 < scale < float("inf"):
-                raise ValueError(
-                    f"scale {scale} of {name!r}: it must be finite and above 0; calibrate on data that reaches it"
-                )
+    scales: Mapping[str, Any] = field(metadata=SCALES.field)
 
     def __hash__(self) -> int:
         return hash((self.high_precision, self.fast_accum, *sorted(self.scales.items())))
@@ -195,13 +228,13 @@ class Calibration(DelayedScaling):
 
 
 @dataclass(frozen=True)
-class ByModule:
+class ByModule(Checked):
     """Recipes by name pattern, as in `{"layers.*.attn.*": "rowwise", "*": "delayed"}`: the first that matches counts.
 
     rules: (pattern, recipe) in order; None for high precision. What no pattern matches stays in high precision too.
     """
 
-    rules: tuple[tuple[str, Recipe | None], ...]
+    rules: tuple[tuple[str, Recipe | None], ...] = field(metadata=RULES.field)
 
     def of(self, fqn: str) -> tuple[Recipe | None, str]:
         """The recipe of the matmul of this name, and if that is None, why."""
@@ -232,22 +265,31 @@ Plan = Recipe | ByModule | None
 """What `Config.recipe` is resolved to, at one step of the training."""
 
 
-def resolve(recipe: Any) -> Plan | Schedule:
-    """The recipe for a name, an object, a dict of name patterns, or None. Raises ValueError for what does not exist."""
+def resolve(recipe: Any, what: str = "recipe") -> Plan | Schedule:
+    """The recipe for a name, an object, a dict of name patterns, or None. Raises ValueError for what does not exist.
+
+    what: the name of the option, for errors.
+    """
     if recipe is None or (isinstance(recipe, (Recipe, ByModule, Schedule)) and type(recipe) is not Recipe):
         return recipe
     if isinstance(recipe, Mapping):
-        rules = tuple((str(pattern), resolve(value)) for pattern, value in recipe.items())
-        for pattern, value in rules:
-            if isinstance(value, (ByModule, Schedule)):
-                raise ValueError(f"the recipe of {pattern!r} must be one recipe, not {type(value).__name__}")
-        return ByModule(rules)  # type: ignore[arg-type]
+        for pattern in recipe:
+            if not isinstance(pattern, str):
+                raise ValueError(f"recipe={{{pattern!r}: ...}}: keys are patterns of module names, 'layers.*.attn' say")
+        if not recipe:
+            raise ValueError("recipe={}: needs a name pattern, {'*': 'delayed'} say; what none matches stays as it is")
+        return ByModule(tuple(recipe.items()))
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise ValueError(f"recipe={recipe.__name__}: is a class; write {recipe.__name__}(...)")
     if recipe == "static":
         raise ValueError(
             "the static recipe needs scales: StaticScaling(scales), with scales = fp8pass.calibrate(model, batches)"
         )
-    choose("recipe", recipe, tuple(NAMED))
-    return NAMED[str(recipe)]()
+    choose(what, recipe, tuple(NAMED))
+    return NAMED[recipe]()
+
+
+STEP = whole(0, "a schedule's keys are numbers of steps, whole and 0 or more")
 
 
 class Schedule:
@@ -259,7 +301,10 @@ class Schedule:
     """
 
     def __init__(self, phases: Mapping[int, Any]) -> None:
-        resolved = [(int(step), resolve(recipe)) for step, recipe in sorted(phases.items())]
+        if not isinstance(phases, Mapping):
+            raise ValueError(f"Schedule({phases!r}): a dict {{first step: recipe}}, {{0: None, 100: 'delayed'}} say")
+        steps = {STEP.take("step", plain(step)): recipe for step, recipe in phases.items()}
+        resolved = [(step, resolve(recipe)) for step, recipe in sorted(steps.items())]
         if not resolved or resolved[0][0] != 0:
             raise ValueError(f"a schedule says what to do from step 0 on, not only at {sorted(phases)}")
         if any(isinstance(plan, Schedule) for _, plan in resolved):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8pass import ops, scaling
 from fp8pass.recipes import DelayedScaling
@@ -155,14 +154,15 @@ def in_qdq(x: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E4M3) -> T
 
     x: floating, any shape of rank 1 or more, not empty; returns the same shape and dtype. dtype: an FP8 type. A tensor
     that holds NaN or inf becomes NaN throughout. Several uses of a state in one step merge by max. Without gradients
-    enabled nothing is recorded. Raises TypeError for a `state` that is none and ValueError for another dtype.
+    enabled nothing is recorded. Raises TypeError for an `x` that is not floating and a `state` that is not a
+    ScaleState, ValueError for another dtype.
 
     Eager, a step lasts until the first use after a backward through `x`; the result requires a gradient even where `x`
     does not, to learn of that backward. Compiled by fp8pass, each call of a graph is a step, and forwards and backwards
     may come in any order; compiled by other backends it is as eager, and torch raises RuntimeError for a backward that
     has not come before the next forward's.
     """
-    _check(state, dtype)
+    _check(x, state, dtype)
     if not torch.is_grad_enabled():
         return qdq_unrecorded(x, state.scale, state.key, dtype)  # type: ignore[no-any-return]
     anchor = None if x.requires_grad else state._anchor
@@ -177,7 +177,7 @@ def out_qdq(y: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E5M2) -> 
     y: floating, any shape of rank 1 or more, not empty. dtype, state, errors: as for `in_qdq`. The scale is that of the
     step that the forward belongs to; what a backward records counts for the step in which it runs.
     """
-    _check(state, dtype)
+    _check(y, state, dtype)
     if not (torch.is_grad_enabled() and y.requires_grad):
         return y.clone()  # as with gradients, no alias of `y`
     scale = begin_use(*_step(state), state.key, dtype)
@@ -185,11 +185,11 @@ def out_qdq(y: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E5M2) -> 
     return qdq_gradient(y, scale, *arguments)  # type: ignore[no-any-return]
 
 
-def _check(state: object, dtype: torch.dtype) -> None:
+def _check(x: object, state: object, dtype: torch.dtype) -> None:
+    scaling.check_floating(x, "the first argument")
     if not isinstance(state, ScaleState):
         raise TypeError(f"state is a {type(state).__name__}, not a fp8pass.ScaleState")
-    if dtype not in scaling.FP8_DTYPES:
-        raise ValueError(f"dtype is {dtype}: choose one of {', '.join(map(str, scaling.FP8_DTYPES))}")
+    scaling.check_fp8(dtype, scaling.FP8_DTYPES)
 
 
 def _step(state: ScaleState) -> tuple[Tensor, ...]:
@@ -320,7 +320,6 @@ class _EndsStep(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         step_ended, held = ctx.flags
         step_ended.data.logical_or_(held.logical_not())

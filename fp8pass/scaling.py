@@ -24,6 +24,7 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FP8_DTYPES = (E4M3, E5M2)
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 NOTHING = -1.0
 """The running amax of a slot that the step has not used so far."""
@@ -90,18 +91,58 @@ def float_from_e8m0(code: Tensor) -> Tensor:
     return torch.where(code == 255, float("nan"), value)
 
 
+def check_floating(x: object, name: str = "x") -> None:
+    """Raise TypeError unless `x` is a tensor of real floating numbers."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} is {what}: pass a floating tensor, of float32 or bfloat16 say")
+
+
+def check_fp8(dtype: object, valid: tuple[torch.dtype, ...] = (*FP8_DTYPES, *FNUZ_DTYPES)) -> None:
+    """Raise ValueError unless `dtype` is an FP8 type to quantize to."""
+    if dtype not in valid:
+        raise ValueError(f"dtype is {dtype}: choose one of {', '.join(map(str, FP8_DTYPES))}")
+
+
+def check_scale(scale: object, name: str = "scale") -> None:
+    """Raise TypeError unless `scale` is a number or a tensor of real numbers."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor)):
+        raise TypeError(f"{name} is {scale!r}: pass a number or a tensor, f32[] say")
+    if isinstance(scale, Tensor) and not scale.is_floating_point():
+        raise TypeError(f"{name} is {scale.dtype}: pass a float32 tensor or a number")
+
+
+def check_not_zero(scale: object) -> None:
+    """Raise ValueError for the number 0, by which nothing can be divided; tensors are not looked at."""
+    if isinstance(scale, (int, float)) and scale == 0:
+        raise ValueError("scale is 0: pass what x is multiplied with, 448 / x.abs().amax() say")
+
+
 def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """`x * scale` in float32, clamped to the finite range, rounded to nearest even. NaN stays NaN.
 
     x: floating, any shape; scale: f32[] or anything that broadcasts; dtype: an FP8 type. Returns `dtype`, shape of x.
     The clamp is explicit because the cast alone saturates on some torch versions and overflows on others.
+    Raises TypeError for an `x` or `scale` that is not floating, ValueError for a dtype that is not FP8.
     """
+    check_floating(x)
+    check_scale(scale)
+    check_fp8(dtype)
     limit = fp8_max(dtype)
     return (x.float() * scale).clamp(-limit, limit).to(dtype)
 
 
 def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """`x_q * scale_inv` in float32, rounded once to `dtype`. x_q: FP8, any shape; scale_inv: f32[] or broadcastable."""
+    """`x_q * scale_inv` in float32, rounded once to `dtype`. x_q: FP8, any shape; scale_inv: f32[] or broadcastable.
+
+    Raises TypeError for an `x_q` that is not FP8, ValueError for a dtype that is FP8 or not floating.
+    """
+    if not isinstance(x_q, Tensor) or x_q.dtype not in (*FP8_DTYPES, *FNUZ_DTYPES):
+        what = x_q.dtype if isinstance(x_q, Tensor) else type(x_q).__name__
+        raise TypeError(f"x_q is {what}: pass what fp8pass.quantize(x, scale, dtype) returned, a tensor in FP8")
+    check_scale(scale_inv, "scale_inv")
+    if dtype not in HIGH_PRECISION:
+        raise ValueError(f"dtype is {dtype}: choose one of {', '.join(map(str, HIGH_PRECISION))}")
     x = x_q.float() * scale_inv
     # no cast that does nothing: Dynamo of torch 2.11 gives autograd Functions that return one gradients of 0
     return x if x.dtype == dtype else x.to(dtype)
@@ -114,10 +155,10 @@ def cast_to_representable(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.d
     `448 / scale` for e4m3, saturates; NaN stays NaN. With a power of two as scale, FP8 represents the result exactly
     at that scale, and quantizing it again changes nothing: what is left between FP8 and high precision is how sums are
     added up. As the function of this name with which TransformerEngine's FP8 primer tells rounding from accumulation.
-    Raises ValueError for a dtype that is not FP8.
+    Raises as `quantize` does, and ValueError for a scale of 0.
     """
-    if dtype not in FP8_DTYPES:
-        raise ValueError(f"dtype={dtype}: choose one of {', '.join(map(str, FP8_DTYPES))}")
+    check_fp8(dtype, FP8_DTYPES)
+    check_not_zero(scale)
     return dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)
 
 

@@ -33,11 +33,14 @@ def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
 
     batches: each a tensor or a tuple of arguments, or a dict of keyword arguments, of `model`, which is run on them in
     high precision, in the mode (train or eval) that it is in. `scale = 448 / amax` over all batches; NaN and inf are
-    passed over. Raises TypeError for what is no module, ValueError without batches or matmuls.
+    passed over. Raises TypeError for what is not a module, or not a list of batches; ValueError without batches or
+    matmuls.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate() takes a module or a compiled module, not {type(model).__name__}")
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches is a {type(batches).__name__}: pass several in a list, calibrate(model, [x])")
     observer = _Observer(model)
     run = torch.compile(model, backend=observer)
     unlimited = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)

@@ -127,6 +127,10 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     slots: a name pattern; since: steps from this one on, counted from 0. The newest step may still be going on. Waits
     for the device. Raises Fp8Error if nothing of the model is watched, which `monitor=True` at compile time does.
     """
+    if not isinstance(slots, str):
+        raise TypeError(f"slots is {slots!r}: pass a name pattern, 'layers.3' or '*.grad_output' say")
+    if not isinstance(since, int):
+        raise TypeError(f"since is {since!r}: pass the number of a step")
     module = state(model).module
     assert module is not None
     rows: list[SlotStats] = []

@@ -52,8 +52,11 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
     parameters of the model as they were, and for a model on several devices.
     """
     if function is None:
+        make_config(config)  # raises at the line with the options
         return functools.partial(train_step, **config)
-    return TrainStep(function, make_config({"weight_cache": WEIGHT_CACHES[-1], **config}))
+    if not callable(function):
+        raise TypeError(f"train_step takes a function, and options by name: train_step(recipe=...), not {function!r}")
+    return TrainStep(function, make_config(config, defaults={"weight_cache": WEIGHT_CACHES[-1]}))
 
 
 class TrainStep:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fp8pass
-from fp8pass.config import Config, make_config
-from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, Schedule, StaticScaling
+from fp8pass.config import Config, Reduction, make_config
+from fp8pass.fields import RULE
+from fp8pass.recipes import ByModule, DelayedScaling, DynamicScaling, RowwiseScaling, Schedule, StaticScaling
 
 
 def test_defaults() -> None:
@@ -38,11 +43,56 @@ def test_defaults() -> None:
         ({"recipe": fp8pass.recipes.Recipe()}, "unknown recipe"),
         ({"min_speedup": -1}, "min_speedup=-1: a ratio of times"),
         ({"config": "delayed"}, "option 'config' must be a fp8pass.Config, not str"),
+        ({"min_speedup": float("nan")}, "min_speedup=nan: a ratio of times, 0"),
+        ({"min_speedup": True}, "min_speedup=True: a ratio of times, 0"),
+        ({"strict": "false"}, "strict='false': True or False"),
+        ({"strict": 1}, "strict=1: True or False"),
+        ({"merge_siblings": "auto"}, "merge_siblings='auto': True, False or None"),
+        ({"skip_nonfinite": None}, "skip_nonfinite=None: True or False"),
+        ({"reduce_amax": "no"}, "reduce_amax='no': True or False"),
+        ({"reduce_amax_interval": 1.5}, "reduce_amax_interval=1.5: a number of steps, 1 or more"),
+        ({"monitor_interval": 0}, "monitor_interval=0: a number of steps, 1 or more"),
+        ({"monitor_steps": True}, "monitor_steps=True: a number of steps, 1 or more"),
+        ({"monitor": 1}, "monitor=1: True, False, or patterns of slots"),
+        ({"filter": [nn.Linear]}, r"filter=\[<class .*Linear'>\]: a function \(fqn, M, K, N\) -> bool, or patterns"),
+        ({"filter": lambda fqn: True}, r"called as filter\(fqn, M, K, N\): too many positional arguments"),
+        ({"dump_dir": 3}, "dump_dir=3: the path of a folder, or None"),
+        ({"target": 90}, "unknown target 90: choose one of"),
+        ({"mode": True}, "unknown mode True: choose one of"),
+        ({"weight_cache": True}, "unknown weight_cache True: choose one of 'off', 'fp8', 'fp8[+]transpose'"),
+        ({"optimizer_state": None}, "unknown optimizer_state None: choose one of 'off', 'fp8'"),
+        ({"amax_group": 3}, "amax_group=3: a torch.distributed.ProcessGroup or DeviceMesh, or None"),
+        ({"recipe": DelayedScaling}, r"recipe=DelayedScaling: is a class; write DelayedScaling\("),
+        ({"recipe": {}}, r"recipe={}: needs a name pattern, {'\*': 'delayed'} say"),
+        ({"recipe": {nn.Linear: "delayed"}}, "keys are patterns of module names"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(options)
+
+
+def test_each_field_of_options_has_a_rule() -> None:
+    recipes = [
+        r for r in vars(fp8pass.recipes).values() if isinstance(r, type) and issubclass(r, fp8pass.recipes.Recipe)
+    ]
+    for kind in (Config, Reduction, ByModule, *recipes):
+        assert all(RULE in field.metadata for field in fields(kind)), kind
+
+
+def test_numbers_of_numpy_are_as_good_as_pythons() -> None:
+    config = Config(strict=np.True_, min_speedup=np.float32(2), monitor_interval=np.int64(3), dump_dir=Path("x"))
+    kept = config.strict, config.min_speedup, config.monitor_interval, config.dump_dir
+    assert kept == (True, 2.0, 3, "x") and [type(x) for x in kept] == [bool, float, int, str]
+    assert repr(DelayedScaling(margin=np.int32(2))) == "DelayedScaling(margin=2)"
+    assert StaticScaling({"up.input": np.float32(2)}).scales == {"up.input": 2.0}
+
+
+def test_a_config_and_options_that_have_no_such_field() -> None:
+    with pytest.raises(ValueError, match=r"unknown Config field 'recpie': choose one of .*; did you mean 'recipe'\?"):
+        Config(recpie="delayed")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"options='delayed': a dict of fields of fp8pass\.Config"):
+        make_config("delayed")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +114,22 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         (lambda: fp8pass.recipes.resolve({"a.*": {"*": "delayed"}}), "the recipe of 'a.*' must be one recipe"),
         (lambda: Schedule({10: "delayed"}), r"from step 0 on, not only at \[10\]"),
         (lambda: Schedule({0: Schedule({0: None})}), "a schedule within a schedule"),
+        (lambda: Schedule({0: None, 1.5: "delayed"}), "step=1.5: a schedule's keys are numbers of steps, whole"),  # type: ignore[dict-item]
+        (lambda: Schedule({"0": None}), "step='0': a schedule's keys"),  # type: ignore[dict-item]
+        (lambda: Schedule([(0, None)]), r"Schedule\(\[\(0, None\)\]\): a dict {first step: recipe}"),
+        (lambda: DelayedScaling(margin=1.5), "margin=1.5: a whole number, 0 or more"),
+        (
+            lambda: DelayedScaling(amax_history_len="delayed"),
+            "amax_history_len='delayed': a number of steps, 1 or more",
+        ),
+        (lambda: DelayedScaling(amax_compute_algo=lambda: 1), r"called as amax_compute_algo\(f32\[H\]\)"),  # type: ignore[misc]
+        (lambda: RowwiseScaling(power_of_2="no"), "power_of_2='no': True or False"),
+        (lambda: RowwiseScaling(fast_accum=True), "fast_accum=True: one or several of 'output', 'grad_input'"),
+        (lambda: RowwiseScaling(high_precison=()), "unknown RowwiseScaling field 'high_precison'.*'high_precision'"),  # type: ignore[call-arg]
+        (lambda: StaticScaling(3), "scales=3: a dict {slot: scale}, as fp8pass.calibrate"),
+        (lambda: StaticScaling({"up.input": torch.ones(2)}), "of 'up.input': it must be a number, or a tensor of one"),
+        (lambda: StaticScaling({"up.input": True}), "scale True of 'up.input': it must be a number"),
+        (lambda: ByModule({"*": "delayed"}), r"rules={'\*': 'delayed'}: pairs \(name pattern, recipe\)"),
     ],
 )
 def test_wrong_recipes(make: Any, message: str) -> None:
@@ -96,6 +162,27 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8PASS_STRICT", "yes")
     with pytest.raises(ValueError, match="unknown FP8PASS_STRICT 'yes': choose one of '0', '1'"):
         make_config()
+    for text in ("True", "true", "1"):
+        monkeypatch.setenv("FP8PASS_STRICT", text)
+        monkeypatch.setenv("FP8PASS_MONITOR", text)
+        assert make_config().strict is make_config().monitor is True
+    monkeypatch.setenv("FP8PASS_STRICT", "")  # is none
+    assert make_config().strict is False
+    monkeypatch.setenv("FP8PASS_MIN_SPEEDUP", "fast")
+    with pytest.raises(ValueError, match="FP8PASS_MIN_SPEEDUP='fast': a ratio of times"):
+        make_config()
+
+
+def test_an_unknown_variable_is_told_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8PASS_RECPIE", "rowwise")
+    with pytest.warns(UserWarning, match="FP8PASS_RECPIE is unknown, and ignored; did you mean 'FP8PASS_RECIPE'"):
+        make_config()
+
+
+def test_a_variable_comes_before_the_default_of_a_train_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8pass.train_step(print).config.weight_cache == "fp8+transpose"
+    monkeypatch.setenv("FP8PASS_WEIGHT_CACHE", "off")
+    assert fp8pass.train_step(print).config.weight_cache == "off"
 
 
 @pytest.mark.parametrize(
