@@ -12,11 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8pass._torch import flattened, list_mode_options
+from fp8pass.errors import Fp8Error, first_line
 from fp8pass.hardware import TARGETS
 from fp8pass.recipes import ByModule, DelayedScaling, Plan, Recipe, Schedule, choose, matches, resolve
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
+ON_FAULT = ("warn", "raise")
 OPTIMIZER_STATES = ("off", "fp8")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
@@ -87,6 +89,9 @@ class Config:
     group; a device mesh, for all of its ranks; None for the default group."""
     strict: bool = False
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
+    on_fault: str = "warn"
+    """What a fault of fp8pass itself does, in a pass say: "warn" compiles the graph without what failed, and says so;
+    "raise" raises `Fp8Error`, as `strict` does."""
     target: str | None = None
     """The GPU to decide for ("sm_90", "h200", ...) where it isn't the one that the tensors are on."""
     mode: str | None = None
@@ -120,6 +125,7 @@ class Config:
         if self.mode is not None:
             choose("mode", self.mode, tuple(list_mode_options()))
         choose("lowering", self.lowering, LOWERINGS)
+        choose("on_fault", self.on_fault, ON_FAULT)
         choose("optimizer_state", self.optimizer_state, OPTIMIZER_STATES)
         choose("weight_cache", self.weight_cache, WEIGHT_CACHES)
         if self.target is not None:
@@ -157,9 +163,17 @@ class Config:
         if self.filter is None:
             return ""
         if callable(self.filter):
-            return "" if self.filter(fqn, m, k, n) else f"filter({fqn!r}, {m}, {k}, {n}) is false"
+            return "" if self._filtered(fqn, m, k, n) else f"filter({fqn!r}, {m}, {k}, {n}) is false"
         hit = next((p for p in self.filter if matches(fqn, p)), None)
         return f"{fqn!r} matches the filter's pattern {hit!r}" if hit else ""
+
+    def _filtered(self, *matmul: Any) -> Any:
+        assert callable(self.filter)
+        try:
+            return self.filter(*matmul)
+        except Exception as error:
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise Fp8Error(f"filter({', '.join(map(repr, matmul))}) raised {what}. Mend the function") from error
 
     def recipe_of(self, fqn: str) -> tuple[Recipe | None, str]:
         """The recipe of the matmul of this name, and if it has none, why. Not for schedules: see `at_step`."""
@@ -241,6 +255,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "monitor_interval": int,
     "monitor_steps": int,
     "strict": _flag("strict"),
+    "on_fault": str,
     "target": str,
     "mode": str,
     "lowering": str,
