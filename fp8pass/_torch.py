@@ -28,7 +28,7 @@ with required_names():
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import device_interface
     from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.utils import counters, get_metrics_context
     from torch._functorch import config as functorch_config
@@ -406,7 +406,9 @@ __all__ = [
     "OpOverloadPacket",
     "PipelineCall",
     "Pointwise",
+    "RestartAnalysis",
     "SchedulerNode",
+    "SkipFrame",
     "Store",
     "TensorBox",
     "TorchDispatchMode",

@@ -249,7 +249,7 @@ class Reducer:
         """Make sure that all ranks have the same slots, in the same order. Raises Fp8Error if not."""
         try:
             self._compare(process_group, groups)
-        except _NotCome:
+        except NotCome:
             raise
         except Fp8Error:
             gc.collect()  # a model that is gone may not be gone everywhere
@@ -267,7 +267,7 @@ class Reducer:
         compare(process_group, f"{self._device.type}/{self._number}/{self._agreements}", layout, limit)
 
 
-class _NotCome(Fp8Error):
+class NotCome(Fp8Error):
     """Not all ranks have come to say which slots they have."""
 
 
@@ -284,10 +284,17 @@ def _amaxes(group: SlotGroup, interval: int) -> list[Tensor]:
     return [t.amax_forward, t.amax_weights, t.amax_backward, *t.amax_history[: interval - 1].unbind(0)]
 
 
-def compare(process_group: dist.ProcessGroup, name: str, layout: Any, limit: timedelta) -> None:
+def compare(
+    process_group: dist.ProcessGroup,
+    name: str,
+    layout: Any,
+    limit: timedelta,
+    difference: Callable[[Sequence[Any]], str] | None = None,
+) -> None:
     """Raise Fp8Error, on every rank, if the ranks have different layouts: [[names of slots, recipe, ..., stage], ...].
 
-    name: of the meeting, the same on all ranks. limit: of the time that it may take. Asks no collective of them, which
+    name: of the meeting, the same on all ranks. limit: of the time that it may take. difference: tells what is
+    different, if it is about something else than slots. Asks no collective of them, which
     would hang if one did not come.
     """
     text = json.dumps(layout)
@@ -306,11 +313,11 @@ def compare(process_group: dist.ProcessGroup, name: str, layout: Any, limit: tim
     digests = json.loads(store.get("digests"))
     if len(set(digests)) > 1:
         layouts = {d: json.loads(store.get(d)) for d in dict.fromkeys(digests)}
-        raise Fp8Error(_difference([layouts[d] for d in digests]))
+        raise Fp8Error((difference or _difference)([layouts[d] for d in digests]))
 
 
 def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
-    """Until all ranks are here; no longer than `limit` seconds. Raises _NotCome that names those that are not."""
+    """Until all ranks are here; no longer than `limit` seconds. Raises NotCome that names those that are not."""
     begin = time.monotonic()
     warned = False
     while True:
@@ -324,7 +331,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
             waited = time.monotonic() - begin
             if waited >= limit:
                 store.set("gone", str(rank))
-                raise _NotCome(
+                raise NotCome(
                     f"rank {rank} has waited {waited:.0f} s for {_ranks(absent)} to say which FP8 slots they have. Do "
                     "they train the same model, compiled with fp8pass? If only some ranks do, pass their group or mesh "
                     "as amax_group, or reduce_amax=False"
@@ -334,7 +341,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
             warned = True
     if store.check(["gone"]):
         gone = store.get("gone").decode()
-        raise _NotCome(f"rank {gone} has waited for rank {rank} to say which FP8 slots it has, and has given up")
+        raise NotCome(f"rank {gone} has waited for rank {rank} to say which FP8 slots it has, and has given up")
 
 
 def _difference(layouts: Sequence[Any]) -> str:

@@ -36,6 +36,8 @@ from fp8pass.choices import with_choices
 from fp8pass.compiled_graph import CompiledGraph, VaryingGraph
 from fp8pass.config import Config, make_config
 from fp8pass.dump import Dump
+from fp8pass.errors import faults_of
+from fp8pass.faults import FIRST, Attempt, Later, fall_back, left_out
 from fp8pass.names import Names
 from fp8pass.numerics import Ring
 from fp8pass.partition import Partition
@@ -57,10 +59,10 @@ from fp8pass.pipeline import (
 )
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
-from fp8pass.slots import SlotTable
+from fp8pass.slots import SlotTable, registry
 from fp8pass.static import frozen_example
 from fp8pass.update_graph import UpdateGraph
-from fp8pass.updates import Place, UpdateKey
+from fp8pass.updates import Moment, Place, UpdateKey
 from fp8pass.weights import cached_example
 
 log = logging.getLogger(__name__)
@@ -86,36 +88,104 @@ def fp8pass(
 
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's; returns what Dynamo calls in its place."""
-    warn_of_slow_matmuls(module)
+    """Compile one graph of Dynamo's; returns what Dynamo calls in its place. A fault of fp8pass does not stop it."""
+    name, places = "a graph of Dynamo's", list[Place]()
+    with left_out("slow_matmuls", config, name):
+        warn_of_slow_matmuls(module)
     trial = trials.current()
     if trial is not None:
         config = trial.configured(config)
-    if places := written(module):
+    with left_out("write_weights", config, name):
+        places = written(module)
+    if places:
         return _update(module, example_inputs, config, places)
     if trial is not None and trial.way == "reference":
         return _reference(module, example_inputs, config)
     if config.varies:
         return _varying(module, example_inputs, config, compile_graph)
-    dump = Dump.of(config, module)
-    annotation = _annotated(module, example_inputs, config, dump)
-    inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
-    compiled = _lower(annotation, inputs, config, dump)
-    if not annotation.has_state:
-        return _without_slots(compiled, config)
-    context = context_for_later()
-
-    def for_cold_slots() -> Callable[..., Any]:
-        with tracing(context):
-            return _lower(annotation.bootstrapped(), inputs, config, Dump.of(config, module, "cold"))
-
-    graph = CompiledGraph(compiled, annotation, for_cold_slots)
-    return _fake_first(graph, compiled, inputs[len(example_inputs) :]) if first_call_is_fake() else graph
+    return _Graph(module, example_inputs, config).compiled()
 
 
-def _without_slots(compiled: Callable[..., Any], config: Config) -> Callable[..., Any]:
+class _Graph:
+    """One graph of Dynamo's, whose every call is compiled alike, as it is compiled: perhaps more than once."""
+
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
+        self.module = module
+        self.example_inputs = example_inputs
+        self.config = config
+        self.context = context_for_later()
+        self.modes = _modes(example_inputs)
+        self.is_fake_first = first_call_is_fake()
+        self.later: Later | None = None
+        self.run: Callable[..., Any]
+
+    def compiled(self) -> Callable[..., Any]:
+        self.run, _ = fall_back(self.compile, self.config, self.dump_of)
+        if not torch.is_grad_enabled() or self.later is None:
+            return self.run
+        self.later.has_run = True
+        return lambda *args: self.run(*args)  # which a fault in its backward may replace
+
+    def dump_of(self, config: Config, kind: str) -> Dump:
+        return Dump.of(config, self.module, kind)
+
+    def compile(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
+        """With dumps there, in one of several ways."""
+        module, example_inputs, config = self.module, self.example_inputs, self.config
+        annotation = _annotated(module, example_inputs, config, dump, attempt)
+        inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
+        later = Later(
+            self.compile_later, attempt, config, dump, self.dump_of, functools.partial(self.exchange, annotation)
+        )
+        compiled = _lower(annotation, inputs, config, dump, attempt, later)
+        self.later = later
+        if not annotation.has_state:
+            return _without_slots(compiled, config, self.is_fake_first)
+
+        def for_cold_slots() -> Callable[..., Any]:
+            run, _ = fall_back(compile_cold, config, lambda config, kind: self.dump_of(config, f"cold{kind}"), attempt)
+            return run
+
+        def compile_cold(attempt: Attempt, dump: Dump) -> Callable[..., Any]:
+            of = annotation.bootstrapped()
+            if attempt.form != "fp8":
+                return of.run
+            with tracing(self.context):
+                return _lower(of, inputs, config, dump, attempt)
+
+        graph = CompiledGraph(compiled, annotation, for_cold_slots)
+        return _fake_first(graph, compiled, inputs[len(example_inputs) :]) if self.is_fake_first else graph
+
+    def compile_later(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
+        """In a backward, which runs without gradients and autocast."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(self.context))
+            for mode in self.modes:
+                stack.enter_context(mode())
+            return self.compile(attempt, dump)
+
+    def exchange(self, annotation: Annotation, run: Callable[..., Any]) -> None:
+        """From the next call on, run what has no state."""
+        self.run = run
+        registry.drop(annotation.tables)
+
+
+def _modes(example_inputs: Sequence[Any]) -> list[Callable[[], Any]]:
+    """Return what makes contexts with the modes of now, which decide what a graph of Dynamo's stands for."""
+    kinds = sorted({x.device.type for x in example_inputs if isinstance(x, Tensor)})
+    autocasts = [
+        functools.partial(
+            torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
+        )
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    ]
+    return [functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), *autocasts]
+
+
+def _without_slots(compiled: Callable[..., Any], config: Config, is_fake_first: bool) -> Callable[..., Any]:
     """The graph; where another rank has slots in its place, that is found out."""
-    if config.reduction is None or not torch.is_grad_enabled() or first_call_is_fake():
+    if config.reduction is None or not torch.is_grad_enabled() or is_fake_first:
         return compiled
     return taking_part(compiled, config.reduction)
 
@@ -130,15 +200,18 @@ def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: 
     return run
 
 
-def _annotated(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, dump: Dump) -> Annotation:
-    """`annotated`, with dumps."""
+def _annotated(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, dump: Dump, attempt: Attempt
+) -> Annotation:
+    """`annotated`, with dumps, of an attempt."""
 
     def examples() -> list[Any]:  # of the annotation as it is by then
         return [*example_inputs, *_fake_state(annotation, example_inputs)]
 
-    annotation = unannotated(module)
-    for name, run in dynamo_passes(config):
-        with dump.step("dynamo", name, annotation.module, examples) as step:
+    with faults_of("inline_regions"):
+        annotation = unannotated(module, attempt)
+    for name, run in dynamo_passes(config, attempt):
+        with dump.step("dynamo", name, annotation.module, examples) as step, faults_of(name):
             annotation, step.applied = run(annotation)
             step.module = annotation.module
     return annotation
@@ -150,20 +223,31 @@ def _update(
     """A graph that writes into parameters: compiled when it is called, for the FP8 copies that they have then."""
     context, mode = context_for_later(), detect_fake_mode(example_inputs)
 
-    def compile_for(key: UpdateKey, args: Sequence[Any], inputs: list[Tensor]) -> Callable[..., Any]:
-        dump = Dump.of(config, module, "update")
+    def compile_for(
+        key: UpdateKey, args: Sequence[Any], inputs: list[Tensor], attempt: Attempt, dump: Dump
+    ) -> Callable[..., Any]:
         with tracing(context), torch.no_grad():
             with mode or contextlib.nullcontext():
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             examples = [*args, *fakes]
             with dump.step("dynamo", "update", module, lambda: examples) as step:
-                annotation = annotated_update(module, key)
+                annotation = annotated_update(module, key, attempt)
                 step.module, step.applied = annotation.module, len(key.writes) + len(key.moments) + bool(key.keeps)
-            return _lower(annotation, examples, config, dump)  # not Dynamo's: gradients would be kept for ever
+            # not Dynamo's: gradients would be kept for ever
+            return _lower(annotation, examples, config, dump, attempt)
 
-    skips = config.skip_nonfinite and bool(gradients(module.graph))
-    moments = moments_of(module, places) if config.optimizer_state == "fp8" else []
-    graph = UpdateGraph(module, places, skips, moments, compile_for)
+    def falling_back(compile_with: Callable[[Attempt, Dump], Any], attempt: Attempt) -> Any:
+        return fall_back(compile_with, config, dump_of, attempt)
+
+    def dump_of(config: Config, kind: str) -> Dump:
+        return Dump.of(config, module, f"update{kind}")
+
+    skips, moments = False, list[Moment]()
+    with left_out("skip_nonfinite", config, "an update"):
+        skips = config.skip_nonfinite and bool(gradients(module.graph))
+    with left_out("quantize_moments", config, "an update"):
+        moments = moments_of(module, places) if config.optimizer_state == "fp8" else []
+    graph = UpdateGraph(module, places, skips, moments, compile_for, falling_back)
     examples = real_inputs(module)
     if examples is not None:  # now, and not in the first call, for Dynamo may have to think again
         graph.compile(examples)
@@ -210,11 +294,19 @@ def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[T
         return [*state, *frozen, *cached, *late, *watched]
 
 
-def _lower(annotation: Annotation, inputs: list[Any], config: Config, dump: Dump) -> Callable[..., Any]:
-    pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update)
+def _lower(
+    annotation: Annotation,
+    inputs: list[Any],
+    config: Config,
+    dump: Dump,
+    attempt: Attempt = FIRST,
+    later: Later | None = None,
+) -> Callable[..., Any]:
+    """Compile an annotated graph. later: compiles its backward, which may fail when the forward has run."""
+    pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update, attempt)
     lower = _lower_eager if config.lowering == "eager" else _lower_inductor
     with dump.compiling(lambda: pipeline.report.summary() if pipeline.report.graphs else _CACHED):
-        compiled = lower(annotation.module, inputs, pipeline)
+        compiled = lower(annotation.module, inputs, pipeline, later)
     pipeline.warn_if_nothing()
     return compiled
 
@@ -222,23 +314,40 @@ def _lower(annotation: Annotation, inputs: list[Any], config: Config, dump: Dump
 _CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"
 
 
-def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
-    config, dump = pipeline.config, pipeline.dump
-    kernel_passes = KernelPasses(config, dump)
+def _lower_inductor(
+    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
+) -> Callable[..., Any]:
+    config, dump, kernel_passes = pipeline.config, pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
+    is_plain = pipeline.attempt.form == "plain"
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        def lower(module: fx.GraphModule, attempt: Attempt) -> Any:
+            kernel_passes.attempt = attempt
+            ours = attempt.form == "fp8"
+            runs = {"chooses": ours and attempt.runs("choices"), "combines": ours and attempt.runs("combine")}
+            cached = {} if attempt == FIRST else {"fx_graph_cache": False}
+            with inductor_config.patch(cached):
+                return with_choices(module, example_inputs, **runs, **kwargs)
+
         started = time.perf_counter()
-        with dump.kept():
-            compiled = with_choices(module, example_inputs, **kwargs)
         part = "backward" if kwargs.get("is_backward") else "forward"
+        with dump.kept():
+            if later is not None and part == "backward":
+                compiled = later.lower(module, lower, op_by_op)
+            else:
+                compiled = lower(module, pipeline.attempt)
         dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
         return compiled
 
-    patches: dict[str, Any] = {
-        "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
-        "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn),
-        "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
-    }
+    patches: dict[str, Any] = (
+        {}
+        if is_plain
+        else {
+            "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
+            "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn),
+            "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
+        }
+    )
     if config.mode is not None:
         patches.update(list_mode_options(config.mode))
     caches = {}
@@ -247,9 +356,8 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
         caches["enable_autograd_cache"] = False
     else:
         patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
-    if (
-        config.dump_dir or trials.current()
-    ):  # a cache hit skips the passes, and there would be nothing to dump, or to try
+    # a cache hit skips the passes, and there would be nothing to dump, or to try; nor is a fault to be kept
+    if dump.folder is not None or trials.current() or pipeline.attempt != FIRST:
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):
@@ -258,16 +366,23 @@ def _lower_inductor(module: fx.GraphModule, inputs: list[Any], pipeline: Pipelin
     return compiled
 
 
-def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) -> Callable[..., Any]:
+def _lower_eager(
+    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
+) -> Callable[..., Any]:
     """The same graphs, run op by op."""
 
     kernel_passes = KernelPasses(pipeline.config, pipeline.dump)
 
-    def boxed(graph_module: fx.GraphModule, _: Any) -> Any:
+    def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
+        kernel_passes.attempt = attempt
         kernel_passes(graph_module.graph)
-        placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
-        replaced = {placeholders.index(n.args[0]) for n in graph_module.graph.nodes if _replaces_input(n)}
-        return make_boxed_func(functools.partial(_run_unseen, graph_module.forward, replaced))
+        return op_by_op(graph_module)
+
+    def forward(graph_module: fx.GraphModule, _: Any) -> Any:
+        return boxed(graph_module, pipeline.attempt)
+
+    def backward(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return forward(graph_module, inputs) if later is None else later.lower(graph_module, boxed, op_by_op)
 
     def rewrite(graph_module: fx.GraphModule) -> None:
         for part in reversed(list(graph_module.modules())):  # branches and loop bodies first, as Inductor does it
@@ -277,20 +392,28 @@ def _lower_eager(module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline) 
 
     def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
         rewrite(graph_module)
-        return boxed(graph_module, fake_inputs)
+        return forward(graph_module, fake_inputs)
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         rewrite(joint)
         return Partition()(joint, joint_inputs, **kwargs)
 
     compiler = aot_autograd(
-        fw_compiler=boxed,
+        fw_compiler=forward,
+        bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
     return compiler(module, inputs)
+
+
+def op_by_op(module: fx.GraphModule) -> Any:
+    """What AOTAutograd calls in the place of a compiled graph: the graph itself."""
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
+    return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
 
 
 def _replaces_input(node: fx.Node) -> bool:

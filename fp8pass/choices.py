@@ -18,6 +18,7 @@ from torch import fx
 
 from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
 from fp8pass.combine import combining, sums_of_mixed
+from fp8pass.errors import faults_of
 from fp8pass.graph import ONE_STAGE, TILED, WITH_AMAX
 
 _TILES = {
@@ -54,19 +55,19 @@ class Choices(InductorChoices):
         self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Tiles for kernels that store FP8 in both orientations."""
-        tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
-        if features.is_reduction() and tiled:
-            tile = FixedTritonConfig(_TILES["rows" if "rows" in tiled else "columns"])
-            return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
-        return kernel_kwargs
+        with faults_of("choices"):
+            tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
+            if features.is_reduction() and tiled:
+                tile = FixedTritonConfig(_TILES["rows" if "rows" in tiled else "columns"])
+                return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
+            return kernel_kwargs
 
     # static or not, by version of torch
     def reduction_split_factor(  # type: ignore[override]
         self, device: torch.device, reduction_numel_hint: Any, *sizes: Any, **how: Any
     ) -> Any:
         """No second stage for what has few enough elements, or was cut already, and is one launch without."""
-        node = Virtualized.graph.current_node
-        if node is not None and (TILED in node.meta or ONE_STAGE in node.meta) and reduction_numel_hint <= MAX_PARTIALS:
+        if _is_one_stage(Virtualized.graph.current_node, reduction_numel_hint):
             return 1
         return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
 
@@ -80,18 +81,29 @@ class Choices(InductorChoices):
         one nest of loops what writes into a tensor and what reads it before that, and is read elsewhere: it looks for a
         read that isn't there.
         """
-        nodes = node1, node2
-        if not any(n.is_reduction() for n in nodes) and any(map(_waits_for_amax, nodes)):
-            return False
-        if _completes_sum_of_mixed(scheduler, node1):
-            return False
-        if node1.is_cpu() and (_only_waits(node1, node2) or _only_waits(node2, node1)):
+        if _stay_apart(scheduler, node1, node2):
             return False
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
 
 
 MAX_PARTIALS = 1 << 16
 """So many amaxes one program may go through: 128 KB, about what one SM reads from L2 in the time of a launch."""
+
+
+@faults_of("choices")
+def _is_one_stage(node: fx.Node | None, elements: Any) -> bool:
+    return node is not None and (TILED in node.meta or ONE_STAGE in node.meta) and bool(elements <= MAX_PARTIALS)
+
+
+@faults_of("choices")
+def _stay_apart(scheduler: Any, node1: Any, node2: Any) -> bool:
+    """Return whether they are not fused, for one of the reasons that `Choices.can_fuse` has."""
+    nodes = node1, node2
+    if not any(n.is_reduction() for n in nodes) and any(map(_waits_for_amax, nodes)):
+        return True
+    if _completes_sum_of_mixed(scheduler, node1):
+        return True
+    return bool(node1.is_cpu()) and (_only_waits(node1, node2) or _only_waits(node2, node1))
 
 
 def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
@@ -117,19 +129,24 @@ ONE_AT_A_TIME = threading.RLock()
 """Held while a graph is changed: the backward of one may be compiled in several threads at once."""
 
 
-def with_choices(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+def with_choices(
+    module: fx.GraphModule, example_inputs: Any, *, chooses: bool = True, combines: bool = True, **kwargs: Any
+) -> Any:
     """Inductor's `compile_fx_inner`, with our choices."""
-    with ONE_AT_A_TIME, choices():
+    with ONE_AT_A_TIME, choices(chooses, combines):
         return compile_fx_inner(module, example_inputs, **kwargs)
 
 
 @contextlib.contextmanager
-def choices() -> Iterator[None]:
-    """A context in which Inductor has our choices."""
+def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
+    """A context in which Inductor has our choices, and combines kernels our way: each unless it has failed before."""
     _let_triton_compare()
-    token = _comparing.set(True)
+    token = _comparing.set(chooses)
     try:
-        with Virtualized.set_choices_handler(Choices()), combining():
+        with (
+            Virtualized.set_choices_handler(Choices()) if chooses else contextlib.nullcontext(),
+            combining() if combines else contextlib.nullcontext(),
+        ):
             yield
     finally:
         _comparing.reset(token)

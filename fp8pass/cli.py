@@ -149,7 +149,10 @@ def _bisect(args: argparse.Namespace) -> int:
 
 def _add_explain(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_explain)
-    command.description = "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end."
+    command.description = (
+        "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end; 1: fp8pass itself "
+        "failed on the way, and the report says what was left out."
+    )
     command.add_argument("spec", metavar="module:factory", help="a callable that returns (model or function, *inputs)")
     command.add_argument("--recipe", help="FP8 recipe (default: delayed, or FP8PASS_RECIPE)")
     command.add_argument("--target", help="the GPU to decide for, if it isn't the one that the inputs are on")
@@ -177,7 +180,7 @@ def _explain(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     if failure:
         print(f"fp8pass explain: {failure}", file=sys.stderr)
-    return 2 if failure else 0
+    return 2 if failure else int(bool(report.faults))
 
 
 def _inspect(args: argparse.Namespace) -> int:

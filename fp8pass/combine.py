@@ -20,6 +20,7 @@ from fp8pass._torch import (
     inductor_config,
     triton_combo_kernel,
 )
+from fp8pass.errors import faults_of
 
 SMALL = 1 << 20
 """Bytes that a kernel may read and write to count as small: less than what an H100 moves in the time of a launch."""
@@ -141,6 +142,7 @@ def _last(nodes: int, before: list[int]) -> list[int]:
     return found
 
 
+@faults_of("combine")
 def _groups(scheduler: Any) -> list[list[Any]]:
     """For Inductor."""
     nodes = scheduler.nodes
@@ -180,6 +182,7 @@ def combining() -> Iterator[None]:
         triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(parts_of)
 
 
+@faults_of("combine")
 def _undivided(nodes: list[Any], *_: Any) -> list[list[Any]]:
     """Elementwise kernels and reductions together: with `combo_kernel_per_subkernel_blocks` each has its own sizes."""
     return [nodes]

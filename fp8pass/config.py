@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8pass._torch import flattened, list_mode_options
-from fp8pass.errors import warn_once
+from fp8pass.errors import Fp8Error, first_line, warn_once
 from fp8pass.fields import (
     FLAG,
     PATH,
@@ -34,6 +34,7 @@ from fp8pass.recipes import ByModule, DelayedScaling, Plan, Recipe, Schedule, ma
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
+ON_FAULT = ("warn", "raise")
 OPTIMIZER_STATES = ("off", "fp8")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
@@ -143,6 +144,9 @@ class Config(Checked):
     group; a device mesh, for all of its ranks; None for the default group."""
     strict: bool = field(default=False, metadata=FLAG.field)
     """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
+    on_fault: str = field(default="warn", metadata=names(*ON_FAULT).field)
+    """What a fault of fp8pass itself does, in a pass say: "warn" compiles the graph without what failed, and says so;
+    "raise" raises `Fp8Error`, as `strict` does."""
     target: str | None = field(default=None, metadata=(names(*TARGETS) | None).field)
     """The GPU to decide for ("sm_90", "h200", ...) where it isn't the one that the tensors are on."""
     mode: str | None = field(default=None, metadata=(names(*list_mode_options()) | None).field)
@@ -182,9 +186,17 @@ class Config(Checked):
         if self.filter is None:
             return ""
         if callable(self.filter):
-            return "" if self.filter(fqn, m, k, n) else f"filter({fqn!r}, {m}, {k}, {n}) is false"
+            return "" if self._filtered(fqn, m, k, n) else f"filter({fqn!r}, {m}, {k}, {n}) is false"
         hit = next((p for p in self.filter if matches(fqn, p)), None)
         return f"{fqn!r} matches the filter's pattern {hit!r}" if hit else ""
+
+    def _filtered(self, *matmul: Any) -> Any:
+        assert callable(self.filter)
+        try:
+            return self.filter(*matmul)
+        except Exception as error:
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise Fp8Error(f"filter({', '.join(map(repr, matmul))}) raised {what}. Mend the function") from error
 
     def recipe_of(self, fqn: str) -> tuple[Recipe | None, str]:
         """The recipe of the matmul of this name, and if it has none, why. Not for schedules: see `at_step`."""

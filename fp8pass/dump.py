@@ -32,7 +32,7 @@ from torch import fx
 
 from fp8pass._torch import CompileContext, trace_structured
 from fp8pass.config import Config
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, first_line
 from fp8pass.graph import readable
 from fp8pass.report import frame_of
 from fp8pass.runnable import Origins, runnable
@@ -66,10 +66,17 @@ class Dump:
     def __init__(self, folder: Path | None = None, number: int = 0, title: str = "") -> None:
         self.folder = folder
         self.number = number
-        self._title = title
+        self.name = title
         self._files = itertools.count()
         self._rows: list[str] = []
+        self.failed: Path | None = None
+        """The graph that the pass which failed last was given."""
         self._origins = Origins()
+
+    @property
+    def title(self) -> str:
+        """What the graph is called in a sentence."""
+        return f"graph {self.number}, {self.name}"
 
     @classmethod
     def of(cls, config: Config, module: fx.GraphModule, kind: str = "") -> Dump:
@@ -97,7 +104,7 @@ class Dump:
             with self.kept():
                 yield found
         except Exception as error:
-            self._write_step(part, name, f"{name} failed: {_line(error)}", before)
+            self._write_step(part, name, f"{name} failed: {first_line(error)}", before)
             raise
         summary = f"applied {found.applied} times in {(time.perf_counter() - started) * 1e3:.1f} ms"
         log.debug("graph %d, %s: %s %s", self.number, part, name, summary)
@@ -121,6 +128,7 @@ class Dump:
         stem = f"{next(self._files):03d}.{part}.{name}"
         self._write(f"{stem}.before.py", f"# the graph before {head}\n{before}")
         if after is None:
+            self.failed = self.folder / f"{stem}.before.py"
             self._add_row(f"{stem}.before.py", head)
             return
         diff = list(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before.py", "after.py"))
@@ -160,11 +168,11 @@ class Dump:
                 yield
             outcome = summary()
         except Exception as error:
-            outcome = f"failed: {_line(error)}"
+            outcome = f"failed: {first_line(error)}"
             raise
         finally:
             seconds = time.perf_counter() - started
-            log.info("graph %d, %s: %s, compiled in %.1f s", self.number, self._title, outcome, seconds)
+            log.info("%s: %s, compiled in %.1f s", self.title, outcome, seconds)
             if self.folder is not None:
                 _append(self.folder.parent / "index.md", _row(f"{self.folder.name}/index.md", outcome, seconds))
 
@@ -181,7 +189,7 @@ class Dump:
     def _add_row(self, file: str, what: str) -> None:
         with _LOCK:
             self._rows.append(f"| [{file}]({file}) | {what.replace('|', chr(92) + '|')} |\n")
-            head = f"# Graph {self.number}: {self._title}\n\nreport.txt has what became of each matmul.\n\n"
+            head = f"# Graph {self.number}, {self.name}\n\nreport.txt has what became of each matmul.\n\n"
             self._write("index.md", f"{head}| file | made by |\n|---|---|\n{''.join(self._rows)}")
 
 
@@ -258,7 +266,3 @@ def _name_folder(error: Exception, folder: Path | None) -> None:
     """Add to an error's text where its dumps are. Not as a note, which Dynamo drops of what a backend raises."""
     if folder is not None and error.args and isinstance(error.args[0], str) and str(folder) not in error.args[0]:
         error.args = (f"{error.args[0]}\n\nThe dumps so far are in {folder}", *error.args[1:])
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

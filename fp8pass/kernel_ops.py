@@ -19,9 +19,12 @@ from fp8pass._torch import (
     MutationLayoutSHOULDREMOVE,
     Pointwise,
     TensorBox,
+    Virtualized,
     inductor_lowering,
     inductor_ops,
 )
+from fp8pass.errors import faults_of
+from fp8pass.graph import MADE_BY
 from fp8pass.scaling import fp8_max, quantize
 
 _POINTWISE = (torch.Tag.pointwise,)
@@ -110,7 +113,18 @@ JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.conca
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return inductor_lowering.register_lowering(op, type_promotion_kind=None)
+    register = inductor_lowering.register_lowering(op, type_promotion_kind=None)
+
+    def registered(lowering: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(lowering)
+        def lowers(*args: Any) -> Any:
+            node = Virtualized.graph.current_node
+            with faults_of(node.meta[MADE_BY]):  # without that pass there is no such op
+                return lowering(*args)
+
+        return register(lowers)
+
+    return registered
 
 
 @_lowers(QUANTIZE)

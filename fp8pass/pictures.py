@@ -5,6 +5,7 @@ Nothing is kept of a graph but names, shapes and who reads whom; and only within
 
 from __future__ import annotations
 
+import copy
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +61,17 @@ class Drawing:
         """What follows is of Dynamo's next graph, which has so many arguments; those behind them are state."""
         self._number, self._arguments = self._number + 1, arguments
         self._verdicts = {}
+
+    @contextmanager
+    def tentative(self) -> Iterator[None]:
+        """Within it, what is drawn stays only if nothing is raised."""
+        before = {name: copy.copy(value) for name, value in vars(self).items()}
+        before["_of_graph"] = {number: [*gemms] for number, gemms in self._of_graph.items()}
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def verdicts(self, gemms: Mapping[fx.Node, Gemm]) -> None:
         """Those of the joint graph at hand."""

@@ -22,7 +22,8 @@ from fp8pass.annotation import Annotation, Choice, copy_to_edit
 from fp8pass.choices import ONE_AT_A_TIME
 from fp8pass.config import Config
 from fp8pass.dump import Dump
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.errors import Fp8Error, faults_of, warn_once
+from fp8pass.faults import FIRST, Attempt
 from fp8pass.hardware import cpu_key
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import annotate
@@ -62,6 +63,8 @@ from fp8pass.scale_state import recipe_of
 from fp8pass.updates import UpdateKey
 from fp8pass.verify import verify
 
+DynamoPass = Callable[[Annotation], tuple[Annotation, int]]
+
 
 def annotated(module: fx.GraphModule, config: Config) -> Annotation:
     """Dynamo's graph with what the recipe inserts, nothing under recipe None, and the states that the user wrote."""
@@ -71,20 +74,24 @@ def annotated(module: fx.GraphModule, config: Config) -> Annotation:
     return annotation
 
 
-def unannotated(module: fx.GraphModule) -> Annotation:
+def unannotated(module: fx.GraphModule, attempt: Attempt = FIRST) -> Annotation:
     """Return Dynamo's graph as the passes on it begin with it."""
-    return Annotation(inline_regions(module), [], [])
+    inlines = attempt.form != "plain" and attempt.runs("inline_regions")
+    return Annotation(inline_regions(module) if inlines else module, [], [])
 
 
-def dynamo_passes(config: Config) -> list[tuple[str, Callable[[Annotation], tuple[Annotation, int]]]]:
+def dynamo_passes(config: Config, attempt: Attempt = FIRST) -> list[tuple[str, DynamoPass]]:
     """The order on Dynamo's graph: names, and what also returns how often something was applied."""
-    watching = [("watch", functools.partial(_watch, config=config))] if config.monitor else []
-    return [("annotate", functools.partial(_annotate, config=config)), ("lift_scale_states", _lift), *watching]
+    annotating = functools.partial(_annotate, config=config, declined=attempt.reason)
+    order: list[tuple[str, DynamoPass]] = [("annotate", annotating), ("lift_scale_states", _lift)]
+    if config.monitor and attempt.form == "fp8":
+        order.append(("watch", functools.partial(_watch, config=config)))
+    return [] if attempt.form == "plain" else [(name, run) for name, run in order if attempt.runs(name)]
 
 
-def _annotate(of: Annotation, config: Config) -> tuple[Annotation, int]:
-    """And how many matmul calls were."""
-    annotation = of if config.recipe is None else annotate(of.module, config)
+def _annotate(of: Annotation, config: Config, declined: str) -> tuple[Annotation, int]:
+    """And how many matmul calls were. declined: why none is to be, if that is so."""
+    annotation = of if config.recipe is None else annotate(of.module, config, declined)
     for choice in annotation.choices:
         if config.strict and choice.rule == "region":
             raise Fp8Error(
@@ -104,21 +111,31 @@ def _watch(annotation: Annotation, config: Config) -> tuple[Annotation, int]:
     return watching, len(watching.watched.watched) if watching.watched is not None else 0
 
 
-def annotated_update(module: fx.GraphModule, key: UpdateKey) -> Annotation:
+def annotated_update(module: fx.GraphModule, key: UpdateKey, attempt: Attempt = FIRST) -> Annotation:
     """Dynamo's graph of an update of parameters, with what writes the FP8 copies of weights."""
+    if attempt.form == "plain":
+        return Annotation(module, [], [], is_update=True)
     module = copy_to_edit(module)
     graph = module.graph
-    expand_symbolic(graph)
-    inputs = inputs_of_states(graph, key.states, skips=bool(key.keeps))
-    decoded, skipped = read_moments(graph, key.moments) if key.moments else [], None
-    if key.keeps:
-        amaxes = [of[name] for of in inputs for name in of if name in ("amax_forward", "amax_backward", "amax_weights")]
-        moments = {m.place for m in key.moments}
-        others = at_beginning(graph, [place for place in key.keeps if place not in moments])
-        skipped = skip_nonfinite(graph, [*others, *decoded], amaxes)
-    if key.moments:
-        write_moments(graph, key.moments, decoded, skipped)
-    write_weights(graph, key.states, inputs, key.writes)
+    if attempt.runs("split_foreach"):
+        with faults_of("split_foreach"):
+            expand_symbolic(graph)
+    with faults_of("write_weights"):
+        inputs = inputs_of_states(graph, key.states, skips=bool(key.keeps))
+    with faults_of("quantize_moments"):
+        decoded, skipped = read_moments(graph, key.moments) if key.moments else [], None
+    with faults_of("skip_nonfinite"):
+        if key.keeps:
+            names = "amax_forward", "amax_backward", "amax_weights"
+            amaxes = [of[name] for of in inputs for name in of if name in names]
+            moments = {m.place for m in key.moments}
+            others = at_beginning(graph, [place for place in key.keeps if place not in moments])
+            skipped = skip_nonfinite(graph, [*others, *decoded], amaxes)
+    with faults_of("quantize_moments"):
+        if key.moments:
+            write_moments(graph, key.moments, decoded, skipped)
+    with faults_of("write_weights"):
+        write_weights(graph, key.states, inputs, key.writes)
     graph.lint()
     module = copy_to_edit(module)  # without attributes that are not read any more
     module.recompile()
@@ -142,6 +159,12 @@ def passes(choices: list[Choice]) -> list[Pass]:
     ]
 
 
+def _passes(choices: list[Choice], is_update: bool, attempt: Attempt) -> list[Pass]:
+    if attempt.form == "fp8":
+        return update_passes() if is_update else passes(choices)
+    return [Matmuls(choices, declined=attempt.reason)] if attempt.form == "declined" else []
+
+
 def update_passes() -> list[Pass]:
     """Of a graph that updates parameters."""
     return [Matmuls([], update=True)]
@@ -153,16 +176,17 @@ def kernel_passes() -> list[Pass]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`."""
+    """Inductor's `post_grad_custom_pre_pass`. attempt: how the graph at hand is compiled."""
 
     def __init__(self, config: Config, dump: Dump | None = None) -> None:
         self.config = config
         self.dump = dump or Dump()
+        self.attempt = FIRST
         self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
-        """Changes with the passes' sources and the CPU."""
-        return _sources_hash() + cpu_key().encode()
+        """Changes with the passes' sources, which of them are left out after a fault, and the CPU."""
+        return _sources_hash() + repr((self.attempt.form, sorted(self.attempt.without), cpu_key())).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
@@ -172,7 +196,9 @@ class KernelPasses(CustomGraphPass):
         self.seen[part] += 1
         drawing = drawn()
         draws = drawing is not None and not drawing.kernels  # with kernels Inductor has the last word
-        todo = [p for p in kernel_passes() if not (draws and isinstance(p, EmulateMatmuls))]  # what a GPU would run
+        todo = [p for p in kernel_passes() if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
+        if draws:  # what a GPU would run
+            todo = [p for p in todo if not isinstance(p, EmulateMatmuls)]
         with ONE_AT_A_TIME:
             _run_all(todo, graph, Context(self.config), self.dump, f"{part}{number}")
         if drawing is not None and draws:
@@ -186,11 +212,17 @@ class Pipeline(CustomGraphPass):
     """
 
     def __init__(
-        self, config: Config, choices: list[Choice], dump: Dump | None = None, is_update: bool = False
+        self,
+        config: Config,
+        choices: list[Choice],
+        dump: Dump | None = None,
+        is_update: bool = False,
+        attempt: Attempt = FIRST,
     ) -> None:
         self.config = config
         self.choices = choices
-        self.passes = update_passes() if is_update else passes(choices)
+        self.attempt = attempt
+        self.passes = [p for p in _passes(choices, is_update, attempt) if attempt.runs(p.name)]
         self.dump = dump or Dump()
         self.report = Report()
         self.parts = 0
@@ -199,7 +231,7 @@ class Pipeline(CustomGraphPass):
     def uuid(self) -> bytes:
         """Changes with the passes' sources, configuration, torch, the CPU, and what a graph does not say of choices."""
         choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
-        own = self.config.cache_key(), torch.__version__, choices, len(self.passes), cpu_key()
+        own = self.config.cache_key(), torch.__version__, choices, [p.name for p in self.passes], cpu_key()
         return _sources_hash() + repr(own).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -223,7 +255,13 @@ class Pipeline(CustomGraphPass):
     def warn_if_nothing(self) -> None:
         """When all is compiled: a model that was meant to run in FP8, of which nothing does. Said once per reason."""
         reasons = [c.reason for c in self.choices if c.wanted or c.rule == "min_speedup"]
-        if reasons and self.report.graphs and not self.report.rewritten and not trials.current():
+        if (
+            self.attempt.form == "fp8"
+            and reasons
+            and self.report.graphs
+            and not self.report.rewritten
+            and not trials.current()
+        ):
             warn_once(
                 f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
                 "print(fp8pass.explain(model, *inputs)) has all reasons"
@@ -269,15 +307,10 @@ def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, dump: Dump, 
 
 def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
     """Run a pass, and check what it leaves. Returns how often it was applied."""
-    try:
+    with faults_of(p.name):
         applied = p.run(graph, context)
         if applied:
             verify(graph, context.verified)
-    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
-        raise Fp8Error(
-            f"a fault of fp8pass in its pass {p.name}: {str(error).partition(chr(10))[0]}. Please report it, with what "
-            "FP8PASS_DUMP=dir writes. To go on, leave the matmul out with filter=."
-        ) from error
     return applied
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fp8pass import scaling
 from fp8pass._torch import pytree
+from fp8pass.errors import Fp8Error
 
 _on: list[torch.device] = []
 """Where everything runs instead of where the graph says, if anything."""
@@ -92,11 +93,15 @@ class RngState:
         return torch.Generator().manual_seed(seed).get_state()
 
 
+class Missing(Fp8Error, NotImplementedError):
+    """A dump calls what has no text."""
+
+
 def missing(what: str) -> Callable[..., Any]:
-    """Stands for what has no text. Raises NotImplementedError when it is called."""
+    """Stands for what has no text. Raises Missing when it is called."""
 
     def fail(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"this dump needs {what}, which can't be written down: put it in its place")
+        raise Missing(f"this dump needs {what}, which can't be written down: put it in its place")
 
     return fail
 

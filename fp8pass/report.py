@@ -210,6 +210,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
     recompiles: list[Recompile] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    """Where fp8pass itself failed, a sentence each, and what it has done about it: see `faults.py`."""
     error: str = ""
     """What ended compilation, if something did: then the rest is what was known by then."""
     pictures: list[Picture] = field(default_factory=list)
@@ -220,6 +222,7 @@ class Report:
         self.gemms += other.gemms
         self.graphs += other.graphs
         self.notes += [note for note in other.notes if note not in self.notes]
+        self.faults += [fault for fault in other.faults if fault not in self.faults]
         self.breaks += [b for b in other.breaks if b not in self.breaks]
         for recompile in other.recompiles:
             same = next((r for r in self.recompiles if (r.name, r.source) == (recompile.name, recompile.source)), None)
@@ -290,7 +293,8 @@ class Report:
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
         counted = ", ".join(f"{n} {rule}" for rule, n in self.rules().most_common())
         declined = f"; declined: {counted}" if counted else ""
-        return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs}){declined}"
+        faults = f"; {len(self.faults)} fault{'' if len(self.faults) == 1 else 's'} of fp8pass" if self.faults else ""
+        return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs}){declined}{faults}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table, with a first row of heads. What declined a matmul is a number, of `footnotes`."""
@@ -305,7 +309,7 @@ class Report:
         reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
         failed = [f"compilation ended here: {self.error}"] if self.error else []
-        last = [*map(str, self.breaks), *map(str, self.recompiles), *self.notes, *failed, self.summary()]
+        last = [*map(str, self.breaks), *map(str, self.recompiles), *self.notes, *self.faults, *failed, self.summary()]
         return [line for group in (reasons, list(notes), last) if group for line in ("", *group)]
 
     def _numbered(self) -> dict[str, int]:
@@ -349,6 +353,19 @@ def collect() -> Iterator[Report]:
         _collector.reset(token)
         if (around := _collector.get()) is not None:
             around.add(report)
+
+
+@contextmanager
+def tentative() -> Iterator[None]:
+    """Within it, verdicts reach whoever collects them only if nothing is raised."""
+    around, report = _collector.get(), Report()
+    token = _collector.set(report)
+    try:
+        yield
+    finally:
+        _collector.reset(token)
+    if around is not None:
+        around.add(report)
 
 
 def publish(report: Report) -> None:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fp8pass.errors import Fp8Error, first_line
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FP8_DTYPES = (E4M3, E5M2)
@@ -188,7 +190,13 @@ def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> 
     if algo == "most_recent":
         return history[0]
     assert callable(algo)
-    return torch.vmap(algo, in_dims=1)(history)
+    try:
+        return torch.vmap(algo, in_dims=1)(history)
+    except Fp8Error:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise Fp8Error(f"amax_compute_algo raised {what}. It takes the history of one slot, f32[H]: mend it") from error
 
 
 def resized_history(history: Tensor, length: int) -> Tensor:

@@ -433,6 +433,11 @@ class StateRegistry:
         with self.lock:
             return max((g.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors())), default=0)
 
+    def drop(self, tables: Sequence[SlotTable]) -> None:
+        """Forget the state of graphs with these tables, which are not called any more."""
+        with self.lock:
+            self.keep([g for g in self._groups if not any(g.table is table for table in tables)])
+
     def keep(self, groups: Sequence[SlotGroup]) -> None:
         """Forget all groups but these."""
         with self.lock:

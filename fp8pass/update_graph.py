@@ -6,6 +6,7 @@ when a weight more has a copy.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensor
+from fp8pass.dump import Dump
+from fp8pass.faults import FIRST, Attempt
 from fp8pass.moments import Fp8Moment, pack
 from fp8pass.slots import SlotGroup, registry
 from fp8pass.updates import Moment, Place, State, UpdateKey, Write, attribute
@@ -55,8 +58,9 @@ class UpdateGraph:
     """An update; what Dynamo calls. places: of the tensors that it writes.
 
     skips: whether an update with gradients that are not finite is to be skipped. moments: those that are to be kept in
-    FP8. compile_for: compiles for a key, and examples of Dynamo's inputs and of those that come behind them. counts:
-    i64[2], how many updates there were, and how many of them were skipped; None if that is not asked for.
+    FP8. compile_for: compiles for a key, and examples of Dynamo's inputs and of those that come behind them. fall_back:
+    calls something with what is left out after faults of fp8pass, until it does not fail. counts: i64[2], how many
+    updates there were, and how many of them were skipped; None if that is not asked for.
     """
 
     def __init__(
@@ -65,11 +69,14 @@ class UpdateGraph:
         places: Sequence[Place],
         skips: bool,
         moments: Sequence[Moment],
-        compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor]], Run],
+        compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor], Attempt, Dump], Run],
+        fall_back: Callable[[Callable[[Attempt, Dump], _Plan], Attempt], tuple[_Plan, Attempt]],
     ) -> None:
         self._module: fx.GraphModule | None = module
         self._places = list(places)
         self._compile_for = compile_for
+        self._fall_back = fall_back
+        self._attempt = FIRST
         self._moments = sorted(moments, key=lambda m: m.kind)  # first ones first
         attributes = [m for m in self._moments if isinstance(m.place, str)]
         self._plain = [m for m in attributes if not isinstance(self._tensor(m.place), Fp8Moment)]
@@ -124,8 +131,23 @@ class UpdateGraph:
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
+        key, weights, groups, _ = self._found(args)
+        if key in self._runs:
+            return _Plan(weights, groups, key.moments, self._runs[key])
+        plan, self._attempt = self._fall_back(functools.partial(self._compiled, args), self._attempt)
+        return plan
+
+    def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
+        self._leave_out(attempt)
+        key, weights, groups, inputs = self._found(args)
+        self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
+        return _Plan(weights, groups, key.moments, self._runs[key])
+
+    def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[SlotGroup], list[Tensor]]:
+        """Return what it is compiled for, the weights, the groups of slots, and the inputs that come after Dynamo's."""
         tensors = [self._tensor(p, args) for p in self._places]
-        weights = weights_of(tensors)
+        attempt = self._attempt
+        weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
         groups = list(dict.fromkeys(w.group for w in weights if w.group is not None))
         if self.counts is not None:
             ids = set(map(id, tensors))
@@ -139,11 +161,19 @@ class UpdateGraph:
         )
         keeps = tuple(self._places) if self.counts is not None else ()
         key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
-        if key not in self._runs:
-            self._runs[key] = self._compile_for(
-                key, args, self._inputs(weights, groups, list(moments.values()), places)
-            )
-        return _Plan(weights, groups, key.moments, self._runs[key])
+        return key, weights, groups, self._inputs(weights, groups, list(moments.values()), places)
+
+    def _leave_out(self, attempt: Attempt) -> None:
+        """After a fault, skip nothing, or leave moments as the optimizer has them.
+
+        Weights need nothing: a copy that no update writes is stale, and made again.
+        """
+        self._attempt = attempt
+        if attempt.form != "fp8" or not attempt.runs("skip_nonfinite"):
+            self.counts = None
+        if attempt.form != "fp8" or not attempt.runs("quantize_moments"):
+            self._moments, self._plain = [], []
+            self._stored.clear()
 
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
         """The moments that are stored in FP8: all, but those that are zeros, before their first update."""

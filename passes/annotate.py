@@ -287,16 +287,20 @@ def _comes_from_fp8(node: fx.Node) -> bool:
 # Rewrite: only builds.
 
 
-def annotate(module: fx.GraphModule, config: Config) -> Annotation:
-    """An annotated copy of Dynamo's graph `module`, which is being compiled: grad mode is that of its beginning."""
-    return _Annotator(module, config).run()
+def annotate(module: fx.GraphModule, config: Config, declined: str = "") -> Annotation:
+    """An annotated copy of Dynamo's graph `module`, which is being compiled: grad mode is that of its beginning.
+
+    declined: why no matmul is to be annotated, if fp8pass has failed on the graph before.
+    """
+    return _Annotator(module, config, declined).run()
 
 
 class _Annotator:
-    def __init__(self, module: fx.GraphModule, config: Config) -> None:
+    def __init__(self, module: fx.GraphModule, config: Config, declined: str) -> None:
         self.module = copy_to_edit(module)
         self.graph = self.module.graph
         self.config = config
+        self.declined = declined
         self.grad_enabled = torch.is_grad_enabled()
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.names = Names(self.placeholders)
@@ -328,7 +332,7 @@ class _Annotator:
         """Annotate `self.graph`. around: the function transforms that it is inside of as a whole."""
         self.inside = transforms(self.graph, around)
         inline(self.module, self.inside)
-        if self.config.merge_siblings is not False:
+        if self.config.merge_siblings is not False and not self.declined:
             self._merge_siblings()
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
@@ -364,10 +368,10 @@ class _Annotator:
         for inner, outer in zip(inputs, call.args[1:], strict=True):
             if isinstance(outer, fx.Node):
                 self.names.alias(inner, outer)
-        outer = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
+        before = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
         self.module, self.graph, self.quantized = body, body.graph, {}
         self._visit_all(self.inside.get(call, ()))
-        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = outer
+        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = before
         if any(map(mutates, body.graph.nodes)):
             self.quantized.clear()
 
@@ -384,6 +388,8 @@ class _Annotator:
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
             return  # quantized by the user: the detector's business
         try:
+            if self.declined:
+                raise Reject("internal", self.declined)
             merged, experts = self.merged.get(node), self._is_of_experts(node, spelling)
             inside = self.inside.get(node, ())
             call = check(node, spelling, choice.name, self.config, self.grad_enabled, merged, experts, inside)

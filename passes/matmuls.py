@@ -51,14 +51,16 @@ class _Forward(NamedTuple):
 class Matmuls:
     """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`.
 
-    update: the graph is one of an optimizer's, in which no matmul is to run in FP8.
+    update: the graph is one of an optimizer's, in which no matmul is to run in FP8. declined: why none of any graph is,
+    after a fault of fp8pass.
     """
 
     name = "matmuls"
 
-    def __init__(self, choices: list[Choice], update: bool = False) -> None:
+    def __init__(self, choices: list[Choice], update: bool = False, declined: str = "") -> None:
         self.choices = choices
         self.update = update
+        self.declined = declined
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Fill `context.gemms`."""
@@ -88,7 +90,9 @@ class Matmuls:
         a, b = factors
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
         *batch, m, k = val(a).shape
-        if index is None and recipe is not None:
+        if index is None and self.declined:
+            choice.rule, choice.reason = "internal", self.declined
+        elif index is None and recipe is not None:
             choice.rule, choice.reason = _OF_UPDATE if self.update else _why_unknown(node)
         declined = choice.declined.get(kind)
         return Gemm(

@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "shares_code: what Dynamo has compiled for tests of this file before is used again"
     )
     config.addinivalue_line("markers", "variant: runs with --variants only; a sister of it runs every day")
+    os.environ["FP8PASS_ON_FAULT"] = "raise"  # of what runs in processes of its own, too
     if config.getoption("variants"):
         os.environ[VARIANTS] = "1"
     for tier in ORDER:

@@ -604,7 +604,9 @@ def test_a_second_derivative_is_an_error_in_every_step() -> None:
     run = compiled(layer)
     for _ in range(2):
         x = torch.randn(8, 32, requires_grad=True)
-        with pytest.raises(fp8pass.Fp8Error, match=r"backward\(create_graph=True\) through a graph with delayed scaling: "):
+        with pytest.raises(
+            fp8pass.Fp8Error, match=r"backward\(create_graph=True\) through a graph with delayed scaling: "
+        ):
             torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
         run(x).sum().backward()
 

@@ -31,7 +31,9 @@ def test_edges() -> None:
     assert cast_to_representable(x)[:3].tolist() == [448.0, -448.0, 448.0]
     assert cast_to_representable(x, 0.25)[:2].tolist() == [1024.0, -1792.0]
     assert cast_to_representable(x)[3].isnan() and cast_to_representable(x)[4:].tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match=r"dtype is torch.bfloat16: choose one of torch.float8_e4m3fn, torch.float8_e5m2"):
+    with pytest.raises(
+        ValueError, match=r"dtype is torch.bfloat16: choose one of torch.float8_e4m3fn, torch.float8_e5m2"
+    ):
         cast_to_representable(x, 1.0, torch.bfloat16)
 
 
