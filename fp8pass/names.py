@@ -105,8 +105,8 @@ def parts_of(slot: str) -> list[str]:
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
 _DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
-WRAPPERS = ("_checkpoint_wrapped_module",)
-"""What `checkpoint_wrapper` puts into paths. A name does not tell of it."""
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+"""What `checkpoint_wrapper` and `torch.compile` put into paths. A name does not tell of them."""
 
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""

@@ -239,13 +239,23 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
     renames, usual = _renames(module, group)
     slots = zip(group.table.names, group.table.anchors, strict=True)
     pairs = ((name, usual if anchor < 0 else renames[anchor]) for name, anchor in slots)
-    return {name: rename(name) for name, rename in pairs if rename and name.startswith(rename.drop)}
+    return {n: _renamed(n, rename, group) for n, rename in pairs if rename and n.startswith(rename.drop)}
 
 
 def usual_name(module: nn.Module, group: SlotGroup, name: str) -> str | None:
     """What the module calls something of a graph; None if nothing of the graph belongs to it."""
     _, usual = _renames(module, group)
-    return None if usual is None else usual(name)
+    return None if usual is None else _renamed(name, usual, group)
+
+
+def _renamed(name: str, rename: _Rename, group: SlotGroup) -> str:
+    """Return what the module calls something of a graph.
+
+    In a graph whose root has a parameter "weight", as that of a compiled `nn.Linear`, slots are called "weight.input";
+    in a larger module they are called as there, "head.input".
+    """
+    is_part = rename.add and not rename.drop
+    return rename(name.removeprefix("weight.") if is_part and "weight" in group.table.owned else name)
 
 
 def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename | None], _Rename | None]:
@@ -253,7 +263,7 @@ def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename |
     paths: dict[int, list[str]] = {}
     if module is not None:
         for path, tensor in named_tensors(module):
-            paths.setdefault(id(tensor), []).append(without_wrappers(path).replace("_orig_mod.", ""))
+            paths.setdefault(id(tensor), []).append(without_wrappers(path))
     renames = [
         _rename(relative, paths[id(mine)]) if id(mine) in paths else None
         for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)

@@ -778,13 +778,79 @@ def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixtur
     assert all(g.warm for g in registry.groups() if g.owned_tensors()[0] is model.fc.weight)
 
 
-def test_a_compiled_part_has_the_names_of_a_part() -> None:
-    whole, in_parts = nn.Sequential(make(), make(seed=1)), nn.Sequential(make(), make(seed=1))
-    for i, part in enumerate(list(in_parts)):
-        in_parts[i] = torch.compile(part, backend="fp8pass", options={"lowering": "eager"})  # type: ignore[assignment]
-    train(compiled(whole), [1.0])
-    train(in_parts, [1.0])
-    assert fp8pass.state(whole).slots == fp8pass.state(in_parts).slots
+class InParts(nn.Module):
+    """breaks: Dynamo makes graphs of their own of what is around the middle one."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(32, 32), Block(), nn.Linear(32, 32, bias=False)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        y: Tensor = self.last(self.middle(x))
+        return y
+
+
+PART: dict[str, Any] = {"lowering": "eager", "recipe": DelayedScaling(amax_history_len=3)}
+
+
+def part_wrapped() -> tuple[nn.Module, Any]:
+    model = make(InParts)
+    model.middle = torch.compile(model.middle, backend="fp8pass", options=PART)
+    return model, compiled(model)
+
+
+def part_in_a_graph_of_its_own() -> tuple[nn.Module, Any]:
+    model = make(lambda: InParts(breaks=True))
+    model.middle = torch.compile(model.middle, backend="fp8pass", options=PART)
+    return model, compiled(model)
+
+
+def part_in_place() -> tuple[nn.Module, Any]:
+    model = make(lambda: InParts(breaks=True))
+    model.middle.compile(backend="fp8pass", options=PART)
+    return model, compiled(model)
+
+
+def all_parts_wrapped() -> tuple[nn.Module, Any]:
+    model = make(InParts)
+    for name, part in list(model.named_children()):
+        setattr(model, name, torch.compile(part, backend="fp8pass", options=PART))
+    return model, model
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        part_wrapped,
+        part_in_a_graph_of_its_own,
+        pytest.param(part_in_place, marks=pytest.mark.variant),
+        all_parts_wrapped,
+    ],
+)
+def test_compiled_parts_are_in_the_state_under_plain_names_and_resume(way: Callable[[], tuple[nn.Module, Any]]) -> None:
+    model, run = way()
+    train(run, [1.0, 2.0, 3.0])
+    saved = fp8pass.state(model).state_dict()
+    roles = ("grad_output", "input", "weight")
+    names = [f"{name}.{role}" for name in ("first", "last", "middle.down", "middle.up") for role in roles]
+    assert fp8pass.state(model).slots == names
+    assert fp8pass.state(run).state_dict().keys() == saved.keys()
+    part = getattr(model.middle, "_orig_mod", model.middle)
+    assert fp8pass.state(model.middle) is fp8pass.state(part)
+    assert fp8pass.state(part).slots == [n.removeprefix("middle.") for n in names if n.startswith("middle.")]
+    resumed, again = way()
+    fp8pass.state(again).load_state_dict(saved)
+    model.zero_grad()
+    for f in (run, again):
+        torch.manual_seed(3)
+        train(f, [4.0, 1.0])
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))  # type: ignore[arg-type]
+    mine, other = fp8pass.state(model).state_dict(), fp8pass.state(resumed).state_dict()
+    assert mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)
 
 
 @pytest.mark.parametrize(
