@@ -10,6 +10,7 @@ see. They are traced as torch.export does, ahead of autograd, so that what comes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass._torch import FakeTensor
 
 COMPOSITES = (F.multi_head_attention_forward,)
 
@@ -49,7 +52,10 @@ def _inline_call(graph: fx.Graph, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    traced = make_fx(call, pre_dispatch=True)(*(n.meta["example_value"] for n in inputs))
+    values = [n.meta["example_value"] for n in inputs]
+    modes = (v.fake_mode for v in values if isinstance(v, FakeTensor))  # Dynamo's, which is not AOTAutograd's
+    with next(modes, contextlib.nullcontext()):  # what the function makes by itself is fake, too
+        traced = make_fx(call, pre_dispatch=True)(*values)
     if any(n.op == "get_attr" for n in traced.graph.nodes):
         return
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]

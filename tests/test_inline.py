@@ -36,7 +36,11 @@ def inlining(applied: list[int]) -> Callable[..., Any]:
     return backend
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 32, "vdim": 32, "add_bias_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"kdim": 32, "vdim": 32, "add_bias_kv": True}, {"add_zero_attn": True}],
+    ids=str,
+)
 def test_outputs_and_gradients_are_the_same(options: dict[str, Any]) -> None:
     model = Wrapped(**options)
     applied: list[int] = []
@@ -51,6 +55,15 @@ def test_outputs_and_gradients_are_the_same(options: dict[str, Any]) -> None:
     assert applied == [1]
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_mask_that_the_function_makes_itself() -> None:
+    attention = nn.MultiheadAttention(32, 2, batch_first=True, dropout=0.5)
+    applied: list[int] = []
+    x, mask = torch.randn(2, 8, 32), nn.Transformer.generate_square_subsequent_mask(8)
+    run = torch.compile(attention, backend=inlining(applied))
+    y, _ = run(x, x, x, attn_mask=mask, need_weights=False, is_causal=True)
+    assert (y.shape, applied) == (x.shape, [1])
 
 
 def test_nothing_to_inline() -> None:
