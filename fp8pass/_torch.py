@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -24,10 +24,14 @@ from fp8pass.versions import check_version, required_names
 check_version()
 with required_names():
     from torch._C._distributed_c10d import _resolve_process_group
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import device_interface
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.callback import callback_handler
+    from torch._dynamo.convert_frame import output_codes
+    from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.utils import counters, get_metrics_context
@@ -156,6 +160,54 @@ def optimizers_ranges_ignored() -> Iterator[None]:
 def _is_not_of_range(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not ("record_function" in message and message.endswith("will be ignored"))
+
+
+def dynamo_is_on() -> bool:
+    """Whether Dynamo would compile a function that is called now."""
+    return get_eval_frame_callback() is not None
+
+
+skip_code(dynamo_is_on.__code__)
+
+
+def disabled_functions() -> list[Any]:
+    """The functions that are running and have switched Dynamo off, innermost first, since it was switched on."""
+    off, on = _switches()
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not on:
+        if frame.f_code is off:
+            found.append(frame.f_locals["fn"])
+        frame = frame.f_back
+    return found
+
+
+def frames_op_by_op(until: CodeType) -> list[FrameType]:
+    """The running functions that Dynamo has not compiled, innermost first, which a function of this code has called.
+
+    None of torch's; none at all in a thread in which that function does not run.
+    """
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not until:
+        if not frame.f_code.co_filename.startswith(_TORCH) and frame.f_code not in output_codes:
+            found.append(frame)
+        frame = frame.f_back
+    return found if frame is not None else []
+
+
+_TORCH = torch.__path__[0]
+
+
+@functools.cache
+def _switches() -> tuple[CodeType, CodeType]:
+    """The code of whatever `torch.compiler.disable` returns, and of what `torch.compile` does."""
+    off = torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
+    return off.__code__, torch.compile(_nothing, backend="eager").__code__
+
+
+def _nothing() -> None:
+    pass
 
 
 def cancel_compilations() -> None:
@@ -421,6 +473,7 @@ __all__ = [
     "aot_autograd",
     "before_eager_optimizers",
     "cache_dir",
+    "callback_handler",
     "cancel_compilations",
     "compile_fx",
     "compile_fx_inner",
@@ -432,11 +485,14 @@ __all__ = [
     "ddp_joins",
     "detect_fake_mode",
     "device_interface",
+    "disabled_functions",
     "dynamo_config",
+    "dynamo_is_on",
     "enable_python_dispatcher",
     "ensure_device_guard",
     "first_call_is_fake",
     "flattened",
+    "frames_op_by_op",
     "functorch_config",
     "gathered_parameters",
     "get_hash_for_files",
@@ -465,6 +521,7 @@ __all__ = [
     "ranks_of",
     "select_decomp_table",
     "set_grad_enabled",
+    "skip_code",
     "store_of",
     "timeout_of",
     "top_saved_tensors_hooks",

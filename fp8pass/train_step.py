@@ -16,6 +16,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,18 +26,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fp8pass._torch import counters, optimizers_ranges_ignored
+from fp8pass._torch import counters, frames_op_by_op, optimizers_ranges_ignored
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.fsdp import write_shards
+from fp8pass.graph import base_name
+from fp8pass.module_calls import ModuleCalls
 from fp8pass.moments import nbytes_saved, save_plainly
-from fp8pass.report import Report, break_of, collect, frame_of, recompile_of
+from fp8pass.report import Report, break_of, collect, recompile_of
 from fp8pass.state_dict import State, state
 from fp8pass.steps import accumulate
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.weights import settle, weights_of
 
+_FP8PASS = str(Path(__file__).parent)
 DEPTH, MOST = 3, 64
 """How deep, and into how many elements of a container, models and optimizers are looked for."""
 
@@ -67,6 +72,7 @@ class TrainStep:
         self.config = config
         self._function = function
         self._compiled = torch.compile(function, backend=self._compile)
+        self._calls = ModuleCalls(self._compile)
         self.forget()
 
     def forget(self) -> None:
@@ -78,8 +84,8 @@ class TrainStep:
         self._updates: weakref.WeakSet[UpdateGraph] = weakref.WeakSet()
         self._counts: list[Tensor] = []
         """See `UpdateGraph`. Not the graphs themselves, which hold on to the parameters of the optimizer."""
-        self._is_compiled = False
-        """Whether any graph begins in the function itself."""
+        self._op_by_op: dict[tuple[str, str], int] = {}
+        """Functions, and their files, that run op by op: a line of each that calls something that is compiled."""
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -92,6 +98,7 @@ class TrainStep:
             for model in models:
                 stack.enter_context(accumulate(model))
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
+            stack.enter_context(self._calls.caught(models, is_first=not known))
             run = self._compiled if known else functools.partial(self._first_call, models, optimizers)
             before = Counter(counters["graph_break"])
             result = run(*args, **kwargs)
@@ -114,11 +121,12 @@ class TrainStep:
         if silent := sum(self._breaks.values()) - len(report.breaks):
             reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
             report.notes.append(f"{silent} more graph breaks have nothing in front of them. All: {reasons}")
-        if report.graphs and not self._is_compiled:
+        for (name, file), line in self._op_by_op.items():
             report.notes.append(
-                f"{_name(self._function)} itself runs op by op, and only the functions and modules that it calls "
-                "are compiled: that is what torch does with a graph break, such as backward(), in a for or while loop. "
-                "What else is in the loop, a loss say, is compiled too if it is in a function with the model's call"
+                f"{name} ({base_name(file)}:{line}) itself runs op by op, as torch runs a function whose graph breaks "
+                "in a for or while loop, at backward() say. The modules and functions that it calls are compiled, each "
+                "call by itself; what stands between these calls, a loss say, is not: put it into a function together "
+                "with the model's call to have it compiled with that"
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
@@ -157,9 +165,14 @@ class TrainStep:
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's backend."""
+        running = frames_op_by_op(until=TrainStep.__call__.__code__)
+        callers = [f for f in running if not f.f_code.co_filename.startswith(_FP8PASS)]
+        for frame in callers:
+            self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
+        if callers:
+            self._calls.place(module, callers[0])
         with collect() as report:
             compiled = compile_graph(module, example_inputs, self.config)
-        self._is_compiled |= self._is_of_function(*frame_of(module))
         if (found := break_of(module)) is not None:
             report.breaks.append(found)
         if (again := recompile_of(module, self._compiled_ids)) is not None:
@@ -169,12 +182,6 @@ class TrainStep:
             self._updates.add(compiled)
             self._counts += [] if compiled.counts is None else [compiled.counts]
         return compiled
-
-    def _is_of_function(self, name: str, file: str) -> bool:
-        """Whether a frame is the function, or how it goes on behind a graph break; optimizers have a `step`, too."""
-        mine = getattr(self._function, "__name__", "")
-        code = getattr(inspect.unwrap(self._function), "__code__", None)
-        return (code is None or file == code.co_filename) and (name == mine or f"_in_{mine}_at_" in name)
 
     def _found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[nn.Module], list[Optimizer]]:
         reached = list(_reached([*args, *kwargs.values(), self._function]))
@@ -286,6 +293,11 @@ def _owners(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> lis
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _plain_name(frame: FrameType) -> str:
+    """ "step", also of what Dynamo makes to go on with it: "torch_dynamo_resume_in_step_at_12"."""
+    return re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", frame.f_code.co_name)
 
 
 def _place(function: Callable[..., Any]) -> str:

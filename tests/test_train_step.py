@@ -617,6 +617,81 @@ def test_accumulation_rolls_once_and_quantizes_weights_once() -> None:
     assert_cached_as_uncached(scenario)
 
 
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+Step = Callable[[Tensor], Tensor]
+Loop = Callable[[nn.Module, torch.optim.Optimizer], Step]
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Microbatches, as most have them: the graph breaks in the loop, and torch runs all of the function op by op."""
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        for micro in x.split(8):
+            loss = F.mse_loss(model(micro), micro * 0.5)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def loop_of_functions(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Of the same numbers; Dynamo compiles the function that the loop calls."""
+
+    def loss_of(x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), x * 0.5)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        for micro in x.split(8):
+            loss = loss_of(micro)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def run(make_step: Loop, model: nn.Module, **config: Any) -> tuple[Any, Any]:
+    """Of four calls the losses, and everything after them; and the step."""
+    torch._dynamo.reset()
+    optimizer = sgd(model)
+    step = decorate(make_step(model, optimizer), strict=True, **config)
+    losses = [step(batch(i)) for i in range(4)]
+    return [losses, everything(model, optimizer)], step
+
+
+@pytest.mark.parametrize(
+    "of", [two_layers, lambda: nn.Linear(32, 32), lambda: make(Parts)], ids=["seq", "linear", "user"]
+)
+def test_a_loop_over_microbatches_is_compiled_whatever_the_module(of: Callable[[], nn.Module]) -> None:
+    """As the same step is that has the model's call and the loss in a function, and with the slots of a straight one."""
+    torch.manual_seed(0)
+    model = of()
+    straight, compared = copy.deepcopy(model), copy.deepcopy(model)
+    numbers, step = run(loop, model)
+    assert_same(numbers, run(loop_of_functions, compared)[0])
+    _, of_straight = run(plain, straight)
+    assert fp8pass.state(model).slots == fp8pass.state(straight).slots
+    assert len(step.report.rewritten) == len(of_straight.report.rewritten) > 1
+    assert fp8pass.state(model).steps == 4
+    assert all((w.refreshed, w.expected) == (2, 2) for w in weights(model))
+    line = loop(model, sgd(model)).__code__.co_firstlineno + 3
+    assert f"step (test_train_step.py:{line}) itself runs op by op" in str(step.report)
+    assert "op by op" not in str(of_straight.report)
+    if not isinstance(model, Parts):
+        assert {gemm.source for gemm in step.report.gemms} == {f"test_train_step.py:{line}"}
+
+
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.variant)])
 def test_checkpointed_layers(reentrant: bool) -> None:
     def scenario(decorated: Decorate) -> Any:

@@ -1,0 +1,141 @@
+"""Calls of modules by code that runs op by op within a training step: each is compiled by itself.
+
+Dynamo gives up a whole function where its graph breaks in a loop, at the backward() of each microbatch say. What the
+function calls is compiled as long as it is the user's code; torch's own modules, `nn.Sequential` and `nn.Linear` too,
+are skipped, and so is whatever `torch.utils.checkpoint` calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.loss import _Loss
+
+from fp8pass._torch import callback_handler, current_graph_task_id, disabled_functions, dynamo_is_on, skip_code
+
+Call = Callable[..., Any]
+CALL = "_compiled_call_impl"
+"""What `nn.Module.__call__` calls in the module's place, if it is there."""
+
+
+class ModuleCalls:
+    """Compiles calls of modules with a backend, where code that runs op by op makes them."""
+
+    def __init__(self, backend: Call) -> None:
+        self._backend = backend
+        self._of_kind: dict[Hashable, Call] = {}
+        """Instances of a class share compiled code, if their parameters have the same shapes."""
+        self._of_module: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
+        self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        """What became of the latest call of a module in a forward: a backward that repeats it has to do the same."""
+        self._stays = False
+        """Whether to catch calls from the beginning of a step on."""
+        self._latest = ""
+        """The class of the module whose call was caught last."""
+
+    @contextmanager
+    def caught(self, modules: Iterable[nn.Module], is_first: bool) -> Iterator[None]:
+        """Within it, calls of these modules, and of their parts, are compiled.
+
+        is_first: nothing has been compiled yet. A step that was all compiled has nothing to catch: later this begins
+        only when Dynamo begins to compile something, unless a call has been caught before.
+        """
+        caught: list[nn.Module] = []
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def catch(*_: Any) -> None:
+            if caught:
+                return
+            for module in {part for m in modules for part in m.modules()}:
+                self._stays |= _is_called_in_full(module)
+                if CALL not in vars(module):
+                    vars(module)[CALL] = functools.partial(_called, self, module)
+                    caught.append(module)
+
+        if is_first or self._stays:
+            catch()
+        callback_handler.register_start_callback(catch)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(catch)
+            for module in caught:
+                vars(module).pop(CALL, None)
+
+    def place(self, graph: fx.GraphModule, caller: FrameType) -> None:
+        """Say of a graph of a module's call, in all that tells where its ops come from, where that call is."""
+        file, line = caller.f_code.co_filename, caller.f_lineno
+        said = f'  File "{file}", line {line}, in {self._latest}\n    {linecache.getline(file, line).strip()}'
+        for part in graph.modules():
+            for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+                if trace := node.stack_trace:
+                    node.stack_trace = _OWN_LINE.sub(lambda _: said, trace)
+        stack = getattr(getattr(graph, "compile_subgraph_reason", None), "user_stack", [])
+        here = traceback.FrameSummary(file, line, self._latest)
+        stack[:] = [here if frame.filename == __file__ else frame for frame in stack]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def choose(self, module: nn.Module, is_on: bool) -> Call:
+        """What to call with a module, instead of it: compiled, unless the user forbids that, or it has no matmul.
+
+        is_on: Dynamo is.
+        """
+        if current_graph_task_id() == -1:
+            self._compiles[module] = (is_on or _is_off_for_checkpointing()) and _is_worth_it(module)
+        if not self._compiles.get(module, False):
+            return type(module)._call_impl
+        if (call := self._of_module.get(module)) is None:
+            shapes = tuple((name, p.shape) for name, p in module.named_parameters())
+            call = self._of_kind.setdefault((type(module), shapes), torch.compile(_own(_call), backend=self._backend))
+            self._of_module[module] = call
+        self._stays, self._latest = True, type(module).__name__
+        return call
+
+
+# Dynamo traces this where it traces all of `nn.Module.__call__`; by itself it is not to be compiled
+def _called(calls: ModuleCalls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return calls.choose(module, dynamo_is_on())(module, *args, **kwargs)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+_OWN_LINE = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in _call\n.*')
+
+
+def _own(function: Any) -> Any:
+    """The function with code of its own: Dynamo compiles each code anew only so many times."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+skip_code(_called.__code__)
+
+
+def _is_off_for_checkpointing() -> bool:
+    """Whether nothing but torch's own checkpointing has switched Dynamo off, and `choose`."""
+    return all(f.__module__ == "torch.utils.checkpoint" for f in disabled_functions()[1:])
+
+
+def _is_worth_it(module: nn.Module) -> bool:
+    return isinstance(module, _Loss) or any(p.dim() > 1 for p in module.parameters())
+
+
+def _is_called_in_full(module: nn.Module) -> bool:
+    """Whether Dynamo traces all that `nn.Module.__call__` does, and compiles anew when `CALL` comes or goes."""
+    is_plain = type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return not is_plain or any(hooks)
