@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import zoo_toys
 from torch import Tensor
+from zoo_diffusion import diffusion
 from zoo_row import Sample
 
 
@@ -91,7 +92,7 @@ TRANSFORMERS = [
         GptOssForCausalLM GraniteMoeForCausalLM HunYuanMoEV1ForCausalLM JetMoeForCausalLM LongcatFlashForCausalLM
         MiniMaxForCausalLM MixtralForCausalLM OlmoeForCausalLM PhimoeForCausalLM Qwen2MoeForCausalLM
         Qwen3MoeForCausalLM"""),
-    Kind("state space", text, (32, 48), """
+    Kind("state space", text, (16, 24), """
         BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
         KimiLinearForCausalLM Lfm2ForCausalLM MambaForCausalLM Mamba2ForCausalLM NemotronHForCausalLM
         OlmoHybridForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM
@@ -136,7 +137,74 @@ TRANSFORMERS = [
         Qwen2VLForConditionalGeneration InternVLForConditionalGeneration MllamaForConditionalGeneration"""),
 ]  # fmt: skip
 
-GIVEN: dict[str, dict[str, Any]] = {}
+_STAGES: dict[str, Any] = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4}
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+_SOUND: dict[str, Any] = {"conv_dim": (32,) * 7, "apply_spec_augment": False, "num_conv_pos_embeddings": 16}
+_WHISPER: dict[str, Any] = {"max_source_positions": 32, "pad_token_id": 0, "decoder_start_token_id": 1}
+_SEQ2SEQ: dict[str, Any] = {"decoder_start_token_id": 2, "pad_token_id": 0}
+GIVEN: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": _LATENT,
+    "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},
+    "OlmoHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "RwkvForCausalLM": {"num_hidden_layers": 2},
+    "ZambaForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"]},
+    "Zamba2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"]},
+    "JambaForCausalLM": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "ConvBertForMaskedLM": {"conv_kernel_size": 9},
+    "SwinForImageClassification": {**_STAGES, "window_size": 4},
+    "Swinv2ForImageClassification": {**_STAGES, "window_size": 4},
+    "Swin2SRForImageSuperResolution": {**_STAGES, "patch_size": 1, "window_size": 8, "upscale": 2},
+    "DinatForImageClassification": {**_STAGES, "kernel_size": 3, "dilations": [[1], [1]]},
+    "FocalNetForImageClassification": {
+        "embed_dim": 32, "depths": [1, 1], "hidden_sizes": [32, 64], "focal_levels": [2, 2], "focal_windows": [3, 3]
+    },
+    "HieraForImageClassification": {
+        "image_size": [32, 32], "embed_dim": 32, "depths": [1, 1], "num_heads": [1, 2], "query_stride": [2, 2],
+        "masked_unit_size": [4, 4], "patch_size": [7, 7], "num_query_pool": 1,
+    },
+    "LevitForImageClassification": {
+        "image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1],
+        "patch_size": 16, "down_ops": [["Subsample", 16, 2, 4, 2, 2], ["Subsample", 16, 3, 4, 2, 2]],
+    },
+    "CvtForImageClassification": {
+        "embed_dim": [32, 48, 64], "num_heads": [1, 1, 2], "depth": [1, 1, 1], "drop_path_rate": [0.0, 0.0, 0.0]
+    },
+    "ConvNextForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "ConvNextV2ForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "MobileViTForImageClassification": {
+        "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [16, 16, 32, 32, 48, 48, 64], "patch_size": 2,
+        "image_size": 64,
+    },
+    "MobileViTV2ForImageClassification": {"width_multiplier": 0.25, "patch_size": 2, "image_size": 64},
+    "PoolFormerForImageClassification": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "patch_size": 7},
+    "PvtForImageClassification": {
+        "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+    },
+    "PvtV2ForImageClassification": {
+        "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+    },
+    "SegformerForImageClassification": {
+        "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+        "decoder_hidden_size": 64,
+    },
+    "SegformerForSemanticSegmentation": {
+        "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+        "decoder_hidden_size": 64,
+    },
+    "SwiftFormerForImageClassification": {"embed_dims": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
+    "WhisperForConditionalGeneration": _WHISPER,
+    "WhisperForAudioClassification": _WHISPER,
+    **dict.fromkeys(
+        ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
+         "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration"), _SEQ2SEQ,
+    ),
+    **dict.fromkeys(
+        ("Data2VecAudioForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC",
+         "Wav2Vec2ForCTC", "Wav2Vec2ConformerForCTC", "WavLMForCTC"), _SOUND,
+    ),
+}  # fmt: skip
 """Fields of configurations that need another value than their toy size, by the model's class."""
 
 
@@ -163,6 +231,39 @@ def _transformers() -> Iterator[Entry]:
             yield Entry(name, "transformers", kind.name, functools.partial(transformer, name, kind))
 
 
+LORA: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"target_modules": "all-linear"},
+    "GPT2LMHeadModel": {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+    "BertForMaskedLM": {"target_modules": ["query", "value"], "modules_to_save": ["cls"]},
+    "T5ForConditionalGeneration": {"target_modules": ["q", "v"]},
+    "ViTForImageClassification": {"target_modules": "all-linear", "modules_to_save": ["classifier"]},
+    "MixtralForCausalLM": {"target_modules": ["q_proj", "v_proj"]},
+    "Qwen2ForCausalLM": {"target_modules": "all-linear", "use_dora": True},
+    "GPTNeoXForCausalLM": {"target_modules": ["query_key_value"], "use_rslora": True},
+}
+"""What is adapted of each model, which itself stays as it is."""
+
+
+def adapted(name: str, kind: Kind) -> Sample:
+    """Return a model of transformers whose weights are frozen, with adapters of peft."""
+    import peft
+
+    sample = transformer(name, kind)
+    chosen = peft.LoraConfig(r=16, init_lora_weights=False, **LORA[name])  # as trained: B of a new one is 0
+    return replace(sample, model=peft.get_peft_model(sample.model, chosen).train())
+
+
+def _peft() -> Iterator[Entry]:
+    kinds = {name: kind for kind in TRANSFORMERS for name in kind.models.split()}
+    for name in LORA:
+        yield Entry(f"LoRA-{name}", "peft", "LoRA", functools.partial(adapted, name, kinds[name]))
+
+
+def _diffusers() -> Iterator[Entry]:
+    for name, kind, make in diffusion():
+        yield Entry(name, "diffusers", kind, lambda make=make: Sample(*make()))
+
+
 def catalogue() -> dict[str, Entry]:
     """Return all entries by name."""
-    return {entry.name: entry for entry in _transformers()}
+    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft())}

@@ -13,9 +13,10 @@ from typing import Any
 VOCABULARY = 256
 IMAGE = 32
 SIZES: dict[int, str] = {
+    0: "first_k_dense_replace num_dense_layers moe_layer_start_index",
     1: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers num_mtp_layers depth vision_layers text_layers conv_layers num_hidden_groups "
-    "encoder_num_hidden_layers decoder_num_hidden_layers num_nextn_predict_layers first_k_dense_replace "
+    "encoder_num_hidden_layers decoder_num_hidden_layers num_nextn_predict_layers "
     "num_global_layers num_local_layers num_mlp_layers",
     2: "num_key_value_heads num_kv_heads num_experts_per_tok moe_topk moe_top_k n_group num_experts_per_token top_k "
     "n_shared_experts num_key_value_heads_per_layer linear_num_key_heads topk_group",
