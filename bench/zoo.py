@@ -36,9 +36,14 @@ SECONDS = 300
 """How long a row may take, of a processor's time: what else runs on the machine does not matter."""
 
 
+def row_of(name: str) -> Path:
+    """Return the file of a row."""
+    return ROWS / f"{name}.json"
+
+
 def run(entry: Entry) -> dict[str, Any]:
     """Return the row of one model, made in a process of its own."""
-    file = ROWS / f"{entry.name}.json"
+    file = row_of(entry.name)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(entry, file))
     file.unlink(missing_ok=True)
     process.start()
@@ -100,7 +105,7 @@ def main() -> None:
         sys.exit("\n".join(entries))
     ROWS.mkdir(parents=True, exist_ok=True)
     for name in asked.names or entries:
-        file = ROWS / f"{name}.json"
+        file = row_of(name)
         known = json.loads(file.read_text()) if file.exists() else None
         if asked.names or known is None or (asked.failed and known["status"] == "fails"):
             print(told(run(entries[name])), flush=True)

@@ -13,6 +13,7 @@ import zoo_toys
 from torch import Tensor
 from zoo_diffusion import diffusion
 from zoo_row import Sample
+from zoo_torch import MODULES, OPERATORS, Made, module, operator
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,17 @@ def _peft() -> Iterator[Entry]:
         yield Entry(f"LoRA-{name}", "peft", "LoRA", functools.partial(adapted, name, kinds[name]))
 
 
+def _torch() -> Iterator[Entry]:
+    def sample(make: Callable[[str], Made], name: str) -> Sample:
+        model, inputs = make(name)
+        return Sample(model, inputs, inputs)
+
+    for name in MODULES:
+        yield Entry(f"nn.{name}", "torch", "module_db", functools.partial(sample, module, name))
+    for name in OPERATORS:
+        yield Entry(f"op.{name}", "torch", "op_db", functools.partial(sample, operator, name))
+
+
 def _diffusers() -> Iterator[Entry]:
     for name, kind, make in diffusion():
         yield Entry(name, "diffusers", kind, lambda make=make: Sample(*make()))
@@ -266,4 +278,4 @@ def _diffusers() -> Iterator[Entry]:
 
 def catalogue() -> dict[str, Entry]:
     """Return all entries by name."""
-    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft())}
+    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_torch())}
