@@ -1,0 +1,115 @@
+"""Train stock models that nobody here wrote, and say of each what became of it.
+
+python bench/zoo.py [name ...]      rows that are not there yet, or those named; each is a file in build/zoo
+    --failed                        also those that failed
+    --list                          the names
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a row is a process, forked from this one
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch._dynamo.backends.inductor
+import torch._inductor.compile_fx  # noqa: F401
+import zoo_row
+from torch._dynamo import config as dynamo_config
+from zoo_catalogue import Entry, catalogue
+
+ROOT = Path(__file__).parent.parent
+ROWS = ROOT / "build" / "zoo"
+SECONDS = 300
+"""How long a row may take, of a processor's time: what else runs on the machine does not matter."""
+
+
+def row_of(name: str) -> Path:
+    """Return the file of a row."""
+    return ROWS / f"{name}.json"
+
+
+def run(entry: Entry) -> dict[str, Any]:
+    """Return the row of one model, made in a process of its own."""
+    file = row_of(entry.name)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(entry, file))
+    file.unlink(missing_ok=True)
+    process.start()
+    process.join()
+    if not file.exists():
+        known = {-signal.SIGXCPU: f"not done in {SECONDS} s", -signal.SIGKILL: f"not done in {SECONDS} s"}
+        error = known.get(process.exitcode or 0, f"ended with {process.exitcode}")
+        _write(file, entry, zoo_row.Row(entry.name, error=error))
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def _child(entry: Entry, file: Path) -> None:
+    spent = int(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS + 5))
+    gc.freeze()  # what is imported need not be looked at again
+    gc.set_threshold(50_000, 20, 50)
+    with file.with_suffix(".log").open("w") as log, dynamo_config.patch(run_gc_after_compile=False):
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        row = zoo_row.Row(entry.name)
+        zoo_row.fill(row, entry.make)
+        _write(file, entry, row)
+
+
+def _write(file: Path, entry: Entry, row: zoo_row.Row) -> None:
+    about = {"package": entry.package, "kind": entry.kind, "date": time.strftime("%F"), "commit": _commit()}
+    file.write_text(json.dumps({**about, **asdict(row)}, indent=1))
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return a row in a line."""
+    share = f"{row['fp8_flops'] / row['flops']:4.0%}" if row["flops"] else "   -"
+    owned = f"{row['owned_fp8_flops'] / row['owned_flops']:4.0%}" if row["owned_flops"] else "   -"
+    rest = f"{row['stage']}: {row['error']} [{row['frame']}] torch: {row['trains_elsewhere']}" if row["error"] else ""
+    ran = f"{row['rewritten']}/{row['matmuls']}"
+    seconds = sum(row["seconds"].values())
+    return (
+        f"{row['name']:42} {row['status']:13} {ran:>9} {share} {owned} {row['flops'] / max(1, row['eager_flops']):.2f} "
+        f"cos {row['cosine']:.3f} excused {len(row['excused'])} off {row['off_reference']:.0e} {seconds:4.0f}s {row['rules'] or ''} "
+        f"{len(row['breaks'])} breaks {rest}"
+    )
+
+
+def main() -> None:
+    """Run rows, one after the other, and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--failed", action="store_true", help="also those that failed before")
+    parser.add_argument("--list", action="store_true", help="print the names of all")
+    asked = parser.parse_args()
+    entries = catalogue()
+    if asked.list:
+        sys.exit("\n".join(entries))
+    ROWS.mkdir(parents=True, exist_ok=True)
+    for name in asked.names or entries:
+        file = row_of(name)
+        known = json.loads(file.read_text()) if file.exists() else None
+        if asked.names or known is None or (asked.failed and known["status"] == "fails"):
+            print(told(run(entries[name])), flush=True)
+
+
+if __name__ == "__main__":
+    main()

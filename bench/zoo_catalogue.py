@@ -1,0 +1,281 @@
+"""The models of the zoo: what there is, by package and kind. Nothing is written here, only named and made small."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import zoo_toys
+from torch import Tensor
+from zoo_diffusion import diffusion
+from zoo_row import Sample
+from zoo_torch import MODULES, OPERATORS, Made, module, operator
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model: its name, the package that has it, its kind, and what makes it."""
+
+    name: str
+    package: str
+    kind: str
+    make: Callable[[], Sample]
+
+
+Inputs = Callable[[int], Mapping[str, Any]]
+"""What makes the inputs of a length, or of a batch size where the length is fixed."""
+
+
+def text(length: int) -> dict[str, Tensor]:
+    """Return tokens."""
+    return {"input_ids": torch.randint(3, 200, (2, length))}
+
+
+def translated(length: int) -> dict[str, Tensor]:
+    """Return tokens, and those that the decoder has so far."""
+    return {**text(length), "decoder_input_ids": torch.randint(3, 200, (2, length // 2))}
+
+
+def pixels(batch: int) -> dict[str, Tensor]:
+    """Return images."""
+    return {"pixel_values": torch.randn(batch, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
+
+
+def captioned(batch: int) -> dict[str, Tensor]:
+    """Return images and texts."""
+    return {**pixels(batch), "input_ids": torch.randint(3, 200, (batch, 16))}
+
+
+def video(batch: int) -> dict[str, Tensor]:
+    """Return eight frames for each."""
+    return {"pixel_values": torch.randn(batch, 8, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
+
+
+def wave(length: int) -> dict[str, Tensor]:
+    """Return sound."""
+    return {"input_values": torch.randn(2, 100 * length)}
+
+
+def spectrum(batch: int) -> dict[str, Tensor]:
+    """Return mel features of 64 frames, as Whisper wants them."""
+    return {"input_features": torch.randn(batch, 80, 64)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Architectures of transformers that take the same inputs. sizes: for training, and for evaluation."""
+
+    name: str
+    inputs: Inputs
+    sizes: tuple[int, int]
+    models: str
+
+
+TRANSFORMERS = [
+    Kind("decoder", text, (32, 48), """
+        ApertusForCausalLM ArceeForCausalLM BioGptForCausalLM BitNetForCausalLM BloomForCausalLM CodeGenForCausalLM
+        CohereForCausalLM Cohere2ForCausalLM CTRLLMHeadModel DiffLlamaForCausalLM DogeForCausalLM Emu3ForCausalLM
+        Ernie4_5ForCausalLM Exaone4ForCausalLM FalconForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+        GlmForCausalLM Glm4ForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM
+        GPTNeoXForCausalLM GraniteForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM LlamaForCausalLM
+        MiniCPM3ForCausalLM MinistralForCausalLM MistralForCausalLM MptForCausalLM NanoChatForCausalLM
+        NemotronForCausalLM OlmoForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OpenAIGPTLMHeadModel OPTForCausalLM
+        PersimmonForCausalLM PhiForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM SeedOssForCausalLM
+        SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM XGLMForCausalLM
+        XLNetLMHeadModel"""),
+    Kind("MoE", text, (32, 48), """
+        AfmoeForCausalLM AriaTextForCausalLM Cohere2MoeForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM
+        DeepseekV3ForCausalLM Dots1ForCausalLM Ernie4_5_MoeForCausalLM FlexOlmoForCausalLM Glm4MoeForCausalLM
+        GptOssForCausalLM GraniteMoeForCausalLM HunYuanMoEV1ForCausalLM JetMoeForCausalLM LongcatFlashForCausalLM
+        MiniMaxForCausalLM MixtralForCausalLM OlmoeForCausalLM PhimoeForCausalLM Qwen2MoeForCausalLM
+        Qwen3MoeForCausalLM"""),
+    Kind("state space", text, (16, 24), """
+        BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
+        KimiLinearForCausalLM Lfm2ForCausalLM MambaForCausalLM Mamba2ForCausalLM NemotronHForCausalLM
+        OlmoHybridForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM
+        ZambaForCausalLM Zamba2ForCausalLM"""),
+    Kind("encoder", text, (32, 48), """
+        AlbertForMaskedLM BertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM CanineModel ConvBertForMaskedLM
+        DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM
+        EsmForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FunnelForMaskedLM IBertForMaskedLM LongformerForMaskedLM
+        MegatronBertForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM
+        MraForMaskedLM NystromformerForMaskedLM PerceiverForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
+        RoFormerForMaskedLM SqueezeBertForMaskedLM XLMRobertaForMaskedLM XmodForMaskedLM YosoForMaskedLM"""),
+    Kind("encoder-decoder", text, (32, 48), """
+        BartForConditionalGeneration BigBirdPegasusForConditionalGeneration BlenderbotForConditionalGeneration
+        FSMTForConditionalGeneration LEDForConditionalGeneration LongT5ForConditionalGeneration
+        M2M100ForConditionalGeneration MarianMTModel MBartForConditionalGeneration MT5ForConditionalGeneration
+        MvpForConditionalGeneration NllbMoeForConditionalGeneration PegasusForConditionalGeneration
+        PegasusXForConditionalGeneration PLBartForConditionalGeneration ProphetNetForConditionalGeneration
+        SwitchTransformersForConditionalGeneration T5ForConditionalGeneration T5GemmaForConditionalGeneration
+        UMT5ForConditionalGeneration"""),
+    Kind("vision", pixels, (2, 3), """
+        BeitForImageClassification ConvNextForImageClassification ConvNextV2ForImageClassification
+        CvtForImageClassification DeiTForImageClassification DinatForImageClassification Dinov2ForImageClassification
+        DPTForSemanticSegmentation FocalNetForImageClassification HieraForImageClassification
+        IJepaForImageClassification LevitForImageClassification MobileViTForImageClassification
+        MobileViTV2ForImageClassification PoolFormerForImageClassification PvtForImageClassification
+        PvtV2ForImageClassification SegformerForImageClassification SegformerForSemanticSegmentation
+        SiglipForImageClassification SwiftFormerForImageClassification SwinForImageClassification
+        Swin2SRForImageSuperResolution Swinv2ForImageClassification ViTForImageClassification
+        ViTMAEForPreTraining ViTMSNForImageClassification YolosForObjectDetection DetrForObjectDetection
+        SamVisionModel DINOv3ViTModel"""),
+    Kind("video", video, (2, 3), """
+        TimesformerForVideoClassification VideoMAEForVideoClassification VivitForVideoClassification"""),
+    Kind("speech", wave, (32, 48), """
+        Data2VecAudioForCTC HubertForCTC SEWForCTC SEWDForCTC UniSpeechForCTC UniSpeechSatForCTC Wav2Vec2ForCTC
+        Wav2Vec2ConformerForCTC WavLMForCTC"""),
+    Kind("speech", spectrum, (2, 3), """
+        WhisperForConditionalGeneration WhisperForAudioClassification"""),
+    Kind("multimodal", captioned, (2, 3), """
+        AltCLIPModel BlipForConditionalGeneration BlipModel BridgeTowerModel ChineseCLIPModel CLIPModel CLIPSegModel
+        GitForCausalLM GroupViTModel SiglipModel Siglip2Model ViltModel FlavaModel XCLIPModel Kosmos2Model
+        LlavaForConditionalGeneration PaliGemmaForConditionalGeneration Idefics3ForConditionalGeneration
+        Qwen2VLForConditionalGeneration InternVLForConditionalGeneration MllamaForConditionalGeneration"""),
+]  # fmt: skip
+
+_STAGES: dict[str, Any] = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4}
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+_SOUND: dict[str, Any] = {"conv_dim": (32,) * 7, "apply_spec_augment": False, "num_conv_pos_embeddings": 16}
+_WHISPER: dict[str, Any] = {"max_source_positions": 32, "pad_token_id": 0, "decoder_start_token_id": 1}
+_SEQ2SEQ: dict[str, Any] = {"decoder_start_token_id": 2, "pad_token_id": 0}
+GIVEN: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": _LATENT,
+    "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},
+    "OlmoHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "RwkvForCausalLM": {"num_hidden_layers": 2},
+    "ZambaForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"]},
+    "Zamba2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"]},
+    "JambaForCausalLM": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "ConvBertForMaskedLM": {"conv_kernel_size": 9},
+    "SwinForImageClassification": {**_STAGES, "window_size": 4},
+    "Swinv2ForImageClassification": {**_STAGES, "window_size": 4},
+    "Swin2SRForImageSuperResolution": {**_STAGES, "patch_size": 1, "window_size": 8, "upscale": 2},
+    "DinatForImageClassification": {**_STAGES, "kernel_size": 3, "dilations": [[1], [1]]},
+    "FocalNetForImageClassification": {
+        "embed_dim": 32, "depths": [1, 1], "hidden_sizes": [32, 64], "focal_levels": [2, 2], "focal_windows": [3, 3]
+    },
+    "HieraForImageClassification": {
+        "image_size": [32, 32], "embed_dim": 32, "depths": [1, 1], "num_heads": [1, 2], "query_stride": [2, 2],
+        "masked_unit_size": [4, 4], "patch_size": [7, 7], "num_query_pool": 1,
+    },
+    "LevitForImageClassification": {
+        "image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1],
+        "patch_size": 16, "down_ops": [["Subsample", 16, 2, 4, 2, 2], ["Subsample", 16, 3, 4, 2, 2]],
+    },
+    "CvtForImageClassification": {
+        "embed_dim": [32, 48, 64], "num_heads": [1, 1, 2], "depth": [1, 1, 1], "drop_path_rate": [0.0, 0.0, 0.0]
+    },
+    "ConvNextForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "ConvNextV2ForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
+    "MobileViTForImageClassification": {
+        "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [16, 16, 32, 32, 48, 48, 64], "patch_size": 2,
+        "image_size": 64,
+    },
+    "MobileViTV2ForImageClassification": {"width_multiplier": 0.25, "patch_size": 2, "image_size": 64},
+    "PoolFormerForImageClassification": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "patch_size": 7},
+    "PvtForImageClassification": {
+        "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+    },
+    "PvtV2ForImageClassification": {
+        "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+    },
+    "SegformerForImageClassification": {
+        "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+        "decoder_hidden_size": 64,
+    },
+    "SegformerForSemanticSegmentation": {
+        "hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
+        "decoder_hidden_size": 64,
+    },
+    "SwiftFormerForImageClassification": {"embed_dims": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
+    "WhisperForConditionalGeneration": _WHISPER,
+    "WhisperForAudioClassification": _WHISPER,
+    **dict.fromkeys(
+        ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
+         "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration"), _SEQ2SEQ,
+    ),
+    **dict.fromkeys(
+        ("Data2VecAudioForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC",
+         "Wav2Vec2ForCTC", "Wav2Vec2ConformerForCTC", "WavLMForCTC"), _SOUND,
+    ),
+}  # fmt: skip
+"""Fields of configurations that need another value than their toy size, by the model's class."""
+
+
+def transformer(name: str, kind: Kind) -> Sample:
+    """Return a model of transformers, with inputs of two sizes."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model_class = getattr(transformers, name)
+    model = model_class(zoo_toys.toy(model_class.config_class, **GIVEN.get(name, {}))).train()
+    learns = "labels" in inspect.signature(model.forward).parameters and name.endswith(_OF_LANGUAGE)
+    made = [dict(kind.inputs(size)) for size in kind.sizes]
+    for of in made:
+        of |= {"labels": of["input_ids"]} if learns and "input_ids" in of else {}
+    return Sample(model, *made)
+
+
+_OF_LANGUAGE = ("LM", "LMHeadModel", "ConditionalGeneration", "MTModel")
+
+
+def _transformers() -> Iterator[Entry]:
+    for kind in TRANSFORMERS:
+        for name in kind.models.split():
+            yield Entry(name, "transformers", kind.name, functools.partial(transformer, name, kind))
+
+
+LORA: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"target_modules": "all-linear"},
+    "GPT2LMHeadModel": {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+    "BertForMaskedLM": {"target_modules": ["query", "value"], "modules_to_save": ["cls"]},
+    "T5ForConditionalGeneration": {"target_modules": ["q", "v"]},
+    "ViTForImageClassification": {"target_modules": "all-linear", "modules_to_save": ["classifier"]},
+    "MixtralForCausalLM": {"target_modules": ["q_proj", "v_proj"]},
+    "Qwen2ForCausalLM": {"target_modules": "all-linear", "use_dora": True},
+    "GPTNeoXForCausalLM": {"target_modules": ["query_key_value"], "use_rslora": True},
+}
+"""What is adapted of each model, which itself stays as it is."""
+
+
+def adapted(name: str, kind: Kind) -> Sample:
+    """Return a model of transformers whose weights are frozen, with adapters of peft."""
+    import peft
+
+    sample = transformer(name, kind)
+    chosen = peft.LoraConfig(r=16, init_lora_weights=False, **LORA[name])  # as trained: B of a new one is 0
+    return replace(sample, model=peft.get_peft_model(sample.model, chosen).train())
+
+
+def _peft() -> Iterator[Entry]:
+    kinds = {name: kind for kind in TRANSFORMERS for name in kind.models.split()}
+    for name in LORA:
+        yield Entry(f"LoRA-{name}", "peft", "LoRA", functools.partial(adapted, name, kinds[name]))
+
+
+def _torch() -> Iterator[Entry]:
+    def sample(make: Callable[[str], Made], name: str) -> Sample:
+        model, inputs = make(name)
+        return Sample(model, inputs, inputs)
+
+    for name in MODULES:
+        yield Entry(f"nn.{name}", "torch", "module_db", functools.partial(sample, module, name))
+    for name in OPERATORS:
+        yield Entry(f"op.{name}", "torch", "op_db", functools.partial(sample, operator, name))
+
+
+def _diffusers() -> Iterator[Entry]:
+    for name, kind, make in diffusion():
+        yield Entry(name, "diffusers", kind, lambda make=make: Sample(*make()))
+
+
+def catalogue() -> dict[str, Entry]:
+    """Return all entries by name."""
+    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_torch())}

@@ -1,0 +1,451 @@
+"""What is done to one model of the zoo: explained, trained, compared with eager and with the reference, resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8pass
+from fp8pass.report import Report, collect
+
+aten = torch.ops.aten
+STEPS = 3
+COSINE = 0.97
+"""The least that a parameter's gradient may have with that of eager."""
+NOISE = 2.0
+"""How much larger than in eager rounded to FP8 the error of a gradient may be which FP8 itself turns further."""
+SUMS = 1e-3
+"""How far the order of sums may move a gradient: a sum on the border of two FP8 numbers rounds to either."""
+OPTIONS: dict[str, Any] = {"lowering": "eager"}
+FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+"""Where the first of the two factors is among an op's arguments."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model, its inputs, and its inputs of a second length, or where that is fixed, of a second batch size."""
+
+    model: nn.Module
+    inputs: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """Return the loss that the model computed; of another the mean square distance to random numbers.
+
+    Not the mean square itself, of which a normalized output has no gradient.
+    """
+    own = getattr(outputs, "loss", None)
+    if isinstance(own, Tensor) and own.dim() == 0:
+        return own
+    distances = []
+    for y in _tensors(outputs):
+        if y.requires_grad:
+            y = torch.view_as_real(y) if y.is_complex() else y
+            target = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()))
+            distances.append((y.float() - target).square().mean())
+    return torch.stack(distances).sum()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _tensors(part)
+    elif isinstance(tree, Mapping):
+        yield from _tensors(list(tree.values()))
+    elif hasattr(tree, "__dict__") and type(tree).__module__.split(".")[0] not in ("builtins", "torch"):
+        yield from _tensors(list(vars(tree).values()))
+
+
+@dataclass
+class Step:
+    """What one step computed: the loss, each parameter's gradient, and the buffers after it."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def step(model: nn.Module, run: Callable[..., Any], inputs: Mapping[str, Any], seed: int) -> Step:
+    """Return loss and gradients of one forward and backward. Leaves the parameters alone."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = loss_of(run(**inputs))
+    loss.backward()
+    grads = {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+    return Step(loss.detach().clone(), grads)
+
+
+def update(model: nn.Module, rate: float = 0.05) -> None:
+    """Take a step of plain SGD, of which no gradient is longer than 1."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(rate * p.grad / max(1.0, float(p.grad.norm())))
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the matmuls that eager calls, and their FLOPs. rounds: computes them of operands rounded to FP8.
+
+    Nothing of fp8pass is in it: each operand of a matmul is rounded with a scale from its own amax, to e4m3 if the
+    forward has seen it, to e5m2 if it is a gradient.
+    """
+
+    def __init__(self, rounds: bool = False) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.flops = self.number = 0
+        self.backward = False
+        self.seen: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the op, a matmul on rounded operands."""
+        if func in FACTORS and args[FACTORS[func]].is_floating_point():
+            at = FACTORS[func]
+            a, b = args[at], args[at + 1]
+            *batch, m, k = a.shape
+            self.number += 1
+            self.flops += 2 * math.prod(batch) * m * k * b.shape[-1]
+            if self.rounds and min(m, k, b.shape[-1]) > 1 and math.prod(batch) <= 16:
+                args = (*args[:at], self._rounded(a), self._rounded(b), *args[at + 2 :])
+        return func(*args, **(kwargs or {}))
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        place = x.untyped_storage().data_ptr()
+        if not self.backward:
+            self.seen[place] = x  # kept, so that no gradient gets its memory
+        kind = torch.float8_e4m3fn if place in self.seen else torch.float8_e5m2
+        largest = torch.finfo(kind).max
+        scale = largest / x.abs().amax().float().clamp(min=1e-30)
+        return (x.float() * scale).clamp(-largest, largest).to(kind).to(x.dtype) / scale.to(x.dtype)
+
+
+def eager_step(model: nn.Module, inputs: Mapping[str, Any], seed: int, mode: Matmuls) -> Step:
+    """Return loss and gradients in eager, with `mode` around it."""
+
+    def backward_begins(gradient: Tensor) -> Tensor:
+        mode.backward = True
+        return gradient
+
+    torch.manual_seed(seed)
+    model.zero_grad()
+    with mode:
+        loss = loss_of(model(**inputs))
+        loss.register_hook(backward_begins)
+        loss.backward()
+    grads = {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
+    return Step(loss.detach().clone(), grads)
+
+
+@dataclass
+class Beside:
+    """A parameter's gradient beside eager's. rounded: that of eager rounded to FP8, beside eager's."""
+
+    cosine: float
+    error: float
+    rounded_cosine: float
+    rounded_error: float
+
+    @property
+    def fault(self) -> str:
+        """Return why it is too far off, "" if it is not."""
+        if self.cosine >= COSINE or self.error <= NOISE * self.rounded_error:
+            return ""
+        return f"cosine {self.cosine:.3f}, where rounding to FP8 alone has {self.rounded_cosine:.3f}"
+
+    @property
+    def excuse(self) -> str:
+        """Return why a cosine below the bound is none of a compiler's."""
+        return f"cosine {self.cosine:.3f}; eager with the operands of matmuls rounded has {self.rounded_cosine:.3f}"
+
+
+def beside(eager: Step, rounded: Step, ours: Step) -> dict[str, Beside]:
+    """Return for each parameter that has a gradient how it compares. Raises Failed where one is missing."""
+    found = {}
+    for name, wanted in eager.gradients.items():
+        got, other = ours.gradients[name], rounded.gradients[name]
+        if wanted is None or not wanted.any():
+            if got is not None and got.any():
+                raise Failed("gradients", f"{name} has a gradient, and none in eager")
+            continue
+        if got is None or other is None:
+            raise Failed("gradients", f"{name} has no gradient, and one in eager")
+        if not got.isfinite().all() and wanted.isfinite().all():
+            raise Failed("gradients", f"{name} has a gradient that is not finite")
+        found[name] = Beside(*_distance(wanted, got), *_distance(wanted, other))
+    return found
+
+
+def _distance(wanted: Tensor, got: Tensor) -> tuple[float, float]:
+    a, b = wanted.double().flatten(), got.double().flatten()
+    cosine = float(a @ b / (a.norm() * b.norm()).clamp(min=1e-300))
+    return cosine, float((a - b).norm() / a.norm())
+
+
+class Failed(Exception):
+    """A check of a row failed. stage: which."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(reason)
+        self.stage = stage
+
+
+def deviation(stage: str, wanted: Step, got: Step, most: float) -> float:
+    """Return how far the gradients are apart, relative to each, 0 if all has the same bits. Raises Failed above `most`."""
+    worst = 0.0
+    if not _same(wanted.loss, got.loss) and not most:
+        raise Failed(stage, f"loss {float(got.loss)!r} is not {float(wanted.loss)!r}")
+    for name, x in wanted.gradients.items():
+        y = got.gradients[name]
+        if _same(x, y):
+            continue
+        away = float((x - y).norm() / x.norm()) if x is not None and y is not None else math.inf
+        if not away <= most:
+            raise Failed(stage, f"the gradient of {name} is off by {away:.1e}")
+        worst = max(worst, away)
+    return worst
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@dataclass
+class Row:
+    """What became of one model. seconds: by stage."""
+
+    name: str
+    status: str = "fails"
+    stage: str = ""
+    error: str = ""
+    frame: str = ""
+    trains_elsewhere: str = ""
+    eager_matmuls: int = 0
+    eager_flops: int = 0
+    matmuls: int = 0
+    rewritten: int = 0
+    flops: int = 0
+    fp8_flops: int = 0
+    owned_flops: int = 0
+    owned_fp8_flops: int = 0
+    rules: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    graphs: int = 0
+    breaks: list[str] = field(default_factory=list)
+    recompiles: list[str] = field(default_factory=list)
+    parameters: int = 0
+    cosine: float = 1.0
+    off_reference: float = 0.0
+    excused: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def fill(row: Row, make: Callable[[], Sample]) -> None:
+    """Do all that is done to a model, and write into the row what came of it."""
+    checks = _Checks(row)
+    try:
+        torch.manual_seed(0)
+        with checks.stage("build"):
+            checks.sample = make()
+        for check in (checks.eager, checks.explain, checks.train, checks.resume, checks.reference, checks.evaluate):
+            with checks.stage(check.__name__):
+                check()
+        row.status = "trains"
+    except Failed as failed:
+        row.stage, row.error = failed.stage, str(failed)
+    except Exception as error:  # noqa: BLE001  whatever a model raises is what its row says
+        row.error = _told(error)
+        row.frame = _frame(error)
+        if row.stage not in ("build", "eager"):
+            torch._dynamo.reset()
+            row.trains_elsewhere = trains_with(checks.sample, "aot_eager")
+    if row.stage in ("build", "eager"):
+        row.status = "does not run"
+    elif row.trains_elsewhere and row.trains_elsewhere != "aot_eager":
+        row.status = "torch fails too"
+
+
+@contextlib.contextmanager
+def without_passes() -> Iterator[None]:
+    """Within it, the annotated graph is lowered as it is: the reference, with the decompositions that ours has."""
+    none = mock.patch("fp8pass.pipeline.kernel_passes", list), mock.patch("fp8pass.pipeline.passes", lambda _: [])
+    with none[0], none[1]:
+        yield
+
+
+class _Checks:
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.sample: Sample
+        self.weights: list[dict[str, Tensor]] = []
+        self.states: list[dict[str, Any]] = []
+        self.steps: list[Step] = []
+
+    def stage(self, name: str) -> _Timed:
+        return _Timed(self.row, name)
+
+    def eager(self) -> None:
+        """Count what eager calls: what it can't train is no model for us."""
+        mode = Matmuls()
+        made = eager_step(copy.deepcopy(self.sample.model), self.sample.inputs, 0, mode)
+        self.row.eager_matmuls, self.row.eager_flops = mode.number, mode.flops
+        if not all(g.isfinite().all() for g in made.gradients.values() if g is not None):
+            raise Failed("eager", "has gradients that are not finite")
+
+    def explain(self) -> None:
+        """Fill the row from the report."""
+        with mock.patch("fp8pass.backend._draw_before"):  # nobody looks at the drawings
+            report = fp8pass.explain(copy.deepcopy(self.sample.model), **self.sample.inputs)
+        self._tell(report)
+
+    def _tell(self, report: Report) -> None:
+        row = self.row
+        row.matmuls, row.rewritten = len(report.gemms), len(report.rewritten)
+        row.flops, row.fp8_flops = report.flops, report.fp8_flops
+        names = {n.removesuffix(".weight") for n, _ in self.sample.model.named_parameters()}
+        owned = [g for g in report.gemms if set(_parts(g.name)) & names]
+        row.owned_flops = sum(g.flops for g in owned)
+        row.owned_fp8_flops = sum(g.flops for g in owned if g.status == "rewritten")
+        row.rules, row.graphs = dict(report.rules()), report.graphs
+        row.reasons = dict(report.reasons().most_common(8))
+        row.notes, row.breaks = report.notes, [str(b) for b in report.breaks]
+        row.recompiles = [str(r) for r in report.recompiles]
+
+    def train(self) -> None:
+        """Three steps, each beside eager's of the same weights."""
+        row, inputs = self.row, self.sample.inputs
+        torch._dynamo.reset()
+        model, plain = copy.deepcopy(self.sample.model), copy.deepcopy(self.sample.model)
+        run = torch.compile(model, backend="fp8pass", options=OPTIONS)
+        with collect() as report:
+            for i in range(STEPS):
+                self.weights.append(copy.deepcopy(model.state_dict()))
+                self.states.append(copy.deepcopy(fp8pass.state(model).state_dict()) if i else {})
+                self.steps.append(step(model, run, inputs, seed=i))
+                plain.load_state_dict(self.weights[-1])
+                eager = eager_step(plain, inputs, i, Matmuls())
+                plain.load_state_dict(self.weights[-1])
+                rounded = eager_step(plain, inputs, i, Matmuls(rounds=True))
+                self._compare(beside(eager, rounded, self.steps[-1]), i)
+                update(model)
+        row.losses = [float(s.loss) for s in self.steps]
+        if report.flops != row.flops or len(report.rewritten) != row.rewritten:
+            raise Failed("train", f"trained with {report.summary()}, and explained with {row.rewritten}/{row.matmuls}")
+        self.model, self.run = model, run
+
+    def _compare(self, found: Mapping[str, Beside], i: int) -> None:
+        row = self.row
+        row.parameters = len(found)
+        faults = [f"{name}: {b.fault}" for name, b in found.items() if b.fault]
+        row.excused |= {n: f"step {i}: {b.excuse}" for n, b in found.items() if b.cosine < COSINE and not b.fault}
+        row.cosine = min([row.cosine, *(b.cosine for b in found.values() if b.cosine >= COSINE)])
+        if faults:
+            raise Failed("gradients", f"of step {i}, of {len(faults)}: {'; '.join(faults[:3])}")
+
+    def resume(self) -> None:
+        """Take the later steps again with another instance that got weights and state: the same bits."""
+        self._take_again("resume", 0)
+
+    def reference(self) -> None:
+        """Take them with the annotated graph, through AOTAutograd and none of the passes: the same bits.
+
+        But for the order of sums: of a bias's gradient, and in a matmul whose operands lie otherwise in memory.
+        """
+        torch._dynamo.reset()
+        with without_passes():
+            self.row.off_reference = self._take_again("reference", SUMS)
+        torch._dynamo.reset()
+
+    def _take_again(self, stage: str, most: float) -> float:
+        model = copy.deepcopy(self.sample.model)
+        run = torch.compile(model, backend="fp8pass", options=OPTIONS)
+        fp8pass.state(model).load_state_dict(self.states[1])
+        worst = 0.0
+        for i in range(1, STEPS):
+            model.load_state_dict(self.weights[i])
+            again = step(model, run, self.sample.inputs, seed=i)
+            worst = max(worst, deviation(f"{stage}, step {i}", self.steps[i], again, most))
+        return worst
+
+    def evaluate(self) -> None:
+        """Evaluate at a second length, beside eager."""
+        model, plain = self.model.eval(), copy.deepcopy(self.sample.model).eval()
+        plain.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            for inputs in (self.sample.inputs, self.sample.others):
+                torch.manual_seed(0)
+                got = list(_tensors(self.run(**inputs)))
+                torch.manual_seed(0)
+                wanted = list(_tensors(plain(**inputs)))
+                if [x.shape for x in got] != [x.shape for x in wanted]:
+                    raise Failed("evaluate", "outputs have other shapes than in eager")
+
+
+def _parts(name: str) -> list[str]:
+    stem, *others = name.split("+")
+    parent = stem.rpartition(".")[0]
+    return [stem, *(f"{parent}.{o}" if parent and "." not in o else o for o in others)]
+
+
+class _Timed:
+    def __init__(self, row: Row, name: str) -> None:
+        self.row, self.name = row, name
+
+    def __enter__(self) -> None:
+        self.row.stage, self.started = self.name, time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.row.seconds[self.name] = round(time.perf_counter() - self.started, 1)
+        if error[0] is None:
+            self.row.stage = ""
+
+
+def trains_with(sample: Sample, backend: str) -> str:
+    """Return the backend's name if torch.compile with it trains the model, and else what it said."""
+    model = copy.deepcopy(sample.model)
+    try:
+        run = torch.compile(model, backend=backend)
+        for i in range(STEPS):
+            step(model, run, sample.inputs, seed=i)
+            update(model)
+    except Exception as error:  # noqa: BLE001  it is what the row says
+        return f"{backend}: {_told(error)}"
+    return backend
+
+
+def _told(error: BaseException) -> str:
+    inner = _inner(error)
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
+    return f"{type(inner).__name__}: {lines[0]}"[:400]
+
+
+def _inner(error: BaseException) -> BaseException:
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error.__cause__ if isinstance(error, fp8pass.Fp8Error) and error.__cause__ else error
+
+
+def _frame(error: BaseException) -> str:
+    """Return the last frame of ours and the last of all, "file.py:12 in f"."""
+    root = Path(fp8pass.__file__).parent.parent
+    frames = traceback.extract_tb(_inner(error).__traceback__)
+    ours = [f for f in frames if Path(f.filename).is_relative_to(root / "fp8pass") or "/passes/" in f.filename]
+    told = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in (*ours[-1:], *frames[-1:])]
+    return "; ".join(dict.fromkeys(told))
