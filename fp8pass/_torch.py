@@ -92,6 +92,9 @@ with required_names():
     set_grad_enabled = torch._C._set_grad_enabled
     """What `torch.set_grad_enabled` is in Dynamo's graph."""
 
+    enter_autocast, exit_autocast = _enter_autocast, _exit_autocast
+    """What `with torch.autocast` is in Dynamo's graph."""
+
     MODE_CHANGES = frozenset(
         {set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
     )

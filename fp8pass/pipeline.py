@@ -328,7 +328,7 @@ def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
 
 def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
     if gemm.choice is None:
-        return False
+        return gemm.rule == "composite"
     choice = choices[gemm.choice]
     left_out = isinstance(choice.declined.get(gemm.kind), LeftOut)
     return choice.wanted or (choice.scaling != "" and not left_out)

@@ -48,7 +48,6 @@ from fp8pass.passes.merge_siblings import ONE_SCALE, Sibling, families, merge, s
 from fp8pass.passes.patterns import dtype_name
 from fp8pass.passes.quantizers import Pair, is_uniform, quantizers
 from fp8pass.passes.spellings import (
-    EINSUM,
     GROUPED_MM,
     LINEAR,
     Dims,
@@ -61,7 +60,8 @@ from fp8pass.passes.spellings import (
     spelling_of,
 )
 from fp8pass.passes.state_inputs import Region, Slot, Weight, cache, freeze, lift_state
-from fp8pass.passes.transforms import VMAP, Transform, transforms
+from fp8pass.passes.transforms import Transform, held_by, transforms
+from fp8pass.passes.write_matmuls import in_its_modes, name_of, refusal, write_matmuls
 from fp8pass.recipes import (
     FACTORS,
     KINDS,
@@ -124,8 +124,6 @@ def check(
     if inside:
         _refuse(name, config, a, b, inside)
     _check_operands(a, b)
-    if spelling is EINSUM and len(node.args) != 3:
-        raise Reject("form", f"einsum of {len(node.args) - 1} operands; write it as products of two")
     if node.kwargs.get("out") is not None:
         raise Reject("out=", f"{spelling.name} writes into out=; assign its result instead")
     if not isinstance(argument(node, spelling.bias), fx.Node | None):
@@ -195,8 +193,7 @@ def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Tr
     """
     *rows, k = (_hint(size) for size in (a.shape or (1,)))
     _recipe_of(name, config, math.prod(rows), k, _hint(b.numel()) // max(k, 1))
-    transform = VMAP if VMAP in inside else inside[0]
-    raise Reject("torch.func", f"inside of {transform.name}, {transform.why}")
+    raise held_by(inside)
 
 
 def _check_dtypes(a: Tensor, b: Tensor) -> None:
@@ -331,10 +328,12 @@ class _Annotator:
     def _visit_all(self, around: tuple[Transform, ...] = ()) -> None:
         """Annotate `self.graph`. around: the function transforms that it is inside of as a whole."""
         self.inside = transforms(self.graph, around)
-        inline(self.module, self.inside)
-        if self.config.merge_siblings is not False and not self.declined:
-            self._merge_siblings()
-        for node in list(self.graph.nodes):
+        if not self.declined:
+            inline(self.module, self.inside)
+            write_matmuls(self.module, self.inside)
+            if self.config.merge_siblings is not False:
+                self._merge_siblings()
+        for node in in_its_modes(self.graph):
             if node.op == "get_attr":
                 self._list_region(getattr(self.module, str(node.target), None), node)
             elif node.target is CHECKPOINT:
@@ -368,10 +367,10 @@ class _Annotator:
         for inner, outer in zip(inputs, call.args[1:], strict=True):
             if isinstance(outer, fx.Node):
                 self.names.alias(inner, outer)
-        before = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
+        own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
         self.module, self.graph, self.quantized = body, body.graph, {}
         self._visit_all(self.inside.get(call, ()))
-        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = before
+        self.module, self.graph, self.quantized, self.grad_enabled, self.inside = own
         if any(map(mutates, body.graph.nodes)):
             self.quantized.clear()
 
@@ -383,6 +382,7 @@ class _Annotator:
             self.mutated.update(_sources(node))
         spelling = spelling_of(node)
         if spelling is None:
+            self._note_refusal(node)
             return
         choice, anchor = self._choice(node, spelling)
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
@@ -398,12 +398,21 @@ class _Annotator:
             self._check_device(node, spelling)
             call = replace(call, recipe=_for_instance(call.recipe, choice.name, bool(self.names.owned)))
         except Reject as reject:
-            choice.rule, choice.reason = reject.rule, str(reject)
-            choice.wanted = not isinstance(reject, LeftOut)
+            _decline(choice, reject)
             return
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         _Rewriter(self, call, choice, anchor).rewrite()
+
+    def _note_refusal(self, node: fx.Node) -> None:
+        """List a call that multiplies matrices, and could not be written as matmuls."""
+        inside = self.inside.get(node, ())
+        reject = refusal(node, inside)
+        if reject is None:
+            return
+        choice, _ = self._listed(node, name_of(node), node.all_input_nodes)
+        recipe, why = self.config.recipe_of(choice.name)
+        _decline(choice, reject if recipe is not None else LeftOut("recipe", why))
 
     def _is_of_experts(self, node: fx.Node, spelling: Spelling) -> bool:
         """Whether the call multiplies batches by matrices that are a parameter: capacity times experts."""
@@ -432,7 +441,10 @@ class _Annotator:
         operands = argument(node, spelling.b), argument(node, spelling.a)
         if spelling is GROUPED_MM:
             operands = _untransposed(operands[0]), operands[1]
-        name, anchor = self.names.of(node, spelling.name, operands)
+        return self._listed(node, spelling.name, operands)
+
+    def _listed(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[Choice, int]:
+        name, anchor = self.names.of(node, op, operands)
         node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
         self.choices.append(Choice(name, source_of(node)))
         return self.choices[-1], anchor
@@ -615,6 +627,10 @@ class _Rewriter:
         new = self.graph.call_function(target, args)
         new.meta.update(like.meta)
         return new
+
+
+def _decline(choice: Choice, reject: Reject) -> None:
+    choice.rule, choice.reason, choice.wanted = reject.rule, str(reject), not isinstance(reject, LeftOut)
 
 
 def _is_cacheable(x: Tensor) -> bool:

@@ -36,7 +36,7 @@ from fp8pass.passes.patterns import (
 from fp8pass.passes.transforms import DERIVED
 from fp8pass.recipes import Kind
 from fp8pass.report import Gemm
-from fp8pass.rewrite import Context
+from fp8pass.rewrite import Context, LeftOut, Reject
 
 
 class _Forward(NamedTuple):
@@ -93,7 +93,8 @@ class Matmuls:
         if index is None and self.declined:
             choice.rule, choice.reason = "internal", self.declined
         elif index is None and recipe is not None:
-            choice.rule, choice.reason = _OF_UPDATE if self.update else _why_unknown(node)
+            reject = _OF_UPDATE if self.update else _why_unknown(node)
+            choice.rule, choice.reason = reject.rule, str(reject)
         declined = choice.declined.get(kind)
         return Gemm(
             kind=kind,
@@ -210,17 +211,26 @@ def _custom(node: fx.Node) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
-_OF_UPDATE = "update", "in an update of parameters: what an optimizer computes stays in high precision"
+_OF_UPDATE = LeftOut("update", "in an update of parameters: what an optimizer computes stays in high precision")
 
 
-def _why_unknown(node: fx.Node) -> tuple[str, str]:
-    """The rule and the reason of a matmul that the annotate pass has not seen."""
+def _why_unknown(node: fx.Node) -> Reject:
+    """Return why a matmul that the annotate pass has not seen is declined."""
     origin = _origin(node)
     if origin == str(node.target):
-        return "region", "inside a graph of its own, which fp8pass does not enter; compile its inside by itself"
+        return Reject("region", "inside a graph of its own, which fp8pass does not enter; compile its inside by itself")
     if origin == "_autograd_grad":
-        return "torch.func", f"of a gradient of torch.func, {DERIVED}"
-    return "composite", f"comes from {origin}, which fp8pass does not quantize; write it as a matmul"
+        return Reject("torch.func", f"of a gradient of torch.func, {DERIVED}")
+    if origin.startswith("linalg_") or origin in _LINEAR_ALGEBRA:
+        return LeftOut("linear algebra", f"part of {origin}, which needs all digits of what it multiplies")
+    return Reject("composite", f"comes from {origin}, which fp8pass does not quantize; write it as a matmul")
+
+
+_LINEAR_ALGEBRA = frozenset(
+    {"cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "lu", "lu_solve", "norm", "orgqr", "ormqr"}
+    | {"pca_lowrank", "pinverse", "qr", "svd", "svd_lowrank", "triangular_solve"}
+)
+"""Those whose names do not begin with linalg: solvers, factorizations, and differences of nearly equal numbers."""
 
 
 def _origin(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
 from fp8pass.recipes import Kind
-from fp8pass.rewrite import Reject
+from fp8pass.rewrite import LeftOut, Reject
 
 Where = tuple[int, str]
 """Position and keyword of an argument."""
@@ -34,12 +34,20 @@ class Spelling:
     offs: Where | None = None
 
 
+def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply batches, and sum the products up: one matmul whose sum goes over the batches, too."""
+    return torch.einsum("bmk,bkn->mn", a, b)
+
+
 LINEAR = Spelling("linear", b=(1, "weight"), bias=(2, "bias"), product=F.linear)
 MATMUL = Spelling("matmul")
 MM = Spelling("mm", b=(1, "mat2"))
 BMM = Spelling("bmm", b=(1, "mat2"))
 ADDMM = Spelling("addmm", a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"), product=torch.mm)
 BADDBMM = Spelling("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=torch.bmm)
+ADDBMM = Spelling("addbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=_sum_of_products)
+INNER = Spelling("inner")
+RMATMUL = Spelling("matmul", a=(1, "other"), b=(0, "input"))
 EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
 TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
 GROUPED_MM = Spelling("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
@@ -48,29 +56,50 @@ _aten = torch.ops.aten
 _FUNCTIONS: dict[Any, Spelling] = {
     F.linear: LINEAR,
     linear: LINEAR,
-    _aten.linear.default: LINEAR,  # from the inline pass
+    _aten.linear: LINEAR,
     torch.matmul: MATMUL,
     torch.linalg.matmul: MATMUL,
     operator.matmul: MATMUL,
-    _aten.matmul.default: MATMUL,
+    operator.imatmul: MATMUL,  # which tensors do not have: Python assigns the product
+    _aten.matmul: MATMUL,
+    _aten.linalg_matmul: MATMUL,
     torch.mm: MM,
+    _aten.mm: MM,
     torch.bmm: BMM,
-    _aten.bmm.default: BMM,
+    _aten.bmm: BMM,
     torch.addmm: ADDMM,
+    _aten.addmm: ADDMM,
     torch.baddbmm: BADDBMM,
-    _aten.baddbmm.default: BADDBMM,
+    _aten.baddbmm: BADDBMM,
+    torch.addbmm: ADDBMM,
+    _aten.addbmm: ADDBMM,
+    torch.inner: INNER,
+    _aten.inner: INNER,
     torch.einsum: EINSUM,
     torch.tensordot: TENSORDOT,
     torch._grouped_mm: GROUPED_MM,
-    _aten._grouped_mm.default: GROUPED_MM,
+    _aten._grouped_mm: GROUPED_MM,
 }
-_METHODS = {"matmul": MATMUL, "__matmul__": MATMUL, "mm": MM, "bmm": BMM, "addmm": ADDMM, "baddbmm": BADDBMM}
+"""Of an op of aten all overloads."""
+_METHODS = {
+    "matmul": MATMUL,
+    "__matmul__": MATMUL,
+    "__rmatmul__": RMATMUL,
+    "mm": MM,
+    "bmm": BMM,
+    "addmm": ADDMM,
+    "baddbmm": BADDBMM,
+    "addbmm": ADDBMM,
+    "inner": INNER,
+}
 
 
 def spelling_of(node: fx.Node) -> Spelling | None:
     """How the node spells a matmul; None if it is something else."""
     if node.op == "call_function":
-        return _FUNCTIONS.get(node.target)
+        target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        spelling = _FUNCTIONS.get(target)
+        return None if spelling is EINSUM and len(node.args) < 3 else spelling  # a sum, or a transpose
     return _METHODS.get(str(node.target)) if node.op == "call_method" else None
 
 
@@ -174,6 +203,11 @@ def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
     if spelling is LINEAR:
         rows = tuple(f"m{i}" for i in range(a.dim() - 1))
         return Dims((*rows, "k"), ("n", "k"), (*rows, "n"))
+    if spelling is INNER:
+        rows, columns = (tuple(f"{letter}{i}" for i in range(x.dim() - 1)) for letter, x in (("m", a), ("n", b)))
+        return Dims((*rows, "k"), (*columns, "k"), (*rows, *columns))
+    if spelling is ADDBMM:
+        return Dims(("k0", "m", "k1"), ("k0", "k1", "n"), ("m", "n"))
     in_a, in_b, out = _broadcast(a.shape[:-2], b.shape[:-2])
     return Dims((*in_a, "m", "k"), (*in_b, "k", "n"), (*out, "m", "n"))
 
@@ -218,12 +252,7 @@ def _einsum_dims(equation: str, a: Tensor, b: Tensor) -> Dims:
         output = "..." + "".join(sorted(c for c, n in once.items() if n == 1))
     out = _letters(output, dots) if "..." in output else tuple(output)
     if not (set(left) & set(right)) - set(out):
-        raise Reject("form", f"einsum {equation!r} contracts nothing; it is no matmul")
-    ones = {c for c in (*left, *right) if c.endswith((" of a", " of b"))}
-    if len(set(left)) < len(left) or len(set(right)) < len(right) or not set(left) ^ set(right) <= {*out, *ones}:
-        raise Reject(
-            "form", f"einsum {equation!r} takes a diagonal or a sum before it multiplies; do that first, by itself"
-        )
+        raise LeftOut("vector", f"einsum {equation!r} contracts nothing; it is no matmul")
     return Dims(left, right, out)
 
 
@@ -268,7 +297,7 @@ def mutates(node: fx.Node) -> bool:
     return node.kwargs.get("out") is not None or _inplace_argument(node)
 
 
-_PURE = {"index", "inv", "invert"}
+_PURE = {"index", "inv", "invert", "matmul"}
 _MUTATING_METHODS = {"__setitem__", *(n for n in dir(torch.Tensor) if n.startswith("__i") and hasattr(operator, n))}
 _MUTATING_METHODS -= {"__index__", "__inv__", "__invert__"}
 

@@ -9,9 +9,12 @@ _vmap_decrement_nesting()                 closes it: `ys` is a tensor like any o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
+
+from fp8pass.rewrite import Reject
 
 
 @dataclass(frozen=True)
@@ -66,3 +69,9 @@ def transforms(graph: fx.Graph, around: tuple[Transform, ...] = ()) -> dict[fx.N
             last = max(i for i, t in enumerate(inside) if t is _CLOSING[name])
             inside = inside[:last]
     return found
+
+
+def held_by(inside: Sequence[Transform]) -> Reject:
+    """Return why a matmul inside of these transforms, the outermost first, is declined."""
+    transform = VMAP if VMAP in inside else inside[0]
+    return Reject("torch.func", f"inside of {transform.name}, {transform.why}")

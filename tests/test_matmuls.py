@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -46,12 +47,31 @@ def test_batches_and_flops() -> None:
     assert replace(gemm, M="s27").flops == 0
 
 
+@torch._dynamo.allow_in_graph
+def opaque(x: Tensor) -> Tensor:
+    """A call that Dynamo does not look into."""
+    return x @ x
+
+
 def test_a_matmul_that_is_no_call_of_the_users() -> None:
-    gemms = listed(lambda x: torch.cdist(x, x), torch.randn(32, 8, requires_grad=True))
+    def function(x: Tensor) -> Tensor:
+        return opaque(x) + 1
+
+    x = torch.randn(32, 32)
+    with verdicts() as report:
+        compiled(function)(x)
+    assert [(g.rule, g.reason) for g in report.gemms] == [
+        ("composite", "comes from opaque, which fp8pass does not quantize; write it as a matmul")
+    ]
+    with pytest.raises(Exception, match=r"strict: output of a matmul at .* comes from opaque"):
+        compiled(function, strict=True)(x)
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.cdist(x, x), torch.inverse, torch.linalg.cond])
+def test_linear_algebra_keeps_its_digits(function: Callable[[Tensor], Tensor]) -> None:
+    gemms = listed(function, torch.randn(32, 32, requires_grad=True), strict=True)
     assert gemms
-    assert {g.reason for g in gemms if g.kind == "output"} == {
-        "comes from cdist, which fp8pass does not quantize; write it as a matmul"
-    }
+    assert {g.rule for g in gemms} == {"linear algebra"}
 
 
 def test_parts_of_one_tensor_are_tensors_of_their_own() -> None:
