@@ -176,6 +176,7 @@ class CompiledGraph:
             if not group.table.remembers:
                 inputs += group.inputs()
                 continue
+            group.begin_repeated()
             t, again = group.tensors, group.for_repetition()
             for keys, then in forward.scales if forward else ():
                 group.copy_slots(keys, then, again.scale)

@@ -236,11 +236,20 @@ class SlotGroup:
         newest = self._trained()
         if newest is None:
             begin(self)
+            if self.table.remembers:
+                self.roll()  # what a load brought; `begin_repeated` rolls what of it the graph that trains has
         else:
             begin(newest)
             *state, amax_weights, made = newest.tensors
             ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
             newest.used = next(clock)
+
+    def begin_repeated(self) -> None:
+        """Before a forward is repeated: if that is the group's first call, its step began without it, so roll now."""
+        if self.table.training and not self.used:
+            self.roll()
+            self.steps += 1
+            self.used = self.seen = next(clock)
 
     @torch.no_grad()
     def roll(self) -> None:

@@ -340,6 +340,18 @@ def test_a_checkpoint_around_a_compiled_module_changes_nothing(how: str, reentra
         assert all(sqnr(b, a) > 30 for a, b in zip(checkpointed[0], straight[0], strict=True))
 
 
+def test_a_reentrant_checkpoint_around_a_compiled_module_resumes() -> None:
+    """The first forward after a load is one without gradients, of a graph that does not train, and it begins a step."""
+    model, resumed = make(seed=1), make(seed=1)
+    regions = {
+        m: functools.partial(checkpoint, compiled(m, recipe=RECIPE), use_reentrant=True) for m in (model, resumed)
+    }
+    run_steps(regions[model], model)
+    fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
+    resumed.load_state_dict(model.state_dict())
+    assert same(run_steps(regions[model], model), run_steps(regions[resumed], resumed))
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 def test_compiled_modules_inside_an_eager_region(reentrant: bool) -> None:
     """Behind something eager: the identity of inputs does not help. Calls of one module are told apart by their order.
