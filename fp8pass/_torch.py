@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType, FrameType
@@ -28,13 +28,14 @@ with required_names():
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import device_interface
+    from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.convert_frame import output_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
-    from torch._dynamo.utils import counters, get_metrics_context
+    from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
@@ -124,6 +125,9 @@ with required_names():
     ensure_device_guard = torch._C._ensureCUDADeviceGuardSet
     """Makes the guard for CUDA devices that is registered now the one in force."""
 
+    RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+    """What calls autograd's engine."""
+
 EXACT_INPUTS = "eager_input_vals"
 """Metadata of a node: the fake tensors (args, kwargs) whose strides Inductor gives its inputs."""
 
@@ -185,6 +189,13 @@ def disabled_functions() -> list[Any]:
     return found
 
 
+def disabled_by(frame: FrameType) -> tuple[Any, str] | None:
+    """Return the function that a frame runs without Dynamo, and the reason that the user gave; None if it does not."""
+    if frame.f_code is not _switches()[0]:
+        return None
+    return frame.f_locals["fn"], frame.f_locals["self"].msg or ""
+
+
 def frames_op_by_op(until: CodeType) -> list[FrameType]:
     """The running functions that Dynamo has not compiled, innermost first, which a function of this code has called.
 
@@ -239,6 +250,34 @@ def kernel_nodes(kernel: str) -> list[str]:
 def why_compiled_again() -> str:
     """While a graph of Dynamo's is compiled, not for the first time: the guard of an earlier one that failed; or ""."""
     return str(get_metrics_context()._metrics.get("recompile_reason") or "")
+
+
+@contextlib.contextmanager
+def all_compilations() -> Iterator[None]:
+    """Within it, torch remembers all of its compilations, for `compilations`, and not only the last 64."""
+    limit = dynamo_utils._compilation_metrics.maxlen or 0
+    dynamo_utils.set_compilation_metrics_limit(1 << 16)
+    try:
+        yield
+    finally:
+        dynamo_utils.set_compilation_metrics_limit(limit)
+
+
+def compilations() -> list[Any]:
+    """Return what torch remembers of its latest compilations: function, place, and why it failed, if it did."""
+    return list(dynamo_utils.get_compilation_metrics())
+
+
+def kernel_keys(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what to redispatch an op with, so that its kernel for these tensors runs; None if that is not known.
+
+    It is not for tensors of a subclass, which have kernels of their own.
+    """
+    devices = {x.device.type for x in tensors}
+    if len(devices) != 1 or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+        return None
+    key = torch._C._dispatch_key_for_device(devices.pop())
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
 
 def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
@@ -437,6 +476,7 @@ __all__ = [
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "MODE_CHANGES",
+    "RUNS_BACKWARD",
     "TAKES_LISTS_OF_PASSES",
     "BaseSchedulerNode",
     "CheckpointFunction",
@@ -472,12 +512,14 @@ __all__ = [
     "TritonOverrides",
     "Virtualized",
     "_CheckpointFrame",
+    "all_compilations",
     "all_reduce",
     "aot_autograd",
     "before_eager_optimizers",
     "cache_dir",
     "callback_handler",
     "cancel_compilations",
+    "compilations",
     "compile_fx",
     "compile_fx_inner",
     "context_for_later",
@@ -488,6 +530,7 @@ __all__ = [
     "ddp_joins",
     "detect_fake_mode",
     "device_interface",
+    "disabled_by",
     "disabled_functions",
     "dynamo_config",
     "dynamo_is_on",
@@ -499,6 +542,7 @@ __all__ = [
     "functorch_config",
     "gathered_parameters",
     "get_hash_for_files",
+    "graph_break_reasons",
     "hint_of",
     "inductor_compile_fx",
     "inductor_config",
@@ -508,6 +552,7 @@ __all__ = [
     "inductor_post_grad",
     "is_alias_of",
     "is_of_fsdp",
+    "kernel_keys",
     "kernel_nodes",
     "linear",
     "list_mode_options",

@@ -20,6 +20,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.explainer import explain
 from fp8pass.inspect_table import show
 from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
+from fp8pass.outside import missed
 from fp8pass.specs import built, named
 
 
@@ -150,8 +151,8 @@ def _bisect(args: argparse.Namespace) -> int:
 def _add_explain(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_explain)
     command.description = (
-        "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end; 1: fp8pass itself "
-        "failed on the way, and the report says what was left out."
+        "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end; 1: matmuls ran "
+        "outside of compiled graphs, or fp8pass itself failed on the way, and the report says what was left out."
     )
     command.add_argument("spec", metavar="module:factory", help="a callable that returns (model or function, *inputs)")
     command.add_argument("--recipe", help="FP8 recipe (default: delayed, or FP8PASS_RECIPE)")
@@ -180,7 +181,10 @@ def _explain(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     if failure:
         print(f"fp8pass explain: {failure}", file=sys.stderr)
-    return 2 if failure else int(bool(report.faults))
+        return 2
+    if outside := missed(report.gemms):
+        print(f"fp8pass explain: {len(outside)} matmuls ran outside of compiled graphs", file=sys.stderr)
+    return int(bool(outside or report.faults))
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -15,8 +15,9 @@ from fp8pass.backend import explain_only
 from fp8pass.config import Config, make_config
 from fp8pass.errors import Fp8Error
 from fp8pass.graph import base_name
+from fp8pass.outside import Outside, raise_if_missed
 from fp8pass.pictures import draw
-from fp8pass.report import Report, collect
+from fp8pass.report import Report, collect, publish
 
 
 def explain(
@@ -45,7 +46,9 @@ def explain(
     if not isinstance(config, Config | None):
         raise TypeError(f"config is {config!r}: pass fp8pass.Config(recipe=...), say")
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
-    compiled = torch.compile(function, backend=explain_only(config or make_config()))
+    config = config or make_config()
+    compiled = torch.compile(function, backend=explain_only(config))
+    outside = Outside([x for x in (function, *args) if isinstance(x, nn.Module)])
     report = Report()
     buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
@@ -57,7 +60,12 @@ def explain(
             torch.random.fork_rng(),
             torch.set_grad_enabled(backward),
         ):
-            compiled(*args, **kwargs)
+            with outside.watching():
+                compiled(*args, **kwargs)
+            gemms = outside.gemms(config)
+            publish(Report(gemms=gemms))
+            if config.strict:
+                raise_if_missed(gemms)
     except (Fp8Error, TorchDynamoException) as error:
         report.error = _told(error)
         report.pictures = drawing.finish(report.gemms)
@@ -68,7 +76,9 @@ def explain(
                 function.get_buffer(name).copy_(saved)  # type: ignore[union-attr]
     if not report.graphs:
         report.notes.append(
-            "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."
+            "Dynamo compiled nothing: all matmuls ran op by op, for the reasons given"
+            if report.gemms
+            else "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."
         )
     report.pictures = drawing.finish(report.gemms)
     return report

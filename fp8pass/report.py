@@ -158,7 +158,7 @@ def break_of(module: Any) -> Break | None:
         return None
     results = (n.meta.get("example_value") for n in module.graph.output_node().all_input_nodes)
     nbytes = sum(x.numel() * x.element_size() for x in results if isinstance(x, torch.Tensor) and x.dim())
-    return Break(_last_line(why.user_stack), _reason(why), int(nbytes))
+    return Break(last_line(why.user_stack), reason_of(why), int(nbytes))
 
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -186,13 +186,13 @@ def _guard(said: str) -> str:
     return re.sub(r"^\d+/\d+: ", "", line).strip()
 
 
-def _last_line(stack: Any) -> str:
+def last_line(stack: Any) -> str:
     """The user's innermost line, "file.py:12"; "?" without any."""
     own = [f for f in stack if not f.filename.startswith(_TORCH)] or list(stack)
     return f"{base_name(own[-1].filename)}:{own[-1].lineno}" if own else "?"
 
 
-def _reason(why: Any) -> str:
+def reason_of(why: Any) -> str:
     """In a line; of the two breaks that every step has, without Dynamo's advice."""
     if "Tensor.backward()" in why.reason:
         return "backward(), which was compiled with its forward"

@@ -34,6 +34,7 @@ from fp8pass.fsdp import write_shards
 from fp8pass.graph import base_name
 from fp8pass.module_calls import ModuleCalls
 from fp8pass.moments import nbytes_saved, save_plainly
+from fp8pass.outside import Outside, warn_of
 from fp8pass.report import Report, break_of, collect, recompile_of
 from fp8pass.state_dict import State, state
 from fp8pass.steps import accumulate
@@ -194,7 +195,8 @@ class TrainStep:
         _check_divided(trained, self.config)
         parameters = [p for model in trained for p in model.parameters()]
         before = [(p._version, p.data_ptr()) for p in parameters]
-        with _Backwards(parameters) as backwards:
+        outside = Outside(models)
+        with _Backwards(parameters) as backwards, outside.watching():
             result = self._compiled(*args, **kwargs)
         changed = before != [(p._version, p.data_ptr()) for p in parameters]
         if not changed:
@@ -203,6 +205,7 @@ class TrainStep:
         self._optimizers.update(optimizers)
         for x in (*models, *optimizers):
             self._checked.add(x)
+        self._collected.add(Report(warn_of(outside.gemms(self.config), where, self.config.strict)))
         return result
 
     def _store_moments(self, optimizers: Sequence[Optimizer]) -> None:

@@ -134,9 +134,9 @@ def check(
     may_be_grouped = spelling is GROUPED_MM or experts
     no_kernel = why_no_kernel(b, node.meta["example_value"].dtype, target) if may_be_grouped else None
     is_grouped = spelling is GROUPED_MM or (experts and no_kernel is None)
-    _check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
+    check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
     m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
-    recipe = merged or _recipe_of(name, config, m, k, n)
+    recipe = merged or recipe_of(name, config, m, k, n)
     if is_grouped:
         recipe = _by_rows(recipe)
         if no_kernel is not None:
@@ -164,7 +164,8 @@ def _by_rows(recipe: Recipe) -> Recipe:
     raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
 
 
-def _recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
+def recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
+    """Return the recipe of the matmul of this name. Raises LeftOut if the recipe or the filter does not want it."""
     recipe, why = config.recipe_of(name)
     if recipe is None:
         raise LeftOut("recipe", why)
@@ -192,7 +193,7 @@ def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Tr
     Under vmap the operands show the sizes of one example, which may be vectors where a matmul of all examples runs.
     """
     *rows, k = (_hint(size) for size in (a.shape or (1,)))
-    _recipe_of(name, config, math.prod(rows), k, _hint(b.numel()) // max(k, 1))
+    recipe_of(name, config, math.prod(rows), k, _hint(b.numel()) // max(k, 1))
     raise held_by(inside)
 
 
@@ -216,8 +217,8 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
             raise LeftOut("vector", f"an operand is a vector of {operand.shape[0]} elements")
 
 
-def _check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
-    """not_grouped: of experts, why there is no kernel for all of them at once."""
+def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
+    """Raise Reject or LeftOut for sizes that no kernel takes. not_grouped: of experts, why none takes all at once."""
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
         if _hint(size) is None:
             raise Reject(

@@ -1,0 +1,97 @@
+"""What an ATen op multiplies, as it runs: the matrices of a matmul, and those in the kernels of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass._torch import OpOverload
+
+aten = torch.ops.aten
+_FACTORS = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten._grouped_mm: 0,
+    aten.addmm: 1,
+    aten.addmm_: 1,
+    aten._addmm_activation: 1,
+    aten.baddbmm: 1,
+    aten.baddbmm_: 1,
+    aten.addbmm: 1,
+    aten.addbmm_: 1,
+}
+"""Where the first of the two factors is. Vectors are not here: graphs have no matmul for them either."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batches` products of [m, k] by [k, n]. a, b: what the factors are, or are made of. dtypes: of the factors and of
+    the result. by_columns: whether a factor is laid out by columns, as a layer's weight is, so that its gradient is
+    computed transposed. computed: whether the first factor is made within the op, of what the op is given.
+    """
+
+    a: Tensor
+    b: Tensor
+    batches: Any
+    m: Any
+    k: Any
+    n: Any
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    by_columns: tuple[bool, bool] = (False, False)
+    computed: bool = False
+
+
+def products_of(func: OpOverload, args: Sequence[Any], result: Any) -> list[Product]:
+    """Return what a call of an ATen op multiplies; none for an op that is not a matmul, and for sparse matrices."""
+    packet = func.overloadpacket
+    if packet in _FACTORS:
+        first = _FACTORS[packet]
+        a, b = args[first], args[first + 1]
+        return [_product(a, b, result)] if a.layout is b.layout is torch.strided else []
+    if packet is aten.mkldnn_rnn_layer:
+        return _Recurrent(args[0], args[1:3], 2, args[5], 1, bool(args[8])).products(result[0])
+    if packet is aten._cudnn_rnn:
+        return _Recurrent(args[0], args[1], args[2], args[4], 1 + args[13], bool(args[14])).products(result[0])
+    return []
+
+
+def _product(a: Tensor, b: Tensor, result: Tensor) -> Product:
+    *batch, m, k = a.shape
+    dtypes = a.dtype, b.dtype, result.dtype
+    return Product(a, b, batch[0] if batch else 1, m, k, b.shape[-1], dtypes, (_by_columns(a), _by_columns(b)))
+
+
+def _by_columns(x: Tensor) -> bool:
+    return x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2] > 1
+
+
+@dataclass(frozen=True)
+class _Recurrent:
+    """A kernel of recurrent layers. per_layer: how many weights a layer has in one direction, biases included.
+
+    packed: not all time steps have the same number of rows; then those of all of them count as one product.
+    """
+
+    x: Tensor
+    weights: Sequence[Tensor]
+    per_layer: int
+    hidden: Tensor
+    directions: int
+    packed: bool
+
+    def products(self, result: Tensor) -> list[Product]:
+        """Return a product of all time steps with each layer's first weight, and one of each step with its others."""
+        rows, of_step = self.x.numel() // self.x.shape[-1], self.hidden.shape[-2]
+        products = []
+        for i in range(0, len(self.weights), self.per_layer):
+            matrices = [w for w in self.weights[i : i + self.per_layer] if w.dim() == 2]
+            for j, w in enumerate(matrices):
+                batches, m = (rows // of_step, of_step) if j and not self.packed else (1, rows)
+                computed = j > 0 or i >= self.per_layer * self.directions
+                dtypes = self.x.dtype, w.dtype, result.dtype
+                products.append(Product(self.x, w, batches, m, w.shape[1], w.shape[0], dtypes, (False, True), computed))
+        return products
