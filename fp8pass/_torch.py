@@ -35,6 +35,7 @@ with required_names():
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -280,6 +281,26 @@ def kernel_keys(tensors: Sequence[torch.Tensor]) -> Any:
     return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
 
 
+def compiled_scope() -> dict[str, Any]:
+    """Return what the frame that Dynamo compiles now knows by which name: locals, and globals that its code names.
+
+    Nothing where Dynamo compiles none, or goes on with one after a graph break that leaves out the frame's `self`.
+    """
+    translator = _current_translator()
+    if translator is None:
+        return {}
+    frame = translator.output.root_tx
+    named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+    return {**named, **frame.f_locals}
+
+
+def _current_translator() -> Any:
+    try:
+        return InstructionTranslator.current_tx()
+    except AttributeError:  # no thread has set one
+        return None
+
+
 def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
     """{id of a parameter that `fully_shard` has sharded: the gathered one}, of those that have been gathered once."""
     states = (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))
@@ -522,6 +543,7 @@ __all__ = [
     "compilations",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_scope",
     "context_for_later",
     "counters",
     "cpp_compiler",

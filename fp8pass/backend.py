@@ -63,6 +63,7 @@ from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
 from fp8pass.slots import SlotTable, registry
 from fp8pass.static import frozen_example
+from fp8pass.unmatched import check_compiled
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.updates import Moment, Place, UpdateKey
 from fp8pass.weights import cached_example
@@ -79,9 +80,11 @@ def fp8pass(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="fp8pass", options={...})`: `options` are the fields of `fp8pass.Config`.
 
-    Raises ValueError for unknown options, and Fp8Error under `strict=True` for matmuls that can't run in FP8.
+    Raises ValueError for unknown options and for patterns that match nothing, and Fp8Error under `strict=True` for
+    matmuls that can't run in FP8.
     """
     config = make_config(options, mode)
+    check_compiled(config, module.graph)
     if config.optimizer_state != "off":
         raise ValueError(
             "optimizer_state is an option of fp8pass.train_step, which knows the optimizer: decorate the step with it"
@@ -460,6 +463,7 @@ def explain_only(config: Config) -> Callable[..., Any]:
     """
     notes: list[str] = []
     earlier: set[str] = set()
+    all_phases = config
     if isinstance(config.recipe, Schedule):
         step, _ = config.recipe.phases[-1]
         notes.append(f"the verdicts are those of the schedule from step {step} on")
@@ -467,6 +471,7 @@ def explain_only(config: Config) -> Callable[..., Any]:
     config = replace(config, monitor_interval=1)  # else graphs would be compiled when they are called, which none is
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        check_compiled(all_phases, module.graph)
         found, again = break_of(module), recompile_of(module, earlier)
         breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
         publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))

@@ -28,10 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers, make_wrapper_subclass, pytree
+from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import Rule, called_with, several
 from fp8pass.recipes import matches
 from fp8pass.sharded import amax_over, on_part, part_of
+from fp8pass.unmatched import check_models
 
 aten = torch.ops.aten
 
@@ -52,11 +54,14 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
 
     The scale of a weight is `448 / amax`, of the amax over all shards: that of dynamic scaling, whatever the recipe is.
     Of a weight that tensor parallel divides, before this is called, each part has its own. Raises Fp8Error for a model
-    that is sharded already; the first forward does, where `shard_placement_fn` divides such a weight by columns.
+    that is sharded already; the first forward does, where `shard_placement_fn` divides such a weight by columns. Raises
+    TypeError for what is not a module, and ValueError for a filter that is neither, or a pattern that matches nothing.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable_fp8_all_gather() takes a module, not {type(model).__name__}")
     filter = FILTER.take("filter", filter)  # noqa: A001
+    if not callable(filter):
+        check_models(Config(filter=filter), [model], {}, type(model).__name__)
     chosen = {}
     for name, module in model.named_modules():
         takes = filter(name) if callable(filter) else not any(matches(name, pattern) for pattern in filter)

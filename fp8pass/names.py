@@ -17,6 +17,7 @@ class Names:
 
     owned: the inputs that tell instances apart, {placeholder: path}: the parameters, or else the buffers. Paths are
     relative to the graph's root ("layers.0.up.weight"), unless there are several: then they begin with its name.
+    roots: what the graph's function calls the roots.
     """
 
     def __init__(self, placeholders: Sequence[fx.Node]) -> None:
@@ -24,7 +25,8 @@ class Names:
         parameters = [p for p in placeholders if isinstance(p.meta.get("example_value"), torch.nn.Parameter)]
         owned = parameters or [p for p in placeholders if "._buffers[" in sources[p]]
         paths = {p: _root_and_path(sources[p]) for p in owned}
-        self._keep_root = len({root for root, _ in paths.values()}) > 1
+        self.roots = {root for root, _ in paths.values()}
+        self._keep_root = len(self.roots) > 1
         self.owned = {p: self._join(*path) for p, path in paths.items()}
         self._taken: Counter[str] = Counter()
         self._stands_for: dict[fx.Node, fx.Node] = {}

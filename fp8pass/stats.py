@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.errors import Fp8Error
+from fp8pass.fields import nearest
 from fp8pass.numerics import Numerics, Ring
 from fp8pass.recipes import matches
 from fp8pass.slots import SlotGroup, registry
@@ -125,7 +126,8 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     """What the numerics monitor has counted of a module, compiled or not, or of what a `train_step` trains.
 
     slots: a name pattern; since: steps from this one on, counted from 0. The newest step may still be going on. Waits
-    for the device. Raises Fp8Error if nothing of the model is watched, which `monitor=True` at compile time does.
+    for the device. Raises Fp8Error if nothing of the model is watched, which `monitor=True` at compile time does;
+    ValueError for a pattern that matches none of what is watched; TypeError for other arguments.
     """
     if not isinstance(slots, str):
         raise TypeError(f"slots is {slots!r}: pass a name pattern, 'layers.3' or '*.grad_output' say")
@@ -144,7 +146,10 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
             "nothing of this model is watched: compile it with options={'monitor': True}, or with "
             "@fp8pass.train_step(monitor=True), and call it with gradients"
         )
+    known = {row.slot for row in rows}
     rows = [row for row in rows if matches(row.slot, slots)]
+    if known and not rows:
+        raise ValueError(f"slots={slots!r}: matches none of {len(known)} watched tensors{nearest(slots, known, n=3)}")
     return Stats(tuple(sorted(rows, key=lambda row: (row.step, row.order))))
 
 

@@ -38,6 +38,7 @@ from fp8pass.outside import Outside, warn_of
 from fp8pass.report import Report, break_of, collect, recompile_of
 from fp8pass.state_dict import State, state
 from fp8pass.steps import accumulate
+from fp8pass.unmatched import check_compiled, check_models, scope_of
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.weights import settle, weights_of
 
@@ -172,6 +173,7 @@ class TrainStep:
             self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
         if callers:
             self._calls.place(module, callers[0])
+        check_compiled(self.config, module.graph, judged=True)
         with collect() as report:
             compiled = compile_graph(module, example_inputs, self.config)
         if (found := break_of(module)) is not None:
@@ -192,6 +194,7 @@ class TrainStep:
         where = f"{_name(self._function)} ({_place(self._function)})"
         _check_found(models, optimizers, where)
         trained = _owners(models, optimizers) or models
+        check_models(self.config, models, scope_of(self._function, args, kwargs), where)
         _check_divided(trained, self.config)
         parameters = [p for model in trained for p in model.parameters()]
         before = [(p._version, p.data_ptr()) for p in parameters]
