@@ -14,7 +14,8 @@ from fp8pass.config import Config, make_config
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, Schedule, StaticScaling
 
 
-def test_defaults() -> None:
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP8PASS_ON_FAULT")  # which tests/conftest.py sets
     config = make_config()
     assert config == Config()
     assert config.recipe == DelayedScaling()
