@@ -53,10 +53,10 @@ def train(**options: Any) -> list[Tensor]:
         x = torch.randn(16, 32, requires_grad=True)
         y = run(x)
         y.square().mean().backward()
-        numbers += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        numbers += [y.detach(), *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None)]
         with torch.no_grad():
             for p in model.parameters():
-                p.sub_(0.1 * p.grad)
+                p.sub_(0.1 * p.grad)  # type: ignore[operator]
         model.zero_grad()
     return numbers
 
@@ -67,6 +67,13 @@ def train_with_fault(**options: Any) -> tuple[list[Tensor], Report, list[str]]:
         warnings.simplefilter("always")
         numbers = train(**options)
     return numbers, report, [str(w.message) for w in caught if "fp8pass" in str(w.message)]
+
+
+def dump_of(warning: str) -> Path:
+    """Return the file that reproduces a fault."""
+    found = re.search(r"report it with (\S+)", warning)
+    assert found is not None, warning
+    return Path(found[1])
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -108,7 +115,7 @@ def test_numbers_are_those_of_a_trial_without_the_pass(name: str, monkeypatch: p
     monkeypatch.setattr(type(PASSES[NAMES.index(name)]), "run", planted)
     numbers, _, (warning,) = train_with_fault()
     assert equal(numbers, expected)
-    file = Path(re.search(r"report it with (\S+)", warning)[1])
+    file = dump_of(warning)
     assert file.name.endswith(f".{name}.before.py") and file.exists()
 
 
@@ -123,7 +130,7 @@ def test_training_goes_on_without_a_pass_on_dynamos_graph(
     assert equal(numbers, expected)
     assert f"its pass {name} on graph" in warning
     assert report.rules() == ({"internal": 3} if needed else {})
-    assert Path(re.search(r"report it with (\S+)", warning)[1]).name.endswith(f".dynamo.{name}.before.py")
+    assert dump_of(warning).name.endswith(f".dynamo.{name}.before.py")
 
 
 def test_declined_matmuls_have_their_names_and_the_reason() -> None:
