@@ -55,7 +55,7 @@ with required_names():
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.dependencies import MemoryDep
-    from torch._inductor.exc import InvalidCxxCompiler
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
@@ -515,6 +515,7 @@ __all__ = [
     "GraphLowering",
     "HigherOrderOperator",
     "InductorChoices",
+    "InductorError",
     "MemoryDep",
     "MutationLayoutSHOULDREMOVE",
     "NopKernelSchedulerNode",

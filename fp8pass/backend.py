@@ -148,8 +148,11 @@ class _Graph:
             return _without_slots(compiled, config, self.is_fake_first)
 
         def for_cold_slots() -> Callable[..., Any]:
-            run, _ = fall_back(compile_cold, config, lambda config, kind: self.dump_of(config, f"cold{kind}"), attempt)
+            run, _ = fall_back(compile_cold, config, cold_dump, attempt)
             return run
+
+        def cold_dump(config: Config, kind: str) -> Dump:
+            return self.dump_of(config, ".".join(filter(None, ("cold", kind))))
 
         def compile_cold(attempt: Attempt, dump: Dump) -> Callable[..., Any]:
             of = annotation.bootstrapped()
@@ -245,13 +248,17 @@ def _update(
         return fall_back(compile_with, config, dump_of, attempt)
 
     def dump_of(config: Config, kind: str) -> Dump:
-        return Dump.of(config, module, f"update{kind}")
+        return Dump.of(config, module, ".".join(filter(None, ("update", kind))))
 
     skips, moments = False, list[Moment]()
     with left_out("skip_nonfinite", config, "an update"):
         skips = config.skip_nonfinite and bool(gradients(module.graph))
-    with left_out("quantize_moments", config, "an update"):
-        moments = moments_of(module, places) if config.optimizer_state == "fp8" else []
+    if config.optimizer_state == "fp8":
+        with left_out("quantize_moments", config, "an update"):
+            found = moments_of(module, places)
+            # now, while moments can stay as they are
+            annotated_update(module, UpdateKey((), (), (), tuple(found)), Attempt(without=frozenset({"split_foreach"})))
+            moments = found
     graph = UpdateGraph(module, places, skips, moments, compile_for, falling_back)
     examples = real_inputs(module)
     if examples is not None:  # now, and not in the first call, for Dynamo may have to think again

@@ -135,7 +135,8 @@ def annotated_update(module: fx.GraphModule, key: UpdateKey, attempt: Attempt = 
         if key.moments:
             write_moments(graph, key.moments, decoded, skipped)
     with faults_of("write_weights"):
-        write_weights(graph, key.states, inputs, key.writes)
+        if key.writes:
+            write_weights(graph, key.states, inputs, key.writes)
     graph.lint()
     module = copy_to_edit(module)  # without attributes that are not read any more
     module.recompile()

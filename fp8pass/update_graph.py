@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensor
 from fp8pass.dump import Dump
+from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.moments import Fp8Moment, pack
 from fp8pass.slots import SlotGroup, registry
@@ -138,7 +139,7 @@ class UpdateGraph:
         return plan
 
     def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
-        self._leave_out(attempt)
+        self._leave_out(attempt, args)
         key, weights, groups, inputs = self._found(args)
         self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
         return _Plan(weights, groups, key.moments, self._runs[key])
@@ -163,15 +164,22 @@ class UpdateGraph:
         key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
         return key, weights, groups, self._inputs(weights, groups, list(moments.values()), places)
 
-    def _leave_out(self, attempt: Attempt) -> None:
+    def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
         """After a fault, skip nothing, or leave moments as the optimizer has them.
 
-        Weights need nothing: a copy that no update writes is stale, and made again.
+        Weights need nothing: a copy that no update writes is stale, and made again. Raises Fp8Error where moments are
+        in FP8 already, which nothing else can read.
         """
         self._attempt = attempt
         if attempt.form != "fp8" or not attempt.runs("skip_nonfinite"):
             self.counts = None
         if attempt.form != "fp8" or not attempt.runs("quantize_moments"):
+            if any(isinstance(self._tensor(m.place, args), Fp8Moment) for m in self._moments):
+                raise Fp8Error(
+                    "an update of moments in FP8 can't be compiled, for a fault of fp8pass: load the last checkpoint, "
+                    "whose moments are plain tensors, with optimizer_state='off'. Please report it; on_fault='raise' "
+                    "shows the fault itself"
+                )
             self._moments, self._plain = [], []
             self._stored.clear()
 

@@ -19,7 +19,8 @@ from fp8pass.fields import RULE
 from fp8pass.recipes import ByModule, DelayedScaling, DynamicScaling, RowwiseScaling, Schedule, StaticScaling
 
 
-def test_defaults() -> None:
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP8PASS_ON_FAULT")  # which tests/conftest.py sets
     config = make_config()
     assert config == Config()
     assert config.recipe == DelayedScaling()
