@@ -13,8 +13,7 @@ import re
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -39,39 +38,18 @@ class ModuleCalls:
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         """What became of the latest call of a module in a forward: a backward that repeats it has to do the same."""
-        self._stays = False
+        self.stays = False
         """Whether to catch calls from the beginning of a step on."""
         self._latest = ""
         """The class of the module whose call was caught last."""
 
-    @contextmanager
-    def caught(self, modules: Iterable[nn.Module], is_first: bool) -> Iterator[None]:
-        """Within it, calls of these modules, and of their parts, are compiled.
+    def caught(self, modules: Iterable[nn.Module], is_first: bool) -> Caught:
+        """Return a context: within it, calls of these modules, and of their parts, are compiled.
 
         is_first: nothing has been compiled yet. A step that was all compiled has nothing to catch: later this begins
         only when Dynamo begins to compile something, unless a call has been caught before.
         """
-        caught: list[nn.Module] = []
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def catch(*_: Any) -> None:
-            if caught:
-                return
-            for module in {part for m in modules for part in m.modules()}:
-                self._stays |= _is_called_in_full(module)
-                if CALL not in vars(module):
-                    vars(module)[CALL] = functools.partial(_called, self, module)
-                    caught.append(module)
-
-        if is_first or self._stays:
-            catch()
-        callback_handler.register_start_callback(catch)
-        try:
-            yield
-        finally:
-            callback_handler.remove_start_callback(catch)
-            for module in caught:
-                vars(module).pop(CALL, None)
+        return Caught(self, modules, at_once=is_first or self.stays)
 
     def place(self, graph: fx.GraphModule, caller: FrameType) -> None:
         """Say of a graph of a module's call, in all that tells where its ops come from, where that call is."""
@@ -99,13 +77,44 @@ class ModuleCalls:
             shapes = tuple((name, p.shape) for name, p in module.named_parameters())
             call = self._of_kind.setdefault((type(module), shapes), torch.compile(_own(_call), backend=self._backend))
             self._of_module[module] = call
-        self._stays, self._latest = True, type(module).__name__
+        self.stays, self._latest = True, type(module).__name__
         return call
 
 
-# Dynamo traces this where it traces all of `nn.Module.__call__`; by itself it is not to be compiled
+class Caught:
+    """Within it, calls of modules go to a `ModuleCalls`: at once, or from when Dynamo begins to compile something."""
+
+    def __init__(self, calls: ModuleCalls, modules: Iterable[nn.Module], at_once: bool) -> None:
+        self._calls = calls
+        self._modules = modules
+        self._at_once = at_once
+        self._caught: list[nn.Module] = []
+
+    def __enter__(self) -> None:
+        if self._at_once:
+            self._catch()
+        callback_handler.register_start_callback(self._begin)
+
+    def __exit__(self, *_: object) -> None:
+        callback_handler.remove_start_callback(self._begin)
+        for module in self._caught:
+            vars(module).pop(CALL, None)
+
+    def _begin(self, _: Any) -> None:
+        if not self._caught:
+            self._catch()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _catch(self) -> None:
+        for module in {part for m in self._modules for part in m.modules()}:
+            self._calls.stays |= _is_called_in_full(module)
+            if CALL not in vars(module):
+                vars(module)[CALL] = functools.partial(_called, self._calls, module)
+                self._caught.append(module)
+
+
 def _called(calls: ModuleCalls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # Dynamo traces all that `nn.Module.__call__` does, for hooks say
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     return calls.choose(module, dynamo_is_on())(module, *args, **kwargs)
 
@@ -122,7 +131,8 @@ def _own(function: Any) -> Any:
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-skip_code(_called.__code__)
+for _function in (_called, Caught._begin):
+    skip_code(_function.__code__)
 
 
 def _is_off_for_checkpointing() -> bool:

@@ -200,6 +200,40 @@ def in_a_train_step() -> Any:
     return results(model, [step(part(x)) for x in data()])
 
 
+@on_ranks(2)
+def loops() -> Any:
+    """Two microbatches, of which DDP reduces gradients at the last: the loop in the step, and in a function of one."""
+    found = {}
+    for how in ("in the step", "in a function"):
+        model = make(Model)
+        parallel = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def loss_of(x: Tensor, parallel: Any = parallel) -> Tensor:
+            return F.mse_loss(parallel(x), x * 0.5) / 2
+
+        @fp8pass.train_step(**OPTIONS)
+        def step(x: Tensor, parallel: Any = parallel, optimizer: Any = optimizer, inlined: bool = False) -> Tensor:
+            optimizer.zero_grad()
+            micros = x.chunk(2)
+            for i, micro in enumerate(micros):
+                with contextlib.ExitStack() as stack:
+                    if i < len(micros) - 1:
+                        stack.enter_context(parallel.no_sync())
+                    loss = F.mse_loss(parallel(micro), micro * 0.5) / 2 if inlined else loss_of(micro)
+                    loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        counts = []
+        for x in data(3):
+            before = collectives()
+            step(part(x), inlined=how == "in the step")
+            counts.append(collectives() - before)
+        found[how] = {**results(model, []), "counts": counts, "summary": step.report.summary()}
+    return found
+
+
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys() and first
     for key, value in first.items():
@@ -274,6 +308,14 @@ def test_microbatches_under_no_sync_are_one_step() -> None:
     for key, value in first["whole"]["state"].items():
         if key.endswith("amax_history") and ".grad_output" not in key:
             torch.testing.assert_close(first["no_sync"]["state"][key], value, rtol=0.05, atol=0, msg=key)
+
+
+def test_a_loop_over_microbatches_in_a_train_step() -> None:
+    for run in loops():
+        loop, wanted = run["in the step"], run["in a function"]
+        print(loop["summary"], wanted["summary"], loop["counts"], wanted["counts"])
+        same(loop["state"], wanted["state"])
+        same(loop["weights"], wanted["weights"])
 
 
 def test_amaxes_are_reduced_once_per_step() -> None:
