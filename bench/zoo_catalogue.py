@@ -12,7 +12,8 @@ import torch
 import zoo_toys
 from torch import Tensor
 from zoo_diffusion import diffusion
-from zoo_row import Sample
+from zoo_loops import LOOPS, of_transformers
+from zoo_row import Sample, Subject
 from zoo_torch import MODULES, OPERATORS, Made, module, operator
 
 
@@ -23,7 +24,7 @@ class Entry:
     name: str
     package: str
     kind: str
-    make: Callable[[], Sample]
+    make: Callable[[], Subject]
 
 
 Inputs = Callable[[int], Mapping[str, Any]]
@@ -265,10 +266,16 @@ def _torch() -> Iterator[Entry]:
         model, inputs = make(name)
         return Sample(model, inputs, inputs)
 
-    for name in MODULES:
+    for name in MODULES.split():
         yield Entry(f"nn.{name}", "torch", "module_db", functools.partial(sample, module, name))
-    for name in OPERATORS:
+    for name in OPERATORS.split():
         yield Entry(f"op.{name}", "torch", "op_db", functools.partial(sample, operator, name))
+
+
+def _loops() -> Iterator[Entry]:
+    for name, (model, optimizers, options) in LOOPS.items():
+        make = functools.partial(of_transformers, model, optimizers, **options)
+        yield Entry(name, "transformers", "loop", make)
 
 
 def _diffusers() -> Iterator[Entry]:
@@ -278,4 +285,4 @@ def _diffusers() -> Iterator[Entry]:
 
 def catalogue() -> dict[str, Entry]:
     """Return all entries by name."""
-    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_torch())}
+    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_loops(), *_torch())}

@@ -49,6 +49,7 @@ INPUTS: dict[str, tuple[Tensor, Tensor]] = {
     "a number for each row": (torch.randn(4, 8), torch.rand(4, 1)),
     "blocks": (torch.randn(2, 2, 4, dtype=BF16), torch.rand(2, 1, 4)),
     "transposed": (torch.randn(8, 4).t(), scale()),
+    "a dimension of one element, cut out": (torch.randn(2, 4, 2, 8).transpose(1, 2)[:, :-1], scale()),
     "nan, infinite, out of range, zero": (torch.tensor([float("nan"), float("inf"), -float("inf"), 1e9, -0.0]), scale()),
     "an infinite scale": (torch.tensor([1.0, 0.0, -2.0]), torch.tensor(float("inf"))),
     "nothing": (torch.randn(0, 8), scale()),
