@@ -146,6 +146,9 @@ _WHISPER: dict[str, Any] = {"max_source_positions": 32, "pad_token_id": 0, "deco
 _SEQ2SEQ: dict[str, Any] = {"decoder_start_token_id": 2, "pad_token_id": 0}
 GIVEN: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _LATENT,
+    "VideoMAEForVideoClassification": {"num_frames": 8},
+    "VivitForVideoClassification": {"num_frames": 8, "tubelet_size": [2, 8, 8]},
+    "TimesformerForVideoClassification": {"num_frames": 8},
     "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},

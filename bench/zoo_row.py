@@ -112,7 +112,7 @@ def step(model: nn.Module, run: Callable[..., Any], inputs: Mapping[str, Any], s
     return Step(loss.detach().clone(), grads)
 
 
-def update(model: nn.Module, rate: float = 0.05) -> None:
+def update(model: nn.Module, rate: float = 0.01) -> None:
     """Take a step of plain SGD, of which no gradient is longer than 1."""
     with torch.no_grad():
         for p in model.parameters():
