@@ -23,6 +23,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a row is a process, forked from this one
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ["FP8PASS_ON_FAULT"] = "raise"
 
 import torch._dynamo.backends.inductor
 import torch._inductor.compile_fx  # noqa: F401
@@ -75,7 +76,9 @@ def _write(file: Path, entry: Entry, row: zoo_row.Row) -> None:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip()
 
 
@@ -88,8 +91,8 @@ def told(row: dict[str, Any]) -> str:
     seconds = sum(row["seconds"].values())
     return (
         f"{row['name']:42} {row['status']:13} {ran:>9} {share} {owned} {row['flops'] / max(1, row['eager_flops']):.2f} "
-        f"cos {row['cosine']:.3f} excused {len(row['excused'])} off {row['off_reference']:.0e} {seconds:4.0f}s {row['rules'] or ''} "
-        f"{len(row['breaks'])} breaks {rest}"
+        f"cos {row['cosine']:.3f} excused {len(row['excused'])} off {row['off_reference']:.0e} {seconds:4.0f}s "
+        f"{row['rules'] or ''} {len(row['breaks'])} breaks {rest}"
     )
 
 

@@ -12,7 +12,8 @@ import torch
 import zoo_toys
 from torch import Tensor
 from zoo_diffusion import diffusion
-from zoo_row import Sample
+from zoo_loops import LOOPS, of_transformers
+from zoo_row import Sample, Subject
 from zoo_torch import MODULES, OPERATORS, Made, module, operator
 
 
@@ -23,7 +24,7 @@ class Entry:
     name: str
     package: str
     kind: str
-    make: Callable[[], Sample]
+    make: Callable[[], Subject]
 
 
 Inputs = Callable[[int], Mapping[str, Any]]
@@ -145,6 +146,9 @@ _WHISPER: dict[str, Any] = {"max_source_positions": 32, "pad_token_id": 0, "deco
 _SEQ2SEQ: dict[str, Any] = {"decoder_start_token_id": 2, "pad_token_id": 0}
 GIVEN: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _LATENT,
+    "VideoMAEForVideoClassification": {"num_frames": 8},
+    "VivitForVideoClassification": {"num_frames": 8, "tubelet_size": [2, 8, 8]},
+    "TimesformerForVideoClassification": {"num_frames": 8},
     "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},
@@ -265,10 +269,16 @@ def _torch() -> Iterator[Entry]:
         model, inputs = make(name)
         return Sample(model, inputs, inputs)
 
-    for name in MODULES:
+    for name in MODULES.split():
         yield Entry(f"nn.{name}", "torch", "module_db", functools.partial(sample, module, name))
-    for name in OPERATORS:
+    for name in OPERATORS.split():
         yield Entry(f"op.{name}", "torch", "op_db", functools.partial(sample, operator, name))
+
+
+def _loops() -> Iterator[Entry]:
+    for name, (model, optimizers, options) in LOOPS.items():
+        make = functools.partial(of_transformers, model, optimizers, **options)
+        yield Entry(name, "transformers", "loop", make)
 
 
 def _diffusers() -> Iterator[Entry]:
@@ -278,4 +288,4 @@ def _diffusers() -> Iterator[Entry]:
 
 def catalogue() -> dict[str, Entry]:
     """Return all entries by name."""
-    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_torch())}
+    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_loops(), *_torch())}

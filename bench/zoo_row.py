@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -40,6 +40,29 @@ class Sample:
     model: nn.Module
     inputs: Mapping[str, Any]
     others: Mapping[str, Any]
+
+    def checks(self, row: Row) -> list[Callable[[], None]]:
+        """Return what is done to it, in order, each named after its stage."""
+        c = _Checks(row, self)
+        return [c.eager, c.explain, c.train, c.resume, c.reference, c.evaluate]
+
+    def train_with(self, backend: str) -> None:
+        """Train it with another backend of torch.compile."""
+        model = copy.deepcopy(self.model)
+        run = torch.compile(model, backend=backend)
+        for i in range(STEPS):
+            step(model, run, self.inputs, seed=i)
+            update(model)
+
+
+class Subject(Protocol):
+    """What a row is about."""
+
+    def checks(self, row: Row) -> list[Callable[[], None]]:
+        """Return what is done to it, in order, each named after its stage."""
+
+    def train_with(self, backend: str) -> None:
+        """Train it with another backend of torch.compile."""
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -89,7 +112,7 @@ def step(model: nn.Module, run: Callable[..., Any], inputs: Mapping[str, Any], s
     return Step(loss.detach().clone(), grads)
 
 
-def update(model: nn.Module, rate: float = 0.05) -> None:
+def update(model: nn.Module, rate: float = 0.01) -> None:
     """Take a step of plain SGD, of which no gradient is longer than 1."""
     with torch.no_grad():
         for p in model.parameters():
@@ -204,7 +227,10 @@ class Failed(Exception):
 
 
 def deviation(stage: str, wanted: Step, got: Step, most: float) -> float:
-    """Return how far the gradients are apart, relative to each, 0 if all has the same bits. Raises Failed above `most`."""
+    """Return how far the gradients are apart, relative to each; 0 if all is the same, to the bit.
+
+    Raises Failed if that is above `most`.
+    """
     worst = 0.0
     if not _same(wanted.loss, got.loss) and not most:
         raise Failed(stage, f"loss {float(got.loss)!r} is not {float(wanted.loss)!r}")
@@ -223,6 +249,13 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names that the name of a merged matmul stands for: "a.q", "a.k" of "a.q+k"."""
+    stem, *others = name.split("+")
+    parent = stem.rpartition(".")[0]
+    return [stem, *(other if "." in other or not parent else f"{parent}.{other}" for other in others)]
 
 
 @dataclass
@@ -256,50 +289,58 @@ class Row:
     losses: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def tell(self, report: Report, model: nn.Module) -> None:
+        """Fill in what the report of `explain` says of the model."""
+        self.matmuls, self.rewritten = len(report.gemms), len(report.rewritten)
+        self.flops, self.fp8_flops = report.flops, report.fp8_flops
+        names = {name.removesuffix(".weight") for name, _ in model.named_parameters(remove_duplicate=False)}
+        owned = [g for g in report.gemms if {part.removesuffix(".weight") for part in parts_of(g.name)} & names]
+        self.owned_flops = sum(g.flops for g in owned)
+        self.owned_fp8_flops = sum(g.flops for g in owned if g.status == "rewritten")
+        self.rules, self.graphs = dict(report.rules()), report.graphs
+        self.reasons = dict(report.reasons().most_common(8))
+        self.notes, self.breaks = report.notes, [str(b) for b in report.breaks]
+        self.recompiles = [str(r) for r in report.recompiles]
 
-def fill(row: Row, make: Callable[[], Sample]) -> None:
+
+def fill(row: Row, make: Callable[[], Subject]) -> None:
     """Do all that is done to a model, and write into the row what came of it."""
-    checks = _Checks(row)
     try:
         torch.manual_seed(0)
-        with checks.stage("build"):
-            checks.sample = make()
-        for check in (checks.eager, checks.explain, checks.train, checks.resume, checks.reference, checks.evaluate):
-            with checks.stage(check.__name__):
+        with _Timed(row, "build"):
+            subject = make()
+        for check in subject.checks(row):
+            with _Timed(row, check.__name__):
                 check()
         row.status = "trains"
     except Failed as failed:
         row.stage, row.error = failed.stage, str(failed)
     except Exception as error:  # noqa: BLE001  whatever a model raises is what its row says
-        row.error = _told(error)
-        row.frame = _frame(error)
+        traceback.print_exception(_inner(error))
+        row.error, row.frame = _told(error), _frame(error)
         if row.stage not in ("build", "eager"):
-            torch._dynamo.reset()
-            row.trains_elsewhere = trains_with(checks.sample, "aot_eager")
+            row.trains_elsewhere = trains_with(subject, "aot_eager")
     if row.stage in ("build", "eager"):
         row.status = "does not run"
-    elif row.trains_elsewhere and row.trains_elsewhere != "aot_eager":
+    elif row.trains_elsewhere not in ("", "aot_eager"):
         row.status = "torch fails too"
 
 
 @contextlib.contextmanager
 def without_passes() -> Iterator[None]:
     """Within it, the annotated graph is lowered as it is: the reference, with the decompositions that ours has."""
-    none = mock.patch("fp8pass.pipeline.kernel_passes", list), mock.patch("fp8pass.pipeline.passes", lambda _: [])
-    with none[0], none[1]:
+    passes, kernel_passes = "fp8pass.pipeline.passes", "fp8pass.pipeline.kernel_passes"
+    with mock.patch(passes, return_value=[]), mock.patch(kernel_passes, return_value=[]):
         yield
 
 
 class _Checks:
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, sample: Sample) -> None:
         self.row = row
-        self.sample: Sample
+        self.sample = sample
         self.weights: list[dict[str, Tensor]] = []
         self.states: list[dict[str, Any]] = []
         self.steps: list[Step] = []
-
-    def stage(self, name: str) -> _Timed:
-        return _Timed(self.row, name)
 
     def eager(self) -> None:
         """Count what eager calls: what it can't train is no model for us."""
@@ -313,20 +354,7 @@ class _Checks:
         """Fill the row from the report."""
         with mock.patch("fp8pass.backend._draw_before"):  # nobody looks at the drawings
             report = fp8pass.explain(copy.deepcopy(self.sample.model), **self.sample.inputs)
-        self._tell(report)
-
-    def _tell(self, report: Report) -> None:
-        row = self.row
-        row.matmuls, row.rewritten = len(report.gemms), len(report.rewritten)
-        row.flops, row.fp8_flops = report.flops, report.fp8_flops
-        names = {n.removesuffix(".weight") for n, _ in self.sample.model.named_parameters()}
-        owned = [g for g in report.gemms if set(_parts(g.name)) & names]
-        row.owned_flops = sum(g.flops for g in owned)
-        row.owned_fp8_flops = sum(g.flops for g in owned if g.status == "rewritten")
-        row.rules, row.graphs = dict(report.rules()), report.graphs
-        row.reasons = dict(report.reasons().most_common(8))
-        row.notes, row.breaks = report.notes, [str(b) for b in report.breaks]
-        row.recompiles = [str(r) for r in report.recompiles]
+        self.row.tell(report, self.sample.model)
 
     def train(self) -> None:
         """Three steps, each beside eager's of the same weights."""
@@ -398,12 +426,6 @@ class _Checks:
                     raise Failed("evaluate", "outputs have other shapes than in eager")
 
 
-def _parts(name: str) -> list[str]:
-    stem, *others = name.split("+")
-    parent = stem.rpartition(".")[0]
-    return [stem, *(f"{parent}.{o}" if parent and "." not in o else o for o in others)]
-
-
 class _Timed:
     def __init__(self, row: Row, name: str) -> None:
         self.row, self.name = row, name
@@ -417,14 +439,11 @@ class _Timed:
             self.row.stage = ""
 
 
-def trains_with(sample: Sample, backend: str) -> str:
+def trains_with(subject: Subject, backend: str) -> str:
     """Return the backend's name if torch.compile with it trains the model, and else what it said."""
-    model = copy.deepcopy(sample.model)
+    torch._dynamo.reset()
     try:
-        run = torch.compile(model, backend=backend)
-        for i in range(STEPS):
-            step(model, run, sample.inputs, seed=i)
-            update(model)
+        subject.train_with(backend)
     except Exception as error:  # noqa: BLE001  it is what the row says
         return f"{backend}: {_told(error)}"
     return backend
@@ -437,9 +456,16 @@ def _told(error: BaseException) -> str:
 
 
 def _inner(error: BaseException) -> BaseException:
-    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+    """Return what went wrong first: Dynamo and fp8pass each wrap what they caught."""
+    while True:
+        inner = getattr(error, "inner_exception", None) or (error.__cause__ if _wraps(error) else None)
+        if not isinstance(inner, BaseException):
+            return error
         error = inner
-    return error.__cause__ if isinstance(error, fp8pass.Fp8Error) and error.__cause__ else error
+
+
+def _wraps(error: BaseException) -> bool:
+    return isinstance(error, fp8pass.Fp8Error) or type(error).__module__.startswith("fp8pass")
 
 
 def _frame(error: BaseException) -> str:

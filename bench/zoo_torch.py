@@ -13,10 +13,11 @@ from zoo_row import Matmuls
 Made = tuple[nn.Module, Mapping[str, Any]]
 SAMPLES = 3
 """How many calls of an operator make a model."""
-MODULES = (
-    "GRU GRUCell LSTM LSTMCell Linear LinearCrossEntropyLoss MultiheadAttention RNN RNNCell Transformer "
-    "TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
-).split()
+MODULES = """
+GRU GRUCell LSTM LSTMCell Linear LinearCrossEntropyLoss MultiheadAttention RNN RNNCell Transformer
+TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
+"""
+"""Those of module_db that multiply matrices."""
 OPERATORS = """
 addbmm addmm addmm.decomposed baddbmm bmm cdist cholesky cholesky_inverse cholesky_solve einsum
 linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eigh linalg.eigvalsh linalg.householder_product
@@ -27,7 +28,7 @@ linalg.tensorinv lu lu_solve matmul mm nn.functional.linear nn.functional.linear
 nn.functional.linear_cross_entropy.chunked nn.functional.multi_head_attention_forward
 nn.functional.scaled_dot_product_attention norm.nuc ormqr pca_lowrank pinverse qr svd svd_lowrank
 tensordot triangular_solve __rmatmul__
-""".split()
+"""
 """What `multiplying` finds, by the names that op_db has for them."""
 
 

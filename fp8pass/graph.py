@@ -130,11 +130,19 @@ class Builder:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Put `new` in the place of `old`, whose metadata it inherits and whose dtype, shape and strides it has."""
         was, now = val(old), val(new)
-        assert (was.dtype, was.shape, was.stride()) == (now.dtype, now.shape, now.stride()), (old, was, now)
+        assert (was.dtype, was.shape, strides(was)) == (now.dtype, now.shape, strides(now)), (old, was, now)
         for key, value in old.meta.items():
             new.meta.setdefault(key, value)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
+
+
+def strides(x: torch.Tensor) -> list[Any]:
+    """Return the strides of a tensor, with None for a dimension of one element.
+
+    There a stride says nothing, and torch's fakes are not of one mind: `x * s` and `empty_like(x)` may differ in it.
+    """
+    return [None if isinstance(n, int) and n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph import MADE_BY, compute_val, fake_mode_of
+from fp8pass.graph import MADE_BY, compute_val, fake_mode_of, strides
 
 Verified = dict[fx.Node, tuple[Any, ...]]
 """By node what it was when it was checked: everything that its value depends on."""
@@ -48,7 +48,7 @@ def _state(node: fx.Node) -> tuple[Any, ...]:
 
 def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device)
+        return str(value.dtype), str(tuple(value.shape)), str(strides(value)), str(value.device)
     if isinstance(value, (list, tuple)):
         return [_describe(v) for v in value]
     return type(value).__name__
