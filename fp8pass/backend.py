@@ -63,6 +63,7 @@ from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
 from fp8pass.slots import SlotTable, registry
 from fp8pass.static import frozen_example
+from fp8pass.steps import Pass, checkpointed_region
 from fp8pass.unmatched import check_compiled
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.updates import Moment, Place, UpdateKey
@@ -316,6 +317,7 @@ def _lower(
 ) -> Callable[..., Any]:
     """Compile an annotated graph. later: compiles its backward, which may fail when the forward has run."""
     pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update, attempt)
+    pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
     lower = _lower_eager if config.lowering == "eager" else _lower_inductor
     with dump.compiling(lambda: pipeline.report.summary() if pipeline.report.graphs else _CACHED):
         compiled = lower(annotation.module, inputs, pipeline, later)
@@ -356,7 +358,7 @@ def _lower_inductor(
         if is_plain
         else {
             "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
-            "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn),
+            "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn, pipeline.partitioned),
             "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
         }
     )
@@ -408,7 +410,7 @@ def _lower_eager(
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         rewrite(joint)
-        return Partition()(joint, joint_inputs, **kwargs)
+        return Partition(seen=pipeline.partitioned)(joint, joint_inputs, **kwargs)
 
     compiler = aot_autograd(
         fw_compiler=forward,

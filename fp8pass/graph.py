@@ -41,6 +41,9 @@ TILED = "fp8pass_tiled"
 
 GEMM = "fp8pass_gemm"
 """The key of what a matmul became: the name that the matmul had in the joint graph."""
+_MATMULS = frozenset(
+    ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm", "scaled_grouped_mm")
+)
 
 
 def val(node: object) -> torch.Tensor:
@@ -175,6 +178,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = self.record(func, *pytree.tree_map_only(torch.Tensor, lambda t: self.node_of[id(t)], (args, kwargs)))
         node.meta["val"] = result
         return self.know(result, node)
+
+
+def op_name(node: fx.Node) -> str:
+    """Return the op that a node calls, without its namespace and overload."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return str(name).removeprefix("aten.").partition(".")[0]
+
+
+def multiplies(node: fx.Node) -> bool:
+    """Return whether a node multiplies matrices, in whatever precision."""
+    return node.op == "call_function" and op_name(node) in _MATMULS
 
 
 def source_of(node: fx.Node, outermost: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.report import Gemm, Picture, Report
+from fp8pass.report import RECOMPUTED, Gemm, Picture, Report
 
 CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr")
 """What a row of numerics may hold beside slot and step."""
@@ -72,9 +72,10 @@ def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = Non
 
 def _gemm(g: Gemm, texts: _Texts) -> list[Any]:
     batches = "" if g.batches == 1 else f"{g.batches} × "
+    note = "; ".join(filter(None, (g.note, RECOMPUTED if g.recomputed else "")))
     words = (
         g.name or "-", g.kind, f"{batches}{g.M} × {g.K} × {g.N}", " @ ".join(g.dtypes[:2]) + f" → {g.dtypes[2]}",
-        g.scaling, g.status, g.rule, g.reason, g.note, g.source,
+        g.scaling, g.status, g.rule, g.reason, note, g.source,
     )  # fmt: skip
     return [*map(texts, words), g.flops, g.predicted_speedup]
 

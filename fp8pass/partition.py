@@ -19,10 +19,14 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 class Partition(CustomPartitionerFn):
-    """Inductor's `custom_partitioner_fn`. own: the one that the user has configured, if any."""
+    """Inductor's `custom_partitioner_fn`. own: the one that the user has configured, if any.
 
-    def __init__(self, own: Any = None) -> None:
+    seen: called with the graphs of forward and backward.
+    """
+
+    def __init__(self, own: Any = None, seen: Callable[[fx.Graph, fx.Graph], None] | None = None) -> None:
         self.own = own
+        self.seen = seen
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -34,6 +38,8 @@ class Partition(CustomPartitionerFn):
         _insert_outputs(gm.graph, end, saved)
         forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
         _remove_outputs(forward, end, len(saved))
+        if self.seen is not None:
+            self.seen(forward.graph, backward.graph)
         return forward, backward
 
     def uuid(self) -> Any:

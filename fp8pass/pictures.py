@@ -23,7 +23,7 @@ from fp8pass._torch import (
     kernel_nodes,
     make_boxed_func,
 )
-from fp8pass.graph import GEMM, MADE_BY, source_of
+from fp8pass.graph import GEMM, MADE_BY, multiplies, op_name, source_of
 from fp8pass.names import module_path, short
 from fp8pass.report import Gemm, KernelCode, Op, OpKind, Part, Picture
 from fp8pass.scaling import FP8_DTYPES
@@ -37,9 +37,6 @@ MOVEMENT = frozenset(
     )
 )  # fmt: skip
 """Ops that compute nothing: they rearrange, take apart, convert, or make a constant."""
-_MATMULS = frozenset(
-    ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm", "scaled_grouped_mm")
-)
 _WIDE = 1 << 16
 """A tensor with at least so many elements is no scale, no amax and no history."""
 
@@ -300,7 +297,7 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpK
     if node.op == "output":
         return "output"
     name = _label(node)
-    if name in _MATMULS:
+    if multiplies(node):
         return "gemm"
     if "scaled_dot_product" in name or name == "flex_attention":
         return "attention"
@@ -360,8 +357,7 @@ def _label(node: fx.Node) -> str:
     """The op, without its namespace and overload; of an input its name."""
     if node.op != "call_function":
         return node.name if node.op in ("placeholder", "get_attr") else node.op
-    name = getattr(node.target, "__name__", str(node.target))
-    return str(name).removeprefix("aten.").partition(".")[0]
+    return op_name(node)
 
 
 def _module(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ from fp8pass.config import Config
 from fp8pass.dump import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt
+from fp8pass.graph import GEMM, multiplies
 from fp8pass.hardware import cpu_key
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import annotate
@@ -226,6 +227,10 @@ class Pipeline(CustomGraphPass):
         self.passes = [p for p in _passes(choices, is_update, attempt) if attempt.runs(p.name)]
         self.dump = dump or Dump()
         self.report = Report()
+        self.gemms: dict[str, Gemm] = {}
+        """Of the latest graph, by what `GEMM` says in its nodes."""
+        self.is_repeated = False
+        """Whether a checkpoint around the graph runs all of its forward once more."""
         self.parts = 0
         self.seconds = 0.0
 
@@ -242,11 +247,22 @@ class Pipeline(CustomGraphPass):
         if (drawing := drawn()) is not None:
             drawing.verdicts(context.gemms)
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
+        self.gemms = {node.name: gemm for node, gemm in context.gemms.items()}
         self.seconds += time.perf_counter() - started
         self.dump.report(str(self.report), self.seconds)
         self.parts += 1
         if self.config.strict:
             _raise_if_declined(context, self.choices)
+
+    def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
+        """Note which matmuls of the forward run again in the backward, as activation checkpointing wants it."""
+        first, again = ({n.meta.get(GEMM) for n in graph.nodes if multiplies(n)} for graph in (forward, backward))
+        twice = first if self.is_repeated else first & again
+        recomputed = [gemm for name, gemm in self.gemms.items() if name in twice]
+        for gemm in recomputed:
+            gemm.recomputed = True
+        if recomputed:
+            self.dump.report(str(self.report), self.seconds)
 
     def _publish(self, part: Report) -> None:
         """Branches and loop bodies are graphs of their own, which come first; a graph's report has all its parts."""

@@ -56,6 +56,8 @@ class Gemm:
     """Rewritten, and what was expected in its kernel and stayed outside, with the reason."""
     fast_accum: bool = False
     """Whether its kernel may add up in less than float32."""
+    recomputed: bool = False
+    """Of a forward: whether the backward computes it once more, as activation checkpointing wants it."""
     choice: int | None = None
     """Which call of the annotated graph it comes from."""
     predicted_speedup: float | None = None
@@ -63,9 +65,9 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """2*M*K*N over all batches; 0 where a size is symbolic."""
+        """2*M*K*N over all batches, twice that if it is recomputed; 0 where a size is symbolic."""
         sizes = (self.batches, self.M, self.K, self.N)
-        product = 2
+        product = 4 if self.recomputed else 2
         for size in sizes:
             product *= size if isinstance(size, int) else 0
         return product
@@ -308,6 +310,8 @@ class Report:
         """What stands below the table: reasons, notes, breaks, and the summary last. An empty line parts groups."""
         reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
+        if any(g.recomputed for g in self.gemms):
+            notes[f"note: {RECOMPUTED}"] = None
         failed = [f"compilation ended here: {self.error}"] if self.error else []
         last = [*map(str, self.breaks), *map(str, self.recompiles), *self.notes, *self.faults, *failed, self.summary()]
         return [line for group in (reasons, list(notes), last) if group for line in ("", *group)]
@@ -321,6 +325,7 @@ class Report:
         return "\n".join([*lines, *self.footnotes()])
 
 
+RECOMPUTED = "what is recomputed runs once more in the backward, for activation checkpointing: its FLOPs count twice"
 _HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "status", "source")
 _PREDICTED = _HEADER.index("predicted")
 
@@ -329,6 +334,7 @@ def _row(g: Gemm, reasons: dict[str, int]) -> tuple[str, ...]:
     batches = "" if g.batches == 1 else f"{g.batches} x "
     a, b, out = g.dtypes
     status = f"{g.status} [{reasons[g.reason]}]" if g.reason else g.status
+    status += ", recomputed" if g.recomputed else ""
     shape, dtypes = f"{batches}{g.M} x {g.K} x {g.N}", f"{a} @ {b} -> {out}"
     predicted = "" if g.predicted_speedup is None else f"{g.predicted_speedup:.2f}x"
     return g.name or "-", g.kind, shape, dtypes, g.scaling, predicted, status, g.source

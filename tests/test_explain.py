@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fp8pass
 from fp8pass._torch import inductor_lowering
 from fp8pass.cli import main
-from fp8pass.report import Report
+from fp8pass.report import Report, collect
 from tests.harness import compiled, expect_text
 from tests.models import Transformer, make
 
@@ -43,11 +45,11 @@ def test_the_table(small: Report) -> None:
         """\
 matmul  gemm         M x K x N     dtypes              scaling  status        source
 ------------------------------------------------------------------------------------------------
-up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:29
-head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:30
-head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:30
-head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:30
-up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:29
+up      output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  rewritten     test_explain.py:31
+head    output       16 x 64 x 1   f32 @ f32 -> f32             declined [1]  test_explain.py:32
+head    grad_input   16 x 1 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:32
+head    grad_weight  1 x 16 x 64   f32 @ f32 -> f32             declined [1]  test_explain.py:32
+up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     test_explain.py:31
 
 [1] N=1: no matrix product, each operand element is used once
 
@@ -208,6 +210,44 @@ def test_totals(small: Report) -> None:
     assert (small.flops, small.fp8_flops) == (2 * 16 * 32 * 64 * 2 + 3 * 2 * 16 * 64, 2 * 16 * 32 * 64 * 2)
     assert small.to_dict()["fp8_flops"] == small.fp8_flops
     assert "pictures" not in small.to_dict()
+
+
+class Checkpointed(nn.Module):
+    """A region, both of whose matmuls the backward needs, and a layer outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.narrow, self.head = nn.Linear(32, 64), nn.Linear(64, 1), nn.Linear(1, 48)
+        self.reentrant = False
+
+    def region(self, x: Tensor) -> Tensor:
+        return self.narrow(self.up(x).sin()).sin()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(checkpoint(self.region, x, use_reentrant=self.reentrant))
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_what_checkpoints_recompute_is_listed_and_counted_twice(reentrant: bool) -> None:
+    """Inside of a compiled model, and around compiled code; FLOPs are those that torch counts in high precision."""
+    x = torch.randn(16, 32, requires_grad=True)
+    model = make(Checkpointed)
+    model.reentrant = reentrant
+    with FlopCounterMode(display=False) as counted:
+        model(x).sum().backward()
+    inside = fp8pass.explain(model, x)
+    assert [g.name for g in inside.gemms if g.recomputed] == ["up", "narrow"]
+    assert [g.kind for g in inside.gemms if g.recomputed] == ["output"] * 2
+    assert inside.flops == counted.get_total_flops()
+    assert inside.fp8_flops == 4 * 2 * 16 * 32 * 64
+    assert "rewritten, recomputed" in str(inside) and "declined [1], recomputed" in str(inside)
+    assert "its FLOPs count twice" in "".join(inside.footnotes())
+    model.region = compiled(model.region)  # type: ignore[method-assign]
+    with collect() as around:
+        model(x).sum().backward()
+    head = 3 * 2 * 16 * 48  # not compiled here
+    assert around.flops == counted.get_total_flops() - head
 
 
 class Fails(nn.Module):
