@@ -24,14 +24,14 @@ from fp8pass.versions import check_version, required_names
 check_version()
 with required_names():
     from torch._C._distributed_c10d import _resolve_process_group
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import device_interface
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.callback import callback_handler
-    from torch._dynamo.convert_frame import output_codes
+    from torch._dynamo.convert_frame import ConvertFrame, output_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
@@ -188,6 +188,32 @@ def disabled_functions() -> list[Any]:
             found.append(frame.f_locals["fn"])
         frame = frame.f_back
     return found
+
+
+def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any], None]) -> None:
+    """From now on, call these before Dynamo tries to compile a function, and after it, unless that raises.
+
+    end: gets the function's code, and a `ConvertFrameReturn`, which it may edit: how calls of it are to run.
+    """
+    compile_frame = ConvertFrame.__call__
+
+    def compile_and_tell(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        begin()
+        result = compile_frame(self, frame, *args, **kwargs)
+        end(frame.f_code, result)
+        return result
+
+    ConvertFrame.__call__ = compile_and_tell  # type: ignore[method-assign]
+
+
+def skips_for_good(result: Any) -> bool:
+    """Return whether Dynamo is to run this call of a function, and all others, op by op."""
+    return bool(result.apply_to_code) and result.frame_exec_strategy.cur_action == _FrameAction.SKIP
+
+
+def only_run_what_is_compiled(result: Any) -> None:
+    """Have a function run as it is compiled where that fits, and op by op elsewhere, and never compile it again."""
+    result.frame_exec_strategy = _FrameExecStrategy(_FrameAction.RUN_ONLY, _FrameAction.DEFAULT)
 
 
 def disabled_by(frame: FrameType) -> tuple[Any, str] | None:
@@ -537,6 +563,7 @@ __all__ = [
     "all_compilations",
     "all_reduce",
     "aot_autograd",
+    "around_compilations",
     "before_eager_optimizers",
     "cache_dir",
     "callback_handler",
@@ -585,6 +612,7 @@ __all__ = [
     "min_cut_partition",
     "module_of_stage",
     "onednn_multiplies",
+    "only_run_what_is_compiled",
     "optimizers_ranges_ignored",
     "pipeline_call",
     "pytree",
@@ -593,6 +621,7 @@ __all__ = [
     "select_decomp_table",
     "set_grad_enabled",
     "skip_code",
+    "skips_for_good",
     "store_of",
     "timeout_of",
     "top_saved_tensors_hooks",

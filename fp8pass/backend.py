@@ -61,6 +61,7 @@ from fp8pass.pipeline import (
 )
 from fp8pass.recipes import Schedule
 from fp8pass.report import Report, break_of, publish, recompile_of
+from fp8pass.retry import take_note_of_graph
 from fp8pass.slots import SlotTable, registry
 from fp8pass.static import frozen_example
 from fp8pass.steps import Pass, checkpointed_region
@@ -95,6 +96,7 @@ def fp8pass(
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place. A fault of fp8pass does not stop it."""
+    take_note_of_graph()
     name, places = "a graph of Dynamo's", list[Place]()
     with left_out("slow_matmuls", config, name):
         warn_of_slow_matmuls(module)
