@@ -127,8 +127,8 @@ class TrainStep:
         if places := [f"{name} ({base_name(file)}:{line})" for (name, file), line in self._op_by_op.items()]:
             runs = "itself runs" if len(places) == 1 else "themselves run"
             report.notes.append(
-                f"{' and '.join(places)} {runs} op by op: torch gives up a whole function where its graph breaks within "
-                "a for or while loop, at backward() say, or within what it can't leave and enter again. The modules and "
+                f"{' and '.join(places)} {runs} op by op: torch gives up a whole function where its graph breaks in a "
+                "for or while loop, at backward() say, or in what it can't leave and enter again. The modules and "
                 "functions called there are compiled, each call by itself; what stands between the calls, a loss say, "
                 "is not: put it into a function together with the model's call"
             )
