@@ -1,8 +1,9 @@
 """`@fp8pass.train_step`: an ordinary training step, run as a few graphs.
 
 Dynamo compiles the function with this backend: forward and loss are one graph, the backward belongs to it, and the
-optimizer's update is another. What it can't capture runs as it is, between graphs. One call is one step of delayed
-scaling, however many forwards and backwards are in it.
+optimizer's update is another. What it can't capture runs as it is, between graphs; modules that are called there are
+compiled by themselves (`module_calls.py`). One call is one step of delayed scaling, however many forwards and backwards
+are in it.
 """
 
 from __future__ import annotations
@@ -123,12 +124,13 @@ class TrainStep:
         if silent := sum(self._breaks.values()) - len(report.breaks):
             reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
             report.notes.append(f"{silent} more graph breaks have nothing in front of them. All: {reasons}")
-        for (name, file), line in self._op_by_op.items():
+        if places := [f"{name} ({base_name(file)}:{line})" for (name, file), line in self._op_by_op.items()]:
+            runs = "itself runs" if len(places) == 1 else "themselves run"
             report.notes.append(
-                f"{name} ({base_name(file)}:{line}) itself runs op by op, as torch runs a function whose graph breaks "
-                "in a for or while loop, at backward() say. The modules and functions that it calls are compiled, each "
-                "call by itself; what stands between these calls, a loss say, is not: put it into a function together "
-                "with the model's call to have it compiled with that"
+                f"{' and '.join(places)} {runs} op by op: torch gives up a whole function where its graph breaks in a "
+                "for or while loop, at backward() say, or in what it can't leave and enter again. The modules and "
+                "functions called there are compiled, each call by itself; what stands between the calls, a loss say, "
+                "is not: put it into a function together with the model's call"
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):

@@ -6,9 +6,11 @@ import copy
 import functools
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass import steps
+from fp8pass.module_calls import Caught
 from fp8pass.recipes import DelayedScaling, Schedule
 from fp8pass.weights import Fp8Weight, weights_of
 from tests.models import Attention, Block, Parts, make
@@ -690,6 +693,127 @@ def test_a_loop_over_microbatches_is_compiled_whatever_the_module(of: Callable[[
     assert "op by op" not in str(of_straight.report)
     if not isinstance(model, Parts):
         assert {gemm.source for gemm in step.report.gemms} == {f"test_train_step.py:{line}"}
+
+
+def in_a_helper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """The step is compiled, and what it calls runs op by op."""
+
+    def accumulate(micros: tuple[Tensor, ...]) -> Tensor:
+        for micro in micros:
+            loss = F.mse_loss(model(micro), micro * 0.5)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def step(x: Tensor) -> Tensor:
+        loss = accumulate(x.split(8))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def of_many_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """In a while loop over a generator; checkpointed, by a criterion that is a module, with a scaler, and clipped."""
+    criterion, scaler = nn.MSELoss(), torch.amp.GradScaler("cpu", init_scale=1.0, enabled=True)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        micros = (micro for micro in x.split(8))
+        while (micro := next(micros, None)) is not None:
+            loss = criterion(checkpoint(model, micro, use_reentrant=False), micro * 0.5)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [pytest.param(in_a_helper, marks=pytest.mark.variant), of_many_kinds])
+def test_loops_of_every_kind(kind: Loop) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    compared = copy.deepcopy(model)
+    numbers, step = run(kind, model)
+    assert_same(numbers, run(loop_of_functions, compared)[0])
+    assert len(step.report.rewritten) == 2 and not step.report.declined
+
+
+def test_two_models_in_a_loop() -> None:
+    """Each of three calls in a loop is compiled, and a step of each model begins once."""
+    torch.manual_seed(0)
+    g, d = nn.Linear(32, 32), nn.Linear(32, 16)
+    of_g, of_d = sgd(g), sgd(d)
+
+    def step(zs: Tensor) -> None:
+        for z in zs.split(8):
+            of_d.zero_grad()
+            (F.softplus(d(g(z).detach())) + F.softplus(-d(z))).mean().backward()  # type: ignore[no-untyped-call]
+            of_d.step()
+            of_g.zero_grad()
+            F.softplus(-d(g(z))).mean().backward()  # type: ignore[no-untyped-call]
+            of_g.step()
+
+    decorated = decorate(step, strict=True)
+    for i in range(3):
+        decorated(batch(i))
+    assert not decorated.report.declined
+    assert {(gemm.M, gemm.K, gemm.N) for gemm in decorated.report.rewritten} == {
+        (8, 32, 32), (8, 32, 16), (32, 8, 32), (16, 8, 32), (8, 16, 32),
+    }  # fmt: skip
+    assert fp8pass.state(g).steps == fp8pass.state(d).steps == 3
+
+
+class Broken(nn.Module):
+    """The graph breaks in a loop, and torch runs forward op by op. One layer is to be left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.last = torch.compiler.disable(nn.Linear(32, 32))  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def test_layers_of_a_forward_that_runs_op_by_op() -> None:
+    """They share compiled code. Nothing is compiled of what the user has switched compilation off for."""
+    torch.manual_seed(0)
+    model = Broken()
+    optimizer = sgd(model)
+    step = decorate(plain(model, optimizer))
+    counters.clear()
+    losses = [step(batch(0)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert len(fp8pass.state(model).slots) == 3 * 3
+    assert len(step.report.rewritten) == 2 + 3  # of the first layer, whose input needs no gradient, and of the others
+    assert re.search(r"forward \(test_train_step.py:\d+\) itself runs op by op", str(step.report))
+    assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
+
+
+def test_a_step_that_is_all_compiled_catches_no_calls() -> None:
+    """Dynamo traces all of the call of a module that has hooks, and compiles anew if what is there changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    step = decorate(plain(model, sgd(model)))
+    step(batch(0))
+    with mock.patch.object(Caught, "_catch") as caught:
+        step(batch(1))
+    hooked = copy.deepcopy(model)
+    hooked[0].register_forward_hook(lambda *_: None)
+    step = decorate(plain(hooked, sgd(hooked)))
+    step(batch(0))
+    compiled = counters["stats"]["unique_graphs"]
+    step(batch(1))
+    assert not caught.called
+    assert counters["stats"]["unique_graphs"] == compiled
+    assert step.report.recompiles == []
 
 
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.variant)])
