@@ -46,7 +46,7 @@ from fp8pass._torch import (
     timeout_of,
 )
 from fp8pass.config import Reduction
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, gone_on_after
 from fp8pass.slots import SlotGroup, registry
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,12 @@ class Reducer:
         except Fp8Error:
             gc.collect()  # a model that is gone may not be gone everywhere
             groups = self._groups()
-            self._compare(process_group, groups)
+            try:
+                self._compare(process_group, groups)
+            except Fp8Error as error:
+                if gone_on_after:
+                    raise Fp8Error(f"{error}. On rank {dist.get_rank()}: {'; '.join(gone_on_after)}") from error
+                raise
         self._agreed = [(weakref.ref(g), sum(map(len, _amaxes(g, self._what.interval)))) for g in groups]
         self._last_header = None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from fp8pass import trial as trials
 from fp8pass._torch import (
@@ -128,7 +129,8 @@ class _Graph:
         self.run: Callable[..., Any]
 
     def compiled(self) -> Callable[..., Any]:
-        self.run, _ = fall_back(self.compile, self.config, self.dump_of)
+        collectives = _has_collectives(self.module)
+        self.run, _ = fall_back(self.compile, self.config, self.dump_of, has_collectives=collectives)
         if not torch.is_grad_enabled() or self.later is None:
             return self.run
         self.later.has_run = True
@@ -179,6 +181,12 @@ class _Graph:
         """From the next call on, run what has no state."""
         self.run = run
         registry.drop(annotation.tables)
+
+
+def _has_collectives(module: fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo's sends something to other ranks: it says so, or its DTensors will."""
+    nodes = (n for part in module.modules() if isinstance(part, fx.GraphModule) for n in part.graph.nodes)
+    return any("c10d" in str(n.target) or isinstance(n.meta.get("example_value"), DTensor) for n in nodes)
 
 
 def _modes(example_inputs: Sequence[Any]) -> list[Callable[[], Any]]:

@@ -31,6 +31,10 @@ class Fault(Fp8Error):
         self.place = place
 
 
+gone_on_after: list[str] = []
+"""The faults, a sentence each, that have not stopped this process."""
+
+
 @contextlib.contextmanager
 def faults_of(place: str) -> Iterator[None]:
     """Around a part of fp8pass that has a name: what it raises becomes a `Fault`, but for what it tells the user."""

@@ -38,7 +38,7 @@ from fp8pass._torch import (
 from fp8pass.amax_reduction import NotCome, compare
 from fp8pass.config import Config, Reduction
 from fp8pass.dump import Dump
-from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, warn
+from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
 from fp8pass.pictures import drawn
 from fp8pass.report import Report, publish, tentative
 
@@ -108,12 +108,17 @@ def raises(config: Config) -> bool:
 
 
 def fall_back(
-    compile_with: Compile[T], config: Config, dump_of: Callable[[Config, str], Dump], first: Attempt = FIRST
+    compile_with: Compile[T],
+    config: Config,
+    dump_of: Callable[[Config, str], Dump],
+    first: Attempt = FIRST,
+    has_collectives: bool = False,
 ) -> tuple[T, Attempt]:
     """Compile a graph; after a fault, again without what failed. Return what was compiled, and how.
 
     dump_of: makes the dump of an attempt, for a configuration and a word that tells it from others of the graph.
-    Raises what torch raises on the graph as it is without fp8pass, and what is meant for the user.
+    has_collectives: whether the graph has, so that all ranks must go on alike. Raises Fp8Error if they do not, what is
+    meant for the user, and what torch raises on the graph as it is without fp8pass.
     """
     attempt, failures = first, list[tuple[Failure, str]]()
     while True:
@@ -130,7 +135,8 @@ def fall_back(
         attempt = attempt.after(failure.place, failure.reason())
         same = attempt.form == failure.attempt.form
         failures.append((failure, f"the graph was compiled without {failure.place}" if same else _IN_HIGH_PRECISION))
-    _agree([failure for failure, _ in failures], config)
+    if failures and has_collectives:
+        _agree([failure for failure, _ in failures], config)
     for failure, outcome in failures:
         tell(failure, outcome)
         if failure.place == LOWERING:
@@ -239,6 +245,7 @@ def tell(failure: Failure, outcome: str) -> None:
     """Write a fault into the report, and warn of it, once per process, pass and type of error."""
     said = f"{failure}: {outcome}. Please report it with {failure.file()} and what `fp8pass env` prints"
     publish(Report(faults=[said]))
+    gone_on_after.append(said)
     log.error("%s", said)
     kind = failure.place, type(failure.error).__name__, outcome
     if kind not in _told:
@@ -250,11 +257,11 @@ _meetings = itertools.count()
 
 
 def _agree(failures: list[Failure], config: Config) -> None:
-    """Make sure that all ranks have compiled a graph again for the same reason: else they have other collectives.
+    """Make sure that all ranks have compiled a graph again for the same reason, for else their collectives differ.
 
-    Raises Fp8Error, on those that have, if not.
+    Slots need no such meeting: ranks compare theirs in the first step. Raises Fp8Error, on those that have, if not.
     """
-    group = Reduction(config.amax_group).process_group() if failures and config.reduce_amax else None
+    group = Reduction(config.amax_group).process_group()
     if group is None or dist.get_backend(group) == "fake":
         return
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")

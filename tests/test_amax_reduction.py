@@ -6,6 +6,7 @@ import functools
 import gc
 import math
 import time
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.config import make_config
+from fp8pass.dump import Dump
+from fp8pass.faults import FIRST, Attempt, fall_back
+from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
 from tests.models import Block, make
 from tests.torchrun import collectives, on_ranks
@@ -193,6 +197,37 @@ def one_does_not_come() -> str:
 
 
 @on_ranks(2)
+def after_a_fault() -> Any:
+    """In a pass that FP8 needs, on all ranks; and on rank 1 alone. Then in a graph with collectives, in the same way."""
+    run, group = ScaledMM.run, dist.new_group(timeout=timedelta(seconds=2))
+    found: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for ranks in ((0, 1), (1,)):
+            ScaledMM.run = fail if dist.get_rank() in ranks else run  # type: ignore[assignment, method-assign]
+            found.append(error_of(compiled(make(Block), on_fault="warn", amax_group=group), data(), times=2))
+        ScaledMM.run = run  # type: ignore[method-assign]
+        for ranks in ((0, 1), (1,)):
+
+            def compile_with(attempt: Attempt, dump: Dump, ranks: tuple[int, ...] = ranks) -> int:
+                return 1 // (attempt != FIRST or dist.get_rank() not in ranks)
+
+            config = make_config({"on_fault": "warn", "amax_group": group})
+            try:
+                fall_back(compile_with, config, lambda *_: Dump(), has_collectives=True)
+                found.append("")
+            except fp8pass.Fp8Error as error:
+                found.append(str(error))
+    dist.barrier()
+    return found
+
+
+def fail(*_: Any) -> int:
+    """Take the place of a pass."""
+    raise ZeroDivisionError("planted")
+
+
+@on_ranks(2)
 def with_nan() -> Any:
     """Rank 0 has one in its second step."""
     model = make(Block)
@@ -340,6 +375,16 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says() -> 
     error, _ = one_does_not_come()
     assert "rank 0 has waited 3 s for rank 1 to say which FP8 slots they have" in error
     assert "pass their group or mesh as amax_group, or reduce_amax=False" in error
+
+
+def test_ranks_go_on_after_the_same_fault_and_no_rank_by_itself() -> None:
+    (all_, other, together, rank0), (all_1, alone, together_1, rank1) = after_a_fault()
+    assert all_ == all_1 == together == together_1 == ""
+    for error in (other, alone):
+        assert error.startswith("ranks have different FP8 slots") and "'up.input' only on rank 0" in error
+    assert "On rank 1: fp8pass failed in its pass scaled_mm on graph" in alone
+    assert rank0 == ""
+    assert "on this rank and not on others, which would wait for collectives that do not come" in rank1
 
 
 def test_nan_reaches_all_ranks() -> None:
