@@ -1,8 +1,11 @@
 """Train stock models that nobody here wrote, and say of each what became of it.
 
 python bench/zoo.py [name ...]      rows that are not there yet, or those named; each is a file in build/zoo
+    --lowering inductor | h100      train through Inductor, or generate code for an H100; eager by default
     --failed                        also those that failed
-    --list                          the names
+    --list                          print the names
+    --page                          print the page's tables, of the rows that are there
+    --problems                      print what is not as it has to be
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,8 @@ import torch._inductor.compile_fx  # noqa: F401
 import zoo_row
 from torch._dynamo import config as dynamo_config
 from zoo_catalogue import Entry, catalogue
+from zoo_lowerings import ForH100, ThroughInductor
+from zoo_page import page, problems
 
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "build" / "zoo"
@@ -37,15 +44,22 @@ SECONDS = 300
 """How long a row may take, of a processor's time: what else runs on the machine does not matter."""
 
 
-def row_of(name: str) -> Path:
+LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "eager": lambda make: make(),
+    "inductor": lambda make: ThroughInductor(make()),
+    "h100": ForH100,
+}
+
+
+def row_of(name: str, lowering: str = "eager") -> Path:
     """Return the file of a row."""
-    return ROWS / f"{name}.json"
+    return ROWS / lowering / f"{name}.json"
 
 
-def run(entry: Entry) -> dict[str, Any]:
+def run(entry: Entry, lowering: str) -> dict[str, Any]:
     """Return the row of one model, made in a process of its own."""
-    file = row_of(entry.name)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(entry, file))
+    file = row_of(entry.name, lowering)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(entry, file, LOWERINGS[lowering]))
     file.unlink(missing_ok=True)
     process.start()
     process.join()
@@ -57,7 +71,7 @@ def run(entry: Entry) -> dict[str, Any]:
     return found
 
 
-def _child(entry: Entry, file: Path) -> None:
+def _child(entry: Entry, file: Path, lower: Callable[[Callable[[], Any]], Any]) -> None:
     spent = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS + 5))
     gc.freeze()  # what is imported need not be looked at again
@@ -66,13 +80,24 @@ def _child(entry: Entry, file: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         row = zoo_row.Row(entry.name)
-        zoo_row.fill(row, entry.make)
+        zoo_row.fill(row, lambda: lower(entry.make))
         _write(file, entry, row)
 
 
 def _write(file: Path, entry: Entry, row: zoo_row.Row) -> None:
-    about = {"package": entry.package, "kind": entry.kind, "date": time.strftime("%F"), "commit": _commit()}
+    about = {
+        "package": entry.package,
+        "kind": entry.kind,
+        "date": time.strftime("%F"),
+        "commit": _commit(),
+        "versions": _versions(entry),
+    }
     file.write_text(json.dumps({**about, **asdict(row)}, indent=1))
+
+
+def _versions(entry: Entry) -> dict[str, str]:
+    """Return the versions of what the row depends on."""
+    return {package: metadata.version(package) for package in dict.fromkeys(("torch", entry.package))}
 
 
 def _commit() -> str:
@@ -96,22 +121,40 @@ def told(row: dict[str, Any]) -> str:
     )
 
 
+def rows() -> list[dict[str, Any]]:
+    """Return the rows that are there, each with the names of the lowerings that train it."""
+    found = [json.loads(file.read_text()) for file in sorted((ROWS / "eager").glob("*.json"))]
+    for row in found:
+        others = (name for name in LOWERINGS if (file := row_of(row["name"], name)).exists() and _trains(file))
+        row["lowerings"] = list(others)
+    return found
+
+
+def _trains(file: Path) -> bool:
+    return bool(json.loads(file.read_text())["status"] == "trains")
+
+
 def main() -> None:
     """Run rows, one after the other, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--failed", action="store_true", help="also those that failed before")
-    parser.add_argument("--list", action="store_true", help="print the names of all")
+    parser.add_argument("--lowering", choices=LOWERINGS, default="eager")
+    for flag in ("--failed", "--list", "--page", "--problems"):
+        parser.add_argument(flag, action="store_true")
     asked = parser.parse_args()
     entries = catalogue()
     if asked.list:
-        sys.exit("\n".join(entries))
-    ROWS.mkdir(parents=True, exist_ok=True)
+        sys.exit(print("\n".join(entries)))
+    if asked.page:
+        sys.exit(print(page(rows())))
+    if asked.problems:
+        sys.exit(print("\n".join(problems(rows()))))
+    (ROWS / asked.lowering).mkdir(parents=True, exist_ok=True)
     for name in asked.names or entries:
-        file = row_of(name)
+        file = row_of(name, asked.lowering)
         known = json.loads(file.read_text()) if file.exists() else None
         if asked.names or known is None or (asked.failed and known["status"] == "fails"):
-            print(told(run(entries[name])), flush=True)
+            print(told(run(entries[name], asked.lowering)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""The zoo's other lowerings: through Inductor on the CPU, and code for an H100 that is not there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from zoo_row import Failed, Row, Sample, loss_of
+
+from fp8pass.backend import compile_graph
+from fp8pass.config import make_config
+from fp8pass.hardware import TARGETS
+from fp8pass.pretend import Pretended, fakes
+from fp8pass.report import collect
+
+TARGET = "h100"
+
+
+@dataclass
+class ThroughInductor:
+    """A sample that is trained through Inductor. Random numbers are Inductor's own, so it must need none."""
+
+    sample: Sample
+
+    def checks(self, row: Row) -> list[Callable[[], None]]:
+        """Return what is done to it: three steps, each beside eager's."""
+        return self.sample.checks(row, options={"lowering": "inductor"})[:3]
+
+    def train_with(self, backend: str) -> None:
+        """Train it with another backend of torch.compile."""
+        self.sample.train_with(backend)
+
+
+@dataclass
+class ForH100:
+    """A model for which code is generated. make: makes the sample, of fake tensors."""
+
+    make: Callable[[], Sample]
+
+    def checks(self, row: Row) -> list[Callable[[], None]]:
+        """Return what is done to it: code is generated, and counted."""
+        return [functools.partial(self.generate, row)]
+
+    def generate(self, row: Row) -> None:
+        """Generate code of forward and backward; every matmul that is rewritten calls `_scaled_mm` in it."""
+        gpu = Pretended(TARGETS[TARGET])
+        config = make_config({"target": TARGET, "min_speedup": 0})
+        with fakes(), gpu.compiles() as found, collect() as report:
+            sample = self.make()
+            run = torch.compile(sample.model, backend=functools.partial(compile_graph, config=config))
+            loss_of(run(**sample.inputs)).backward()
+        row.tell(report, sample.model)
+        called = sum(graph.code.count("_scaled_mm") > 0 for graph in found)
+        if row.rewritten and called < 2:
+            raise Failed("generate", f"{row.rewritten} matmuls are rewritten, and {called} graphs call `_scaled_mm`")
+
+    def train_with(self, backend: str) -> None:
+        """Train it with another backend of torch.compile."""
+        self.make().train_with(backend)
