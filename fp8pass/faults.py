@@ -121,14 +121,18 @@ def fall_back(
     meant for the user, and what torch raises on the graph as it is without fp8pass.
     """
     attempt, failures = first, list[tuple[Failure, str]]()
+
+    def ends_here(error: BaseException) -> bool:
+        return raises(config) or attempt.form == "plain" or _is_meant_for_user(error)
+
     while True:
         dump = dump_of(config, "again" if failures else "")
         try:
-            with _tentative():
+            with _tentative(keeps=ends_here):
                 compiled = compile_with(attempt, dump)
             break
         except Exception as error:
-            if raises(config) or attempt.form == "plain" or _is_meant_for_user(error):
+            if ends_here(error):
                 raise
             failed = error
         failure = _failure(attempt, failed, config, dump, dump_of, compile_with)
@@ -196,16 +200,16 @@ def _reproduce(compile_with: Compile[Any], failure: Failure) -> None:
     """Fail again, with dumps."""
     if failure.dump is None:
         return
-    with contextlib.suppress(Exception), _tentative():
+    with contextlib.suppress(Exception), _tentative(keeps=lambda _: False):
         compile_with(failure.attempt, failure.dump)
         raise _Done
 
 
 @contextlib.contextmanager
-def _tentative() -> Iterator[None]:
-    """Within it, verdicts and pictures reach whoever collects them only if nothing is raised."""
+def _tentative(keeps: Callable[[BaseException], bool]) -> Iterator[None]:
+    """Within it, verdicts and pictures reach whoever collects them if nothing is raised, or what `keeps` is true of."""
     drawing = drawn()
-    with tentative(), drawing.tentative() if drawing is not None else contextlib.nullcontext():
+    with tentative(keeps), drawing.tentative(keeps) if drawing is not None else contextlib.nullcontext():
         yield
 
 
@@ -218,7 +222,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__  # type: ignore[assignment]
 
 
-def _is_meant_for_user(error: Exception) -> bool:
+def _is_meant_for_user(error: BaseException) -> bool:
     """Return whether nothing of ours has failed: an error that says what to do, or Dynamo's way to begin anew."""
     first = next((e for e in _chain(error) if isinstance(e, (Fp8Error, Warning, RestartAnalysis, SkipFrame))), None)
     return first is not None and not isinstance(first, Fault)

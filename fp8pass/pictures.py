@@ -60,14 +60,15 @@ class Drawing:
         self._verdicts = {}
 
     @contextmanager
-    def tentative(self) -> Iterator[None]:
-        """Within it, what is drawn stays only if nothing is raised."""
+    def tentative(self, keeps: Callable[[BaseException], bool]) -> Iterator[None]:
+        """Within it, what is drawn stays only if nothing is raised, or an error that `keeps` is true of."""
         before = {name: copy.copy(value) for name, value in vars(self).items()}
         before["_of_graph"] = {number: [*gemms] for number, gemms in self._of_graph.items()}
         try:
             yield
-        except BaseException:
-            vars(self).update(before)
+        except BaseException as error:
+            if not keeps(error):
+                vars(self).update(before)
             raise
 
     def verdicts(self, gemms: Mapping[fx.Node, Gemm]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
@@ -362,16 +362,20 @@ def collect() -> Iterator[Report]:
 
 
 @contextmanager
-def tentative() -> Iterator[None]:
-    """Within it, verdicts reach whoever collects them only if nothing is raised."""
+def tentative(keeps: Callable[[BaseException], bool]) -> Iterator[None]:
+    """Within it, verdicts reach whoever collects them if nothing is raised, or an error that `keeps` is true of."""
     around, report = _collector.get(), Report()
     token = _collector.set(report)
+    stays = True
     try:
         yield
+    except BaseException as error:
+        stays = keeps(error)
+        raise
     finally:
         _collector.reset(token)
-    if around is not None:
-        around.add(report)
+        if around is not None and stays:
+            around.add(report)
 
 
 def publish(report: Report) -> None:
