@@ -7,6 +7,7 @@ failing. So every node that a pass makes is made here, by running the op on its 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -24,6 +25,8 @@ from fp8pass._torch import (
     pytree,
     select_decomp_table,
 )
+
+aten = torch.ops.aten
 
 MADE_BY = "fp8pass"
 SAVED = "fp8pass_saved"
@@ -115,6 +118,7 @@ class Builder:
         return [recorder.node_of[id(r)] for r in (results if isinstance(results, (list, tuple)) else [results])]
 
     def _new(self, before: fx.Node, target: Target, args: Any, kwargs: Any) -> fx.Node:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), functools.partial(self._size, before, args))
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         node.meta = {key: before.meta[key] for key in _INHERITED if key in before.meta}
@@ -129,6 +133,42 @@ class Builder:
             # `_scaled_mm` by columns, which torch refuses
             node.meta[EXACT_INPUTS] = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         return node
+
+    def _size(self, before: fx.Node, args: Any, size: Any) -> Any:
+        """Return the node of a symbolic size, which stands for nothing by itself in code that is run as it is.
+
+        args: of a call, the tensors among which mostly have it. Whatever is no symbolic size is returned as it is.
+        """
+        if not isinstance(size, torch.SymInt):
+            return size
+        given: list[fx.Node] = []
+        fx.map_arg(args, given.append)
+        holders = [*given, *(n for n in self.graph.nodes if n.op == "placeholder")]
+
+        def built(expr: Any) -> Any:
+            if expr.is_Integer:
+                return int(expr)
+            for holder in holders:
+                if (found := self._read(before, holder, expr)) is not None:
+                    return found
+            assert expr.is_Add or expr.is_Mul, f"no tensor of the graph has the size {expr}"
+            operation = operator.add if expr.is_Add else operator.mul
+            return functools.reduce(lambda a, b: self.emit(before, operation, a, b), map(built, expr.args))
+
+        return built(size.node.expr)
+
+    def _read(self, before: fx.Node, holder: fx.Node, expr: Any) -> fx.Node | None:
+        """Return a node with the value of `expr`, if `holder` is that number, or has it as a size or stride."""
+        value = holder.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return holder if value.node.expr == expr else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        for op, sizes in ((aten.sym_size.int, value.shape), (aten.sym_stride.int, value.stride())):
+            for dim, size in enumerate(sizes):
+                if isinstance(size, torch.SymInt) and size.node.expr == expr:
+                    return self.emit(before, op, holder, dim)
+        return None
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Put `new` in the place of `old`, whose metadata it inherits and whose dtype, shape and strides it has."""

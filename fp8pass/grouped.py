@@ -76,6 +76,8 @@ def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     x: [R, C]. Reads of `x` what belongs to a group. In two stages, of which the first, over 16 rows, reads `x` once.
     """
     rows, columns = x.shape
+    if rows == 0:  # there is none that `taken` could read
+        return torch.zeros(len(offs), columns, device=x.device)
     row: Tensor = rows_apart(offs, rows)
     blocks = taken(x, row).abs().view(-1, ALIGNMENT, columns).amax(1).float()
     group = group_of_rows(ends_apart(offs), row.shape[0])[::ALIGNMENT]

@@ -232,7 +232,8 @@ class Blockwise:
         if self.square:
             return x, None
         order = [*(d for d in range(x.dim()) if d not in self.dims), *self.dims]
-        return x.permute(order).reshape(-1, math.prod(x.shape[d] for d in self.dims)), order
+        rows = math.prod(x.shape[d] for d in order[: -len(self.dims)])  # -1 is ambiguous where `x` is empty
+        return x.permute(order).reshape(rows, math.prod(x.shape[d] for d in self.dims)), order
 
     def _blocks(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[R, C] as [R / r, r, C / c, c], and the scales of blocks and their inverses as the recipe stores them."""
@@ -277,6 +278,8 @@ DEQUANTIZE_BLOCKS = torch.ops.fp8pass.dequantize_blocks.default
 
 def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """The formula of `dequantize_blocks`."""
+    if scaling.is_empty(x_q):
+        return x_q.to(dtype)
     rows, columns = scale_inv.shape
     blocks = x_q.view(rows, x_q.shape[0] // rows, columns, x_q.shape[1] // columns)
     scale = scaling.float_from_e8m0(scale_inv) if scale_inv.dtype == torch.uint8 else scale_inv

@@ -152,10 +152,10 @@ def recipe_of(argument: object) -> Any:
 def in_qdq(x: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E4M3) -> Tensor:
     """`x` quantized and dequantized with the scale of `state`, which records its amax. Gradient: straight through.
 
-    x: floating, any shape of rank 1 or more, not empty; returns the same shape and dtype. dtype: an FP8 type. A tensor
-    that holds NaN or inf becomes NaN throughout. Several uses of a state in one step merge by max. Without gradients
-    enabled nothing is recorded. Raises TypeError for an `x` that is not floating and a `state` that is not a
-    ScaleState, ValueError for another dtype.
+    x: floating, any shape of rank 1 or more; returns the same shape and dtype. dtype: an FP8 type. A tensor that holds
+    NaN or inf becomes NaN throughout, and one without elements records nothing. Several uses of a state in one step
+    merge by max. Without gradients enabled nothing is recorded. Raises TypeError for an `x` that is not floating and a
+    `state` that is not a ScaleState, ValueError for another dtype.
 
     Eager, a step lasts until the first use after a backward through `x`; the result requires a gradient even where `x`
     does not, to learn of that backward. Compiled by fp8pass, each call of a graph is a step, and forwards and backwards
@@ -174,7 +174,7 @@ def in_qdq(x: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E4M3) -> T
 def out_qdq(y: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E5M2) -> Tensor:
     """`y` itself; its gradient is quantized and dequantized with the scale of `state`, which records its amax.
 
-    y: floating, any shape of rank 1 or more, not empty. dtype, state, errors: as for `in_qdq`. The scale is that of the
+    y: floating, any shape of rank 1 or more. dtype, state, errors: as for `in_qdq`. The scale is that of the
     step that the forward belongs to; what a backward records counts for the step in which it runs.
     """
     _check(y, state, dtype)

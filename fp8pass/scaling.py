@@ -39,17 +39,29 @@ def fp8_max(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
+def is_empty(x: Tensor) -> bool:
+    """Return whether `x` has no elements; False where that depends on a symbolic size, without a guard on it."""
+    return any(isinstance(size, int) and size == 0 for size in x.shape)
+
+
 def amax(x: Tensor) -> Tensor:
-    """`max(abs(x))` as f32[], NaN if `x` holds one. `x`: floating, any shape of rank 1 or more, not empty.
+    """`max(abs(x))` as f32[], NaN if `x` holds one. `x`: floating, any shape of rank 1 or more.
+
+    A tensor without elements, as an expert without tokens has it, has seen nothing: -1, which records nothing, so that
+    its slot keeps scale and history.
 
     Rows first, then the rest: Inductor fuses the first stage with the quantizing kernel, which it can't do with a full
     reduction.
     """
+    if is_empty(x):
+        return torch.full((), NOTHING, device=x.device)
     return x.abs().amax(-1).amax().float()
 
 
 def amax_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """`max(abs(x))` over `dims`, which stay with size 1: f32, one for each row, column or block."""
+    """`max(abs(x))` over `dims`, which stay with size 1: f32, one for each row, column or block; -1 where it is empty."""
+    if is_empty(x):
+        return torch.full([1 if d in dims else size for d, size in enumerate(x.shape)], NOTHING, device=x.device)
     return x.abs().amax(dims, keepdim=True).float()
 
 

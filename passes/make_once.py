@@ -56,7 +56,7 @@ class MakeOnce:
 
     def _make_here(self, build: Builder, value: fx.Node) -> None:
         made = build.emit(value.next, FORCE_STRIDE_ORDER, value, list(val(value).stride()))
-        value.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+        value.replace_all_uses_with(made, delete_user_cb=lambda user: user > made)  # not what its strides are read by
 
 
 def _is_small_cat(node: fx.Node) -> bool:

@@ -217,3 +217,21 @@ def test_small_parameters_in_one_sum_train_next_to_fp8() -> None:
     model = Model()
     compiled(model, recipe="dynamic", strict=True)(torch.randn(16, 32)).backward()
     assert model.p.grad is not None and torch.equal(model.p.grad, torch.ones(3))
+
+
+def test_an_operand_of_several_matmuls_with_a_symbolic_size() -> None:
+    def twice(x: Tensor, w: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x_q = scaling.quantize(x, s, E4M3)
+        rows = x_q.view(-1, 64)
+        return tuple(torch._scaled_mm(rows, b.t(), s, s, out_dtype=BF16) for b in (w, v))  # type: ignore[return-value]
+
+    def inputs(length: int) -> tuple[Tensor, ...]:
+        return torch.randn(2, length, 64), fp8(32, 64), fp8(48, 64), scale()
+
+    module = capture(twice, *inputs(8), dynamic=True)
+    apply(module, MakeOnce())
+    assert count(module, FORCE_STRIDE_ORDER) == 1
+    module.graph.lint()
+    for length in (8, 12):
+        given = inputs(length)
+        assert all(torch.equal(a, b) for a, b in zip(module(*given), twice(*given), strict=True))

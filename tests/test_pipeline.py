@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
@@ -180,3 +180,27 @@ def test_eager_lowering_and_inductor_agree() -> None:
             y.sum().backward()
         outs.append(y.detach())
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+
+
+def test_symbolic_sizes_of_what_a_builder_makes_are_nodes() -> None:
+    """Code that is run op by op has no names for them: by itself, as stride, as a product, and of another tensor."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin() + y.sum()
+
+    module = capture(function, torch.randn(5, 4, 8), torch.randn(3), dynamic=True)
+    add = next(n for n in module.graph.nodes if n.target is aten.add.Tensor)
+
+    def made(x: Tensor, y: Tensor) -> Tensor:
+        flat = x.reshape(x.shape[0] * x.shape[1], x.shape[2]).as_strided(x.shape, x.stride())
+        return flat + torch.zeros(y.shape[0] + x.shape[0]).sum()
+
+    (result,) = Builder(module.graph, "a pass").inline(
+        add, made, add.args[0], module.graph.find_nodes(op="placeholder")[1]
+    )
+    add.args = (result, add.args[1])
+    module.graph.lint()
+    module.recompile()
+    for sizes in ((5, 4, 8), (7, 2, 16)):
+        x, y = torch.randn(sizes), torch.randn(9)
+        assert torch.equal(module(x, y), function(x, y))

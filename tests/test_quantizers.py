@@ -300,3 +300,30 @@ def test_sums_and_many_products_are_left_out_before_anything_is_quantized() -> N
             y = compiled(function, recipe="rowwise")(a, b)
         assert sqnr(function(a, b), y) > 100
         assert {reason in g.reason for g in report.gemms} == {True}, report.reasons()
+
+
+EMPTY: dict[str, tuple[ops.Quantizer, tuple[Tensor, ...]]] = {
+    "delayed": (ops.Delayed(DelayedScaling(), E4M3, 0, 0, False, True), (torch.tensor([2.0]), torch.tensor([3.0]))),
+    "bootstrap": (ops.Delayed(DelayedScaling(), E4M3, 0, 0, True, True), (torch.zeros(1), torch.tensor([3.0]))),
+    "dynamic": (ops.Dynamic(DynamicScaling(), E4M3), ()),
+    "rowwise": (ops.Rowwise(RowwiseScaling(), E4M3, (1,)), ()),
+    "columns": (ops.Rowwise(RowwiseScaling(), E4M3, (0,)), ()),
+    "blockwise": (ops.Blockwise(BlockwiseScaling(), E4M3, 128, dims=(1,)), ()),
+    "blockwise columns": (ops.Blockwise(BlockwiseScaling(), E4M3, 128, dims=(0,)), ()),
+    "squares": (ops.Blockwise(BlockwiseScaling(), E4M3, 128, square=True), ()),
+    "mxfp8": (ops.Blockwise(MXFP8Scaling(), E4M3, 32, dims=(1,)), ()),
+    "grouped": (ops.Groupwise(RowwiseScaling(), E4M3), (torch.zeros(4, dtype=torch.int32),)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_tensor_without_rows(name: str) -> None:
+    """As an expert without tokens has it. It records nothing."""
+    quantizer, state = EMPTY[name]
+    before = [t.clone() for t in state]
+    x = torch.empty(0, 128, dtype=torch.bfloat16, requires_grad=True)
+    y = ops.qdq_operand(x, quantizer, *state)
+    ops.qdq_gradient(y, quantizer, *state).sum().backward()
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert x.grad is not None
+    assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True))

@@ -581,3 +581,24 @@ def test_wrong_calls(function: Callable[..., Any]) -> None:
 
 def test_repr() -> None:
     assert repr(ScaleState(margin=1)) == "ScaleState(margin=1)"
+
+
+@FEW
+def test_a_tensor_without_rows_keeps_scale_and_history(how: Callable[..., Any]) -> None:
+    """As an expert without tokens has it, eagerly and compiled, forward and backward."""
+    model = Product(amax_history_len=4)
+    run = how(model)
+
+    def step(x: Tensor) -> None:
+        (run(x) * 2.0).sum().backward()
+
+    for amax in (1.0, 4.0):
+        step(data(amax))
+    step(torch.zeros(0, 16))
+    for state, newest, format_max in ((model.x, 4.0, 448.0), (model.g, 2.0, 57344.0)):
+        scale, history, pending = entry(state)
+        assert (history[0], pending) == (newest, -1.0)
+        assert scale == pytest.approx(format_max / newest)
+    kept = entry(model.x), entry(model.g)
+    step(torch.zeros(0, 16))
+    assert (entry(model.x), entry(model.g)) == kept

@@ -74,6 +74,12 @@ def test_amax_is_exact_and_shows_nan(shape: tuple[int, ...]) -> None:
     assert scaling.amax(x).isnan()
 
 
+def test_what_is_empty_has_seen_nothing() -> None:
+    assert scaling.amax(torch.empty(0, 16)).item() == scaling.NOTHING
+    for dims, shape in (((0,), (1, 16)), ((1,), (0, 1))):
+        assert torch.equal(scaling.amax_along(torch.empty(0, 16), dims), torch.full(shape, scaling.NOTHING))
+
+
 def merge(on_nonfinite: str, new: list[float]) -> list[float]:
     return scaling.merge_amax(torch.tensor([5.0, 5.0, -1.0, -1.0]), torch.tensor(new), on_nonfinite).tolist()
 
