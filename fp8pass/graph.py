@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass._torch import (
     EXACT_INPUTS,
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     detect_fake_mode,
@@ -64,7 +65,9 @@ def is_tensor(x: object) -> TypeGuard[fx.Node]:
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """The fake mode that the graph's values live in."""
-    mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    values = (n.meta.get("val") for n in graph.nodes)
+    first = next((v for v in values if isinstance(v, FakeTensor)), None)
+    mode = detect_fake_mode([first])
     assert mode is not None, "the graph holds no fake tensors"
     return mode
 
