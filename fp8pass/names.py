@@ -61,8 +61,8 @@ class Names:
         """The name of a matmul, and which of `owned` it goes with, or -1.
 
         That is the path of the parameter, or parameters, that an operand is, without "weight"; of a linear layer its
-        own, for its weight may be known by another name (a tied head's by the embedding's). Else the module's path and
-        the op.
+        own, for its weight may be known by another name (a tied head's by the embedding's), unless that leads through
+        a function, as one that hooks have put in the place of a forward. Else the module's path and the op.
         """
         for operand in operands:
             if isinstance(operand, fx.Node) and operand in self._merged:
@@ -77,8 +77,11 @@ class Names:
     def _module(self, node: fx.Node, kind: type = torch.nn.Module) -> str:
         """The path of the innermost module that the node is in; "" if that is the root, or of another kind."""
         source, module = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1]
-        is_kind = kind is torch.nn.Module or (isinstance(module, type) and issubclass(module, kind))
-        return self._join(*_root_and_path(source)) if is_kind else ""
+        if kind is torch.nn.Module:
+            return self._join(*_root_and_path(source))
+        is_kind = isinstance(module, type) and issubclass(module, kind)
+        through_function = any(step.startswith("__") for step in path_of(source))
+        return self._join(*_root_and_path(source)) if is_kind and not through_function else ""
 
     def slot(self, name: str, role: str) -> str:
         """A new slot's name: the role, numbered from the second use of a module in the graph on."""

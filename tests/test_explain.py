@@ -250,6 +250,12 @@ def test_what_checkpoints_recompute_is_listed_and_counted_twice(reentrant: bool)
     assert around.flops == counted.get_total_flops() - head
 
 
+def test_names_are_without_what_compiling_a_part_puts_into_them() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)))
+    model[0] = torch.compile(model[0])  # type: ignore[assignment]
+    assert {g.name for g in fp8pass.explain(model, torch.randn(16, 32)).gemms} == {"0.0"}
+
+
 class Fails(nn.Module):
     """One graph that compiles, and one that does not."""
 

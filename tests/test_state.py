@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
+from fp8pass.report import collect
 from fp8pass.slots import PARTS, registry
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr
@@ -851,6 +852,17 @@ def test_compiled_parts_are_in_the_state_under_plain_names_and_resume(way: Calla
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), resumed.parameters(), strict=True))  # type: ignore[arg-type]
     mine, other = fp8pass.state(model).state_dict(), fp8pass.state(resumed).state_dict()
     assert mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+def test_a_forward_that_hooks_have_replaced_leaves_the_names() -> None:
+    """As those of accelerate do: Dynamo finds the layers in what the function holds, and not in the module."""
+    model = make(InParts)
+    forward = model.middle.forward
+    model.middle.forward = lambda x: forward(x * 1.0)
+    with collect() as report:
+        train(compiled(model), [1.0])
+    assert {g.name for g in report.gemms} == {"first", "middle.up", "middle.down", "last"}
+    assert {s.rpartition(".")[0] for s in fp8pass.state(model).slots} == {g.name for g in report.gemms}
 
 
 @pytest.mark.parametrize(
