@@ -31,6 +31,7 @@ with required_names():
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.callback import callback_handler
+    from torch._dynamo.code_context import code_context
     from torch._dynamo.convert_frame import ConvertFrame, output_codes
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
@@ -204,6 +205,12 @@ def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any]
         return result
 
     ConvertFrame.__call__ = compile_and_tell  # type: ignore[method-assign]
+
+
+def context_of(code: CodeType) -> dict[str, Any]:
+    """Return what is kept with the code of a function as long as Dynamo knows it."""
+    context: dict[str, Any] = code_context.get_context(code)
+    return context
 
 
 def skips_for_good(result: Any) -> bool:
@@ -573,6 +580,7 @@ __all__ = [
     "compile_fx_inner",
     "compiled_scope",
     "context_for_later",
+    "context_of",
     "counters",
     "cpp_compiler",
     "current_graph_task_id",

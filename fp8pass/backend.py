@@ -19,8 +19,6 @@ from fp8pass import trial as trials
 from fp8pass._torch import (
     CACHEABLE,
     CompileContext,
-    OpOverload,
-    OpOverloadPacket,
     aot_autograd,
     compile_fx,
     context_for_later,
@@ -507,10 +505,10 @@ def explain_only(config: Config) -> Callable[..., Any]:
 
 
 def _run_unchanged(module: fx.GraphModule, *args: Any) -> Any:
-    """Run the user's graph; node by node where it has ops of the user's, so that what they call can be told apart."""
-    if any(isinstance(n.target, (OpOverload, OpOverloadPacket)) for n in module.graph.nodes):
-        return fx.Interpreter(module).run(*args)
-    return module.forward(*args)
+    """Run the user's graph node by node, so that `Outside` can tell which one an op that it looks into runs for."""
+    interpreter = fx.Interpreter(module)
+    interpreter.extra_traceback = False  # it would put the node into errors of the user's
+    return interpreter.run(*args)
 
 
 def _draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:

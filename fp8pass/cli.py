@@ -152,7 +152,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=_explain)
     command.description = (
         "Trace a model's forward and backward. Exit status 2: it could not be compiled to the end; 1: matmuls ran "
-        "outside of compiled graphs, or fp8pass itself failed on the way, and the report says what was left out."
+        "where it compiles nothing, or fp8pass itself failed on the way, and the report says what was left out."
     )
     command.add_argument("spec", metavar="module:factory", help="a callable that returns (model or function, *inputs)")
     command.add_argument("--recipe", help="FP8 recipe (default: delayed, or FP8PASS_RECIPE)")
@@ -183,7 +183,7 @@ def _explain(args: argparse.Namespace) -> int:
         print(f"fp8pass explain: {failure}", file=sys.stderr)
         return 2
     if outside := missed(report.gemms):
-        print(f"fp8pass explain: {len(outside)} matmuls ran outside of compiled graphs", file=sys.stderr)
+        print(f"fp8pass explain: {len(outside)} matmuls ran where fp8pass compiles nothing", file=sys.stderr)
     return int(bool(outside or report.faults))
 
 

@@ -38,15 +38,15 @@ from fp8pass.graph import base_name, source_of
 from fp8pass.names import module_path, short, without_wrappers
 from fp8pass.passes.annotate import HIGH_PRECISION, check_sizes, recipe_of
 from fp8pass.passes.spellings import Sizes
-from fp8pass.products import Product, products_of
+from fp8pass.products import Product, is_recurrent, products_of
 from fp8pass.recipes import Kind, Schedule
 from fp8pass.report import Gemm, last_line, reason_of
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.roofline import predicted_speedup
 from fp8pass.tensors import named_tensors
 
-OUTSIDE = ("outside", "custom op")
-"""The rules of matmuls that would be taken if they were compiled."""
+OUTSIDE = ("outside", "custom op", "recurrent")
+"""The rules of matmuls that the recipe wants, and that run where nothing of fp8pass is."""
 
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _RUNS_GRAPHS = tuple(
@@ -126,6 +126,7 @@ class _Found:
     needs_gradients: tuple[bool, bool]
     place: _Place
     op: str
+    is_recurrent: bool
     custom_op: str = ""
     times: int = 1
 
@@ -179,9 +180,10 @@ class Outside(TorchDispatchMode):
         if func.namespace not in _OF_TORCH and self._custom_op is None:
             return self._run_custom(func, args, kwargs)
         result = func(*args, **kwargs)
-        if (products := products_of(func, args, result)) and (place := self._place()) is not None:
-            for product in products:
-                self._note(func, product, place)
+        if products := products_of(func, args, result):
+            place = self._place(enters_graphs=is_recurrent(func) or self._custom_op is not None)
+            for product in products if place is not None else ():
+                self._note(func, product, place)  # type: ignore[arg-type]
         return result
 
     def _run_custom(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -197,8 +199,11 @@ class Outside(TorchDispatchMode):
         finally:
             self._custom_op = None
 
-    def _place(self) -> _Place | None:
-        """Return where an op runs; None within a graph or its compilation, and for what autograd itself computes."""
+    def _place(self, enters_graphs: bool) -> _Place | None:
+        """Return where an op runs; None for what autograd itself computes, and within a graph or its compilation.
+
+        enters_graphs: within a graph it returns a place, too.
+        """
         place, in_backward = _Place(), current_graph_task_id() != -1
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename in _OF_MODE:
@@ -206,11 +211,11 @@ class Outside(TorchDispatchMode):
         while frame is not None and frame is not self._begin and not (in_backward and frame.f_code is RUNS_BACKWARD):
             if frame.f_code.co_filename.startswith(_RUNS_GRAPHS):
                 place.in_graph = True
-                if self._custom_op is None:
+                if not enters_graphs:
                     return None
             _add(place, frame)
             frame = frame.f_back
-        if in_backward and (self._custom_op is not None or not place.users_lines):
+        if in_backward and (enters_graphs or not place.users_lines):
             return None  # it follows from the forward
         return place
 
@@ -233,6 +238,7 @@ class Outside(TorchDispatchMode):
             self._need_gradients(product, place),
             place,
             op,
+            is_recurrent(func),
             self._custom_op.name if self._custom_op is not None else "",
         )
         self._found.append(found)
@@ -274,8 +280,11 @@ class Outside(TorchDispatchMode):
                 "multiplied within the custom op" if found.place.in_graph else "multiplied outside of any graph, within"
             )
             return Reject("custom op", f"{what} {found.custom_op}, which no compiler looks into")
-        kernel = f"in the kernel {found.op}, and " if found.op.endswith(("_rnn", "_rnn_layer")) else ""
-        return Reject("outside", f"{kernel}outside of any graph: {reasons.of(found.place)}")
+        outside = "" if found.place.in_graph else f"outside of any graph: {reasons.of(found.place)}"
+        if found.is_recurrent:
+            kernel = f"in the kernel {found.op}, which has no form in FP8"
+            return Reject("recurrent", f"{kernel}; {outside}" if outside else kernel)
+        return Reject("outside", outside)
 
 
 def _add(place: _Place, frame: FrameType) -> None:
@@ -306,7 +315,8 @@ def _check_wanted(found: _Found, config: Config) -> None:
     if len(sizes) < 4:
         return
     batches, m, k, n = sizes
-    check_sizes(Sizes(1 if found.times > 1 or found.op.endswith("rnn_layer") else batches, m, k, n), MAX_BATCHES, "")
+    one_by_one = found.is_recurrent or found.times > 1
+    check_sizes(Sizes(1 if one_by_one else batches, m, k, n), MAX_BATCHES, "")
     recipe = recipe_of(gemm.name, config, m, k, n)
     if (target := hardware.target_of(found.device, config.target)) is None:
         return

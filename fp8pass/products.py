@@ -45,6 +45,11 @@ class Product:
     computed: bool = False
 
 
+def is_recurrent(func: OpOverload) -> bool:
+    """Return whether an op is the kernel of a recurrent layer."""
+    return func.overloadpacket in (aten.mkldnn_rnn_layer, aten._cudnn_rnn)
+
+
 def products_of(func: OpOverload, args: Sequence[Any], result: Any) -> list[Product]:
     """Return what a call of an ATen op multiplies; none for an op that is not a matmul, and for sparse matrices."""
     packet = func.overloadpacket

@@ -8,20 +8,24 @@ compiled. After `MOST` calls of that kind Dynamo compiles it no further, and wha
 
 from __future__ import annotations
 
-import weakref
 from types import CodeType
 from typing import Any
 
-from fp8pass._torch import around_compilations, compilations, only_run_what_is_compiled, skips_for_good
+from fp8pass._torch import (
+    around_compilations,
+    compilations,
+    context_of,
+    only_run_what_is_compiled,
+    skips_for_good,
+)
 from fp8pass.errors import warn_once
 from fp8pass.graph import base_name
 
 MOST = 64
 """Each try takes as long as to trace the function up to where that ends."""
 
-_failed: dict[int, int] = {}
-"""{id of a function's code, that has graphs of ours: how many of its calls could not be compiled}. Code has no hash if
-a constant of it has none."""
+FAILED = "fp8pass_failed"
+"""What Dynamo keeps with the code of a function that has graphs of ours: how many of its calls were not compiled."""
 _has_graphs = False
 """Whether what Dynamo compiles now has graphs of ours."""
 
@@ -39,16 +43,16 @@ def _begin() -> None:
 
 def _end(code: CodeType, result: Any) -> None:
     """Dynamo has tried to compile a function, and returns how it is to run."""
+    known = context_of(code)
     if result.guarded_code is not None:
-        if _has_graphs and id(code) not in _failed:
-            _failed[id(code)] = 0
-            weakref.finalize(code, _failed.pop, id(code)).atexit = False
+        if _has_graphs:
+            known.setdefault(FAILED, 0)
         return
-    if id(code) not in _failed or not skips_for_good(result):
+    if FAILED not in known or not skips_for_good(result):
         return
-    _failed[id(code)] += 1
+    known[FAILED] += 1
     name = f"{code.co_name} ({base_name(code.co_filename)}:{code.co_firstlineno})"
-    if _failed[id(code)] < MOST:
+    if known[FAILED] < MOST:
         result.apply_to_code = False
         if why := _why(code):
             warn_once(
