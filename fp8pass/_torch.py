@@ -172,7 +172,7 @@ def _is_not_of_range(record: logging.LogRecord) -> bool:
 
 
 def dynamo_is_on() -> bool:
-    """Whether Dynamo would compile a function that is called now."""
+    """Return whether Dynamo would compile a function that is called now."""
     return get_eval_frame_callback() is not None
 
 
@@ -180,7 +180,7 @@ skip_code(dynamo_is_on.__code__)
 
 
 def disabled_functions() -> list[Any]:
-    """The functions that are running and have switched Dynamo off, innermost first, since it was switched on."""
+    """Return the functions that are running and have switched Dynamo off, innermost first, since it was switched on."""
     off, on = _switches()
     found: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
@@ -231,7 +231,7 @@ def disabled_by(frame: FrameType) -> tuple[Any, str] | None:
 
 
 def frames_op_by_op(until: CodeType) -> list[FrameType]:
-    """The running functions that Dynamo has not compiled, innermost first, which a function of this code has called.
+    """Return the running functions that Dynamo has not compiled, innermost first, and that this code led to.
 
     None of torch's; none at all in a thread in which that function does not run.
     """
@@ -249,7 +249,7 @@ _TORCH = torch.__path__[0]
 
 @functools.cache
 def _switches() -> tuple[CodeType, CodeType]:
-    """The code of whatever `torch.compiler.disable` returns, and of what `torch.compile` does."""
+    """Return the code of whatever `torch.compiler.disable` returns, and of what `torch.compile` does."""
     off = torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
     return off.__code__, torch.compile(_nothing, backend="eager").__code__
 

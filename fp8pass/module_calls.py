@@ -40,8 +40,6 @@ class ModuleCalls:
         """What became of the latest call of a module in a forward: a backward that repeats it has to do the same."""
         self.stays = False
         """Whether to catch calls from the beginning of a step on."""
-        self._latest = ""
-        """The class of the module whose call was caught last."""
 
     def caught(self, modules: Iterable[nn.Module], is_first: bool) -> Caught:
         """Return a context: within it, calls of these modules, and of their parts, are compiled.
@@ -54,14 +52,13 @@ class ModuleCalls:
     def place(self, graph: fx.GraphModule, caller: FrameType) -> None:
         """Say of a graph of a module's call, in all that tells where its ops come from, where that call is."""
         file, line = caller.f_code.co_filename, caller.f_lineno
-        said = f'  File "{file}", line {line}, in {self._latest}\n    {linecache.getline(file, line).strip()}'
+        at, code = f'  File "{file}", line {line}, in ', linecache.getline(file, line).strip()
         for part in graph.modules():
             for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
                 if trace := node.stack_trace:
-                    node.stack_trace = _OWN_LINE.sub(lambda _: said, trace)
+                    node.stack_trace = _OWN_LINE.sub(lambda found: f"{at}{found[1]}\n    {code}", trace)
         stack = getattr(getattr(graph, "compile_subgraph_reason", None), "user_stack", [])
-        here = traceback.FrameSummary(file, line, self._latest)
-        stack[:] = [here if frame.filename == __file__ else frame for frame in stack]
+        stack[:] = [traceback.FrameSummary(file, line, f.name) if f.filename == __file__ else f for f in stack]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def choose(self, module: nn.Module, is_on: bool) -> Call:
@@ -74,10 +71,11 @@ class ModuleCalls:
         if not self._compiles.get(module, False):
             return type(module)._call_impl
         if (call := self._of_module.get(module)) is None:
-            shapes = tuple((name, p.shape) for name, p in module.named_parameters())
-            call = self._of_kind.setdefault((type(module), shapes), torch.compile(_own(_call), backend=self._backend))
-            self._of_module[module] = call
-        self.stays, self._latest = True, type(module).__name__
+            kind = type(module), tuple((name, p.shape) for name, p in module.named_parameters())
+            if kind not in self._of_kind:
+                self._of_kind[kind] = torch.compile(_own(_call, type(module).__name__), backend=self._backend)
+            call = self._of_module[module] = self._of_kind[kind]
+        self.stays = True
         return call
 
 
@@ -123,12 +121,12 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-_OWN_LINE = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in _call\n.*')
+_OWN_LINE = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in (.*)\n.*')
 
 
-def _own(function: Any) -> Any:
-    """The function with code of its own: Dynamo compiles each code anew only so many times."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+def _own(function: Any, name: str) -> Any:
+    """The function with code of its own, by this name: Dynamo compiles each code anew only so many times."""
+    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
 for _function in (_called, Caught._begin):
