@@ -327,6 +327,19 @@ def compiled_scope() -> dict[str, Any]:
     return {**named, **frame.f_locals}
 
 
+def running_modules() -> list[torch.nn.Module]:
+    """Return the modules of which a method is running, from the inside out."""
+    found: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
+            module := frame.f_locals.get("self"), torch.nn.Module
+        ):
+            found.append(module)
+        frame = frame.f_back
+    return found
+
+
 def _current_translator() -> Any:
     try:
         return InstructionTranslator.current_tx()
@@ -626,6 +639,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "ranks_of",
+    "running_modules",
     "select_decomp_table",
     "set_grad_enabled",
     "skip_code",

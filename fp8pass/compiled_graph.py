@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +143,7 @@ class CompiledGraph:
     def _recorded(self, result: Any, groups: Sequence[SlotGroup]) -> Any:
         """`result`, of a forward that has recorded amaxes, and whose backward will."""
         if any(len(g.tensors.amax_backward) for g in groups):
-            _refuse_second_derivatives(result)
+            _watch_backward(result, groups)
         reduced = [g for g in groups if g.reduces is not None and g.table.training]
         if (reducer := _reducer_of(reduced)) is not None:
             reducer.watch(result, reduced, may_end=pipeline_call() is None)
@@ -186,7 +188,7 @@ class CompiledGraph:
                 group.unreduced |= group.table.reduces is not None  # this is its backward
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
             inputs += again.inputs()
-            group.steps = max(group.steps, 1)
+            group.steps, group.step = max(group.steps, 1), max(group.step, 1)
         run = forward.run if forward else None
         if run is None:
             run = self._annotation.bootstrapped().run if (forward.eager if forward else cold) else self._compiled
@@ -223,21 +225,25 @@ class CompiledGraph:
         return self._for_cold_slots
 
 
-def _refuse_second_derivatives(result: Any) -> None:
-    """Have a backward with `create_graph=True` through what a graph returned say why it can't be."""
+def _watch_backward(result: Any, groups: Sequence[SlotGroup]) -> None:
+    """Have the backward through what a graph returned say that it comes, and why it can't be differentiated."""
+    hook = functools.partial(_in_backward, [weakref.ref(group) for group in groups])
     for node in {x.grad_fn for x in differentiable(result)}:
         assert node is not None
-        node.register_prehook(_check_backward)
+        node.register_prehook(hook)
 
 
 # in a step that is compiled, Dynamo would take it for code of the user's
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check_backward(_: Any) -> None:
+def _in_backward(groups: Sequence[weakref.ref[SlotGroup]], _: Any) -> None:
     if torch.is_grad_enabled():
         raise Fp8Error(
             "backward(create_graph=True) through a graph with delayed scaling: its backward records amaxes, and torch "
             "compiles no second derivatives. Compute this loss with the module as it was before torch.compile"
         )
+    for group in (ref() for ref in groups):
+        if group is not None:
+            group.returned = group.step
 
 
 def _reducer_of(groups: Sequence[SlotGroup]) -> Reducer | None:

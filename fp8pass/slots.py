@@ -111,8 +111,14 @@ class SlotGroup:
     """The newest `used` of a relative that this group has taken in."""
     ahead: int = 0
     """Forwards without gradients, of checkpointed regions, that no backward has repeated yet."""
+    neighbours: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
+    """Groups of other graphs that belong to some of the same tensors."""
     steps: int = 0
     """How many steps the instance has begun with this graph."""
+    step: int = 0
+    """The number of the step that it began last, of those that the instance has begun with any graph."""
+    returned: int = 0
+    """The newest such step in which a backward of this graph has come."""
     recorded: bool = False
     """A forward has recorded amaxes that ranks share since the last reduction over ranks was started."""
     begun: bool = False
@@ -244,11 +250,30 @@ class SlotGroup:
             ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
             newest.used = next(clock)
 
+    def count(self, joins: bool = False) -> None:
+        """Begin a step with this graph. joins: another graph of the instance is known to have begun it already.
+
+        Else it is the one that another began, unless this graph has had that, or a backward has come in it.
+        """
+        self.steps += 1
+        newest = self.newest_step()
+        is_over = self.step == newest or any(g.returned == newest for g in self._around())
+        self.step = newest + (is_over and not joins)
+
+    def newest_step(self) -> int:
+        """Return the number of the step that any graph of the instance began last."""
+        return max(g.step for g in self._around())
+
+    def _around(self) -> list[SlotGroup]:
+        with registry.lock:
+            return [self, *self.neighbours]
+
     def begin_repeated(self) -> None:
         """Before a forward is repeated: if that is the group's first call, its step began without it, so roll now."""
         if self.table.training and not self.used:
             self.roll()
             self.steps += 1
+            self.step = self.newest_step()
             self.used = self.seen = next(clock)
 
     @torch.no_grad()
@@ -334,8 +359,8 @@ class SlotGroup:
             amax, their_amax = self.amax(), other.amax()
             amax[mine_] = torch.maximum(amax[mine_], their_amax[theirs_])
             their_amax[theirs_] = scaling.NOTHING
-            self._set_amax(amax)
-            other._set_amax(their_amax)
+            self.set_amax(amax)
+            other.set_amax(their_amax)
 
     def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """The slots that are among `keys`: their places here, and there."""
@@ -349,7 +374,8 @@ class SlotGroup:
         here, there = self._common(keys)
         into[here] = values[there]
 
-    def _set_amax(self, amax: Tensor) -> None:
+    def set_amax(self, amax: Tensor) -> None:
+        """Replace the running amax of all slots, f32[T]."""
         mine = self._amaxes()
         for part, new in zip(mine, torch.split(amax, [len(part) for part in mine]), strict=True):
             part.copy_(new)
@@ -383,7 +409,7 @@ class SlotGroup:
                     history = scaling.resized_history(history, len(t.amax_history))
                     scale = self._scale_of(history, slot, scale)
                 t.scale[slot], t.amax_history[:, slot] = scale, history
-        self._set_amax(amax)
+        self.set_amax(amax)
         self.warm, self.cold_since, self.cold_names = False, None, None
         self.loads += 1
 
@@ -400,6 +426,8 @@ class StateRegistry:
         self.lock = threading.RLock()
         self.on_new: list[Callable[[SlotGroup], None]] = []
         """Called with every new group; may raise Fp8Error, and then there is none."""
+        self.on_step: list[Callable[[SlotGroup], None]] = []
+        """Called with a group before each of its training forwards."""
         self._groups: list[SlotGroup] = []
         self._of: dict[tuple[int, ...], tuple[SlotTable, SlotGroup]] = {}
 
@@ -422,8 +450,11 @@ class StateRegistry:
         with torch.no_grad(), torch.inference_mode(False):
             group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
         group.steps = max(self.step_of(owned) - 1, 0)  # the step that others may have begun is to be counted here too
-        keys = set(group.keys())
+        keys, mine = set(group.keys()), set(map(id, owned))
         for other in self._groups:
+            if not mine.isdisjoint(map(id, other.owned_tensors())):
+                group.neighbours.add(other)
+                other.neighbours.add(group)
             if keys & set(other.keys()):
                 group.relatives.add(other)
                 other.relatives.add(group)

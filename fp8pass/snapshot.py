@@ -170,15 +170,17 @@ def _fp8_state() -> Undo:
 
 
 def _group(group: SlotGroup) -> Undo:
-    constant = ("table", "owned", "tensors", "relatives", "flags", "again", "fixed", "weights")
+    constant = ("table", "owned", "tensors", "relatives", "neighbours", "flags", "again", "fixed", "weights")
     values = {f.name: copy.copy(getattr(group, f.name)) for f in fields(group) if f.name not in constant}
     tensors, relatives = SlotTensors(*(t.clone() for t in group.tensors)), list(group.relatives)
+    neighbours = list(group.neighbours)
 
     def undo() -> None:
         for t, saved in zip(group.tensors, tensors, strict=True):
             t.copy_(saved)
         for name, value in values.items():
             setattr(group, name, copy.copy(value))
+        group.neighbours = weakref.WeakSet(neighbours)
         group.relatives, group.again, group.fixed = weakref.WeakSet(relatives), None, None
         group.weights = {}  # copies are made again
 

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import scaling
+from fp8pass._torch import running_modules, unset_fake_temporarily
 from fp8pass.amax_reduction import finish
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.fields import nearest
 from fp8pass.names import parts_of, without_wrappers
 from fp8pass.slots import PARTS, Entry, SlotGroup, registry
 from fp8pass.tensors import ids_of, named_tensors, unwrapped
+from fp8pass.unmatched import OPS, names_of
 
 if TYPE_CHECKING:  # whoever has some has imported it already
     from torch.distributed.checkpoint.metadata import Metadata
@@ -70,7 +73,7 @@ class State:
     @property
     def steps(self) -> int:
         """The training steps that the module has begun, those before a load included."""
-        return max((self._steps, *(group.steps for group in self._groups())))
+        return max((self._steps, *(group.step for group in self._groups())))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors of fixed sizes, copied; {} before the first call. Loads with weights_only=True.
@@ -88,14 +91,18 @@ class State:
         """Restore what `state_dict` returned, before or after the first call of the compiled module.
 
         A history of another length keeps its newest entries. Raises Fp8Error, listing them, for keys that belong to no
-        slot, and for incomplete or wrong-sized slots. With `strict` also for slots of the module that the state lacks;
-        once the module has been trained, for slots of the state that the module lacks; and for a state of another
-        recipe. What is not known before the first call is checked then. Without `strict` what fits is loaded, the rest
-        is named in a warning, and where the recipe is another one scales are computed anew from the histories.
+        slot, for incomplete or wrong-sized slots, and for numbers that no training leaves: NaN, say. With `strict` also
+        for slots of the module that the state lacks; for slots of layers that the module lacks, and once it has been
+        trained for all slots that it lacks; and for a state of another recipe. What is not known before the first call
+        is checked then; slots that the first step does not use are a warning after it, for a later step may. Without
+        `strict` what fits is loaded, the rest is named in a warning, and where the recipe is another one scales are
+        computed anew from the histories.
         """
         finish()  # what is on its way would come after what is loaded
         entries = _entries_of(state_dict)
         saved = _as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
+        steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
+        _check_values(entries, steps, freezes=not saved or "on_nonfinite='freeze'" in saved)
         if not state_dict:
             log.warning(
                 "an empty FP8 state is loaded; if one was saved with torch.distributed.checkpoint, load "
@@ -106,7 +113,14 @@ class State:
         entries = _regrouped(entries, known)
         missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
         trained = any(group.table.training for group, _ in located)
+        module = self._module()
+        unknown = _unknown(entries, module) if module is not None and not trained else ""
         if strict:
+            if unknown:
+                raise Fp8Error(
+                    f"the saved FP8 state has slots of what {type(module).__name__} does not have: {unknown}. Load it "
+                    "into the model that it was saved from, or with strict=False, what fits of it."
+                )
             _check_recipe(saved, self._own_recipe())
             if missing or (extra and trained):
                 raise Fp8Error(
@@ -116,12 +130,43 @@ class State:
         elif missing or (extra and trained):
             log.warning("the loaded FP8 state has nothing for %s; of what it has, %s is left out", missing, extra)
             entries = {name: entry for name, entry in entries.items() if name in known or not trained}
-        self._steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
+        elif unknown:
+            log.warning(
+                "the loaded FP8 state has slots of what the model does not have, which are left out: %s", unknown
+            )
+        self._steps = steps
         for group in self._groups():
-            group.steps = self._steps
+            group.steps = group.step = self._steps
         self._loaded = _Loaded(entries, saved, strict, self._steps)
         for group, names in located:
             self._write(group, names, entries, saved)
+        _unjudged.add(self)
+
+    def begin_with(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take what another state's `state_dict` returned, before the module has any of its own."""
+        self._steps = int(state_dict[STEPS])
+        saved = _as_text(state_dict[RECIPE])
+        self._loaded = _Loaded(_entries_of(state_dict), saved, strict=False, steps=self._steps)
+
+    def judge(self, group: SlotGroup) -> None:
+        """Once a step is over since the load: warn of slots that it did not use. A later one may, so they are kept."""
+        if group.steps <= self._steps or not any(group is g for g in self._groups()):
+            return
+        _unjudged.discard(self)
+        used = {name for _, names in self._located() for name in names}
+        if unused := sorted(set(self._loaded.entries) - used):
+            log.warning(
+                "the loaded FP8 state has slots that the first step did not use: %s. They are kept for later steps; if "
+                "a filter or a recipe now leaves these layers out, they have no effect",
+                ", ".join(unused),
+            )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Say what to save, or copy: this belongs to the module that is there."""
+        raise TypeError(
+            "a State belongs to its module, and can't be copied or pickled: save fp8pass.state(model).state_dict(), a "
+            "dict of tensors, and load that with fp8pass.state(model).load_state_dict(...)"
+        )
 
     def as_saved(self, metadata: Metadata, key: str = "fp8", strict: bool = True) -> Saved:
         """What `torch.distributed.checkpoint.load` takes for this state also before the first call.
@@ -189,7 +234,7 @@ class State:
         Raises Fp8Error if that was to be strict, and does not fit.
         """
         if any(group is g for g in self._groups()):
-            group.steps = max(group.steps, self._steps)
+            group.steps, group.step = max(group.steps, self._steps), max(group.step, self._steps)
         loaded = self._loaded
         if not loaded.entries:
             return
@@ -329,6 +374,9 @@ def _free_name(name: str, key: Any, taken: dict[str, Any]) -> str:
 
 
 def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Return the slots of a state dict. Raises Fp8Error for what can't be one."""
+    if not isinstance(state_dict, Mapping) or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        raise Fp8Error(f"the FP8 state to load is not a dict of tensors, but {_kind_of(state_dict)}; {_WHAT}")
     entries: dict[str, Entry] = {}
     for key, value in state_dict.items():
         name, _, part = key.rpartition(".")
@@ -346,6 +394,39 @@ def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
         sizes = "scale and amax are f32[], a history f32[H]"
         raise Fp8Error(f"wrong sizes in the saved FP8 state: {', '.join(wrong)}; {sizes}; {_WHAT}")
     return entries
+
+
+def _kind_of(x: object) -> str:
+    if not isinstance(x, Mapping):
+        return f"a {type(x).__name__}"
+    name, value = next((name, value) for name, value in x.items() if not isinstance(value, Tensor))
+    return f"has a {type(value).__name__} as {name!r}"
+
+
+def _check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> None:
+    """Raise Fp8Error for numbers that no training leaves. freezes: amaxes that are not finite may be in a history."""
+    wrong = [f"{STEPS} {steps}"] if steps < 0 else []
+    for name, entry in entries.items():
+        for part, x in entry.items():
+            is_right = ~(x < 0) if freezes and part != "scale" else (x >= 0) & x.isfinite()
+            if part == "amax":
+                is_right |= x == scaling.NOTHING
+            wrong += [f"{name}.{part} {number}" for number in x[~is_right].flatten()[:1].tolist()]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise Fp8Error(
+            f"wrong numbers in the saved FP8 state: {shown}; scales and amaxes are finite and 0 or more, an amax that "
+            "is not there is -1, and only on_nonfinite='freeze' leaves NaN and inf in amaxes. Load another checkpoint"
+        )
+
+
+def _unknown(entries: Mapping[str, Entry], module: nn.Module) -> str:
+    """Return what says of which slots the module has no layer, with the nearest that it has; "" if there is none."""
+    names = names_of(module)
+    layers = {slot: [part.rpartition(".")[0] for part in parts_of(slot)] for slot in entries}
+    absent = [slot for slot, of in layers.items() if not all(x in names or x.rpartition(".")[2] in OPS for x in of)]
+    told = [f"{slot}{nearest(layers[slot][0], names)}" for slot in absent[:3]]
+    return "; ".join(told) + (f"; and {len(absent) - 3} more" if len(absent) > 3 else "")
 
 
 def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
@@ -384,6 +465,18 @@ def _together(entries: Sequence[Entry]) -> Entry:
 _states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 
+_unjudged: weakref.WeakSet[State] = weakref.WeakSet()
+"""Those that have been loaded, and in which no step has ended since."""
+
+
+def _judge(group: SlotGroup) -> None:
+    for state in list(_unjudged):
+        state.judge(group)
+
+
+registry.on_step.append(_judge)
+
+
 def _restore(group: SlotGroup) -> None:
     for state in list(_states.values()):
         state.restore(group)
@@ -403,5 +496,60 @@ def state(module: Any) -> State:
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise TypeError(f"state() takes a module or a compiled module, not {type(module).__name__}")
+    goes_along(module)
+    return _state_of(module)
+
+
+def _state_of(module: nn.Module) -> State:
     with registry.lock:
         return _states.setdefault(module, State(module))
+
+
+COMPANION = "_fp8pass_state"
+"""The attribute of a module by which its state notices that the module is copied or pickled."""
+
+
+class _Companion:
+    """Lies in a module's `__dict__`, and is copied with it, after its parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Companion | None:
+        """Give the copy of the module a copy of its state."""
+        module = self._module()
+        copy = memo.get(id(module))
+        if module is None or copy is None:
+            return None
+        with unset_fake_temporarily():
+            saved = _state_of(module).state_dict()
+        if saved:
+            _state_of(copy).begin_with(saved)
+        return _Companion(copy)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """In a file there is None in its place, for which nobody needs fp8pass."""
+        module = self._module()
+        if module is not None and _state_of(module).slots:
+            warn_once(
+                f"fp8pass: a {type(module).__name__} is pickled without its FP8 state: save "
+                "fp8pass.state(model).state_dict(), too, and load it with fp8pass.state(model).load_state_dict(...)"
+            )
+        return type(None), ()
+
+
+def _model_goes_along(group: SlotGroup) -> None:
+    """The same of the outermost module that is running, for an instance that is called for the first time."""
+    mine = {id(tensor) for tensor in group.owned_tensors()}
+    model = next((m for m in reversed(running_modules()) if not mine.isdisjoint(ids_of(m))), None)
+    if model is not None and group.table.remembers:
+        goes_along(unwrapped(model))
+
+
+registry.on_new.append(_model_goes_along)
+
+
+def goes_along(module: nn.Module) -> None:
+    """From now on, a deep copy of a module has a copy of its state, and to pickle the module is to be told of it."""
+    if vars(module).get(COMPANION) is None:
+        vars(module)[COMPANION] = _Companion(module)

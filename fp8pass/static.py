@@ -7,7 +7,7 @@ the FP8 weights, which are made anew when a parameter changes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8pass import scaling
 from fp8pass._torch import dynamo_config
 from fp8pass.annotation import Annotation, Frozen
 from fp8pass.config import Config
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration, StaticScaling
 from fp8pass.slots import SlotGroup, SlotTable, registry
@@ -32,9 +32,9 @@ def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
     """The scales for `StaticScaling`: of every tensor that a matmul of `model` reads, f32[] by slot name, on CPU.
 
     batches: each a tensor or a tuple of arguments, or a dict of keyword arguments, of `model`, which is run on them in
-    high precision, in the mode (train or eval) that it is in. `scale = 448 / amax` over all batches; NaN and inf are
-    passed over. Raises TypeError for what is not a module, or not a list of batches; ValueError without batches or
-    matmuls.
+    high precision, in the mode (train or eval) that it is in. `scale = 448 / amax` over all batches. Warns of tensors
+    with a NaN or inf, whose calls are passed over, and of those that are zero throughout, whose scale is 1. Raises
+    TypeError for what is not a module, or not a list of batches; ValueError without batches or matmuls.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
@@ -52,7 +52,8 @@ def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
             count += 1
     scales = observer.scales()
     if not scales:
-        raise ValueError(f"no matmul with parameters was seen in {count} batches; pass the model's inputs in batches")
+        why = ": all held NaN or inf" if observer.nonfinite else "; pass the model's inputs in batches"
+        raise ValueError(f"no matmul with parameters was seen in {count} batches{why}")
     _calibrated.add(model)
     return scales
 
@@ -81,30 +82,54 @@ class _Observer:
         self.model = model
         self.groups: dict[tuple[int, ...], SlotGroup] = {}
         self.tables: list[SlotTable] = []
+        self.nonfinite: set[str] = set()
+        """Slots whose tensors held a NaN or an infinity in some call."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        annotation = annotated(module, Config(recipe=Calibration(), min_speedup=0))
+        annotation = annotated(module, Config(recipe=Calibration(on_nonfinite="freeze"), min_speedup=0))
         self.tables += annotation.tables  # groups go by their identity
         return lambda *args: self._run(annotation, args)
 
     def _run(self, annotation: Annotation, args: tuple[Any, ...]) -> Any:
         owned = [args[i] for i in annotation.owned]
-        state: list[Tensor] = []
+        groups = []
         for table in annotation.tables:
             key = (id(table), *map(id, owned))
             if key not in self.groups:
                 self.groups[key] = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
-            state += self.groups[key].tensors.inputs()
-        return annotation.run(*args, *state)
+            groups.append(self.groups[key])
+        before = [group.amax() for group in groups]
+        result = annotation.run(*args, *(x for group in groups for x in group.tensors.inputs()))
+        for group, amax in zip(groups, before, strict=True):
+            self._pass_over_nonfinite(group, amax)
+        return result
+
+    def _pass_over_nonfinite(self, group: SlotGroup, before: Tensor) -> None:
+        """Undo what a call has recorded of tensors with a NaN or an infinity, and note their names."""
+        is_finite = group.amax().isfinite()
+        group.set_amax(torch.where(is_finite, group.amax(), before))
+        names = names_in(self.model, group)
+        rows = zip(group.table.names, is_finite.tolist(), strict=True)
+        self.nonfinite.update(names[inner] for inner, finite in rows if not finite and inner in names)
 
     def scales(self) -> dict[str, Tensor]:
+        """Return them, and warn of what they can't be trusted for."""
         amaxes: dict[str, Tensor] = {}
         for group in self.groups.values():
-            seen = dict(zip(group.table.names, group.amax().cpu(), strict=True))
+            found = dict(zip(group.table.names, group.amax().cpu(), strict=True))
             for inner, name in names_in(self.model, group).items():
-                amaxes[name] = torch.maximum(seen[inner], amaxes.get(name, seen[inner]))
+                amaxes[name] = torch.maximum(found[inner], amaxes.get(name, found[inner]))
+        seen = {name: float(amax) for name, amax in amaxes.items()}
+        _warn_of("NaN or inf in", self.nonfinite, "these calls are passed over")
+        _warn_of("nothing but zeros in", {n for n, amax in seen.items() if amax == 0}, "their scales are 1")
         limit = scaling.fp8_max(scaling.E4M3)
         return {name: scaling.scale_from_amax(amax, limit, 1.0) for name, amax in sorted(amaxes.items()) if amax >= 0}
+
+
+def _warn_of(what: str, slots: Set[str], so: str) -> None:
+    if slots:
+        shown = ", ".join(sorted(slots)[:5]) + (f" and {len(slots) - 5} more" if len(slots) > 5 else "")
+        warn_once(f"fp8pass: calibrate saw {what} {shown}: {so}. Calibrate on data as the model will be called with")
 
 
 def _fill(group: SlotGroup) -> None:

@@ -37,7 +37,7 @@ from fp8pass._torch import (
 )
 from fp8pass.amax_reduction import awaits_backward, begins, postponed
 from fp8pass.scale_state import ScaleState
-from fp8pass.slots import SlotGroup
+from fp8pass.slots import SlotGroup, registry
 from fp8pass.tensors import ids_of, unwrapped
 
 
@@ -138,20 +138,24 @@ def begin_step(group: SlotGroup) -> None:
     call = pipeline_call()
     if call is not None and call.microbatch is None:
         return
+    for tell in registry.on_step:
+        tell(group)
     step = _step_of_pipeline(call, group)
     # of all forwards that a pipeline makes of a module in DDP, none is outside of no_sync
     goes_on, group.goes_on = group.goes_on and step is None, step is None and ddp_goes_on()
     holds = goes_on or awaits_backward(group)
     if step is None and not _accumulations:
         group.hold([holds] * len(group.table.names))
-        group.steps += not holds
+        if not holds:
+            group.count()
         group.awaiting = group.awaiting + 1 if holds and not goes_on else 0
         begins(group)
         return
     slots, graph = _covered(group, step)
     group.hold([holds or (of is not None and key in of.begun) for key, of in slots])
     key, of = graph
-    group.steps += not holds and (of is None or key not in of.begun)
+    if not holds and (of is None or key not in of.begun):
+        group.count(joins=of is not None and any(_key(g) in of.begun for g in group.neighbours))
     _begin(slots, graph)
     begins(group)
 

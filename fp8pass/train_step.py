@@ -37,7 +37,7 @@ from fp8pass.module_calls import ModuleCalls
 from fp8pass.moments import nbytes_saved, save_plainly
 from fp8pass.outside import Outside, warn_of
 from fp8pass.report import Report, break_of, collect, recompile_of
-from fp8pass.state_dict import State, state
+from fp8pass.state_dict import State, goes_along, state
 from fp8pass.steps import accumulate
 from fp8pass.unmatched import check_compiled, check_models, scope_of
 from fp8pass.update_graph import UpdateGraph
@@ -207,6 +207,8 @@ class TrainStep:
         if not changed:
             _check_trained(models, optimizers, backwards.count, where, self._has_scaler(args, kwargs))
         self._models.update(trained)
+        for model in trained:
+            goes_along(model)
         self._optimizers.update(optimizers)
         for x in (*models, *optimizers):
             self._checked.add(x)

@@ -23,10 +23,11 @@ from fp8pass.config import Config
 from fp8pass.errors import warn_once
 from fp8pass.fields import nearest
 from fp8pass.names import Names, parts_of, without_wrappers
+from fp8pass.passes.spellings import NAMES
 from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
 from fp8pass.tensors import unwrapped
 
-OPS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "tensordot", "_grouped_mm")
+OPS = frozenset(NAMES)
 """What matmuls without parameters are called within their modules."""
 ROLES = {role for factors in FACTORS.values() for role in factors}
 _NUMBER = re.compile(r"(_\d+)?(~\d+)?$")

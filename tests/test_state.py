@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import math
+import pickle
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
+from fp8pass.errors import warn_once
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report import collect
 from fp8pass.slots import PARTS, registry
@@ -591,7 +595,7 @@ def test_a_loaded_state_that_does_not_fit_is_noticed_at_the_first_call(
     strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make()
-    names = {f"other.input.{part}": torch.zeros(4 if part == "amax_history" else ()) for part in PARTS}
+    names = {f"down.input.{part}": torch.zeros(4 if part == "amax_history" else ()) for part in PARTS}
     fp8pass.state(model).load_state_dict(names, strict=strict)
     if strict:
         with pytest.raises(fp8pass.Fp8Error, match=r"Missing slots: \['up.input', .*strict=False, what fits of it"):
@@ -599,6 +603,123 @@ def test_a_loaded_state_that_does_not_fit_is_noticed_at_the_first_call(
         return
     train(compiled(model), [1.0])
     assert "the loaded FP8 state has nothing for up.input" in caplog.text
+
+
+def test_slots_of_layers_that_the_model_lacks_are_an_error_before_the_first_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, state = make(), fp8pass.state(other := make())
+    train(compiled(model), [1.0])
+    saved = fp8pass.state(model).state_dict()
+    wrong = {**saved, **{k.replace("up.input", "upp.input"): v for k, v in saved.items() if k.startswith("up.input.")}}
+    with pytest.raises(fp8pass.Fp8Error, match=r"slots of what Block does not have: upp.input; did you mean 'up'\?"):
+        state.load_state_dict(wrong)
+    state.load_state_dict(wrong, strict=False)
+    assert "which are left out: upp.input" in caplog.text
+    run = compiled(other, filter=["down"])
+    train(run, [1.0])
+    assert "the first step did not use" not in caplog.text
+    train(run, [1.0])
+    assert re.search(
+        r"the first step did not use: down.grad_output, down.input, down.weight, upp.input\. ", caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("up.input.scale", math.nan, "up.input.scale nan"),
+        ("up.input.scale", -1.0, r"up.input.scale -1\.0"),
+        ("up.weight.scale", math.inf, "up.weight.scale inf"),
+        ("up.input.amax", -0.5, r"up.input.amax -0\.5"),
+        ("up.input.amax", math.inf, "up.input.amax inf"),
+        ("down.input.amax_history", math.nan, "down.input.amax_history nan"),
+        ("down.input.amax_history", -1.0, r"down.input.amax_history -1\.0"),
+        ("steps", -3, "steps -3"),
+    ],
+)
+def test_numbers_that_no_training_leaves(key: str, value: float, told: str) -> None:
+    model, other = make(), make()
+    train(compiled(model), [1.0, 1.0])
+    saved = fp8pass.state(model).state_dict()
+    saved[key].reshape(-1)[0] = value
+    with pytest.raises(fp8pass.Fp8Error, match=f"wrong numbers in the saved FP8 state: {told}; "):
+        fp8pass.state(other).load_state_dict(saved)
+
+
+def test_a_frozen_history_keeps_what_is_not_finite() -> None:
+    model, other = Product(), Product()
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4, on_nonfinite="freeze"))
+    for amax in (1.0, math.nan, math.inf, math.inf):
+        run(data(amax)).sum().backward()
+    saved = fp8pass.state(model).state_dict()
+    assert (
+        saved["weight.input.amax"].isinf() and saved["weight.input.amax_history"][:2].isfinite().tolist() == [False] * 2
+    )
+    fp8pass.state(other).load_state_dict(saved)
+
+
+def test_what_is_not_a_state() -> None:
+    state = fp8pass.state(make())
+    with pytest.raises(fp8pass.Fp8Error, match=r"is not a dict of tensors, but a list; pass what"):
+        state.load_state_dict([])  # type: ignore[arg-type]
+    with pytest.raises(
+        fp8pass.Fp8Error, match=r"is not a dict of tensors, but has a float as 'up.input.scale'; pass what"
+    ):
+        state.load_state_dict({"up.input.scale": 1.0})  # type: ignore[dict-item]
+
+
+def test_steps_of_several_graphs() -> None:
+    """Halves of a forward are one step; entry points, and another recipe, have steps of their own."""
+    model = make(Parts)
+    whole, half = compiled(model), compiled(model.part)
+    other = compiled(model, recipe=DelayedScaling(margin=1))
+    for done, run in enumerate((whole, half, half, whole, other, half, other), 1):
+        run(torch.ones(16, 32)).sum().backward()
+        assert fp8pass.state(model).steps == done
+    with fp8pass.accumulate(model):
+        for run in (whole, half, whole):
+            run(torch.ones(16, 32)).sum().backward()
+    assert fp8pass.state(model).steps == 8
+    broken = make(AcrossABreak)
+    run = compiled(broken)
+    for _ in range(3):
+        run(torch.ones(16, 32)).sum().backward()
+    assert fp8pass.state(broken).steps == 3
+
+
+def test_a_state_is_not_saved_as_an_object() -> None:
+    model = make()
+    for save in (copy.deepcopy, pickle.dumps, lambda state: torch.save(state, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"save fp8pass\.state\(model\)\.state_dict\(\), a dict of tensors"):
+            save(fp8pass.state(model))
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "block by block"])
+def test_a_copy_of_a_model_goes_on_as_the_model_does(parts: bool) -> None:
+    model = nn.Sequential(make(seed=0), make(seed=1))
+    for part in model if parts else [model]:
+        part.compile(backend="fp8pass", options={"lowering": "eager"})
+    train(model, [1.0, 2.0])
+    twin = copy.deepcopy(model)
+    assert all(map(torch.equal, fp8pass.state(model).state_dict().values(), fp8pass.state(twin).state_dict().values()))
+    for part in twin if parts else [twin]:
+        part.compile(backend="fp8pass", options={"lowering": "eager"})
+    torch.manual_seed(2)
+    x = torch.randn(16, 32) * 3
+    assert torch.equal(model(x), twin(x)) and len(fp8pass.state(twin).slots) == 12
+
+
+def test_a_pickled_model_says_what_it_lacks_and_needs_no_fp8pass() -> None:
+    model = make()
+    train(compiled(model), [1.0])
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="a Block is pickled without its FP8 state: save fp8pass.state"):
+        pickled = pickle.dumps(model)
+    assert b"fp8pass." not in pickled.replace(b"_fp8pass_state", b"")
+    twin = pickle.loads(pickled)
+    train(compiled(twin), [1.0])
+    assert len(fp8pass.state(copy.deepcopy(twin)).slots) == 6
 
 
 def test_without_strict_what_fits_is_loaded() -> None:
