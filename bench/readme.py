@@ -207,6 +207,11 @@ def dumps() -> str:
     return table + "\n\n" + block(f"{command}\n{printed}")
 
 
+def zoo() -> str:
+    """The tables of the rows that bench/zoo.py has left in build/zoo."""
+    return run(sys.executable, "bench/zoo.py", "--page")
+
+
 def block(text: str, language: str = "") -> str:
     """A fenced block."""
     return f"```{language}\n{text}\n```"
@@ -235,6 +240,7 @@ SECTIONS = {
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
+    "zoo": zoo,
 }
 FILES = {
     "demo": "README.md",
@@ -259,6 +265,7 @@ FILES = {
     "pipeline": "docs/compiler.md",
     "graphs": "docs/compiler.md",
     "add_a_pass": "docs/add-a-pass.md",
+    "zoo": "docs/zoo.md",
 }
 """The page that has the markers of each section."""
 

@@ -2,6 +2,7 @@
 
 python bench/zoo.py [name ...]      rows that are not there yet, or those named; each is a file in build/zoo
     --lowering inductor | h100      train through Inductor, or generate code for an H100; eager by default
+    --lowering explain              a first look: explain, and no training
     --failed                        also those that failed
     --list                          print the names
     --page                          print the page's tables, of the rows that are there
@@ -35,7 +36,7 @@ import torch._inductor.compile_fx  # noqa: F401
 import zoo_row
 from torch._dynamo import config as dynamo_config
 from zoo_catalogue import Entry, catalogue
-from zoo_lowerings import ForH100, ThroughInductor
+from zoo_lowerings import Explained, ForH100, ThroughInductor
 from zoo_page import page, problems
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +47,7 @@ SECONDS = 300
 
 LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "eager": lambda make: make(),
+    "explain": lambda make: Explained(make()),
     "inductor": lambda make: ThroughInductor(make()),
     "h100": ForH100,
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from zoo_row import Failed, Row, Sample, loss_of
+from zoo_row import Failed, Row, Sample, Subject, loss_of
 
 from fp8pass.backend import compile_graph
 from fp8pass.config import make_config
@@ -16,6 +16,21 @@ from fp8pass.pretend import Pretended, fakes
 from fp8pass.report import collect
 
 TARGET = "h100"
+
+
+@dataclass
+class Explained:
+    """A subject that is only explained: a first look at many."""
+
+    subject: Subject
+
+    def checks(self, row: Row) -> list[Callable[[], None]]:
+        """Return what is done to it: eager, and explained."""
+        return self.subject.checks(row)[:2]
+
+    def train_with(self, backend: str) -> None:
+        """Train it with another backend of torch.compile."""
+        self.subject.train_with(backend)
 
 
 @dataclass

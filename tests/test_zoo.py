@@ -1,0 +1,159 @@
+"""The zoo: a sample of its models every day, all of them with `run.sh all`."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import readme
+import torch
+import zoo_row
+import zoo_toys
+from torch import nn
+from zoo_catalogue import Entry, catalogue
+from zoo_page import BEYOND, page, problems
+from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, deviation, eager_step
+
+ENTRIES = catalogue()
+EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "op.linalg.multi_dot", "MambaForCausalLM")
+"""They differ in the rules and the passes that they reach: attention that torch takes apart, recurrent layers that run
+outside, products of one dimension, chains, `vmap`."""
+
+
+def about(entry: Entry, row: Row) -> dict[str, Any]:
+    return {"package": entry.package, "kind": entry.kind, "date": "", "versions": {}, "lowerings": [], **vars(row)}
+
+
+def trained(name: str) -> None:
+    entry = ENTRIES[name]
+    if find_spec(entry.package) is None:
+        pytest.skip(f"{entry.package} is not installed")
+    row = Row(name)
+    zoo_row.fill(row, entry.make)
+    assert problems([about(entry, row)]) == []
+    assert row.status == "trains", (row.stage, row.error, row.frame)
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's models
+@pytest.mark.parametrize("name", EVERY_DAY)
+def test_a_sample_trains(name: str) -> None:
+    trained(name)
+
+
+@pytest.mark.variant
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in EVERY_DAY])
+def test_every_model_trains(name: str) -> None:
+    trained(name)
+
+
+def test_the_page_has_every_model() -> None:
+    text = (readme.ROOT / "docs" / "zoo.md").read_text()
+    listed = set(re.findall(r"^\| (\S+) \|", text, re.MULTILINE))
+    assert listed >= set(ENTRIES), "python bench/zoo.py, and then python bench/readme.py zoo"
+
+
+def test_rules_that_are_beyond_us_are_limits() -> None:
+    limits = (readme.ROOT / "docs" / "limits.md").read_text()
+    assert [rule for rule in BEYOND if f"`{rule}`" not in limits] == []
+
+
+def row(**other: Any) -> dict[str, Any]:
+    good = Row("good", status="trains", eager_flops=100, matmuls=4, rewritten=4, flops=100, fp8_flops=90)
+    good.owned_flops, good.owned_fp8_flops, good.parameters, good.cosine = 80, 80, 3, 0.99
+    entry = Entry("good", "torch", "module_db", lambda: Sample(nn.Linear(2, 2), {}, {}))
+    return {**about(entry, good), **other}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({}, []),
+        ({"status": "fails", "stage": "train", "error": "E: x"}, ["good fails: train: E: x"]),
+        ({"rules": {"composite": 2}}, ["good has matmuls declined by {'composite'}"]),
+        ({"owned_fp8_flops": 40}, ["good: 50% of the FLOPs of its parameters"]),
+        ({"owned_fp8_flops": 40, "owned_flops_by_rule": {"custom op": 40}}, []),
+        ({"eager_flops": 200}, ["good: of FLOPs in eager 50% have a verdict"]),
+        ({"status": "torch fails too"}, []),
+    ],
+)
+def test_what_is_a_problem(other: dict[str, Any], said: list[str]) -> None:
+    assert problems([row(**other)]) == said
+
+
+def test_the_page_says_what_fails_and_what_is_excused() -> None:
+    rows = [
+        row(),
+        row(name="bad", status="fails", stage="train", error="E: a|b<c>", excused={"w": "step 0: cosine 0.9"}),
+    ]
+    text = page(rows)
+    assert "2 models: 2 of torch. 1 of 2 train" in text
+    assert "| good | module_db | yes | 4 of 4 | 90% | 100% |" in text
+    assert "- `bad`, train: E: a/b(c)" in text and "- `bad`, `w`, step 0: cosine 0.9" in text
+
+
+class Cancels(nn.Module):
+    """The gradient of `shift` is a sum of which nothing is left: a softmax is the same for a row that is shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+        self.shift = nn.Parameter(torch.zeros(32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.layer(x) @ self.layer(x).t() + self.shift, -1) @ x
+
+
+def test_gradients_beside_eager() -> None:
+    """A wrong gradient is a fault; one that cancels out, and that FP8 turns in eager too, is none."""
+    model, inputs = Cancels(), {"x": torch.randn(32, 64)}
+    eager = eager_step(model, inputs, 0, Matmuls())
+    rounded = eager_step(model, inputs, 0, Matmuls(rounds=True))
+    again = eager_step(model, inputs, 0, Matmuls(rounds=True))
+    found = beside(eager, rounded, again)
+    assert not any(b.fault for b in found.values())
+    assert found["shift"].cosine < zoo_row.COSINE and found["layer.weight"].cosine > zoo_row.COSINE
+    weight = again.gradients["layer.weight"]
+    assert weight is not None
+    again.gradients["layer.weight"] = weight.flip(0)
+    assert "cosine" in beside(eager, rounded, again)["layer.weight"].fault
+    again.gradients["layer.weight"] = None
+    with pytest.raises(Failed, match="has no gradient"):
+        beside(eager, rounded, again)
+    again.gradients["layer.weight"] = weight * float("nan")
+    with pytest.raises(Failed, match="not finite"):
+        beside(eager, rounded, again)
+    assert Beside(0.5, 1.0, 0.5, 0.6).fault == "" and Beside(0.5, 1.0, 0.99, 0.1).fault
+
+
+def test_bits_are_compared() -> None:
+    model, inputs = nn.Linear(4, 4), {"input": torch.randn(2, 4)}
+    one, other = (eager_step(model, inputs, 0, Matmuls()) for _ in range(2))
+    assert deviation("again", one, other, 0) == 0
+    gradient = other.gradients["weight"]
+    assert gradient is not None
+    other.gradients["weight"] = gradient * (1 + 1e-6)
+    assert 0 < deviation("again", one, other, 1e-3) < 1e-5
+    with pytest.raises(Failed, match="weight is off by"):
+        deviation("again", one, other, 0)
+
+
+def test_matmuls_are_counted() -> None:
+    with Matmuls() as seen:
+        nn.Linear(4, 8)(torch.randn(2, 4)).sum().backward()
+    assert (seen.number, seen.flops) == (2, 2 * 2 * 4 * 8 * 2)
+
+
+def test_configurations_are_small() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = zoo_toys.toy(transformers.LlamaConfig)
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size, config.use_cache) == (64, 1, 256, False)
+    both = zoo_toys.toy(transformers.CLIPConfig, text_config={"hidden_size": 32})
+    assert (both.text_config.hidden_size, both.vision_config.hidden_size) == (32, 64)
+
+
+def test_rows_can_be_written() -> None:
+    assert json.loads(json.dumps(row()))["name"] == "good"
