@@ -167,7 +167,8 @@ class Builder:
             return holder if value.node.expr == expr else None
         if not isinstance(value, torch.Tensor):
             return None
-        for op, sizes in ((aten.sym_size.int, value.shape), (aten.sym_stride.int, value.stride())):
+        both: list[tuple[Any, Any]] = [(aten.sym_size.int, value.shape), (aten.sym_stride.int, value.stride())]
+        for op, sizes in both:
             for dim, size in enumerate(sizes):
                 if isinstance(size, torch.SymInt) and size.node.expr == expr:
                     return self.emit(before, op, holder, dim)

@@ -59,7 +59,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def amax_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """`max(abs(x))` over `dims`, which stay with size 1: f32, one for each row, column or block; -1 where it is empty."""
+    """`max(abs(x))` over `dims`, which stay with size 1: f32, one for each row, column or block; -1 if `x` is empty."""
     if is_empty(x):
         return torch.full([1 if d in dims else size for d, size in enumerate(x.shape)], NOTHING, device=x.device)
     return x.abs().amax(dims, keepdim=True).float()

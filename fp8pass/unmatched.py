@@ -115,7 +115,8 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
     own = modules[0][1] if len(modules) == 1 else scope.get("self")
     holders = _holders(own) if isinstance(own, nn.Module) else []
     other = {name for prefix, m in modules for place in ("", prefix) for name in _named(place, m)}
-    other.update(name for holder in holders for name in _of_parts_like(own, holder))
+    if isinstance(own, nn.Module):
+        other.update(name for holder in holders for name in _of_parts_like(own, holder))
     everything = here.union(other, *map(names_of, holders))
     if not judged:
         is_whole = isinstance(scope.get("self"), nn.Module) and pipeline_call() is None

@@ -51,7 +51,6 @@ from fp8pass.passes.spellings import (
     GROUPED_MM,
     LINEAR,
     Dims,
-    Sizes,
     Spelling,
     argument,
     dims_of,
@@ -78,8 +77,7 @@ from fp8pass.recipes import (
 )
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.roofline import predicted_speedup
-
-HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+from fp8pass.wanted import HIGH_PRECISION, check_sizes, hint, recipe_of
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def check(
     no_kernel = why_no_kernel(b, node.meta["example_value"].dtype, target) if may_be_grouped else None
     is_grouped = spelling is GROUPED_MM or (experts and no_kernel is None)
     check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
-    m, k, n = (_hint(s) for s in (sizes.m, sizes.k, sizes.n))
+    m, k, n = (hint(s) for s in (sizes.m, sizes.k, sizes.n))
     recipe = merged or recipe_of(name, config, m, k, n)
     if is_grouped:
         recipe = _by_rows(recipe)
@@ -164,16 +162,6 @@ def _by_rows(recipe: Recipe) -> Recipe:
     raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
 
 
-def recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
-    """Return the recipe of the matmul of this name. Raises LeftOut if the recipe or the filter does not want it."""
-    recipe, why = config.recipe_of(name)
-    if recipe is None:
-        raise LeftOut("recipe", why)
-    if reason := config.leaves_out(name, m, k, n):
-        raise LeftOut("filter", reason)
-    return recipe
-
-
 def check_speedup(call: Call, device: torch.device, config: Config) -> None:
     """Raise LeftOut if the call is predicted to gain less than the user wants."""
     if call.speedup is not None and call.speedup < config.min_speedup:
@@ -192,8 +180,8 @@ def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Tr
 
     Under vmap the operands show the sizes of one example, which may be vectors where a matmul of all examples runs.
     """
-    *rows, k = (_hint(size) for size in (a.shape or (1,)))
-    recipe_of(name, config, math.prod(rows), k, _hint(b.numel()) // max(k, 1))
+    *rows, k = (hint(size) for size in (a.shape or (1,)))
+    recipe_of(name, config, math.prod(rows), k, hint(b.numel()) // max(k, 1))
     raise held_by(inside)
 
 
@@ -217,36 +205,10 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
             raise LeftOut("vector", f"an operand is a vector of {operand.shape[0]} elements")
 
 
-def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
-    """Raise Reject or LeftOut for sizes that no kernel takes. not_grouped: of experts, why none takes all at once."""
-    for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
-        if _hint(size) is None:
-            raise Reject(
-                "data-dependent size",
-                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region",
-            )
-        if isinstance(size, int) and size == 0:
-            raise LeftOut("empty", f"{letter}=0: the matmul is empty")
-        if isinstance(size, int) and size == 1:
-            raise LeftOut("vector", f"{letter}=1: no matrix product, each operand element is used once")
-    if not isinstance(s.batches, int) or s.batches > max_batches:
-        count = s.batches if isinstance(s.batches, int) else "a varying number of"
-        raise LeftOut(
-            "batches",
-            f"{count} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
-            f"than {MAX_BATCHES} launches would cost more than FP8 gains{not_grouped}",
-        )
-
-
 def _dims(node: fx.Node) -> int:
     """How many dimensions the tensor has; -1 for what is none."""
     value = node.meta.get("example_value")
     return value.dim() if isinstance(value, Tensor) else -1
-
-
-def _hint(size: Any) -> Any:
-    """An example of a size, without a guard on it; None if there is none."""
-    return size if isinstance(size, int) else size.node.hint
 
 
 def _untransposed(node: Any) -> Any:

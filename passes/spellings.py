@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fp8pass._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
 from fp8pass.recipes import Kind
 from fp8pass.rewrite import LeftOut, Reject
+from fp8pass.wanted import Sizes
 
 Where = tuple[int, str]
 """Position and keyword of an argument."""
@@ -122,16 +123,6 @@ def set_argument(node: fx.Node, where: Where, value: fx.Node) -> None:
         node.update_arg(index, value)
     else:
         node.update_kwarg(keyword, value)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """`batches` products of [M, K] by [K, N]. Ints or SymInts."""
-
-    batches: Any
-    m: Any
-    k: Any
-    n: Any
 
 
 Letters = tuple[str, ...]

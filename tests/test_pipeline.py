@@ -47,7 +47,15 @@ PASSES = [
 ]
 KERNEL_PASSES = ["split_foreach", "fold_quantizes", "quantize_tiles", "batch_amaxes", "make_once", "emulate_matmuls"]
 
-ON_DYNAMOS_GRAPH = ["annotate", "inline", "inline_regions", "lift_scale_states", "merge_siblings", "watch"]
+ON_DYNAMOS_GRAPH = [
+    "annotate",
+    "inline",
+    "inline_regions",
+    "lift_scale_states",
+    "merge_siblings",
+    "watch",
+    "write_matmuls",
+]
 ON_UPDATES = ["quantize_moments", "skip_nonfinite", "write_weights"]
 
 
@@ -57,7 +65,7 @@ def test_one_name_in_all_places() -> None:
     assert [p.name for p in kernel_passes()] == KERNEL_PASSES
     stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns", "spellings"}
     parts = {"batches", "dequantize", "epilogue", "layout", "movement", "row_scales"}  # of scaled_mm
-    parts |= {"quantizers", "state_inputs"}  # of annotate
+    parts |= {"quantizers", "state_inputs", "transforms"}  # of annotate
     parts |= {"collectives", "shared_scales"}  # of quantize_collectives
     parts |= {"slow_matmuls"}  # a warning, before all passes
     assert stems - parts == {*PASSES, *KERNEL_PASSES, *ON_DYNAMOS_GRAPH, *ON_UPDATES}
