@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fp8pass import trial as trials
 from fp8pass._torch import (
     CACHEABLE,
+    FORCE_STRIDE_ORDER,
     CompileContext,
     aot_autograd,
     compile_fx,
@@ -398,6 +399,7 @@ def _lower_eager(
     def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
         kernel_passes.attempt = attempt
         kernel_passes(graph_module.graph)
+        _call_directly(graph_module)
         return op_by_op(graph_module)
 
     def forward(graph_module: fx.GraphModule, _: Any) -> Any:
@@ -436,6 +438,20 @@ def op_by_op(module: fx.GraphModule) -> Any:
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
     return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
+
+
+def _call_directly(graph_module: fx.GraphModule) -> None:
+    """Lay tensors out by a function, not by Inductor's op, which copies whatever it gets when it is run by itself."""
+    for node in graph_module.graph.find_nodes(op="call_function", target=FORCE_STRIDE_ORDER):
+        node.target = _laid_out
+    graph_module.recompile()
+
+
+def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """What FORCE_STRIDE_ORDER computes."""
+    if x.stride() == tuple(strides):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _replaces_input(node: fx.Node) -> bool:

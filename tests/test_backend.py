@@ -776,3 +776,16 @@ def test_data_that_is_replaced_in_compiled_code(lowering: str) -> None:
 
     x, w = torch.randn(16, 32), torch.randn(32, 48)
     assert sqnr(function(x, w), compiled(function, recipe=None, lowering=lowering)(x, w)) > 100
+
+
+def test_op_by_op_lays_out_without_inductors_op() -> None:
+    """Run by itself, it copies whatever it gets."""
+    model, x = make(lambda: nn.Linear(32, 48)), torch.randn(16, 32)
+    run = compiled(model, strict=True)
+    for _ in range(2):
+        run(x).sum().backward()
+    with torch.profiler.profile() as profile:
+        run(x).sum().backward()
+    called = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_mm" in called
+    assert "prims::inductor_force_stride_order" not in called
