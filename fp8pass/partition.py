@@ -42,6 +42,10 @@ class Partition(CustomPartitionerFn):
             self.seen(forward.graph, backward.graph)
         return forward, backward
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what decides about the cut: AOTAutograd's cache pickles this for its key."""
+        return {"own": self.own}
+
     def uuid(self) -> Any:
         """Changes with this file, and with the user's own partitioner."""
         return get_hash_for_files((__file__,)), self.own.uuid() if self.own is not None else None
