@@ -29,12 +29,21 @@ CALL = "_compiled_call_impl"
 
 
 class ModuleCalls:
-    """Compiles calls of modules with a backend, where code that runs op by op makes them."""
+    """Compiles calls of modules with a backend, where code that runs op by op makes them.
 
-    def __init__(self, backend: Call) -> None:
+    by_path: what the backend makes of a matmul depends on its name in the whole model. Then each part of a model is
+    compiled as that part; else instances of a class share code if their parameters have the same shapes.
+    """
+
+    def __init__(self, backend: Call, by_path: bool) -> None:
         self._backend = backend
+        self.by_path = by_path
+        self.paths: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Where each module is: in which one, and by what path."""
         self._of_kind: dict[Hashable, Call] = {}
-        """Instances of a class share compiled code, if their parameters have the same shapes."""
+        """What is compiled, by what it depends on."""
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         """What became of the latest call of a module in a forward: a backward that repeats it has to do the same."""
@@ -62,21 +71,29 @@ class ModuleCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def choose(self, module: nn.Module, is_on: bool) -> Call:
-        """What to call with a module, instead of it: compiled, unless the user forbids that, or it has no matmul.
+        """Return what to call in a module's place: compiled, unless the user forbids that, or it has no matmul.
 
         is_on: Dynamo is.
         """
         if current_graph_task_id() == -1:
             self._compiles[module] = (is_on or _is_off_for_checkpointing()) and _is_worth_it(module)
         if not self._compiles.get(module, False):
-            return type(module)._call_impl
+            return functools.partial(type(module)._call_impl, module)
+        root, path = self._place_of(module)
         if (call := self._of_module.get(module)) is None:
-            kind = type(module), tuple((name, p.shape) for name, p in module.named_parameters())
+            shapes = tuple((name, p.shape) for name, p in module.named_parameters())
+            kind = type(root), path, type(module), shapes
             if kind not in self._of_kind:
                 self._of_kind[kind] = torch.compile(_own(_call, type(module).__name__), backend=self._backend)
             call = self._of_module[module] = self._of_kind[kind]
         self.stays = True
-        return call
+        return functools.partial(call, root, path)
+
+    def _place_of(self, module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return the module in which it is to be called, and its path there; itself, unless that matters."""
+        holder, path = self.paths.get(module, (None, ""))
+        root = holder() if holder is not None else None
+        return (module, ()) if root is None or not path else (root, tuple(path.split(".")))
 
 
 class Caught:
@@ -104,7 +121,11 @@ class Caught:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _catch(self) -> None:
-        for module in {part for m in self._modules for part in m.modules()}:
+        wholes = sorted(self._modules, key=lambda m: sum(1 for _ in m.modules()))  # a whole after its parts
+        paths = {part: (weakref.ref(m), path) for m in wholes for path, part in m.named_modules()}
+        if self._calls.by_path:
+            self._calls.paths.update(paths)
+        for module in paths:
             self._calls.stays |= _is_called_in_full(module)
             if CALL not in vars(module):
                 vars(module)[CALL] = functools.partial(_called, self._calls, module)
@@ -114,10 +135,12 @@ class Caught:
 def _called(calls: ModuleCalls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # Dynamo traces all that `nn.Module.__call__` does, for hooks say
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return calls.choose(module, dynamo_is_on())(module, *args, **kwargs)
+    return calls.choose(module, dynamo_is_on())(*args, **kwargs)
 
 
-def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, path: tuple[str, ...], /, *args: Any, **kwargs: Any) -> Any:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -39,7 +39,7 @@ from fp8pass.outside import Outside, warn_of
 from fp8pass.report import Report, break_of, collect, recompile_of
 from fp8pass.state_dict import State, goes_along, state
 from fp8pass.steps import accumulate
-from fp8pass.unmatched import check_compiled, check_models, scope_of
+from fp8pass.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.weights import settle, weights_of
 
@@ -75,7 +75,8 @@ class TrainStep:
         self.config = config
         self._function = function
         self._compiled = torch.compile(function, backend=self._compile)
-        self._calls = ModuleCalls(self._compile)
+        by_path = callable(config.filter) or any(patterns_of(config))
+        self._calls = ModuleCalls(self._compile, by_path)
         self.forget()
 
     def forget(self) -> None:
@@ -196,8 +197,8 @@ class TrainStep:
         where = f"{_name(self._function)} ({_place(self._function)})"
         _check_found(models, optimizers, where)
         trained = _owners(models, optimizers) or models
-        check_models(self.config, models, scope_of(self._function, args, kwargs), where)
         _check_divided(trained, self.config)
+        check_models(self.config, models, scope_of(self._function, args, kwargs), where)
         parameters = [p for model in trained for p in model.parameters()]
         before = [(p._version, p.data_ptr()) for p in parameters]
         outside = Outside(models)

@@ -788,13 +788,17 @@ def test_layers_of_a_forward_that_runs_op_by_op() -> None:
     model = Broken()
     optimizer = sgd(model)
     step = decorate(plain(model, optimizer))
-    counters.clear()
-    losses = [step(batch(0)) for _ in range(3)]
+    with pytest.warns(UserWarning, match=r"3 matmuls of .* \(last\): outside of any graph: .* torch.compiler.disable"):
+        losses = [step(batch(0)) for _ in range(3)]
     assert losses[2] < losses[0]
     assert len(fp8pass.state(model).slots) == 3 * 3
     assert len(step.report.rewritten) == 2 + 3  # of the first layer, whose input needs no gradient, and of the others
     assert re.search(r"forward \(test_train_step.py:\d+\) itself runs op by op", str(step.report))
     assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
+    filtered = Broken()
+    step = decorate(plain(filtered, sgd(filtered)), filter=["layers.1", "last"])
+    step(batch(0))
+    assert {slot[:8] for slot in fp8pass.state(filtered).slots} == {"layers.0", "layers.2"}
 
 
 def test_a_step_that_is_all_compiled_catches_no_calls() -> None:
@@ -802,9 +806,10 @@ def test_a_step_that_is_all_compiled_catches_no_calls() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     step = decorate(plain(model, sgd(model)))
-    step(batch(0))
+    for i in range(2):  # the second has scales, and is what is compiled
+        step(batch(i))
     with mock.patch.object(Caught, "_catch") as caught:
-        step(batch(1))
+        step(batch(2))
     hooked = copy.deepcopy(model)
     hooked[0].register_forward_hook(lambda *_: None)
     step = decorate(plain(hooked, sgd(hooked)))
