@@ -8,8 +8,11 @@ compiled. After `MOST` calls of that kind Dynamo compiles it no further, and wha
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import torch
 
 from fp8pass._torch import (
     around_compilations,
@@ -26,6 +29,8 @@ MOST = 64
 
 FAILED = "fp8pass_failed"
 """What Dynamo keeps with the code of a function that has graphs of ours: how many of its calls were not compiled."""
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+"""What optimizers of torch compute is not in FP8, and one `step` serves those that Dynamo can trace and fused ones."""
 _has_graphs = False
 """Whether what Dynamo compiles now has graphs of ours."""
 
@@ -45,7 +50,7 @@ def _end(code: CodeType, result: Any) -> None:
     """Dynamo has tried to compile a function, and returns how it is to run."""
     known = context_of(code)
     if result.guarded_code is not None:
-        if _has_graphs:
+        if _has_graphs and not code.co_filename.startswith(_OPTIMIZERS):
             known.setdefault(FAILED, 0)
         return
     if FAILED not in known or not skips_for_good(result):

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
@@ -128,6 +130,49 @@ def test_a_full_backward_hook() -> None:
     report = fp8pass.explain(Hooked(), x())
     expect_outside(report, {"a": 1}, "backwards hooks")
     assert len(report.rewritten) == 3 and report.fp8_flops == report.flops / 2
+
+
+def test_an_exception_in_what_is_traced() -> None:
+    class Refusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            raise ValueError("a batch that it does not take")
+
+    refusing, head = Refusing(), linear()
+
+    def step(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        y: Tensor = head(x)
+        try:
+            torch._dynamo.graph_break()
+            y = refusing(x)
+        except ValueError:
+            y = y + 1
+        return y
+
+    report = fp8pass.explain(step, x())
+    found = outside(report)
+    assert {g.name: g.reason for g in found if "Observed exception" in g.reason}.keys() == {"a"}, found
+
+
+def test_torchs_own_modules_under_fsdp() -> None:
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(*(nn.Sequential(linear(), nn.ReLU(), linear()) for _ in range(2)))
+        for block in (*model, model):
+            fully_shard(block)
+        report = fp8pass.explain(model, x())
+    finally:
+        dist.destroy_process_group()
+    names = Counter(f"{i}.{j}" for i in range(2) for j in (0, 2))
+    assert report.graphs == 0 and Counter((g.name, g.kind) for g in outside(report)) == {
+        (name, kind): 1 for name in names for kind in KINDS
+    }
+    assert "Dynamo begins none in torch's own modules" in report.gemms[0].reason
 
 
 class Disabled(nn.Module):
