@@ -119,9 +119,7 @@ def test_a_function_may_know_more_than_is_seen() -> None:
         UserWarning, match=r"'hedd' matches no module or matmul of what is compiled; did you mean 'head' or"
     ):
         explain(lambda x: model(x), X, config=Config(filter=["hedd"]))
-    said = (
-        "'head' has no effect in a graph of model and other, where names are like 'model', 'other', 'model.head'"
-    )
+    said = "'head' has no effect in a graph of model and other, where names are like 'model', 'other', 'model.head'"
     with pytest.warns(UserWarning, match=said):
         explain(lambda x: model(x) + other(x), X, config=Config(filter=["head"]))
 
