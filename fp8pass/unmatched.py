@@ -112,10 +112,10 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
     missing = [pattern for pattern in patterns if not pattern.is_in(here)]
     if not modules or not missing:
         return
-    own = modules[0][1] if len(modules) == 1 else scope.get("self")
-    holders = _holders(own) if isinstance(own, nn.Module) else []
+    own = modules[0][1] if len(modules) == 1 else dict(modules).get("self")
+    holders = _holders(own) if own is not None else []
     other = {name for prefix, m in modules for place in ("", prefix) for name in _named(place, m)}
-    if isinstance(own, nn.Module):
+    if own is not None:
         other.update(name for holder in holders for name in _of_parts_like(own, holder))
     everything = here.union(other, *map(names_of, holders))
     if not judged:
@@ -125,7 +125,7 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
     for pattern in missing:
         if pattern.option != STATIC and pattern.is_in(other):
             like = sorted((name for name in here if name.rpartition(".")[2] not in OPS), key=lambda n: (len(n), n))[:3]
-            of = type(own).__name__ if isinstance(own, nn.Module) else " and ".join(sorted(roots))
+            of = type(own).__name__ if own is not None else " and ".join(sorted(roots))
             warn_once(
                 f"fp8pass: {pattern.option}: {pattern.text!r} has no effect in a graph of {of}, where names are like "
                 f"{', '.join(map(repr, like))}"
