@@ -27,43 +27,40 @@ class Entry:
     make: Callable[[], Subject]
 
 
-Inputs = Callable[[int], Mapping[str, Any]]
-"""What makes the inputs of a length, or of a batch size where the length is fixed."""
+Inputs = Callable[[int, Any], Mapping[str, Any]]
+"""What makes the inputs of a length, or of a batch size where the length is fixed, for a configuration."""
 
 
-def text(length: int) -> dict[str, Tensor]:
+def text(length: int, config: Any) -> dict[str, Tensor]:
     """Return tokens."""
     return {"input_ids": torch.randint(3, 200, (2, length))}
 
 
-def translated(length: int) -> dict[str, Tensor]:
-    """Return tokens, and those that the decoder has so far."""
-    return {**text(length), "decoder_input_ids": torch.randint(3, 200, (2, length // 2))}
+def pixels(batch: int, config: Any) -> dict[str, Tensor]:
+    """Return images, of the size that the configuration says."""
+    size = getattr(getattr(config, "vision_config", config), "image_size", zoo_toys.IMAGE)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return {"pixel_values": torch.randn(batch, 3, height, width)}
 
 
-def pixels(batch: int) -> dict[str, Tensor]:
-    """Return images."""
-    return {"pixel_values": torch.randn(batch, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
-
-
-def captioned(batch: int) -> dict[str, Tensor]:
+def captioned(batch: int, config: Any) -> dict[str, Tensor]:
     """Return images and texts."""
-    return {**pixels(batch), "input_ids": torch.randint(3, 200, (batch, 16))}
+    return {**pixels(batch, config), "input_ids": torch.randint(3, 200, (batch, 16))}
 
 
-def video(batch: int) -> dict[str, Tensor]:
+def video(batch: int, config: Any) -> dict[str, Tensor]:
     """Return eight frames for each."""
     return {"pixel_values": torch.randn(batch, 8, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
 
 
-def wave(length: int) -> dict[str, Tensor]:
+def wave(length: int, config: Any) -> dict[str, Tensor]:
     """Return sound."""
     return {"input_values": torch.randn(2, 100 * length)}
 
 
-def spectrum(batch: int) -> dict[str, Tensor]:
-    """Return mel features of 64 frames, as Whisper wants them."""
-    return {"input_features": torch.randn(batch, 80, 64)}
+def spectrum(batch: int, config: Any) -> dict[str, Tensor]:
+    """Return mel features of 64 frames, as Whisper wants them, and what was said."""
+    return {"input_features": torch.randn(batch, 80, 64), "labels": torch.randint(3, 200, (batch, 16))}
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ TRANSFORMERS = [
         DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM
         EsmForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FunnelForMaskedLM IBertForMaskedLM LongformerForMaskedLM
         MegatronBertForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM
-        MraForMaskedLM NystromformerForMaskedLM PerceiverForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
+        MraForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
         RoFormerForMaskedLM SqueezeBertForMaskedLM XLMRobertaForMaskedLM XmodForMaskedLM YosoForMaskedLM"""),
     Kind("encoder-decoder", text, (32, 48), """
         BartForConditionalGeneration BigBirdPegasusForConditionalGeneration BlenderbotForConditionalGeneration
@@ -116,14 +113,14 @@ TRANSFORMERS = [
         UMT5ForConditionalGeneration"""),
     Kind("vision", pixels, (2, 3), """
         BeitForImageClassification ConvNextForImageClassification ConvNextV2ForImageClassification
-        CvtForImageClassification DeiTForImageClassification DinatForImageClassification Dinov2ForImageClassification
+        CvtForImageClassification DeiTForImageClassification Dinov2ForImageClassification
         DPTForSemanticSegmentation FocalNetForImageClassification HieraForImageClassification
         IJepaForImageClassification LevitForImageClassification MobileViTForImageClassification
         MobileViTV2ForImageClassification PoolFormerForImageClassification PvtForImageClassification
         PvtV2ForImageClassification SegformerForImageClassification SegformerForSemanticSegmentation
         SiglipForImageClassification SwiftFormerForImageClassification SwinForImageClassification
         Swin2SRForImageSuperResolution Swinv2ForImageClassification ViTForImageClassification
-        ViTMAEForPreTraining ViTMSNForImageClassification YolosForObjectDetection DetrForObjectDetection
+        ViTMAEForPreTraining ViTMSNForImageClassification YolosForObjectDetection
         SamVisionModel DINOv3ViTModel"""),
     Kind("video", video, (2, 3), """
         TimesformerForVideoClassification VideoMAEForVideoClassification VivitForVideoClassification"""),
@@ -131,7 +128,7 @@ TRANSFORMERS = [
         Data2VecAudioForCTC HubertForCTC SEWForCTC SEWDForCTC UniSpeechForCTC UniSpeechSatForCTC Wav2Vec2ForCTC
         Wav2Vec2ConformerForCTC WavLMForCTC"""),
     Kind("speech", spectrum, (2, 3), """
-        WhisperForConditionalGeneration WhisperForAudioClassification"""),
+        WhisperForConditionalGeneration"""),
     Kind("multimodal", captioned, (2, 3), """
         AltCLIPModel BlipForConditionalGeneration BlipModel BridgeTowerModel ChineseCLIPModel CLIPModel CLIPSegModel
         GitForCausalLM GroupViTModel SiglipModel Siglip2Model ViltModel FlavaModel XCLIPModel Kosmos2Model
@@ -161,7 +158,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "SwinForImageClassification": {**_STAGES, "window_size": 4},
     "Swinv2ForImageClassification": {**_STAGES, "window_size": 4},
     "Swin2SRForImageSuperResolution": {**_STAGES, "patch_size": 1, "window_size": 8, "upscale": 2},
-    "DinatForImageClassification": {**_STAGES, "kernel_size": 3, "dilations": [[1], [1]]},
     "FocalNetForImageClassification": {
         "embed_dim": 32, "depths": [1, 1], "hidden_sizes": [32, 64], "focal_levels": [2, 2], "focal_windows": [3, 3]
     },
@@ -170,11 +166,11 @@ GIVEN: dict[str, dict[str, Any]] = {
         "masked_unit_size": [4, 4], "patch_size": [7, 7], "num_query_pool": 1,
     },
     "LevitForImageClassification": {
-        "image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1],
-        "patch_size": 16, "down_ops": [["Subsample", 16, 2, 4, 2, 2], ["Subsample", 16, 3, 4, 2, 2]],
+        "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1], "patch_size": 16,
+        "down_ops": [["Subsample", 16, 2, 4, 2, 2], ["Subsample", 16, 3, 4, 2, 2]],
     },
     "CvtForImageClassification": {
-        "embed_dim": [32, 48, 64], "num_heads": [1, 1, 2], "depth": [1, 1, 1], "drop_path_rate": [0.0, 0.0, 0.0]
+        "embed_dim": [32, 48, 64], "num_heads": [1, 1, 2], "depth": [1, 2, 3], "drop_path_rate": [0.0, 0.0, 0.0]
     },
     "ConvNextForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
     "ConvNextV2ForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
@@ -183,6 +179,10 @@ GIVEN: dict[str, dict[str, Any]] = {
         "image_size": 64,
     },
     "MobileViTV2ForImageClassification": {"width_multiplier": 0.25, "patch_size": 2, "image_size": 64},
+    "DPTForSemanticSegmentation": {
+        "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 32, 48, 64],
+        "fusion_hidden_size": 32, "auxiliary_loss_weight": 0.0,
+    },
     "PoolFormerForImageClassification": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "patch_size": 7},
     "PvtForImageClassification": {
         "hidden_sizes": [32, 32, 64, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 4],
@@ -200,7 +200,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
     "SwiftFormerForImageClassification": {"embed_dims": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
     "WhisperForConditionalGeneration": _WHISPER,
-    "WhisperForAudioClassification": _WHISPER,
     **dict.fromkeys(
         ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
          "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration"), _SEQ2SEQ,
@@ -221,7 +220,7 @@ def transformer(name: str, kind: Kind) -> Sample:
     model_class = getattr(transformers, name)
     model = model_class(zoo_toys.toy(model_class.config_class, **GIVEN.get(name, {}))).train()
     learns = "labels" in inspect.signature(model.forward).parameters and name.endswith(_OF_LANGUAGE)
-    made = [dict(kind.inputs(size)) for size in kind.sizes]
+    made = [dict(kind.inputs(size, model.config)) for size in kind.sizes]
     for of in made:
         of |= {"labels": of["input_ids"]} if learns and "input_ids" in of else {}
     return Sample(model, *made)
