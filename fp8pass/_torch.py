@@ -82,6 +82,7 @@ with required_names():
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
     from torch.fx.graph import CodeGen
+    from torch.nn.modules.loss import _Loss as Loss
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils import _pytree as pytree
@@ -562,6 +563,7 @@ __all__ = [
     "HigherOrderOperator",
     "InductorChoices",
     "InductorError",
+    "Loss",
     "MemoryDep",
     "MutationLayoutSHOULDREMOVE",
     "NopKernelSchedulerNode",

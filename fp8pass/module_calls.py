@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.loss import _Loss
 
-from fp8pass._torch import callback_handler, current_graph_task_id, disabled_functions, dynamo_is_on, skip_code
+from fp8pass._torch import Loss, callback_handler, current_graph_task_id, disabled_functions, dynamo_is_on, skip_code
 
 Call = Callable[..., Any]
 CALL = "_compiled_call_impl"
@@ -162,7 +161,7 @@ def _is_off_for_checkpointing() -> bool:
 
 
 def _is_worth_it(module: nn.Module) -> bool:
-    return isinstance(module, _Loss) or any(p.dim() > 1 for p in module.parameters())
+    return isinstance(module, Loss) or any(p.dim() > 1 for p in module.parameters())
 
 
 def _is_called_in_full(module: nn.Module) -> bool:

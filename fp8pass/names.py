@@ -113,6 +113,11 @@ _DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 """What `checkpoint_wrapper` and `torch.compile` put into paths. A name does not tell of them."""
 
+MATMULS = frozenset(
+    ("_grouped_mm", "addbmm", "addmm", "baddbmm", "bmm", "einsum", "inner", "linear", "matmul", "mm", "tensordot")
+)
+"""What matmuls without parameters are called within their modules: by their spelling, see `passes/spellings.py`."""
+
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""
 

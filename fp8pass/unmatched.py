@@ -22,13 +22,10 @@ from fp8pass._torch import compiled_scope, pipeline_call
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
 from fp8pass.fields import nearest
-from fp8pass.names import Names, parts_of, without_wrappers
-from fp8pass.passes.spellings import NAMES
+from fp8pass.names import MATMULS, Names, parts_of, without_wrappers
 from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
 from fp8pass.tensors import unwrapped
 
-OPS = frozenset(NAMES)
-"""What matmuls without parameters are called within their modules."""
 ROLES = {role for factors in FACTORS.values() for role in factors}
 _NUMBER = re.compile(r"(_\d+)?(~\d+)?$")
 FILTER, MONITOR, STATIC = "filter", "monitor", "StaticScaling"
@@ -124,7 +121,8 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
         _tell(missing, everything, of, _refuse if is_whole else _warn)
     for pattern in missing:
         if pattern.option != STATIC and pattern.is_in(other):
-            like = sorted((name for name in here if name.rpartition(".")[2] not in OPS), key=lambda n: (len(n), n))[:3]
+            modules_of_it = (name for name in here if name.rpartition(".")[2] not in MATMULS)
+            like = sorted(modules_of_it, key=lambda name: (len(name), name))[:3]
             of = type(own).__name__ if own is not None else " and ".join(sorted(roots))
             warn_once(
                 f"fp8pass: {pattern.option}: {pattern.text!r} has no effect in a graph of {of}, where names are like "
@@ -159,7 +157,7 @@ def names_of(module: nn.Module) -> set[str]:
     paths = {without_wrappers(name) for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     parameters = {without_wrappers(name).removesuffix(".weight") for name, _ in tensors}
-    products = {name for path in paths for name in _under(path, OPS)}
+    products = {name for path in paths for name in _under(path, MATMULS)}
     return (paths | parameters | products) - {""}
 
 
@@ -233,6 +231,6 @@ def _under(prefix: str, names: Iterable[str]) -> Iterator[str]:
 
 def _like(names: Set[str]) -> Set[str]:
     """Return names and patterns that one may have meant: with any number in it, or of whatever ends in a name."""
-    names = {name for name in names if name.rpartition(".")[2] not in OPS}
+    names = {name for name in names if name.rpartition(".")[2] not in MATMULS}
     numbered = {re.sub(r"\b\d+\b", "*", name) for name in names}
     return names | numbered | {f"*.{name.rpartition('.')[2]}" for name in names if "." in name}

@@ -95,10 +95,6 @@ _METHODS = {
 }
 
 
-NAMES = {spelling.name for spelling in (*_FUNCTIONS.values(), *_METHODS.values())}
-"""What matmuls are called by."""
-
-
 def spelling_of(node: fx.Node) -> Spelling | None:
     """How the node spells a matmul; None if it is something else."""
     if node.op == "call_function":

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass import Config, Fp8Error, explain
 from fp8pass.errors import warn_once
+from fp8pass.names import MATMULS
+from fp8pass.passes import spellings
 from fp8pass.recipes import Schedule, StaticScaling
 from tests.models import Block
 
@@ -136,3 +138,8 @@ def test_statistics_of_what_is_not_watched() -> None:
         ValueError, match=r"slots='weight.wieght': matches none of 3 watched tensors; did you mean 'weight.weight'"
     ):
         fp8pass.stats(model, "weight.wieght")
+
+
+def test_matmuls_are_called_by_their_spellings() -> None:
+    """The frame knows these names without the passes."""
+    assert {s.name for s in vars(spellings).values() if isinstance(s, spellings.Spelling)} == MATMULS
