@@ -20,10 +20,10 @@ from fp8pass._torch import running_modules, unset_fake_temporarily
 from fp8pass.amax_reduction import finish
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.fields import nearest
-from fp8pass.names import parts_of, without_wrappers
+from fp8pass.names import MATMULS, parts_of, without_wrappers
 from fp8pass.slots import PARTS, Entry, SlotGroup, registry
 from fp8pass.tensors import ids_of, named_tensors, unwrapped
-from fp8pass.unmatched import OPS, names_of
+from fp8pass.unmatched import names_of
 
 if TYPE_CHECKING:  # whoever has some has imported it already
     from torch.distributed.checkpoint.metadata import Metadata
@@ -424,7 +424,7 @@ def _unknown(entries: Mapping[str, Entry], module: nn.Module) -> str:
     """Return what says of which slots the module has no layer, with the nearest that it has; "" if there is none."""
     names = names_of(module)
     layers = {slot: [part.rpartition(".")[0] for part in parts_of(slot)] for slot in entries}
-    absent = [slot for slot, of in layers.items() if not all(x in names or x.rpartition(".")[2] in OPS for x in of)]
+    absent = [slot for slot, of in layers.items() if not all(x in names or x.rpartition(".")[2] in MATMULS for x in of)]
     told = [f"{slot}{nearest(layers[slot][0], names)}" for slot in absent[:3]]
     return "; ".join(told) + (f"; and {len(absent) - 3} more" if len(absent) > 3 else "")
 
