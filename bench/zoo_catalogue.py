@@ -48,6 +48,14 @@ def captioned(batch: int, config: Any) -> dict[str, Tensor]:
     return {**pixels(batch, config), "input_ids": torch.randint(3, 200, (batch, 16))}
 
 
+def told_of_images(batch: int, config: Any) -> dict[str, Tensor]:
+    """Return images, and texts that begin with their places."""
+    made = captioned(batch, config)
+    places = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+    tokens = torch.full((batch, places), config.image_token_id)
+    return {**made, "input_ids": torch.cat([tokens, made["input_ids"]], dim=1)}
+
+
 def video(batch: int, config: Any) -> dict[str, Tensor]:
     """Return eight frames for each."""
     return {"pixel_values": torch.randn(batch, 8, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
@@ -129,11 +137,10 @@ TRANSFORMERS = [
         Wav2Vec2ConformerForCTC WavLMForCTC"""),
     Kind("speech", spectrum, (2, 3), """
         WhisperForConditionalGeneration"""),
+    Kind("multimodal", told_of_images, (2, 3), "LlavaForConditionalGeneration"),
     Kind("multimodal", captioned, (2, 3), """
         AltCLIPModel BlipForConditionalGeneration BlipModel BridgeTowerModel ChineseCLIPModel CLIPModel CLIPSegModel
-        GitForCausalLM GroupViTModel SiglipModel Siglip2Model ViltModel FlavaModel XCLIPModel Kosmos2Model
-        LlavaForConditionalGeneration PaliGemmaForConditionalGeneration Idefics3ForConditionalGeneration
-        Qwen2VLForConditionalGeneration InternVLForConditionalGeneration MllamaForConditionalGeneration"""),
+        GitForCausalLM GroupViTModel SiglipModel ViltModel FlavaModel"""),
 ]  # fmt: skip
 
 _STAGES: dict[str, Any] = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4}
@@ -146,6 +153,9 @@ GIVEN: dict[str, dict[str, Any]] = {
     "VideoMAEForVideoClassification": {"num_frames": 8},
     "VivitForVideoClassification": {"num_frames": 8, "tubelet_size": [2, 8, 8]},
     "TimesformerForVideoClassification": {"num_frames": 8},
+    "LlavaForConditionalGeneration": {
+        "vision_config": {"model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}
+    },
     "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},
@@ -200,13 +210,14 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
     "SwiftFormerForImageClassification": {"embed_dims": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
     "WhisperForConditionalGeneration": _WHISPER,
+    "Wav2Vec2ConformerForCTC": {**_SOUND, "vocab_size": 32},
     **dict.fromkeys(
         ("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
          "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration"), _SEQ2SEQ,
     ),
     **dict.fromkeys(
         ("Data2VecAudioForCTC", "HubertForCTC", "UniSpeechForCTC", "UniSpeechSatForCTC",
-         "Wav2Vec2ForCTC", "Wav2Vec2ConformerForCTC", "WavLMForCTC"), _SOUND,
+         "Wav2Vec2ForCTC", "WavLMForCTC"), _SOUND,
     ),
 }  # fmt: skip
 """Fields of configurations that need another value than their toy size, by the model's class."""

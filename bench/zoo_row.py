@@ -322,7 +322,7 @@ def fill(row: Row, make: Callable[[], Subject]) -> None:
     except Exception as error:  # noqa: BLE001  whatever a model raises is what its row says
         traceback.print_exception(_inner(error))
         row.error, row.frame = _told(error), _frame(error)
-        if row.stage not in ("build", "eager"):
+        if row.stage in ("explain", "train"):
             row.trains_elsewhere = trains_with(subject, "aot_eager")
     if row.stage in ("build", "eager"):
         row.status = "does not run"
