@@ -131,6 +131,9 @@ with required_names():
     RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
     """What calls autograd's engine."""
 
+MODULE_CALL = "_compiled_call_impl"
+"""Attribute of a module: what `nn.Module.__call__` calls in the module's place, if it is there."""
+
 EXACT_INPUTS = "eager_input_vals"
 """Metadata of a node: the fake tensors (args, kwargs) whose strides Inductor gives its inputs."""
 
@@ -544,6 +547,7 @@ __all__ = [
     "EXACT_INPUTS",
     "FORCE_STRIDE_ORDER",
     "MODE_CHANGES",
+    "MODULE_CALL",
     "RUNS_BACKWARD",
     "TAKES_LISTS_OF_PASSES",
     "BaseSchedulerNode",

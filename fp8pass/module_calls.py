@@ -20,11 +20,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fp8pass._torch import Loss, callback_handler, current_graph_task_id, disabled_functions, dynamo_is_on, skip_code
+from fp8pass._torch import (
+    MODULE_CALL,
+    Loss,
+    callback_handler,
+    current_graph_task_id,
+    disabled_functions,
+    dynamo_is_on,
+    skip_code,
+)
 
 Call = Callable[..., Any]
-CALL = "_compiled_call_impl"
-"""What `nn.Module.__call__` calls in the module's place, if it is there."""
 
 
 class ModuleCalls:
@@ -112,7 +118,7 @@ class Caught:
     def __exit__(self, *_: object) -> None:
         callback_handler.remove_start_callback(self._begin)
         for module in self._caught:
-            vars(module).pop(CALL, None)
+            vars(module).pop(MODULE_CALL, None)
 
     def _begin(self, _: Any) -> None:
         if not self._caught:
@@ -126,8 +132,8 @@ class Caught:
             self._calls.paths.update(paths)
         for module in paths:
             self._calls.stays |= _is_called_in_full(module)
-            if CALL not in vars(module):
-                vars(module)[CALL] = functools.partial(_called, self._calls, module)
+            if MODULE_CALL not in vars(module):
+                vars(module)[MODULE_CALL] = functools.partial(_called, self._calls, module)
                 self._caught.append(module)
 
 
@@ -165,7 +171,7 @@ def _is_worth_it(module: nn.Module) -> bool:
 
 
 def _is_called_in_full(module: nn.Module) -> bool:
-    """Whether Dynamo traces all that `nn.Module.__call__` does, and compiles anew when `CALL` comes or goes."""
+    """Whether Dynamo traces all that `nn.Module.__call__` does, and compiles anew when `MODULE_CALL` comes or goes."""
     is_plain = type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return not is_plain or any(hooks)
