@@ -148,7 +148,7 @@ def main() -> None:
     if asked.list:
         sys.exit(print("\n".join(entries)))
     if asked.page:
-        sys.exit(print(page(rows())))
+        sys.exit(print(page(rows(), entries)))
     if asked.problems:
         sys.exit(print("\n".join(problems(rows()))))
     (ROWS / asked.lowering).mkdir(parents=True, exist_ok=True)

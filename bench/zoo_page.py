@@ -20,14 +20,19 @@ PACKAGES = {
 }
 
 
-def page(rows: Sequence[Row]) -> str:
-    """Return the generated part of the page: what was run, a table by package, and what is not as it should be."""
+def page(rows: Sequence[Row], names: Iterable[str] = ()) -> str:
+    """Return the generated part of the page: what was run, a table by package, and what is not as it should be.
+
+    names: of all models, also those without a row yet.
+    """
     parts = [_about(rows)]
     for package, title in PACKAGES.items():
         mine = [row for row in rows if row["package"] == package]
         if mine:
             parts.append(f"## {title}\n\n{_table(mine)}")
     parts.append(f"## What does not train\n\n{_listed(_failures(rows), 'Nothing.')}")
+    if missing := [f"`{name}`" for name in names if name not in {row["name"] for row in rows}]:
+        parts.append(f"## Not run yet\n\n{len(missing)} models: {', '.join(missing)}.")
     parts.append(f"## Gradients that FP8 turns\n\n{_EXCUSED}\n\n{_listed(_excused(rows), 'None.')}")
     return "\n\n".join(parts)
 

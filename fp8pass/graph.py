@@ -177,19 +177,27 @@ class Builder:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Put `new` in the place of `old`, whose metadata it inherits and whose dtype, shape and strides it has."""
         was, now = val(old), val(new)
-        assert (was.dtype, was.shape, strides(was)) == (now.dtype, now.shape, strides(now)), (old, was, now)
+        assert was.dtype == now.dtype and laid_out_alike(was, now), (old, was, now)
         for key, value in old.meta.items():
             new.meta.setdefault(key, value)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
 
-def strides(x: torch.Tensor) -> list[Any]:
-    """Return the strides of a tensor, with None for a dimension of one element.
+def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether shapes and strides are the same, but for the stride of a dimension of one element.
 
-    There a stride says nothing, and torch's fakes are not of one mind: `x * s` and `empty_like(x)` may differ in it.
+    That says nothing, and torch's fakes are not of one mind: `x * s` and `empty_like(x)` may differ in it. Of a
+    symbolic size one of the tensors may know that it is 1.
     """
-    return [None if isinstance(n, int) and n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
+    if a.shape != b.shape:
+        return False
+    dims = zip(a.shape, b.shape, a.stride(), b.stride(), strict=True)
+    return all(_is_one(m) or _is_one(n) or s == t for m, n, s, t in dims)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
