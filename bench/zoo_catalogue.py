@@ -292,8 +292,11 @@ def _loops() -> Iterator[Entry]:
 
 
 def _diffusers() -> Iterator[Entry]:
+    def sample(make: Callable[[], Any]) -> Sample:
+        return Sample(*make())
+
     for name, kind, make in diffusion():
-        yield Entry(name, "diffusers", kind, lambda make=make: Sample(*make()))
+        yield Entry(name, "diffusers", kind, functools.partial(sample, make))
 
 
 def catalogue() -> dict[str, Entry]:

@@ -27,8 +27,7 @@ _HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16}
 _BLOCKS: dict[str, Any] = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 16}
 _CROSS_DOWN, _CROSS_UP = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
 _PROMPT = latent(8, 32)
-_FIELDS, _CALLED = dict[str, Any], dict[str, Any]
-MODELS: dict[str, tuple[str, _FIELDS, _CALLED]] = {
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "UNet2DModel": (
         "UNet",
         {**_BLOCKS, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "attention_head_dim": 16,

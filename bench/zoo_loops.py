@@ -106,7 +106,7 @@ class _Checks:
         (model, optimizers), step = self.loop.fresh(), self._step()
         for i, wanted in enumerate(self.losses):
             if i == STEPS - 1:
-                parts = model, *optimizers, fp8pass.state(model)
+                parts: tuple[Any, ...] = model, *optimizers, fp8pass.state(model)
                 self.saved = [copy.deepcopy(part.state_dict()) for part in parts]
             self.row.losses.append(float(step(model, optimizers, self.loop.batch)))
             if abs(self.row.losses[-1] - wanted) > LOSS * wanted:
@@ -116,7 +116,8 @@ class _Checks:
     def resume(self) -> None:
         """Take the last step again with another instance: the same bits."""
         (model, optimizers), step = self.loop.fresh(), self._step()
-        for part, state in zip((model, *optimizers, fp8pass.state(model)), self.saved, strict=True):
+        parts: tuple[Any, ...] = model, *optimizers, fp8pass.state(model)
+        for part, state in zip(parts, self.saved, strict=True):
             part.load_state_dict(state)
         again = float(step(model, optimizers, self.loop.batch))
         if again != self.row.losses[-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -54,7 +55,7 @@ def module(name: str) -> Made:
         made, called = sample.constructor_input, sample.forward_input
         model = info.module_cls(*made.args, **made.kwargs).train()
         inputs = inspect.signature(model.forward).bind(*called.args, **called.kwargs).arguments
-        if multiplies(lambda model=model, inputs=inputs: model(**inputs)):
+        if multiplies(functools.partial(model, **inputs)):
             model.zero_grad()
             return model, inputs
     raise LookupError(f"no sample of nn.{name} multiplies matrices")
@@ -104,7 +105,7 @@ def operator(name: str) -> Made:
     calls = []
     for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
         call = (sample.input, *sample.args), sample.kwargs
-        if multiplies(lambda call=call: op.op(*call[0], **call[1])):
+        if multiplies(functools.partial(op.op, *call[0], **call[1])):
             calls.append(call)
         if len(calls) == SAMPLES:
             break
