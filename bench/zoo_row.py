@@ -123,6 +123,8 @@ def update(model: nn.Module, rate: float = 0.01) -> None:
 class Matmuls(TorchDispatchMode):
     """Counts the matmuls that eager calls, and their FLOPs. rounds: computes them of operands rounded to FP8.
 
+    Not those of vectors, of which Inductor makes sums of products.
+
     Nothing of fp8pass is in it: each operand of a matmul is rounded with a scale from its own amax, to e4m3 if the
     forward has seen it, to e5m2 if it is a gradient.
     """
@@ -140,9 +142,10 @@ class Matmuls(TorchDispatchMode):
             at = FACTORS[func]
             a, b = args[at], args[at + 1]
             *batch, m, k = a.shape
-            self.number += 1
-            self.flops += 2 * math.prod(batch) * m * k * b.shape[-1]
-            if self.rounds and min(m, k, b.shape[-1]) > 1 and math.prod(batch) <= 16:
+            is_matrix = min(m, k, b.shape[-1]) > 1
+            self.number += is_matrix
+            self.flops += is_matrix * 2 * math.prod(batch) * m * k * b.shape[-1]
+            if self.rounds and is_matrix and math.prod(batch) <= 16:
                 args = (*args[:at], self._rounded(a), self._rounded(b), *args[at + 2 :])
         return func(*args, **(kwargs or {}))
 
