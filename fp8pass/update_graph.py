@@ -140,12 +140,13 @@ class UpdateGraph:
 
     def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
-        key, weights, groups, inputs = self._found(args)
+        key, weights, groups, moments = self._found(args)
+        inputs = self._inputs(weights, groups, moments, self._in_graph(args))
         self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
         return _Plan(weights, groups, key.moments, self._runs[key])
 
-    def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[SlotGroup], list[Tensor]]:
-        """Return what it is compiled for, the weights, the groups of slots, and the inputs that come after Dynamo's."""
+    def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[SlotGroup], list[Fp8Moment]]:
+        """Return what it is compiled for, the weights, the groups of slots, and the moments in FP8."""
         tensors = [self._tensor(p, args) for p in self._places]
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
@@ -162,7 +163,7 @@ class UpdateGraph:
         )
         keeps = tuple(self._places) if self.counts is not None else ()
         key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
-        return key, weights, groups, self._inputs(weights, groups, list(moments.values()), places)
+        return key, weights, groups, list(moments.values())
 
     def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
         """After a fault, skip nothing, or leave moments as the optimizer has them.
