@@ -118,8 +118,9 @@ def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def registered(lowering: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(lowering)
         def lowers(*args: Any) -> Any:
-            node = Virtualized.graph.current_node
-            with faults_of(node.meta[MADE_BY]):  # without that pass there is no such op
+            # moments are rounded on Dynamo's graph, of which AOTAutograd traces another one, without marks
+            made_by = Virtualized.graph.current_node.meta.get(MADE_BY, "quantize_moments")
+            with faults_of(made_by):  # without that pass there is no such op
                 return lowering(*args)
 
         return register(lowers)
