@@ -118,8 +118,8 @@ def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def registered(lowering: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(lowering)
         def lowers(*args: Any) -> Any:
-            # moments are rounded on Dynamo's graph, of which AOTAutograd traces another one, without marks
-            made_by = Virtualized.graph.current_node.meta.get(MADE_BY, "quantize_moments")
+            # weights are rounded on Dynamo's graph of an update, of which AOTAutograd traces another one, without marks
+            made_by = Virtualized.graph.current_node.meta.get(MADE_BY, "write_weights")
             with faults_of(made_by):  # without that pass there is no such op
                 return lowering(*args)
 
