@@ -214,7 +214,7 @@ def test_where_in_the_model_it_is() -> None:
 def test_names() -> None:
     recipe = DelayedScaling()
     a = annotation(nn.Sequential(Attention()), recipe=recipe)
-    assert called(a) == ["0.q+k+v", "0.o"]
+    assert called(a) == ["0.q+k+v", "0.scaled_dot_product_attention", "0.o"]
     (table,) = a.tables
     assert {n for n in table.names if "+" in n} == {"0.q+k+v.input", "0.q+k+v.weight", "0.q+k+v.grad_output"}
     model = Transformer(layers=1)
