@@ -142,7 +142,7 @@ class Matmuls(TorchDispatchMode):
             at = FACTORS[func]
             a, b = args[at], args[at + 1]
             *batch, m, k = a.shape
-            is_matrix = min(m, k, b.shape[-1]) > 1
+            is_matrix = min(m, k, b.shape[-1]) > 1 and math.prod(batch) > 0
             self.number += is_matrix
             self.flops += is_matrix * 2 * math.prod(batch) * m * k * b.shape[-1]
             if self.rounds and is_matrix and math.prod(batch) <= 16:
