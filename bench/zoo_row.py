@@ -26,8 +26,9 @@ COSINE = 0.97
 """The least that a parameter's gradient may have with that of eager."""
 NOISE = 2.0
 """How much larger than in eager rounded to FP8 the error of a gradient may be which FP8 itself turns further."""
-SUMS = 1e-3
-"""How far the order of sums may move a gradient: a sum on the border of two FP8 numbers rounds to either."""
+SUMS = 2e-2
+"""How far the order of sums may move a gradient: a sum on the border of two FP8 numbers rounds to either, and what is
+computed of it goes on. FP8 itself moves gradients ten times as far."""
 OPTIONS: dict[str, Any] = {"lowering": "eager"}
 FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
 """Where the first of the two factors is among an op's arguments."""
@@ -192,11 +193,6 @@ class Beside:
             return ""
         return f"cosine {self.cosine:.3f}, where rounding to FP8 alone has {self.rounded_cosine:.3f}"
 
-    @property
-    def excuse(self) -> str:
-        """Return why a cosine below the bound is none of a compiler's."""
-        return f"cosine {self.cosine:.3f}; eager with the operands of matmuls rounded has {self.rounded_cosine:.3f}"
-
 
 def beside(eager: Step, rounded: Step, ours: Step) -> dict[str, Beside]:
     """Return for each parameter that has a gradient how it compares. Raises Failed where one is missing."""
@@ -289,7 +285,8 @@ class Row:
     parameters: int = 0
     cosine: float = 1.0
     off_reference: float = 0.0
-    excused: dict[str, str] = field(default_factory=dict)
+    excused: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Parameters whose gradient has less than `COSINE`: its cosine, and that of eager rounded to FP8."""
     losses: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -389,7 +386,8 @@ class _Checks:
         row = self.row
         row.parameters = len(found)
         faults = [f"{name}: {b.fault}" for name, b in found.items() if b.fault]
-        row.excused |= {n: f"step {i}: {b.excuse}" for n, b in found.items() if b.cosine < COSINE and not b.fault}
+        excused = {n: b for n, b in found.items() if b.cosine < COSINE and not b.fault}
+        row.excused |= {n: (round(b.cosine, 3), round(b.rounded_cosine, 3)) for n, b in excused.items()}
         row.cosine = min([row.cosine, *(b.cosine for b in found.values() if b.cosine >= COSINE)])
         if faults:
             raise Failed("gradients", f"of step {i}, of {len(faults)}: {'; '.join(faults[:3])}")

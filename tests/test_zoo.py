@@ -63,7 +63,7 @@ def test_rules_that_are_beyond_us_are_limits() -> None:
 
 def row(**other: Any) -> dict[str, Any]:
     good = Row("good", status="trains", eager_flops=100, matmuls=4, rewritten=4, flops=100, fp8_flops=90)
-    good.owned_flops, good.owned_fp8_flops, good.parameters, good.cosine = 80, 80, 3, 0.99
+    good.owned_flops, good.owned_fp8_flops, good.parameters, good.cosine, good.graphs = 80, 80, 3, 0.99, 1
     entry = Entry("good", "torch", "module_db", lambda: Sample(nn.Linear(2, 2), {}, {}))
     return {**about(entry, good), **other}
 
@@ -87,12 +87,12 @@ def test_what_is_a_problem(other: dict[str, Any], said: list[str]) -> None:
 def test_the_page_says_what_fails_and_what_is_excused() -> None:
     rows = [
         row(),
-        row(name="bad", status="fails", stage="train", error="E: a|b<c>", excused={"w": "step 0: cosine 0.9"}),
+        row(name="bad", status="fails", stage="train", error="E: a|b<c>", excused={"w": (0.9, 0.89)}),
     ]
     text = page(rows)
     assert "2 models: 2 of torch. 1 of 2 train" in text
     assert "| good | module_db | yes | 4 of 4 | 90% | 100% |" in text
-    assert "- `bad`, train: E: a/b(c)" in text and "- `bad`, `w`, step 0: cosine 0.9" in text
+    assert "- `bad`, train: E: a/b(c)" in text and "- `bad`, 1 of 3: `w` 0.9 (0.89)" in text
 
 
 class Cancels(nn.Module):
