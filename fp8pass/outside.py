@@ -454,8 +454,9 @@ _given_up: dict[tuple[str, int, str], str] = {}
 
 
 def _remember() -> None:
+    wrappers = str(Path(_TORCH, "_dynamo"))  # whose code many functions share: what is true of one is not of another
     for c in compilations():
-        if c.fail_reason and not c.has_guarded_code:
+        if c.fail_reason and not c.has_guarded_code and not str(c.co_filename).startswith(wrappers):
             _given_up[str(c.co_filename), int(c.co_firstlineno or 0), str(c.co_name)] = _first_line(c.fail_reason)
 
 
