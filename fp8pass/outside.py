@@ -51,6 +51,7 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _RUNS_GRAPHS = tuple(
     str(Path(folder, file))
     for folder, file in (
+        (_HERE, "annotation.py"),
         (_HERE, "backend.py"),
         (_HERE, "compiled_graph.py"),
         (_HERE, "update_graph.py"),
