@@ -28,7 +28,7 @@ class Entry:
 
 
 Inputs = Callable[[int, Any], Mapping[str, Any]]
-"""What makes the inputs of a length, or of a batch size where the length is fixed, for a configuration."""
+"""Makes a configuration's inputs of a length, or of a batch size where the length is fixed."""
 
 
 def text(length: int, config: Any) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ LORA: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"target_modules": "all-linear", "use_dora": True},
     "GPTNeoXForCausalLM": {"target_modules": ["query_key_value"], "use_rslora": True},
 }
-"""What is adapted of each model, which itself stays as it is."""
+"""Lists what each adapter adapts of its model, which itself stays as it is."""
 
 
 def adapted(name: str, kind: Kind) -> Sample:

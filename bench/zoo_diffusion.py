@@ -132,7 +132,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sample": latent(3, 16, 16)},
     ),
 }  # fmt: skip
-"""Of each class of diffusers its kind, its configuration, and what makes each argument for a batch."""
+"""Maps each class of diffusers to its kind, configuration, and what makes each argument for a batch."""
 
 
 def of_diffusers(name: str) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:

@@ -142,4 +142,4 @@ LOOPS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]], 
     "loop.nanoGPT-fp8-moments": ("GPT2LMHeadModel", adamw, {"optimizer_state": "fp8"}),
     "loop.modded-nanogpt": ("NanoChatForCausalLM", muon, {}),
 }
-"""Of each loop its model, its optimizers, and fields of `fp8pass.Config`."""
+"""Maps each loop to its model, its optimizers, and fields of `fp8pass.Config`."""

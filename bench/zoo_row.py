@@ -1,4 +1,4 @@
-"""What is done to one model of the zoo: explained, trained, compared with eager and with the reference, resumed."""
+"""Explain one model of the zoo, train it, compare it with eager and with the reference, and resume it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Sample:
 
 
 class Subject(Protocol):
-    """What a row is about."""
+    """Holds what a row is about."""
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
         """Return what is done to it, in order, each named after its stage."""
@@ -97,7 +97,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Step:
-    """What one step computed: the loss, each parameter's gradient, and the buffers after it."""
+    """Holds what one step computed: the loss, each parameter's gradient, and the buffers after it."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -259,7 +259,7 @@ def parts_of(name: str) -> list[str]:
 
 @dataclass
 class Row:
-    """What became of one model. seconds: by stage."""
+    """Says what became of one model. seconds: by stage."""
 
     name: str
     status: str = "fails"

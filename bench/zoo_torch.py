@@ -30,7 +30,7 @@ nn.functional.linear_cross_entropy.chunked nn.functional.multi_head_attention_fo
 nn.functional.scaled_dot_product_attention norm.nuc ormqr pca_lowrank pinverse qr svd svd_lowrank
 tensordot triangular_solve __rmatmul__
 """
-"""What `multiplying` finds, by the names that op_db has for them."""
+"""Lists the operators that `multiplying` finds, by the names that op_db has for them."""
 
 
 def multiplies(call: Callable[[], Any]) -> bool:

@@ -97,7 +97,7 @@ with required_names():
     """What `torch.set_grad_enabled` is in Dynamo's graph."""
 
     enter_autocast, exit_autocast = _enter_autocast, _exit_autocast
-    """What `with torch.autocast` is in Dynamo's graph."""
+    """Stands for `with torch.autocast` in Dynamo's graph."""
 
     MODE_CHANGES = frozenset(
         {set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
@@ -114,7 +114,7 @@ with required_names():
     """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
 
     INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
-    """What Dynamo calls the body of a `torch.compiler.nested_compile_region` with: (body, its name, *operands)."""
+    """Calls the body of a `nested_compile_region` in Dynamo's graph: (body, its name, *operands)."""
 
     linear = torch._C._nn.linear
     """What `F.linear` is on some versions."""
@@ -129,7 +129,7 @@ with required_names():
     """Makes the guard for CUDA devices that is registered now the one in force."""
 
     RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-    """What calls autograd's engine."""
+    """Calls autograd's engine."""
 
 MODULE_CALL = "_compiled_call_impl"
 """Attribute of a module: what `nn.Module.__call__` calls in the module's place, if it is there."""

@@ -434,7 +434,7 @@ def _lower_eager(
 
 
 def op_by_op(module: fx.GraphModule) -> Any:
-    """What AOTAutograd calls in the place of a compiled graph: the graph itself."""
+    """Stands for a compiled graph where AOTAutograd calls it: the graph itself."""
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
     return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
@@ -448,7 +448,7 @@ def _call_directly(graph_module: fx.GraphModule) -> None:
 
 
 def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """What FORCE_STRIDE_ORDER computes."""
+    """Compute what FORCE_STRIDE_ORDER does."""
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

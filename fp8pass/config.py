@@ -231,7 +231,7 @@ _FIELDS = tuple(f.name for f in fields(Config))
 _VARIABLES = {f"FP8PASS_{f.name.upper()}": f for f in fields(Config) if f.metadata[RULE].parse is not None}
 _VARIABLES["FP8PASS_DUMP"] = _VARIABLES["FP8PASS_DUMP_DIR"]
 _OF_TESTS = "FP8PASS_TEST_"
-"""What variables begin with that are not the user's."""
+"""Begins the names of variables that are not the user's."""
 
 
 def make_config(

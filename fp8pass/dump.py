@@ -75,7 +75,7 @@ class Dump:
 
     @property
     def title(self) -> str:
-        """What the graph is called in a sentence."""
+        """Return what the graph is called in a sentence."""
         return f"graph {self.number}, {self.name}"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What options may be: each field says so by a `Rule` in its metadata, and `Checked` classes hold their fields to it.
+"""Check options: each field has a `Rule` in its metadata, and `Checked` classes hold their fields to it.
 
 A rule returns what is kept of a value, or raises ValueError in one line: the option, the value, and what is valid.
 Numbers of numpy's are as good as Python's; a bool is not a number, and a string is not a bool.

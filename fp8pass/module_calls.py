@@ -48,10 +48,10 @@ class ModuleCalls:
         )
         """Where each module is: in which one, and by what path."""
         self._of_kind: dict[Hashable, Call] = {}
-        """What is compiled, by what it depends on."""
+        """Holds what is compiled, by what it depends on."""
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        """What became of the latest call of a module in a forward: a backward that repeats it has to do the same."""
+        """Says if the latest call of a module in a forward was compiled: a backward that repeats it does the same."""
         self.stays = False
         """Whether to catch calls from the beginning of a step on."""
 

@@ -1,4 +1,4 @@
-"""What a call multiplies outside of compiled graphs: every such matmul, with its place, and why it is not compiled.
+"""Find the matmuls that run outside of compiled graphs, each with its place, and why it is not compiled.
 
 Dynamo never calls a backend for code that it skips, so passes see nothing of it. `Outside` sees it run.
 """
@@ -354,7 +354,7 @@ def _times(batches: int | str, times: int) -> int | str:
 
 
 class _Names:
-    """What matmuls are called outside of graphs, as they are within."""
+    """Names matmuls outside of graphs as they are named within."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(roots)

@@ -91,7 +91,7 @@ def dynamo_passes(config: Config, attempt: Attempt = FIRST) -> list[tuple[str, D
 
 
 def _annotate(of: Annotation, config: Config, declined: str) -> tuple[Annotation, int]:
-    """And how many matmul calls were. declined: why none is to be, if that is so."""
+    """Return the annotation, and how many matmul calls it took. declined: why it is to take none, if so."""
     annotation = of if config.recipe is None else annotate(of.module, config, declined)
     for choice in annotation.choices:
         if config.strict and choice.rule == "region":
@@ -228,7 +228,7 @@ class Pipeline(CustomGraphPass):
         self.dump = dump or Dump()
         self.report = Report()
         self.gemms: dict[str, Gemm] = {}
-        """Of the latest graph, by what `GEMM` says in its nodes."""
+        """Holds the matmuls of the latest graph, by what `GEMM` says in its nodes."""
         self.is_repeated = False
         """Whether a checkpoint around the graph runs all of its forward once more."""
         self.parts = 0

@@ -1,4 +1,4 @@
-"""What an ATen op multiplies, as it runs: the matrices of a matmul, and those in the kernels of recurrent layers."""
+"""Tell what an ATen op multiplies as it runs: the matrices of a matmul, or those in a recurrent layer's kernel."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Gemm:
     fast_accum: bool = False
     """Whether its kernel may add up in less than float32."""
     recomputed: bool = False
-    """Of a forward: whether the backward computes it once more, as activation checkpointing wants it."""
+    """Says whether the backward computes this forward matmul once more, as activation checkpointing does."""
     choice: int | None = None
     """Which call of the annotated graph it comes from."""
     predicted_speedup: float | None = None

@@ -15,7 +15,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-"""What FP8 replaces."""
+"""Lists the types that FP8 replaces."""
 
 
 @dataclass(frozen=True)

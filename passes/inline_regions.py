@@ -92,7 +92,7 @@ def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """What a higher-order op, of checkpointing or control flow, runs."""
+    """Yield the graphs that a higher-order op, of checkpointing or control flow, runs."""
     holders = (x for x in node.all_input_nodes if x.op == "get_attr")
     bodies = (getattr(module, str(holder.target), None) for holder in holders)
     return (body for body in bodies if isinstance(body, fx.GraphModule))

@@ -81,7 +81,7 @@ _FUNCTIONS: dict[Any, Spelling] = {
     torch._grouped_mm: GROUPED_MM,
     _aten._grouped_mm: GROUPED_MM,
 }
-"""Of an op of aten all overloads."""
+"""Return all overloads of an op of aten."""
 _METHODS = {
     "matmul": MATMUL,
     "__matmul__": MATMUL,
