@@ -87,7 +87,9 @@ def compiled(model: nn.Module, **options: Any) -> Any:
 
 @on_ranks(2)
 def alone() -> Any:
-    """One process with the global batch; every rank does it for itself."""
+    """One process with the global batch, on the first rank."""
+    if dist.get_rank():
+        return None
     model = make(Model)
     return trained(model, compiled(model, reduce_amax=False), whole=True)
 

@@ -18,9 +18,9 @@ from zoo_page import BEYOND, page, problems
 from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, deviation, eager_step
 
 ENTRIES = catalogue()
-EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "op.linalg.multi_dot", "MambaForCausalLM")
+EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "AlbertForMaskedLM")
 """They differ in the rules and the passes that they reach: attention that torch takes apart, recurrent layers that run
-outside, products of one dimension, chains, `vmap`."""
+outside, products of one dimension, layers that share their weights."""
 
 
 def about(entry: Entry, row: Row) -> dict[str, Any]:
