@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.moments import Fp8Moment, MomentKind, decode, encode, nbytes_saved, pack
 from tests.harness import BF16, E4M3, F16, F32
 
+pytestmark = pytest.mark.shares_code
 KINDS: list[MomentKind] = ["first", "second"]
 
 
@@ -157,7 +159,6 @@ class Training:
     """A small model and its step."""
 
     def __init__(self, optimizer: Callable[..., Any] = adamw, **config: Any) -> None:
-        torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
         self.optimizer = optimizer(self.model.parameters())
@@ -196,9 +197,47 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
 
 
-def test_a_state_dict_is_plain_and_loads_into_any_optimizer() -> None:
+def alive() -> int:
+    """How many plain float32 tensors of the size of the weights there are, these and their gradients aside."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == F32 and x.numel() == 64 * 128]
+    return len([x for x in found if x.device.type == "cpu" and x.untyped_storage().nbytes()])
+
+
+def test_moments_that_an_optimizer_has_already() -> None:
+    """It was trained before, by other means: these are stored as they are best, and let go of."""
     training = Training()
-    training.run(range(3))
+    model, optimizer = training.model, training.optimizer
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = alive()
+    training.run(range(2))
+    assert all(isinstance(x, Fp8Moment) for x in training.moments())
+    assert alive() == before - 4
+
+
+class Trained(NamedTuple):
+    """A training after its first steps. alive: what `alive` has said before the first, after it, and at the end."""
+
+    training: Training
+    losses: list[float]
+    alive: list[int]
+
+
+@functools.cache
+def trained() -> Trained:
+    """After 30 steps; several tests go on from there, in whatever order."""
+    training = Training()
+    counts = [alive()]
+    losses = training.run(range(1))
+    counts.append(alive())
+    losses += training.run(range(1, 30))
+    return Trained(training, losses, [*counts, alive()])
+
+
+def test_a_state_dict_is_plain_and_loads_into_any_optimizer() -> None:
+    training = trained().training
     assert all(isinstance(x, Fp8Moment) for x in training.moments())
     state = training.optimizer.state_dict()
     for of in state["state"].values():
@@ -217,6 +256,36 @@ def test_a_state_dict_is_plain_and_loads_into_any_optimizer() -> None:
     assert all(isinstance(x, Fp8Moment) for x in training.moments()), "saving changes nothing"
 
 
+def test_the_plain_tensors_are_gone() -> None:
+    training, _, counts = trained()
+    assert all(isinstance(x, Fp8Moment) for x in training.moments())
+    assert counts[1] == counts[2] == counts[0]
+
+
+def test_the_report_says_what_is_saved() -> None:
+    training = trained().training
+    assert nbytes_saved([training.optimizer]) == (4, 2 * 64 * 128 * (3 + 2))
+    assert "4 moments of optimizers are in FP8, which saves 0.1 MB" in training.step.report.notes
+
+
+def test_the_loss_is_about_the_same() -> None:
+    """After 30 steps."""
+    off, fp8 = Training(optimizer_state="off").run(range(30)), trained().losses
+    assert off != fp8 and off[0] == fp8[0]
+    assert fp8[-1] < 0.9 * fp8[0]
+    assert fp8[-1] == pytest.approx(off[-1], rel=0.01)
+
+
+def test_a_copy_of_an_optimizer_has_moments_of_its_own() -> None:
+    training = trained().training
+    before = [x.value() for x in training.moments()]
+    states = list(copy.deepcopy(training.optimizer).state.values())
+    copies = [x for of in states for x in of.values() if isinstance(x, Fp8Moment)]
+    assert [x.x_q.data_ptr() for x in copies] != [x.x_q.data_ptr() for x in training.moments()]
+    training.run(range(2, 4))
+    assert all(torch.equal(x.value(), y) for x, y in zip(copies, before, strict=True))
+
+
 @pytest.mark.parametrize(
     ("cache", "optimizer"),
     [
@@ -228,7 +297,8 @@ def test_a_state_dict_is_plain_and_loads_into_any_optimizer() -> None:
 )
 def test_resumes_bit_for_bit(optimizer: Callable[..., Any], cache: str) -> None:
     """In a process of its own, as far as the compiler knows; and loaded into the run that goes on."""
-    training = Training(optimizer, weight_cache=cache)
+    is_trained = optimizer is adamw and cache == "fp8+transpose"
+    training = trained().training if is_trained else Training(optimizer, weight_cache=cache)
     before = training.run(range(4))
     states = training.checkpoint()
     wanted = training.run(range(4, 7))
@@ -236,6 +306,7 @@ def test_resumes_bit_for_bit(optimizer: Callable[..., Any], cache: str) -> None:
     training.load(copy.deepcopy(states))
     assert training.run(range(4, 7)) == wanted
     final = training.checkpoint()
+    torch._dynamo.reset()
     resumed = Training(optimizer, weight_cache=cache)
     resumed.load(states)
     assert resumed.run(range(4, 7)) == wanted
@@ -244,61 +315,12 @@ def test_resumes_bit_for_bit(optimizer: Callable[..., Any], cache: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def alive() -> int:
-    """How many plain float32 tensors of the size of the weights there are, these and their gradients aside."""
-    gc.collect()
-    found = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == F32 and x.numel() == 64 * 128]
-    return len([x for x in found if x.device.type == "cpu" and x.untyped_storage().nbytes()])
-
-
-@pytest.mark.parametrize("lowering", ["eager"])
-def test_the_plain_tensors_are_gone(lowering: str) -> None:
-    training = Training(lowering=lowering)
-    before = alive()
-    training.run(range(1))
-    assert all(isinstance(x, Fp8Moment) for x in training.moments())
-    assert alive() == before
-    training.run(range(1, 3))
-    assert alive() == before
-
-
-def test_the_report_says_what_is_saved() -> None:
-    training = Training()
-    training.run(range(1))
-    assert nbytes_saved([training.optimizer]) == (4, 2 * 64 * 128 * (3 + 2))
-    assert "4 moments of optimizers are in FP8, which saves 0.1 MB" in training.step.report.notes
-
-
-def test_moments_that_an_optimizer_has_already() -> None:
-    """It was trained before, by other means: these are stored as they are best, and let go of."""
-    training = Training()
-    model, optimizer = training.model, training.optimizer
-    model(torch.randn(4, 64)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = alive()
-    training.run(range(2))
-    assert all(isinstance(x, Fp8Moment) for x in training.moments())
-    assert alive() == before - 4
-
-
-def test_the_loss_is_about_the_same() -> None:
-    """After 30 steps."""
-    off, fp8 = (Training(optimizer_state=state).run(range(30)) for state in ("off", "fp8"))
-    assert off != fp8 and off[0] == fp8[0]
-    assert fp8[-1] < 0.9 * fp8[0]
-    assert fp8[-1] == pytest.approx(off[-1], rel=0.01)
-
-
-def test_a_copy_of_an_optimizer_has_moments_of_its_own() -> None:
-    training = Training()
-    training.run(range(2))
-    before = [x.value() for x in training.moments()]
-    states = list(copy.deepcopy(training.optimizer).state.values())
-    copies = [x for of in states for x in of.values() if isinstance(x, Fp8Moment)]
-    assert [x.x_q.data_ptr() for x in copies] != [x.x_q.data_ptr() for x in training.moments()]
-    training.run(range(2, 4))
-    assert all(torch.equal(x.value(), y) for x, y in zip(copies, before, strict=True))
+def test_an_eager_step_between_compiled_ones_says_what_to_do() -> None:
+    training = trained().training
+    training.model(torch.randn(4, 64)).sum().backward()
+    with pytest.raises(Fp8Error, match="let train_step compile it"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
 
 
 def test_only_in_a_step() -> None:
@@ -317,11 +339,3 @@ def test_optimizers_that_are_not_compiled_and_those_without_moments() -> None:
         training.run(range(2))
         assert not any(isinstance(x, Fp8Moment) for x in training.moments())
         assert any(note.startswith("optimizer_state='fp8' has had no effect") for note in training.step.report.notes)
-
-
-def test_an_eager_step_between_compiled_ones_says_what_to_do() -> None:
-    training = Training()
-    training.run(range(2))
-    training.model(torch.randn(4, 64)).sum().backward()
-    with pytest.raises(Fp8Error, match="let train_step compile it"):
-        training.optimizer.step()
