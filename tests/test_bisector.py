@@ -26,16 +26,15 @@ from tests.models import make
 
 
 class Planted(nn.Module):
-    """Four layers. What the third one reads is `factor` times larger, which high precision takes back behind it."""
+    """Three layers, of which a check says what is wrong with them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-        self.register_buffer("factor", torch.ones(()))
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x * self.factor) / self.factor if i == 2 else layer(x))
+        for layer in self.layers:
+            x = layer(x)
         return x
 
 
@@ -203,18 +202,18 @@ def judged(bad: Callable[[set[tuple[str, str]]], bool]) -> Bisection:
 
 
 def test_two_that_only_fail_together() -> None:
-    a, b = ("layers.1", "grad_weight"), ("layers.3", "output")
+    a, b = ("layers.0", "grad_weight"), ("layers.2", "output")
     found = judged(lambda in_fp8: {a, b} <= in_fp8)
     assert [{(c.name, c.kind) for c in together} for together in found.culprits] == [{a, b}]
-    assert found.filter == ["layers.1", "layers.3"] and found.cured
+    assert found.filter == ["layers.0", "layers.2"] and found.cured
     assert "the cause, only together:" in str(found)
 
 
 def test_two_that_each_fail() -> None:
-    a, b = ("layers.1", "grad_weight"), ("layers.3", "output")
+    a, b = ("layers.0", "grad_weight"), ("layers.2", "output")
     found = judged(lambda in_fp8: bool({a, b} & in_fp8))
     assert [[(c.name, c.kind) for c in together] for together in found.culprits] == [[a], [b]]
-    assert found.filter == ["layers.1", "layers.3"] and found.cured
+    assert found.filter == ["layers.0", "layers.2"] and found.cured
 
 
 def test_no_more_runs_than_allowed() -> None:
@@ -248,7 +247,7 @@ def test_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = pipeline.passes
     monkeypatch.setattr(pipeline, "passes", passes)
-    found = faulty(Tied, recipe="dynamic")
+    found = faulty(Once, recipe="dynamic")
     assert (found.verdict, found.pass_name) == ("pass", "doubles")
     assert "The pass doubles is the cause, not the numbers of FP8" in str(found)
     assert "Please report that the pass doubles is wrong" in str(found)

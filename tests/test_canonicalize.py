@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -143,11 +144,13 @@ def test_torchao(general: bool, shape: tuple[int, ...]) -> None:
     assert sqnr(module(x), actual) > 110
 
 
-def test_compiled_by_inductor() -> None:
-    """All of the above in one graph."""
+@pytest.mark.parametrize("chosen", [[0, 3, 4, 7], pytest.param(range(8), marks=pytest.mark.variant)], ids=len)
+def test_compiled_by_inductor(chosen: Sequence[int]) -> None:
+    """The above in one graph, every day some of each kind."""
     overloads, dtypes, shapes = ("default", "tensor"), (torch.float32, BF16), ((1,), (1, 1))
     modules: list[nn.Module] = [Exported(o, dtype=dtype) for o in overloads for dtype in dtypes]
     modules += [TorchAO(general, shape, shape) for general in (False, True) for shape in shapes]
+    modules = [modules[i] for i in chosen]
     x = torch.randn(32, 64)
     exported = [export(module, x) for module in modules]
     with verdicts() as report:

@@ -90,10 +90,10 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.up = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(lambda x: self.down(F.dropout(F.gelu(self.up(x)), 0.1)), x, use_reentrant=False)
+        y: Tensor = checkpoint(lambda x: F.dropout(F.gelu(self.up(x)), 0.1), x, use_reentrant=False)
         return x + y
 
 
@@ -155,8 +155,10 @@ def of_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_what_is_written(lowering: str, tmp_path: Path, of_block: Path) -> None:
-    of_run = of_block if lowering == "eager" else dumped(make(), torch.randn(16, 32), tmp_path, lowering=lowering)
-    (folder,) = (of_run / "run_000").glob("graph_*.models.forward")
+    """Inductor, which takes long, compiles one layer."""
+    layer, x = nn.Linear(32, 48), torch.randn(16, 32)
+    of_run, n = (of_block, 6) if lowering == "eager" else (dumped(layer, x, tmp_path, lowering=lowering), 2)
+    (folder,) = (of_run / "run_000").glob("graph_*")
     joint, kernels = [f"joint.{p.name}" for p in passes([])], [p.name for p in kernel_passes()]
     code = ["output_code"] if lowering == "inductor" else []
     steps = ["dynamo.annotate", "dynamo.lift_scale_states", *joint]
@@ -170,8 +172,8 @@ def test_what_is_written(lowering: str, tmp_path: Path, of_block: Path) -> None:
     assert {s.split(".", 1)[1] for s in stems} >= {*joint, *(f"{p}.{k}" for p in parts for k in kernels)}
     heads = {f: (folder / f).read_text().splitlines()[0] for f in files(folder) if f != "index.md"}
     assert all(re.search(r"made by .* in \d+\.\d m?s|the graph before \w+: applied", h) for h in heads.values()), heads
-    assert heads["008.joint.scaled_mm.after.py"].startswith("# made by scaled_mm: applied 6 times in ")
-    assert "6 of 6 matmuls in FP8" in (folder / "report.txt").read_text()
+    assert heads["008.joint.scaled_mm.after.py"].startswith(f"# made by scaled_mm: applied {n} times in ")
+    assert f"{n} of {n} matmuls in FP8" in (folder / "report.txt").read_text()
     diff = (folder / "008.joint.scaled_mm.diff").read_text()
     assert re.search(r"^\+.*_scaled_mm", diff, re.MULTILINE) and not re.search(r"^-.*_scaled_mm", diff, re.MULTILINE)
     index = (folder / "index.md").read_text()
@@ -193,7 +195,7 @@ def test_the_graph_says_what_it_is(of_block: Path) -> None:
 
 def test_the_index_of_a_run(tmp_path: Path) -> None:
     """One line for each graph; and that caches play no part is said."""
-    run = compiled(nn.Linear(32, 48), dump_dir=str(tmp_path))
+    run = compiled(nn.Linear(32, 48).requires_grad_(False), dump_dir=str(tmp_path))
     run(torch.randn(16, 32))
     run(torch.randn(16, 2, 32))
     head, *rows = (tmp_path / "run_000" / "index.md").read_text().split("|---|---|---|---:|\n")[0:2]
@@ -283,7 +285,7 @@ def test_symbolic_sizes_are_as_they_were_first(lowering: str, tmp_path: Path) ->
 
 def test_updates(tmp_path: Path) -> None:
     """The copies of weights that a forward is given are copies, and the transposed ones are transposed."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
     @fp8pass.train_step(lowering="eager", skip_nonfinite=True, optimizer_state="fp8", dump_dir=str(tmp_path))
@@ -309,7 +311,7 @@ def test_updates(tmp_path: Path) -> None:
     for file in updates:
         before, after = results(file), results(file.with_name(file.name.replace("before", "after")))
         parameters = [name for name in before if "params" in name]
-        assert len(parameters) == 4
+        assert len(parameters) == 2
         for name in parameters:
             assert float((after[name] - before[name]).norm() / before[name].norm()) < FP8
         assert {"written into fp8pass_weight_0_x_q_0", "written into fp8pass_counts"} <= set(after) - set(before)

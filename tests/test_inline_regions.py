@@ -139,7 +139,7 @@ def test_the_graph_is_that_of_the_unmarked_model(program: Callable[[Any], nn.Mod
 def trained(mark: Any, **options: Any) -> tuple[Any, list[Gemm], dict[str, Tensor]]:
     """What two steps give, the verdicts, and the state after them."""
     torch._dynamo.reset()
-    model = make(lambda: within_a_region(mark))
+    model = make(lambda: of_a_function(mark))
     with collect() as report:
         steps = list(train(model, compiled(model, **options), batches(2, 16, 32)))
     return steps, report.gemms, fp8pass.state(model).state_dict()

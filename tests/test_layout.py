@@ -119,7 +119,6 @@ def test_a_symbolic_batch_compiles_once() -> None:
 
     w, v = fp8(24, 40), torch.randn(40)
     for lowering in ("eager", "inductor"):
-        torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         run = compiled(function, recipe=None, strict=True, lowering=lowering)
         for batch in (3, 5, 16, 40):
@@ -153,39 +152,38 @@ COPYING_RESHAPES: list[tuple[Callable[..., Tensor], tuple[int, ...]]] = [
 ]
 
 
-def test_reshapes_that_copy_compile() -> None:
-    """Inductor keeps such a reshape as a view, and copies it in a layout that `_scaled_mm` refuses."""
-    functions = [f for f, _ in COPYING_RESHAPES]
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.variant)])
+def test_reshapes_that_copy_compile(every: int) -> None:
+    """Inductor keeps such a reshape as a view, and copies it in a layout that `_scaled_mm` refuses.
 
-    def function(a: Tensor, bs: list[Tensor]) -> list[Tensor]:
-        moved = [y for f, b in zip(functions, bs, strict=True) for y in (f(b).float(), f(b.float()))]
-        return [a.float() @ b for b in moved]
+    Also that of an annotated layer, in the same graph. every: the first and the last take half of the time.
+    """
+    reshapes = COPYING_RESHAPES[::every]
 
-    a, bs = fp8(8, 32), [fp8(*shape) for _, shape in COPYING_RESHAPES]
-    actual = compiled(function, recipe=None, strict=True, lowering="inductor")(a, bs)
-    for wanted, got in zip(function(a, bs), actual, strict=True):
+    def function(a: Tensor, bs: list[Tensor], x: Tensor, w: Tensor) -> list[Tensor]:
+        moved = [y for (f, _), b in zip(reshapes, bs, strict=True) for y in (f(b).float(), f(b.float()))]
+        of_layer = x @ w[:, None].expand(-1, 3, -1, -1).reshape(-1, 32).t()
+        return [*(a.float() @ b for b in moved), of_layer]
+
+    inputs = fp8(8, 32), [fp8(*shape) for _, shape in reshapes], torch.randn(8, 32), torch.randn(4, 16, 32)
+    *actual, of_layer = compiled(function, recipe="dynamic", strict=True, lowering="inductor")(*inputs)
+    *expected, of_layer_in_high_precision = function(*inputs)
+    for wanted, got in zip(expected, actual, strict=True):
         assert sqnr(wanted, got) > 110
+    assert sqnr(of_layer_in_high_precision, of_layer) > 20
 
 
-def test_a_reshape_that_copies_in_an_annotated_layer_compiles() -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        return x @ w[:, None].expand(-1, 3, -1, -1).reshape(-1, 32).t()
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
+def test_a_first_operand_without_batch_and_symbolic_sizes(lowering: str) -> None:
+    """Of Inductor's code with symbolic sizes, `test_a_symbolic_batch_compiles_once` has some every day."""
 
-    x, w = torch.randn(8, 32), torch.randn(4, 16, 32)
-    actual = compiled(function, recipe="dynamic", strict=True, lowering="inductor")(x, w)
-    assert sqnr(function(x, w), actual) > 20
-
-
-def test_a_first_operand_without_batch_and_symbolic_sizes() -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a.float().expand(b.shape[0], -1, -1), b.float())
 
-    for lowering in ("eager", "inductor"):
-        torch._dynamo.reset()
-        run = compiled(function, recipe=None, strict=True, lowering=lowering, dynamic=True)
-        for batch, k, n in ((40, 32, 48), (3, 24, 17)):
-            a, b = fp8(8, k), fp8(batch, k, n)
-            assert sqnr(function(a, b), run(a, b)) > 110
+    run = compiled(function, recipe=None, strict=True, lowering=lowering, dynamic=True)
+    for batch, k, n in ((40, 32, 48), (3, 24, 17)):
+        a, b = fp8(8, k), fp8(batch, k, n)
+        assert sqnr(function(a, b), run(a, b)) > 110
 
 
 def _checked(i: Tensor) -> int:

@@ -100,38 +100,63 @@ def test_blocks_that_do_not_come_out_even(recipe: Recipe, shapes: dict[str, Any]
         assert re.search(reason, str(reject)), reject
 
 
-@pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
-def test_a_matmul_in_high_precision(name: str, kind: str) -> None:
-    """That one alone, exactly; the others are as they were. No error under strict."""
-    of = {"dynamic": DynamicScaling, "delayed": DelayedScaling, "rowwise": RowwiseScaling}[name]
-    recipe = of(high_precision=(kind,))
-    layer, x, g = nn.Linear(32, 48, bias=False), torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
+class Each(nn.Module):
+    """Layers, each of an input of its own."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 48, bias=False) for _ in range(n))
+
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+        return [layer(x) for layer, x in zip(self.layers, xs, strict=True)]
+
+
+@pytest.mark.parametrize("kinds_of_recipe", [(DynamicScaling, RowwiseScaling), (DelayedScaling,)])
+def test_a_matmul_in_high_precision(kinds_of_recipe: tuple[Any, ...]) -> None:
+    """That one of a layer alone, exactly; the others are as they were. No error under strict."""
+    cases = [(of, kind) for of in kinds_of_recipe for kind in ALL]
+    model = Each(len(cases))
+    xs, gs = ([torch.randn(16, n, requires_grad=n == 32) for _ in cases] for n in (32, 48))
+    recipes = {
+        label: {f"layers.{i}": of(high_precision=(kind,) if but_one else ()) for i, (of, kind) in enumerate(cases)}
+        for label, but_one in (("exact", False), ("all", False), ("but one", True), ("run", True))
+    }
     results = {}
     for label, how in (("exact", lambda f, **_: f), ("all", annotated), ("but one", annotated), ("run", compiled)):
-        layer.zero_grad()
-        x.grad = None
-        chosen = of() if label == "all" else recipe
+        for t in (*xs, *model.parameters()):
+            t.grad = None
         with verdicts() as report:
-            y = how(layer, recipe=chosen, **({"strict": True} if how is compiled else {}))(x)
-            y.backward(g)
-        assert layer.weight.grad is not None
-        results[label] = dict(zip(ALL, (y.detach(), x.grad, layer.weight.grad), strict=True))
-    for other in ALL:
-        expected = results["exact" if other == kind else "all"][other]
-        torch.testing.assert_close(results["but one"][other], expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(results["run"][other], expected, rtol=1e-5, atol=1e-5)
-    (declined,) = report.declined
-    assert (declined.kind, declined.rule) == (kind, "high precision")
-    assert declined.reason == f"{of.__name__}(high_precision=('{kind}',)) keeps {kind} in high precision"
+            ys = how(model, recipe=recipes[label], **({"strict": True} if how is compiled else {}))(xs)
+            torch.autograd.backward(ys, gs)
+        found = zip(ys, xs, model.layers, strict=True)
+        results[label] = [dict(zip(ALL, (y.detach(), x.grad, m.weight.grad), strict=True)) for y, x, m in found]
+    assert len(report.declined) == len(cases)
+    for i, (of, kind) in enumerate(cases):
+        for other in ALL:
+            expected = results["exact" if other == kind else "all"][i][other]
+            assert expected is not None
+            torch.testing.assert_close(results["but one"][i][other], expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(results["run"][i][other], expected, rtol=1e-5, atol=1e-5)
+        (declined,) = (g for g in report.declined if g.name == f"layers.{i}")
+        assert (declined.kind, declined.rule) == (kind, "high precision")
+        assert declined.reason == f"{of.__name__}(high_precision=('{kind}',)) keeps {kind} in high precision"
 
 
-@pytest.mark.parametrize("fast", [(), ("output",), ("grad_weight",), ALL])
-def test_fast_accumulation_is_set_by_matmul(fast: tuple[str, ...]) -> None:
-    for recipe in (DynamicScaling(fast_accum=fast), RowwiseScaling(fast_accum=fast)):
-        with verdicts() as report:
-            compiled(nn.Linear(32, 48), recipe=recipe)(torch.randn(16, 32, requires_grad=True)).sum().backward()
-        assert {g.kind for g in report.gemms if g.fast_accum} == set(fast)
+FAST: list[tuple[str, ...]] = [(), ("output",), ("grad_weight",), ALL]
+
+
+@pytest.mark.parametrize(
+    "of_rows", [FAST[1:3], pytest.param(FAST, marks=pytest.mark.variant)], ids=["some by rows", "all"]
+)
+def test_fast_accumulation_is_set_by_matmul(of_rows: list[tuple[str, ...]]) -> None:
+    recipes = [*(DynamicScaling(fast_accum=f) for f in FAST), *(RowwiseScaling(fast_accum=f) for f in of_rows)]
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in recipes))
+    with verdicts() as report:
+        run = compiled(model, recipe={f"{i}": recipe for i, recipe in enumerate(recipes)})
+        run(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert len(report.gemms) == 3 * len(recipes)
+    for i, kinds in enumerate([*FAST, *of_rows]):
+        assert {g.kind for g in report.gemms if g.name == f"{i}" and g.fast_accum} == set(kinds), recipes[i]
 
 
 def test_recipes_by_module() -> None:
@@ -238,30 +263,37 @@ def test_e8m0_codes_of_subnormal_numbers() -> None:
     assert scaling.e8m0_from_amax(amaxes, 448.0).tolist() == [1, 1, 0]
 
 
-def test_einsum_and_broadcast_operands() -> None:
-    cases: list[tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = [
-        (lambda a, b: torch.einsum("bik,bjk->bij", a, b), (2, 16, 32), (2, 24, 32)),
-        (lambda a, b: torch.einsum("...k,kn->...n", a, b), (2, 3, 16, 32), (32, 24)),
-        (lambda a, b: torch.einsum("bshd,hdm->bsm", a, b), (2, 16, 4, 8), (4, 8, 24)),
-        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (1, 16, 32), (3, 32, 48)),
-        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (3, 16, 32), (1, 32, 48)),
-        (lambda a, b: a @ b, (2, 1, 16, 32), (3, 32, 24)),
-        (lambda a, b: a @ b, (16, 32), (3, 32, 24)),
-        (lambda a, b: torch.tensordot(a, b, dims=([0, 2], [1, 0])), (8, 16, 4), (4, 8, 24)),
-    ]
-    for function, shape_a, shape_b in cases:
-        a, b = torch.randn(shape_a, requires_grad=True), torch.randn(shape_b, requires_grad=True)
-        results = []
-        for how in (lambda f, **_: f, annotated, compiled):
-            a.grad = b.grad = None
-            with verdicts() as report:
-                y = how(function, recipe="rowwise")(a, b)
-                (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
-            results.append((y.detach(), a.grad, b.grad))
-        assert [g.reason for g in report.declined] == []
-        for exact, reference, actual in zip(*results, strict=True):
-            assert sqnr(exact, reference) > 24
-            assert sqnr(reference, actual) > 100
+PRODUCTS: list[tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = [
+    (lambda a, b: torch.einsum("...k,kn->...n", a, b), (2, 3, 16, 32), (32, 24)),
+    (lambda a, b: torch.einsum("bshd,hdm->bsm", a, b), (2, 16, 4, 8), (4, 8, 24)),
+    (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (1, 16, 32), (2, 32, 48)),
+    (lambda a, b: a @ b, (16, 32), (2, 32, 24)),
+    (lambda a, b: torch.tensordot(a, b, dims=([0, 2], [1, 0])), (8, 16, 4), (4, 8, 24)),
+    (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (3, 16, 32), (1, 32, 48)),
+    (lambda a, b: torch.einsum("bik,bjk->bij", a, b), (2, 16, 32), (2, 24, 32)),
+    (lambda a, b: a @ b, (2, 1, 16, 32), (3, 32, 24)),
+]
+
+
+@pytest.mark.parametrize("cases", [PRODUCTS[:5], pytest.param(PRODUCTS, marks=pytest.mark.variant)], ids=len)
+def test_einsum_and_broadcast_operands(cases: list[Any]) -> None:
+    """Of several batches, those of one operand that is repeated for the other's."""
+    inputs = [[torch.randn(shape, requires_grad=True) for shape in shapes] for _, *shapes in cases]
+
+    def everything(inputs: list[list[Tensor]]) -> list[Tensor]:
+        return [function(a, b) for (function, _, _), (a, b) in zip(cases, inputs, strict=True)]
+
+    results = []
+    for how in (lambda f, **_: f, annotated, compiled):
+        with verdicts() as report:
+            ys = how(everything, recipe="rowwise")(inputs)
+            loss = sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() for y in ys)
+            results.append([*ys, *torch.autograd.grad(loss, [x for of in inputs for x in of])])
+    assert [g.reason for g in report.declined] == []
+    assert sum(g.kind == "output" for g in report.rewritten) == len(cases)
+    for i, (exact, reference, actual) in enumerate(zip(*results, strict=True)):
+        assert sqnr(exact, reference) > 24, i
+        assert sqnr(reference, actual) > 100, i
 
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
@@ -271,7 +303,7 @@ def test_a_recipe_without_kernels_says_so_before_compiling_once(name: str) -> No
     with pytest.warns(
         UserWarning, match=f"{name} kernels exist on sm_.* not on cpu. .* right, and not faster"
     ) as caught:
-        compiled(layer, recipe=name)(x)
+        compiled(layer.requires_grad_(False), recipe=name)(x)
     assert len([w for w in caught if "kernels exist" in str(w.message)]) == 1
     with pytest.raises(Exception, match=f"strict: output of .* does not run in FP8: {name} kernels exist"):
         compiled(nn.Linear(128, 128), recipe=name, strict=True)(x)

@@ -156,11 +156,11 @@ def test_taken(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "every"),
-    [(F32, 3), *(pytest.param(dtype, 1, marks=pytest.mark.variant) for dtype in (F32, BF16))],
+    [(F32, 6), *(pytest.param(dtype, 1, marks=pytest.mark.variant) for dtype in (F32, BF16))],
     ids=str,
 )
 def test_taken_compiled_by_inductor(dtype: torch.dtype, every: int) -> None:
-    """Cases in one graph; strict, so that each is rewritten in it. every: a third of them takes a third of the time."""
+    """Cases in one graph; strict, so that each is rewritten in it. every: a sixth of them takes a sixth of the time."""
     chosen = dict(list(TAKEN.items())[::every])
     functions = [function for function, _ in chosen.values()]
 
@@ -211,19 +211,20 @@ def test_float8_output_stays_behind_and_says_so() -> None:
     assert count(module, aten._scaled_mm.default) == 1
 
 
-def test_symbolic_sizes() -> None:
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
+def test_symbolic_sizes(lowering: str) -> None:
+    """By Inductor, tests/test_layout.py has a symbolic batch every day."""
+
     def function(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         s = x.abs().amax(-1, keepdim=True) / 448
         return ((x / s).to(E4M3).float() * s) @ (w.float() * t)
 
     w, t = fp8(24, 40), rows(40)
-    for lowering in ("eager", "inductor"):
-        torch._dynamo.reset()
-        run = compiled(function, recipe=None, strict=True, lowering=lowering)
-        for batch in (3, 5, 16):
-            x = torch.randn(batch, 7, 24)
-            torch._dynamo.mark_dynamic(x, 0)
-            assert sqnr(function(x, w, t), run(x, w, t)) > 100
+    run = compiled(function, recipe=None, strict=True, lowering=lowering)
+    for batch in (3, 5, 16):
+        x = torch.randn(batch, 7, 24)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert sqnr(function(x, w, t), run(x, w, t)) > 100
 
 
 # 3. Refusals

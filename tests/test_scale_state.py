@@ -58,8 +58,13 @@ VARIANTS = {f: pytest.param(f, marks=pytest.mark.variant) for f in (inductor, ot
 EVERY_DAY = [VARIANTS.get(f, f) for f in HOW]
 BY_STEP = pytest.mark.parametrize("how", EVERY_DAY, ids=lambda f: f.__name__)
 """Without Inductor, but for variants; `test_the_numbers_that_a_step_uses` has ours every day."""
-COMPILED = pytest.mark.parametrize("how", [ours, inductor, delayed, reference], ids=lambda f: f.__name__)
+COMPILED = pytest.mark.parametrize("how", [ours, VARIANTS[inductor], delayed, reference], ids=lambda f: f.__name__)
 FEW = pytest.mark.parametrize("how", [eager, ours, other_backend], ids=lambda f: f.__name__)
+
+
+NONFINITE = ("evict", "skip", "freeze")
+EVERY_CHOICE = (("evict", "max"), ("skip", "most_recent"), ("freeze", "max"))
+"""What compiled states are configured with every day; eagerly all pairs are."""
 
 
 class Product(nn.Module):
@@ -85,9 +90,16 @@ def is_entry(state: ScaleState, slot: oracle.Slot, pending: float | None) -> Non
     assert amax == pytest.approx(-1.0 if pending is None else pending, nan_ok=True)
 
 
-@FEW
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
+@pytest.mark.parametrize(
+    ("on_nonfinite", "algo", "how"),
+    [
+        pytest.param(n, algo, how, marks=[pytest.mark.variant] * (how != eager and (n, algo) not in EVERY_CHOICE))
+        for n in NONFINITE
+        for algo in ("max", "most_recent")
+        for how in (eager, ours, other_backend)
+    ],
+    ids=lambda of: getattr(of, "__name__", of),
+)
 def test_against_the_oracle(on_nonfinite: str, algo: str, how: Callable[..., Any]) -> None:
     """x needs no gradient, and its state follows the steps all the same."""
     for sequence in SEQUENCES.values():
@@ -143,10 +155,19 @@ class Layer(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("how", [*HOW[:-1], EVERY_DAY[-1]], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "how",
+    [
+        eager,
+        ours,
+        reference,
+        *(pytest.param(f, marks=pytest.mark.variant) for f in (delayed, other_backend, *VARIANTS)),
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_a_model_in_bfloat16_stays_with_eager(how: Callable[..., Any]) -> None:
     """Inductor, which takes long, compiles one matmul."""
-    models = [copy.deepcopy(m) for m in [Layer(1 if how in (inductor, other_inductor) else 3).bfloat16()] * 2]
+    models = [copy.deepcopy(m) for m in [Layer(1 if how in VARIANTS else 3).bfloat16()] * 2]
     run = how(models[1])
     for factor in (1.0, 2.0, 0.5, 8.0, 1.0):
         x = (torch.randn(64, 32) * factor).bfloat16()
@@ -174,8 +195,15 @@ class Uses(nn.Module):
         return tuple(in_qdq(x * f, self.state) for f in self.factors)
 
 
-@FEW
-@pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
+@pytest.mark.parametrize(
+    ("on_nonfinite", "how"),
+    [
+        *((n, how) for n in NONFINITE for how in (eager, ours)),
+        ("evict", other_backend),
+        *(pytest.param(n, other_backend, marks=pytest.mark.variant) for n in NONFINITE[1:]),
+    ],
+    ids=lambda of: getattr(of, "__name__", of),
+)
 def test_uses_within_a_step_merge_by_max(on_nonfinite: str, how: Callable[..., Any]) -> None:
     factors = [1.0, 3.0, 0.5]
     model, slot = Uses(*factors, amax_history_len=4, on_nonfinite=on_nonfinite), oracle.Slot("e4m3", 4)
@@ -317,7 +345,7 @@ def test_a_callable_algorithm(how: Callable[..., Any]) -> None:
     assert (entry(mean.state)[0], entry(least.state)[0]) == (448 / 2, 448.0)
 
 
-@pytest.mark.parametrize("how", [ours, inductor, delayed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", [ours, VARIANTS[inductor], delayed], ids=lambda f: f.__name__)
 def test_instances_share_code_and_no_state(how: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     models = [Product(amax_history_len=4) for _ in range(2)]
@@ -349,9 +377,12 @@ def test_a_checkpoint_is_no_step_of_its_own() -> None:
     assert entry(model.w)[1] == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("how", [*HOW[1:-1], EVERY_DAY[-1]], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", EVERY_DAY[1:], ids=lambda f: f.__name__)
 def test_a_checkpoint_inside_compiled_code(how: Callable[..., Any]) -> None:
-    """Recomputation in the backward uses the scales of its forward; steps are counted as in eager mode."""
+    """Recomputation in the backward uses the scales of its forward; steps are counted as in eager mode.
+
+    Op by op, tests/test_steps.py has a checkpoint inside beside slots.
+    """
 
     class Checkpointed(Product):
         def part(self, x: Tensor) -> Tensor:
@@ -404,7 +435,7 @@ def test_a_gradient_of_the_inputs_only() -> None:
 # Finding it
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "dynamic"])
+@pytest.mark.parametrize("recipe", [None, "delayed", pytest.param("dynamic", marks=pytest.mark.variant)])
 def test_all_three_matmuls_are_found(recipe: Any) -> None:
     model = Product()
     model(data(1.0)).sum().backward()

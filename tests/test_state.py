@@ -62,10 +62,23 @@ SEQUENCES: dict[str, list[float]] = {
 ORDINARY = ("grows and shrinks", "zeros age the history", "tiny", "nan", "inf")
 
 
-@pytest.mark.parametrize("how", [compiled, annotated], ids=["compiled", "annotated"])
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
-@pytest.mark.parametrize("sequence", SEQUENCES)
+COLD = "nan and inf first"
+"""Slots that have no scale for long are compiled once more for each recipe: one algorithm's every day."""
+
+
+@pytest.mark.parametrize(
+    ("sequence", "on_nonfinite", "algo", "how"),
+    [
+        pytest.param(
+            sequence, on_nonfinite, algo, how, id=f"{sequence}-{on_nonfinite}-{algo}-{how.__name__}",
+            marks=[pytest.mark.variant] * ((sequence, algo, how) == (COLD, "most_recent", compiled)),
+        )
+        for sequence in SEQUENCES
+        for on_nonfinite in ("evict", "skip", "freeze")
+        for algo in ("max", "most_recent")
+        for how in (compiled, annotated)
+    ],
+)  # fmt: skip
 def test_against_the_oracle(sequence: str, on_nonfinite: str, algo: str, how: Callable[..., Any]) -> None:
     recipe = DelayedScaling(amax_history_len=4, margin=1, amax_compute_algo=algo, on_nonfinite=on_nonfinite)
     model, slot = Product(), oracle.Slot("e4m3", 4, algo, margin=1, on_nonfinite=on_nonfinite)
@@ -175,7 +188,7 @@ def test_a_forward_without_backward_leaves_gradients_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_evaluation_uses_the_scales_and_changes_nothing(mode: Any, lowering: str) -> None:
     model = Product()
     run = compiled(model, recipe=DelayedScaling(amax_history_len=2), lowering=lowering)
@@ -272,7 +285,7 @@ def test_graph_breaks_and_recompiles_keep_state_by_name() -> None:
             return out
 
     model = Broken()
-    run = compiled(model)
+    run = annotated(model)
     with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
         for rows in (16, 24, 32, 40):  # static, then symbolic
             run(torch.ones(rows, 32)).sum().backward()
@@ -394,7 +407,7 @@ def test_one_layer_at_two_lines_has_a_slot_for_each_input() -> None:
 def test_two_recipes_on_one_model() -> None:
     model = make()
     for length in (4, 8):
-        train(compiled(model, recipe=DelayedScaling(amax_history_len=length)), [1.0, 2.0])
+        train(annotated(model, recipe=DelayedScaling(amax_history_len=length)), [1.0, 2.0])
     assert {len(g.tensors.amax_history) for g in registry.groups() if g.owned_tensors()[0] is model.norm.weight} == {
         4,
         8,
@@ -672,8 +685,8 @@ def test_what_is_not_a_state() -> None:
 def test_steps_of_several_graphs() -> None:
     """Halves of a forward are one step; entry points, and another recipe, have steps of their own."""
     model = make(Parts)
-    whole, half = compiled(model), compiled(model.part)
-    other = compiled(model, recipe=DelayedScaling(margin=1))
+    whole, half = annotated(model), annotated(model.part)
+    other = annotated(model, recipe=DelayedScaling(margin=1))
     for done, run in enumerate((whole, half, half, whole, other, half, other), 1):
         run(torch.ones(16, 32)).sum().backward()
         assert fp8pass.state(model).steps == done
@@ -682,7 +695,7 @@ def test_steps_of_several_graphs() -> None:
             run(torch.ones(16, 32)).sum().backward()
     assert fp8pass.state(model).steps == 8
     broken = make(AcrossABreak)
-    run = compiled(broken)
+    run = annotated(broken)
     for _ in range(3):
         run(torch.ones(16, 32)).sum().backward()
     assert fp8pass.state(broken).steps == 3
@@ -741,9 +754,9 @@ def test_without_strict_what_fits_is_loaded() -> None:
 @pytest.mark.parametrize("first", ["load", "train"])
 def test_a_state_of_another_recipe_names_both(first: str) -> None:
     model, other = make(), make()
-    train(compiled(model, recipe=DelayedScaling(amax_history_len=4)), [1.0, 2.0])
+    train(annotated(model, recipe=DelayedScaling(amax_history_len=4)), [1.0, 2.0])
     saved = fp8pass.state(model).state_dict()
-    run = compiled(other, recipe=DelayedScaling(amax_history_len=8, fp8_format="e4m3", margin=1))
+    run = annotated(other, recipe=DelayedScaling(amax_history_len=8, fp8_format="e4m3", margin=1))
     both = (
         r"saved under DelayedScaling\(\), and this model is trained with DelayedScaling\(fp8_format='e4m3', margin=1\)"
     )
@@ -823,7 +836,7 @@ class Aux(nn.Module):
 
 def test_slots_in_two_trained_graphs_resume() -> None:
     model, resumed = make(Aux), make(Aux)
-    run, again = compiled(model), compiled(resumed)
+    run, again = annotated(model), annotated(resumed)
 
     def steps(f: Callable[..., Tensor]) -> None:
         for aux in (False, True, False):
@@ -857,10 +870,10 @@ def test_two_delayed_recipes_resume(when: str) -> None:
 
 def test_states_whose_order_matters_are_named(caplog: pytest.LogCaptureFixture) -> None:
     model, resumed = make(AcrossABreak), make(AcrossABreak)
-    train(compiled(model), [1.0, 2.0])
+    train(annotated(model), [1.0, 2.0])
     fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
     assert "fc.input" not in caplog.text
-    train(compiled(resumed), [1.0])
+    train(annotated(resumed), [1.0])
     assert "fc.input, fc.grad_output: several graphs give these slots one name" in caplog.text.replace(
         "fc.grad_output, fc.input", "fc.input, fc.grad_output"
     )
@@ -905,7 +918,7 @@ class InParts(nn.Module):
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(32, 32), Block(), nn.Linear(32, 32, bias=False)
+        self.first, self.middle, self.last = nn.Linear(32, 32), Parts(), nn.Linear(32, 32, bias=False)
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -958,7 +971,7 @@ def test_compiled_parts_are_in_the_state_under_plain_names_and_resume(way: Calla
     train(run, [1.0, 2.0, 3.0])
     saved = fp8pass.state(model).state_dict()
     roles = ("grad_output", "input", "weight")
-    names = [f"{name}.{role}" for name in ("first", "last", "middle.down", "middle.up") for role in roles]
+    names = [f"{name}.{role}" for name in ("first", "last", "middle.a", "middle.b") for role in roles]
     assert fp8pass.state(model).slots == names
     assert fp8pass.state(run).state_dict().keys() == saved.keys()
     part = getattr(model.middle, "_orig_mod", model.middle)
@@ -982,21 +995,30 @@ def test_a_forward_that_hooks_have_replaced_leaves_the_names() -> None:
     model.middle.forward = lambda x: forward(x * 1.0)
     with collect() as report:
         train(compiled(model), [1.0])
-    assert {g.name for g in report.gemms} == {"first", "middle.up", "middle.down", "last"}
+    assert {g.name for g in report.gemms} == {"first", "middle.a", "middle.b", "last"}
     assert {s.rpartition(".")[0] for s in fp8pass.state(model).slots} == {g.name for g in report.gemms}
 
 
+SCHEDULES: list[dict[int, Any]] = [
+    {0: DelayedScaling(amax_history_len=4), 4: DelayedScaling(amax_history_len=4, margin=1)},
+    {0: {"a": None, "*": DelayedScaling(amax_history_len=4)}, 4: DelayedScaling(amax_history_len=4)},
+    {0: None, 4: DelayedScaling(amax_history_len=4)},
+]
+
+
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "how"),
     [
-        {0: DelayedScaling(amax_history_len=4), 4: DelayedScaling(amax_history_len=4, margin=1)},
-        {0: {"up": None, "*": DelayedScaling(amax_history_len=4)}, 4: DelayedScaling(amax_history_len=4)},
-        {0: None, 4: DelayedScaling(amax_history_len=4)},
+        *((schedule, annotated) for schedule in SCHEDULES),
+        *(pytest.param(schedule, compiled, marks=pytest.mark.variant) for schedule in SCHEDULES[:2]),
+        (SCHEDULES[2], compiled),
     ],
 )
-def test_a_schedule_resumes_before_a_phase_that_has_not_begun(schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model, resumed = make(), make()
-    run, again = (compiled(m, recipe=fp8pass.recipes.Schedule(schedule)) for m in (model, resumed))
+def test_a_schedule_resumes_before_a_phase_that_has_not_begun(
+    schedule: dict[int, Any], how: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, resumed = make(Parts), make(Parts)
+    run, again = (how(m, recipe=fp8pass.recipes.Schedule(schedule)) for m in (model, resumed))
     train(run, [1.0, 2.0])
     fp8pass.state(resumed).load_state_dict(fp8pass.state(model).state_dict())
     assert "an empty FP8 state" not in caplog.text
@@ -1010,7 +1032,7 @@ def test_a_schedule_resumes_before_a_phase_that_has_not_begun(schedule: Any, cap
 def test_many_recipes_are_recognised_after_a_cut() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
     recipe: Any = {f"{i}": DelayedScaling(amax_history_len=4, margin=i, on_nonfinite="freeze") for i in range(12)}
-    run = compiled(model, recipe=recipe)
+    run = annotated(model, recipe=recipe)
     train(run, [1.0, 2.0])
     state = fp8pass.state(model)
     saved = state.state_dict()

@@ -19,7 +19,7 @@ from fp8pass.passes.watch import watch
 from fp8pass.recipes import DelayedScaling, StaticScaling
 from tests import oracle
 from tests.harness import compiled, expect_graph, verdicts
-from tests.models import Block, batches, make
+from tests.models import Parts, batches, make
 from tests.test_annotate import annotation
 
 E5M2 = "e5m2"
@@ -33,12 +33,12 @@ pytestmark = [
 def trained(monitor: Any, model: nn.Module | None = None, steps: int = 4, **options: Any) -> tuple[list[Tensor], Any]:
     """Losses, weights and what was counted."""
     torch.manual_seed(0)
-    model = model or make(Block)
+    model = model or make(Parts)
     run = compiled(model, monitor=monitor, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for i, x in enumerate(batches(steps, 16, 32)):
-        loss = run(x * 30 if i == 2 else x).square().mean()
+        loss = run((x * 30 if i == 2 else x).requires_grad_()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -56,12 +56,12 @@ RECIPES: dict[str, Any] = {
 }
 
 
-VARIANTS = {r: pytest.param(r, marks=pytest.mark.variant) for r in ("rowwise", "blockwise")}
+VARIANTS = {r: pytest.param(r, marks=pytest.mark.variant) for r in ("dynamic", "rowwise", "blockwise")}
 
 
 @pytest.mark.parametrize("recipe", [VARIANTS.get(r, r) for r in RECIPES])
 def test_no_number_of_the_model_changes(recipe: str) -> None:
-    sizes = (128, 256) if recipe in ("blockwise", "mxfp8") else (32, 56)
+    sizes = {"blockwise": (128, 256), "mxfp8": (32, 64)}.get(recipe, (32, 56))
     options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}
 
     def model() -> nn.Module:
@@ -96,7 +96,7 @@ def linear() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "layers"), [(linear, 1), pytest.param(lambda: make(Block), 2, marks=pytest.mark.variant)]
+    ("model", "layers"), [(linear, 1), pytest.param(lambda: make(Parts), 2, marks=pytest.mark.variant)]
 )
 def test_inductor_counts_as_the_graph_does(model: Callable[[], nn.Module], layers: int) -> None:
     options = {"recipe": RECIPES["delayed"], "min_speedup": 0}
@@ -161,29 +161,40 @@ return (watch_gradient,)
 
 
 def test_what_is_watched_is_what_was_named() -> None:
-    _, found = trained(["up.input", "*.grad_output"], lowering="eager")
-    assert {row.slot for row in found.rows} == {"up.input", "up.grad_output", "down.grad_output"}
+    _, found = trained(["a.input", "*.grad_output"], lowering="eager", steps=2)
+    assert {row.slot for row in found.rows} == {"a.input", "a.grad_output", "b.grad_output"}
     assert {row.source.split(":")[0] for row in found.rows} == {"models.py"}
 
 
 def test_in_the_order_in_which_they_are_quantized() -> None:
     _, found = trained(True, lowering="eager")
-    order = ["up.input", "up.weight", "down.input", "down.weight", "down.grad_output", "up.grad_output"]
+    order = ["a.input", "a.weight", "b.input", "b.weight", "b.grad_output", "a.grad_output"]
     assert [row.slot for row in found.rows] == order * 4
     assert [row.step for row in found.rows] == [i for i in range(4) for _ in order]
 
 
 def test_microbatches_of_a_step_are_counted_together() -> None:
-    model = make(Block)
+    model = make(Parts)
     run = compiled(model, monitor=True, lowering="eager")
     parts = batches(4, 16, 32)
     for step in (parts[:2], parts[2:]):
         with fp8pass.accumulate(model):
             for x in step:
-                run(x).square().mean().backward()
-    found = fp8pass.stats(model).of("up.weight")
-    assert [(row.step, row.elements) for row in found] == [(0, 2 * 56 * 32), (1, 2 * 56 * 32)]
-    assert found[0].amax == model.up.weight.abs().max()
+                run(x.requires_grad_()).square().mean().backward()
+    found = fp8pass.stats(model).of("a.weight")
+    assert [(row.step, row.elements) for row in found] == [(0, 2 * 32 * 32), (1, 2 * 32 * 32)]
+    assert found[0].amax == model.a.weight.abs().max()
+
+
+def test_two_instances_of_one_class() -> None:
+    models = [make(Parts, seed=i) for i in range(2)]
+    runs = [compiled(m, monitor=True, lowering="eager") for m in models]
+    x = batches(1, 16, 32)[0]
+    for i, run in enumerate(runs):
+        run((x * 10**i).requires_grad_()).square().mean().backward()
+    a, b = (fp8pass.stats(m).of("b.weight") for m in models)
+    assert a[0].amax == models[0].b.weight.abs().max() != b[0].amax
+    assert len(a) == len(b) == 1
 
 
 class Checkpointed(nn.Module):
@@ -191,10 +202,10 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.inner = Model(32, 56)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         return y
 
 
@@ -210,18 +221,19 @@ def test_within_a_checkpointed_region(lowering: str) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_around_what_is_compiled(use_reentrant: bool) -> None:
     """The backward repeats the forward, which has been counted; or counts it, where it ran without gradients."""
-    model = make(Block)
+    model = make(Parts)
     run = compiled(model, monitor=True, lowering="eager")
     for x in batches(3, 16, 32):
         checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant).square().mean().backward()
     found = fp8pass.stats(model)
-    assert [row.elements for row in found.of("up.input")] == [16 * 32] * 3
-    assert [row.elements for row in found.of("up.grad_output")] == [16 * 56] * 3
+    assert [row.elements for row in found.of("a.input")] == [16 * 32] * 3
+    assert [row.elements for row in found.of("a.grad_output")] == [16 * 32] * 3
+    assert len(found.latest) == 6
 
 
 def test_copies_of_weights_are_watched_too() -> None:
     def run(cache: str) -> Any:
-        model = make(Block)
+        model = make(Parts)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         @fp8pass.train_step(monitor=True, weight_cache=cache, lowering="eager", min_speedup=0)
@@ -241,7 +253,7 @@ def test_copies_of_weights_are_watched_too() -> None:
 
 
 def test_the_ring_keeps_the_newest_steps() -> None:
-    _, found = trained("up.input", lowering="eager", steps=6, monitor_steps=2)
+    _, found = trained("a.input", lowering="eager", steps=6, monitor_steps=2)
     assert [row.step for row in found.rows] == [3, 4, 5]
     ring = Ring(WatchTable((Watched("a", "input", ""),), 1, torch.device("cpu"), 2))
     for step in range(5):
@@ -255,11 +267,27 @@ def test_the_ring_keeps_the_newest_steps() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("dynamic", marks=pytest.mark.variant)])
 def test_in_one_of_three_steps(recipe: str) -> None:
     """Between them runs a graph that has nothing of the monitor, with the same state."""
-    options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0, "steps": 7}
-    (all_numbers, each), (numbers, some) = (trained(True, monitor_interval=n, **options) for n in (1, 3))
+    options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}
+    (all_numbers, each), (numbers, some) = (
+        trained(True, linear(), steps=7, **options, **interval) for interval in ({}, {"monitor_interval": 3})
+    )
     for a, b in zip(all_numbers, numbers, strict=True):
         assert torch.equal(a, b)
     assert list(some.rows) == [row for row in each.rows if row.step in (0, 3, 6)] != []
+
+
+def test_evaluation_is_compiled_once() -> None:
+    model = nn.Linear(32, 48)
+    run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
+    with verdicts() as report:
+        for x in batches(4, 16, 32):
+            run(x.requires_grad_()).sum().backward()
+        assert report.graphs == 2
+        for x in batches(4, 16, 32):
+            run(x.requires_grad_()).sum().backward()
+            with torch.no_grad():
+                run(x)
+        assert report.graphs == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -276,24 +304,10 @@ def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> No
     assert found == [(role, step, size) for step in (0, 2) for role, size in sizes.items()]
 
 
-def test_evaluation_is_compiled_once() -> None:
-    model = make(Block)
-    run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
-    with verdicts() as report:
-        for x in batches(4, 16, 32):
-            run(x).sum().backward()
-        assert report.graphs == 2
-        for x in batches(4, 16, 32):
-            run(x).sum().backward()
-            with torch.no_grad():
-                run(x)
-        assert report.graphs == 3
-
-
 def test_nothing_watched() -> None:
-    model = make(Block)
+    model = nn.Linear(32, 48)
     run = compiled(model, lowering="eager")
-    run(batches(1, 16, 32)[0]).sum().backward()
+    run(batches(1, 16, 32)[0])
     with pytest.raises(fp8pass.Fp8Error, match="nothing of this model is watched"):
         fp8pass.stats(model)
     for option in ("monitor_steps", "monitor_interval"):
@@ -301,24 +315,13 @@ def test_nothing_watched() -> None:
             fp8pass.Config(**{option: 0})
 
 
-def test_two_instances_of_one_class() -> None:
-    models = [make(Block, seed=i) for i in range(2)]
-    runs = [compiled(m, monitor=True, lowering="eager") for m in models]
-    x = batches(1, 16, 32)[0]
-    for i, run in enumerate(runs):
-        run(x * 10**i).square().mean().backward()
-    a, b = (fp8pass.stats(m).of("down.weight") for m in models)
-    assert a[0].amax == models[0].down.weight.abs().max() != b[0].amax
-    assert len(a) == len(b) == 1
-
-
 def test_names_are_those_of_the_model_of_which_blocks_are_compiled() -> None:
-    model = nn.Sequential(make(Block), make(Block, seed=1))
+    model = nn.Sequential(make(Parts), make(Parts, seed=1))
     for block in model:
         block.compile(backend="fp8pass", options={"monitor": True, "lowering": "eager", "min_speedup": 0})
-    model(batches(1, 16, 32)[0]).square().mean().backward()
+    model(batches(1, 16, 32)[0].requires_grad_()).square().mean().backward()
     slots = [row.slot for row in fp8pass.stats(model).rows]
-    roles = ["up.input", "up.weight", "down.input", "down.weight"]
+    roles = ["a.input", "a.weight", "b.input", "b.weight"]
     forward = [f"{i}.{role}" for i in range(2) for role in roles]
-    backward = [f"{i}.{name}.grad_output" for i in (1, 0) for name in ("down", "up")]
+    backward = [f"{i}.{name}.grad_output" for i in (1, 0) for name in ("b", "a")]
     assert slots == [*forward, *backward]
