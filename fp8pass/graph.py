@@ -85,6 +85,18 @@ def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
     return compute(mode, node.target, node.args, node.kwargs)
 
 
+Computed = dict[fx.Node, tuple[Any, ...]]
+"""By node everything that its value depends on, as it was when the value was computed."""
+
+
+def all_of(node: fx.Node) -> tuple[Any, ...]:
+    """Return everything that a node's value depends on, and the value.
+
+    Neither fx nor fake tensors change in place what is listed here: whoever changes it puts another object there.
+    """
+    return node.target, node.args, node.kwargs, *(n.meta.get("val") for n in (node, *node.all_input_nodes))
+
+
 _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", GEMM)
 """Metadata that says where in the user's code a node comes from."""
 _REGION = ("recompute", "ac_graph_id")
@@ -92,11 +104,15 @@ _REGION = ("recompute", "ac_graph_id")
 
 
 class Builder:
-    """Adds nodes to a graph, stamped with the pass that made them."""
+    """Adds nodes to a graph, stamped with the pass that made them.
 
-    def __init__(self, graph: fx.Graph, made_by: str) -> None:
+    computed: gets the new nodes, so that `verify` need not compute again what is still as it was made.
+    """
+
+    def __init__(self, graph: fx.Graph, made_by: str, computed: Computed | None = None) -> None:
         self.graph = graph
         self.made_by = made_by
+        self.computed = {} if computed is None else computed
         self.gemm = ""
         """The matmul that new nodes stand for, where that is not the one that they are put in front of: see `GEMM`."""
         self.region: fx.Node | None = None
@@ -107,6 +123,7 @@ class Builder:
         """A new node in front of `before`, whose source line it inherits, and whose region of checkpointing."""
         node = self._new(before, target, args, kwargs)
         node.meta["val"] = compute_val(node, self.mode)
+        self.computed[node] = all_of(node)
         return node
 
     def inline(self, before: fx.Node, function: Callable[..., Any], *inputs: fx.Node) -> list[fx.Node]:
@@ -114,7 +131,7 @@ class Builder:
 
         What a pass computes can so be written, and tested, as a plain torch function.
         """
-        recorder = _Recorder(functools.partial(self._new, before))
+        recorder = _Recorder(functools.partial(self._new, before), self.computed)
         fakes = [recorder.know(val(node), node) for node in inputs]
         with self.mode, recorder:
             results = function(*fakes)
@@ -203,9 +220,10 @@ def _is_one(size: Any) -> bool:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records ATen ops, decomposed as Inductor does it. Unlike `make_fx` local to its thread: backwards have theirs."""
 
-    def __init__(self, record: Callable[[Any, Any, Any], fx.Node]) -> None:
+    def __init__(self, record: Callable[[Any, Any, Any], fx.Node], computed: Computed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
+        self.computed = computed
         self.decompositions = select_decomp_table()
         self.node_of: dict[int, fx.Node] = {}
         self.alive: list[torch.Tensor] = []
@@ -229,6 +247,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result  # a question about a tensor, as for its device
         node = self.record(func, *pytree.tree_map_only(torch.Tensor, lambda t: self.node_of[id(t)], (args, kwargs)))
         node.meta["val"] = result
+        if all(map(is_tensor, node.all_input_nodes)):  # sizes were numbers here, and are nodes there
+            self.computed[node] = all_of(node)
         return self.know(result, node)
 
 

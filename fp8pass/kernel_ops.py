@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from fp8pass._torch import (
     ConcatKernel,
@@ -30,7 +31,22 @@ from fp8pass.scaling import fp8_max, quantize
 _POINTWISE = (torch.Tag.pointwise,)
 
 
-@torch.library.custom_op("fp8pass::quantize", mutates_args=(), tags=_POINTWISE)
+FORMULAS: dict[Any, Callable[..., Any]] = {}
+"""By op its formula, for code that runs op by op: a call of an op that Python implements takes longer than these do."""
+
+
+def _op(name: str, mutates_args: Sequence[str] = (), **tags: Any) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Make an op of a formula."""
+
+    def made(formula: Callable[..., Any]) -> CustomOpDef:
+        op = torch.library.custom_op(f"fp8pass::{name}", mutates_args=mutates_args, **tags)(formula)
+        FORMULAS[getattr(torch.ops.fp8pass, name).default] = formula
+        return op
+
+    return made
+
+
+@_op("quantize", tags=_POINTWISE)
 def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`scaling.quantize`. x: any shape; scale: f32[...] that broadcasts to it."""
     return quantize(x, scale, dtype)
@@ -41,7 +57,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-@torch.library.custom_op("fp8pass::rows", mutates_args=(), tags=_POINTWISE)
+@_op("rows", tags=_POINTWISE)
 def _rows(parts: Sequence[Tensor]) -> Tensor:
     """f32[n, elements of the longest part]: in each row the elements of a part, and zeros behind them."""
     longest = max(p.numel() for p in parts)
@@ -53,7 +69,7 @@ def _(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].new_empty(len(parts), max(p.numel() for p in parts), dtype=torch.float32)
 
 
-@torch.library.custom_op("fp8pass::joined", mutates_args=(), tags=_POINTWISE)
+@_op("joined", tags=_POINTWISE)
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """The elements of all parts, of one dtype, one behind the other: [elements]. `cat` is no elementwise op."""
     return torch.cat([p.reshape(-1) for p in parts])
@@ -64,7 +80,7 @@ def _(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].new_empty(sum(p.numel() for p in parts))
 
 
-@torch.library.custom_op("fp8pass::concatenated", mutates_args=())
+@_op("concatenated")
 def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
     """`torch.cat`, of which each part is written where it belongs, by the kernel that makes it."""
     return torch.cat(list(parts), dim)
@@ -77,7 +93,7 @@ def _(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0].new_empty(shape)
 
 
-@torch.library.custom_op("fp8pass::rounded", mutates_args=(), tags=_POINTWISE)
+@_op("rounded", tags=_POINTWISE)
 def _rounded(x: Tensor) -> Tensor:
     """`x` as it is in memory.
 
@@ -92,7 +108,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("fp8pass::write", mutates_args=("into",))
+@_op("write", mutates_args=("into",))
 def _write(into: Tensor, x: Tensor) -> None:
     """`into.copy_(x)`, by the kernel that computes `x`, in the order in which it does. Nothing reads `into` later."""
     into.copy_(x)

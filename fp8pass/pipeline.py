@@ -327,7 +327,7 @@ def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
     with faults_of(p.name):
         applied = p.run(graph, context)
         if applied:
-            verify(graph, context.verified)
+            verify(graph, context.computed)
     return applied
 
 

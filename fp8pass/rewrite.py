@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import fx
 
 from fp8pass.config import Config
+from fp8pass.graph import Computed
 from fp8pass.report import Gemm
-from fp8pass.verify import Verified
 
 MAX_BATCHES = 16
 """`_scaled_mm` has no batch dimension; a batched matmul becomes at most this many calls."""
@@ -39,8 +39,8 @@ class Context:
     """The verdict of every matmul node that the graph held at the start."""
     notes: list[str] = field(default_factory=list)
     """What a reader of the report should know that belongs to no matmul."""
-    verified: Verified = field(default_factory=dict)
-    """What `verify` found right, and need not look at again until it changes."""
+    computed: Computed = field(default_factory=dict)
+    """What `verify` need not compute again until it changes."""
 
 
 class Pass(Protocol):

@@ -12,39 +12,31 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph import MADE_BY, compute_val, fake_mode_of, laid_out_alike
-
-Verified = dict[fx.Node, tuple[Any, ...]]
-"""By node what it was when it was checked: everything that its value depends on."""
+from fp8pass.graph import MADE_BY, Computed, all_of, compute_val, fake_mode_of, laid_out_alike
 
 
-def verify(graph: fx.Graph, verified: Verified | None = None) -> None:
+def verify(graph: fx.Graph, computed: Computed | None = None) -> None:
     """Raise AssertionError, naming the node, unless the graph is legal.
 
-    verified: nodes that were checked before, and are not checked again unless something of theirs is another object
-    now; is added to.
+    computed: nodes whose values were computed or checked before, and are not again unless something of theirs is
+    another object now; is added to.
     """
     graph.lint()
     mode = fake_mode_of(graph)
-    verified = {} if verified is None else verified
+    computed = {} if computed is None else computed
     for node in graph.nodes:
         if node.op != "call_function" or MADE_BY not in node.meta:
             continue
-        state = _state(node)
-        known = verified.get(node, ())
+        state = all_of(node)
+        known = computed.get(node, ())
         if len(known) == len(state) and all(map(operator.is_, known, state)):
             continue
-        recorded, computed = node.meta["val"], compute_val(node, mode)
-        assert _alike(recorded, computed), (
-            f"{node.meta[MADE_BY]} made {node.name} = {node.target} and says it is {_describe(recorded)}; it is "
-            f"{_describe(computed)}"
+        says, really = node.meta["val"], compute_val(node, mode)
+        assert _alike(says, really), (
+            f"{node.meta[MADE_BY]} made {node.name} = {node.target} and says it is {_describe(says)}; it is "
+            f"{_describe(really)}"
         )
-        verified[node] = state
-
-
-def _state(node: fx.Node) -> tuple[Any, ...]:
-    """Neither fx nor fake tensors change in place what is listed here: whoever changes it puts another object there."""
-    return node.target, node.args, node.kwargs, *(n.meta.get("val") for n in (node, *node.all_input_nodes))
+        computed[node] = state
 
 
 def _alike(a: Any, b: Any) -> bool:

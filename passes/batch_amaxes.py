@@ -110,9 +110,9 @@ class BatchAmaxes:
         for node in list(graph.nodes):
             if (found := match(node)) is not None and found.slots:
                 groups = _groups(graph, found.slots)
-                _Rewriter(graph, found).rewrite(groups)
+                _Rewriter(Builder(graph, self.name, context.computed), found).rewrite(groups)
                 applied += len(groups)
-        applied += _all_as_matrices(graph)
+        applied += _all_as_matrices(graph, context)
         if applied:
             graph.eliminate_dead_code()
         return applied
@@ -138,9 +138,9 @@ def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph, m: Match) -> None:
+    def __init__(self, build: Builder, m: Match) -> None:
         self.m = m
-        self.build = Builder(graph, BatchAmaxes.name)
+        self.build = build
 
     def rewrite(self, groups: list[list[Slot]]) -> None:
         for group in groups[1:]:
@@ -214,7 +214,7 @@ class _Rewriter:
         return value
 
 
-def _all_as_matrices(graph: fx.Graph) -> int:
+def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
     """Give matmuls their scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
     matrices: dict[fx.Node, fx.Node] = {}
     matmuls = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
@@ -224,7 +224,7 @@ def _all_as_matrices(graph: fx.Graph) -> int:
             continue
         for scale in scales:
             if val(scale).dim() == 0 and scale not in matrices:
-                build = Builder(graph, BatchAmaxes.name)
+                build = Builder(graph, BatchAmaxes.name, context.computed)
                 at = min(user for user in scale.users if user.target is aten._scaled_mm.default)
                 matrices[scale] = build.emit(at, aten.reshape.default, scale, [1, 1])
         matmul.args = (*matmul.args[:2], *(matrices.get(s, s) for s in scales), *matmul.args[4:])

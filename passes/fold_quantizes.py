@@ -61,7 +61,7 @@ class FoldQuantizes:
         """Rewrite every match."""
         found = [m for node in graph.nodes if (m := match(node)) is not None]
         if found:
-            build = Builder(graph, self.name)
+            build = Builder(graph, self.name, context.computed)
             for x_q, x, scale in found:
                 build.replace(x_q, build.emit(x_q, QUANTIZE, x, scale, val(x_q).dtype))
             graph.eliminate_dead_code()

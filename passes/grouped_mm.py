@@ -135,7 +135,7 @@ class GroupedMM:
         todo = {n: g for n, g in context.gemms.items() if n.target is GROUPED_MM or _is_batched(n)}
         if not todo:
             return 0
-        rewriter, applied = _Rewriter(graph), 0
+        rewriter, applied = _Rewriter(graph, context), 0
         for node, gemm in todo.items():
             target = hardware.target_of(val(node).device, context.config.target)
             try:
@@ -159,8 +159,8 @@ def _is_batched(node: fx.Node) -> bool:
 
 
 class _Rewriter:
-    def __init__(self, graph: fx.Graph) -> None:
-        self.build = Builder(graph, GroupedMM.name)
+    def __init__(self, graph: fx.Graph, context: Context) -> None:
+        self.build = Builder(graph, GroupedMM.name, context.computed)
         self.layout = Layout(self._emit)
         self.matmul = next(iter(graph.nodes))
         self.moved: dict[fx.Node, Any] = {}

@@ -172,7 +172,7 @@ class ScaledMM:
         if not context.gemms:
             return 0
         target = context.config.target
-        rewriter, applied = _Rewriter(graph), 0
+        rewriter, applied = _Rewriter(graph, context), 0
         mode = rewriter.build.mode
         fakes: dict[fx.Node, Any] = {}
         for node, gemm in context.gemms.items():
@@ -213,9 +213,9 @@ def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reje
 class _Rewriter:
     """Builds in front of the node at hand. What is made for one matmul is there for all later ones too."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, context: Context) -> None:
         self.graph = graph
-        self.build = Builder(graph, ScaledMM.name)
+        self.build = Builder(graph, ScaledMM.name, context.computed)
         self.batches = Batches(self._emit)
         self.matmul = self.at = next(iter(graph.nodes))
         self.emitted: dict[Hashable, fx.Node] = {}

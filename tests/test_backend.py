@@ -806,8 +806,8 @@ def test_data_that_is_replaced_in_compiled_code(lowering: str) -> None:
     assert sqnr(function(x, w), compiled(function, recipe=None, lowering=lowering)(x, w)) > 100
 
 
-def test_op_by_op_lays_out_without_inductors_op() -> None:
-    """Run by itself, it copies whatever it gets."""
+def test_op_by_op_calls_functions_in_place_of_ops_for_inductor() -> None:
+    """Run by itself, its op that lays out copies whatever it gets; ours cost more than what they compute."""
     model, x = make(lambda: nn.Linear(32, 48)), torch.randn(16, 32)
     run = compiled(model, strict=True)
     for _ in range(2):
@@ -816,4 +816,4 @@ def test_op_by_op_lays_out_without_inductors_op() -> None:
         run(x).sum().backward()
     called = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_mm" in called
-    assert "prims::inductor_force_stride_order" not in called
+    assert not [name for name in called if name.startswith(("prims::", "fp8pass::"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._inductor import config as inductor_config
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
-from fp8pass.graph import MADE_BY, Builder
+from fp8pass.graph import MADE_BY, Builder, Computed, compute_val
 from fp8pass.pipeline import KernelPasses, Pipeline, _Both, behind, kernel_passes, passes
 from fp8pass.scaling import quantize
 from fp8pass.verify import verify
@@ -165,6 +166,27 @@ def test_verify_finds_a_wrong_dtype() -> None:
     node.meta["val"] = node.meta["val"].to(torch.bfloat16)
     with pytest.raises(AssertionError, match=r"a pass made relu_default = aten\.relu\.default and says it is"):
         verify(module.graph)
+
+
+def test_verify_computes_no_value_again_that_was_computed_of_the_same() -> None:
+    """But what was changed since, or what it is made of."""
+    module = capture(lambda a: a + 1, torch.randn(4, 4))
+    (add,) = (n for n in module.graph.nodes if n.target is aten.add.Tensor)
+    computed: Computed = {}
+    build = Builder(module.graph, "a pass", computed)
+    relu = build.emit(add, aten.relu.default, add.args[0])
+    (sine,) = build.inline(add, torch.sin, relu)
+    add.update_arg(0, sine)
+    with mock.patch("fp8pass.verify.compute_val", side_effect=compute_val) as computing:
+        verify(module.graph, computed)
+        assert not computing.called
+        sine.meta["val"] = sine.meta["val"].clone()
+        verify(module.graph, computed)
+        assert [call.args[0] for call in computing.call_args_list] == [sine]
+        relu.args = (sine.args[0].args[0],)
+        relu.meta["val"] = relu.meta["val"].to(torch.bfloat16)
+        with pytest.raises(AssertionError, match=r"a pass made relu_default"):
+            verify(module.graph, computed)
 
 
 def test_inline_traces_a_function_into_the_graph() -> None:
