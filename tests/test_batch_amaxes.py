@@ -11,8 +11,10 @@ from torch import Tensor, fx
 
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.config import Config
 from fp8pass.graph import RECORDED
 from fp8pass.passes.batch_amaxes import BatchAmaxes, Slot, _groups, match
+from fp8pass.rewrite import Context
 from tests.harness import BF16, E4M3, apply, aten, capture, count
 
 
@@ -110,7 +112,7 @@ def test_one_stage_and_one_record_for_each_group() -> None:
     assert count(module, aten.copy_.default) == 2
     whole = [n for n in module.graph.nodes if n.target is aten.amax.default and n.args[1:] == ([1],)]
     assert [n.meta["val"].shape for n in whole] == [(2,), (2,)]
-    assert BatchAmaxes().run(module.graph, None) == 0  # type: ignore[arg-type]
+    assert BatchAmaxes().run(module.graph, Context(Config(recipe=None))) == 0
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])

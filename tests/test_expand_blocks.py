@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fp8pass import ops
+from fp8pass.config import Config
 from fp8pass.passes.expand_blocks import ExpandBlocks
+from fp8pass.rewrite import Context
 from tests.harness import BF16, F16, F32, capture, count, expect_graph, fp8, run
 
 
@@ -36,7 +38,7 @@ def test_numbers_are_those_of_the_op(dtype: torch.dtype) -> None:
     x[1, 32:64] = 0.0
     for scale in (square, codes):
         module = capture(lambda x, s: ops.dequantize_blocks(x, s, dtype), x, scale)
-        assert ExpandBlocks().run(module.graph, None) == 1  # type: ignore[arg-type]
+        assert ExpandBlocks().run(module.graph, Context(Config(recipe=None))) == 1
         module.recompile()
         assert count(module, ops.DEQUANTIZE_BLOCKS) == 0
         torch.testing.assert_close(
@@ -52,4 +54,4 @@ def test_numbers_are_those_of_the_op(dtype: torch.dtype) -> None:
 def test_twice_finds_nothing() -> None:
     module = capture(lambda x, s: ops.dequantize_blocks(x, s, BF16), fp8(32, 256), torch.rand(32, 2))
     run(module, ExpandBlocks())
-    assert ExpandBlocks().run(module.graph, None) == 0  # type: ignore[arg-type]
+    assert ExpandBlocks().run(module.graph, Context(Config(recipe=None))) == 0
