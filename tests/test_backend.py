@@ -238,11 +238,12 @@ def train_forms(model: EveryForm, run: Callable[..., Any]) -> Iterator[dict[str,
         xs = [x.clone().requires_grad_() for x in batch]
         ys = run(xs)
         sum(y.square().mean() for y in ys).backward()
-        found = zip(FORMS, xs, ys, model.forms, strict=True)
-        yield {
-            form: {"output": y.detach(), "input": x.grad, **{n: p.grad.clone() for n, p in part.named_parameters()}}
-            for form, x, y, part in found
-        }
+        found = {}
+        for form, x, y, part in zip(FORMS, xs, ys, model.forms, strict=True):
+            assert x.grad is not None
+            of_weights = {n: p.grad.clone() for n, p in part.named_parameters()}
+            found[form] = {"output": y.detach(), "input": x.grad, **of_weights}
+        yield found
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(0.01 * p.grad)
@@ -363,9 +364,9 @@ def test_autocast(where: str, lowering: str) -> None:
     assert {g.dtypes[2] for g in report.gemms} <= {"bf16"}
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=VARIANT)])
 def test_a_symbolic_batch_compiles_once(lowering: str) -> None:
-    """Inductor, which takes long, compiles one layer."""
+    """Inductor, which takes long, compiles one layer; every day what tests/test_layout.py has by this name."""
     model, twin = (make(Block if lowering == "eager" else lambda: nn.Linear(32, 56)) for _ in range(2))
     run, reference = compiled(model, dynamic=True, lowering=lowering), annotated(twin, dynamic=True)
     with verdicts() as report:

@@ -296,7 +296,7 @@ def test_an_update_goes_on_without_what_fails(
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
-        kind = torch.optim.AdamW if "optimizer_state" in options else torch.optim.SGD
+        kind: Any = torch.optim.AdamW if "optimizer_state" in options else torch.optim.SGD
         optimizer = kind(model.parameters(), lr=0.01)
 
         @fp8pass.train_step(lowering="eager", on_fault="warn", **options)

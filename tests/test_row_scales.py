@@ -156,11 +156,11 @@ def test_taken(case: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "every"),
-    [(F32, 6), *(pytest.param(dtype, 1, marks=pytest.mark.variant) for dtype in (F32, BF16))],
+    [(F32, 12), *(pytest.param(dtype, 1, marks=pytest.mark.variant) for dtype in (F32, BF16))],
     ids=str,
 )
 def test_taken_compiled_by_inductor(dtype: torch.dtype, every: int) -> None:
-    """Cases in one graph; strict, so that each is rewritten in it. every: a sixth of them takes a sixth of the time."""
+    """Cases in one graph; strict, so that each is rewritten in it. every: one of rows and one of batches take less time."""
     chosen = dict(list(TAKEN.items())[::every])
     functions = [function for function, _ in chosen.values()]
 

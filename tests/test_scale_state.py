@@ -58,6 +58,8 @@ VARIANTS = {f: pytest.param(f, marks=pytest.mark.variant) for f in (inductor, ot
 EVERY_DAY = [VARIANTS.get(f, f) for f in HOW]
 BY_STEP = pytest.mark.parametrize("how", EVERY_DAY, ids=lambda f: f.__name__)
 """Without Inductor, but for variants; `test_the_numbers_that_a_step_uses` has ours every day."""
+VARIANTS[delayed] = pytest.param(delayed, marks=pytest.mark.variant)
+"""Beside a recipe, where the test is not about what a step does: `ours` is the same code without one."""
 COMPILED = pytest.mark.parametrize("how", [ours, VARIANTS[inductor], delayed, reference], ids=lambda f: f.__name__)
 FEW = pytest.mark.parametrize("how", [eager, ours, other_backend], ids=lambda f: f.__name__)
 
@@ -161,13 +163,13 @@ class Layer(nn.Module):
         eager,
         ours,
         reference,
-        *(pytest.param(f, marks=pytest.mark.variant) for f in (delayed, other_backend, *VARIANTS)),
+        *(pytest.param(f, marks=pytest.mark.variant) for f in (other_backend, *VARIANTS)),
     ],
     ids=lambda f: f.__name__,
 )
 def test_a_model_in_bfloat16_stays_with_eager(how: Callable[..., Any]) -> None:
     """Inductor, which takes long, compiles one matmul."""
-    models = [copy.deepcopy(m) for m in [Layer(1 if how in VARIANTS else 3).bfloat16()] * 2]
+    models = [copy.deepcopy(m) for m in [Layer(1 if how in (inductor, other_inductor) else 3).bfloat16()] * 2]
     run = how(models[1])
     for factor in (1.0, 2.0, 0.5, 8.0, 1.0):
         x = (torch.randn(64, 32) * factor).bfloat16()
@@ -221,7 +223,7 @@ def test_uses_within_a_step_merge_by_max(on_nonfinite: str, how: Callable[..., A
     assert entry(model.state)[1] == slot.history
 
 
-@BY_STEP
+@pytest.mark.parametrize("how", [VARIANTS.get(f, f) for f in HOW], ids=lambda f: f.__name__)
 def test_without_gradients_nothing_changes(how: Callable[..., Any]) -> None:
     model = Product(amax_history_len=4)
     run = how(model)
@@ -345,7 +347,7 @@ def test_a_callable_algorithm(how: Callable[..., Any]) -> None:
     assert (entry(mean.state)[0], entry(least.state)[0]) == (448 / 2, 448.0)
 
 
-@pytest.mark.parametrize("how", [ours, VARIANTS[inductor], delayed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", [ours, VARIANTS[inductor], VARIANTS[delayed]], ids=lambda f: f.__name__)
 def test_instances_share_code_and_no_state(how: Callable[..., Any]) -> None:
     torch._dynamo.reset()
     models = [Product(amax_history_len=4) for _ in range(2)]
@@ -377,7 +379,7 @@ def test_a_checkpoint_is_no_step_of_its_own() -> None:
     assert entry(model.w)[1] == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("how", EVERY_DAY[1:], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", [VARIANTS.get(f, f) for f in HOW[1:]], ids=lambda f: f.__name__)
 def test_a_checkpoint_inside_compiled_code(how: Callable[..., Any]) -> None:
     """Recomputation in the backward uses the scales of its forward; steps are counted as in eager mode.
 

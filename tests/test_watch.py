@@ -268,9 +268,8 @@ def test_the_ring_keeps_the_newest_steps() -> None:
 def test_in_one_of_three_steps(recipe: str) -> None:
     """Between them runs a graph that has nothing of the monitor, with the same state."""
     options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}
-    (all_numbers, each), (numbers, some) = (
-        trained(True, linear(), steps=7, **options, **interval) for interval in ({}, {"monitor_interval": 3})
-    )
+    intervals: list[dict[str, Any]] = [{}, {"monitor_interval": 3}]
+    (all_numbers, each), (numbers, some) = (trained(True, linear(), steps=7, **options, **of) for of in intervals)
     for a, b in zip(all_numbers, numbers, strict=True):
         assert torch.equal(a, b)
     assert list(some.rows) == [row for row in each.rows if row.step in (0, 3, 6)] != []
