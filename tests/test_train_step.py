@@ -169,10 +169,10 @@ def test_optimizers(name: str) -> None:
 
 
 def test_weights_that_are_changed_again_in_the_same_graph() -> None:
-    """Inductor's CPU code has no loops for this unless it is told: `choices.can_fuse`."""
+    """Inductor's CPU code has no loops for this unless it is told, if there are two weights: `choices.can_fuse`."""
 
     def scenario(decorated: Decorate) -> Any:
-        model = nn.Linear(64, 64, bias=False)
+        model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         @decorated
@@ -181,7 +181,8 @@ def test_weights_that_are_changed_again_in_the_same_graph() -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             with torch.no_grad():
-                model.weight.div_(model.weight.norm(dim=1, keepdim=True).clamp(min=0.5))
+                for w in (model[0].weight, model[1].weight):
+                    w.div_(w.norm(dim=1, keepdim=True).clamp(min=0.5))
             optimizer.zero_grad()
             return loss.detach()
 
