@@ -165,6 +165,7 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     for old, new in twin.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+    _put_inputs_first(graph)
     copy = fx.GraphModule(module, graph)
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule) and hasattr(copy, name):
@@ -173,3 +174,15 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     if hasattr(module, "_param_name_to_source"):
         copy._param_name_to_source = dict(module._param_name_to_source)  # type: ignore[arg-type, assignment]
     return copy
+
+
+def _put_inputs_first(graph: fx.Graph) -> None:
+    """Move all inputs to the graph's front, where passes add theirs behind the last one: nothing may read it earlier.
+
+    Dynamo of torch 2.11 puts the parameters that a hook reads where the hook is called.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    if inputs:
+        next(iter(graph.nodes)).prepend(inputs[0])
+    for node, following in itertools.pairwise(inputs):
+        node.append(following)

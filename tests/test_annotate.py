@@ -42,6 +42,24 @@ def names(a: Annotation) -> list[str]:
 # 1. Graph
 
 
+def test_inputs_may_stand_behind_calls() -> None:
+    """As what a hook reads does in a graph of torch 2.11."""
+    made: list[Annotation] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        *_, last = module.graph.find_nodes(op="placeholder")
+        module.graph.output_node().prepend(last)
+        for reader in last.users:
+            last.append(reader)
+        made.append(annotate(module, Config()))
+        return module.forward
+
+    torch.compile(lambda x, y, w: (x @ y.sin()).relu() @ w, backend=backend)(*(torch.randn(32, 32) for _ in range(3)))
+    ops_of = [node.op for node in made[0].module.graph.nodes]
+    assert ops_of == sorted(ops_of, key=lambda op: op != "placeholder")
+    assert len(made[0].choices) == 2
+
+
 def test_graph_of_delayed_scaling() -> None:
     a = annotation(make(), torch.randn(16, 32), recipe=DelayedScaling(amax_history_len=16))
     expect_graph(
