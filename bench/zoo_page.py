@@ -48,7 +48,7 @@ def _about(rows: Sequence[Row]) -> str:
     elsewhere = sum(row["status"] == "torch fails too" for row in run)
     counts = Counter(row["package"] for row in rows)
     listed = ", ".join(f"{counts[p]} of {p}" for p in PACKAGES if counts[p])
-    dates = sorted({row["date"] for row in rows})
+    dates = sorted({row["date"][:10] for row in rows})
     versions = sorted({f"{name} {version}" for row in rows for name, version in row["versions"].items()})
     total, fp8 = (sum(row[key] for row in rows) for key in ("owned_flops", "owned_fp8_flops"))
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from zoo_catalogue import Entry, catalogue
 from zoo_page import BEYOND, page, problems
 from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, deviation, eager_step
+from zoo_rows import Rows
 
 ENTRIES = catalogue()
 EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "op.linalg.multi_dot", "MambaForCausalLM")
@@ -155,5 +157,22 @@ def test_configurations_are_small() -> None:
     assert (both.text_config.hidden_size, both.vision_config.hidden_size) == (32, 64)
 
 
-def test_rows_can_be_written() -> None:
-    assert json.loads(json.dumps(row()))["name"] == "good"
+def test_rows_stay(tmp_path: Path) -> None:
+    """What is kept goes on in another checkout, under what is made there later, and a line has what it says alone."""
+    rows = Rows(tmp_path / "made", tmp_path / "rows.jsonl")
+    rows.file("", "eager").parent.mkdir(parents=True)
+    assert rows.all("eager") == {} and rows.keep() == 0
+    old = row(date="2026-01-02T00:00:00Z", cosine=0.98765432, off_reference=1.23456e-7)
+    for name in "b", "a":
+        rows.file(name, "eager").write_text(json.dumps({**old, "name": name}))
+    assert rows.keep() == 2
+    lines = rows.kept.read_text().splitlines()
+    assert [line[:32] for line in lines] == ['{"lowering":"eager","name":"a","', '{"lowering":"eager","name":"b","']
+    assert '"cosine":0.9877' in lines[0] and '"error"' not in lines[0]
+    rows.file("a", "eager").unlink()
+    later, earlier = (row(name=name, date=f"{year}-01-02", status="fails") for name, year in (("b", 2027), ("a", 2025)))
+    for made in later, earlier:
+        rows.file(made["name"], "eager").write_text(json.dumps(made))
+    found = rows.all("eager")
+    assert [(name, made["status"]) for name, made in found.items()] == [("a", "trains"), ("b", "fails")]
+    assert found["a"]["off_reference"] == 1.2e-7 and found["a"]["error"] == ""

@@ -1,0 +1,61 @@
+"""The rows of the zoo: a file each in build/zoo when they are made, and a line each in zoo_rows.jsonl, to stay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zoo_row import Row
+
+Made = dict[str, Any]
+"""A row with what is said about it: package, date, versions."""
+TRAINED = ("eager", "inductor", "h100")
+"""The lowerings whose rows stay: a first look has nothing that training has not."""
+_DEFAULTS = asdict(Row(""))
+_DIGITS = {"cosine": 4, "off_reference": 2}
+"""To how many digits a number is kept, so that a line that is made again differs where the row does."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Reads and writes rows. made: the folder with a file for each. kept: the file with a line for each."""
+
+    made: Path
+    kept: Path
+
+    def file(self, name: str, lowering: str) -> Path:
+        """Return the file of a row that is made."""
+        return self.made / lowering / f"{name}.json"
+
+    def all(self, lowering: str) -> dict[str, Made]:
+        """Return the rows of a lowering by name: those kept, and those made since."""
+        found = {row["name"]: row for by, row in self._kept() if by == lowering}
+        for file in sorted((self.made / lowering).glob("*.json")):
+            row = json.loads(file.read_text())
+            if row["name"] not in found or row["date"] >= found[row["name"]]["date"]:
+                found[row["name"]] = row
+        return dict(sorted(found.items()))
+
+    def keep(self) -> int:
+        """Write all rows into the one file, without what says nothing. Returns how many."""
+        lines = [_line(by, row) for by in sorted(TRAINED) for row in self.all(by).values()]
+        self.kept.write_text("".join(lines))
+        return len(lines)
+
+    def _kept(self) -> Iterator[tuple[str, Made]]:
+        for line in self.kept.read_text().splitlines() if self.kept.exists() else ():
+            row = json.loads(line)
+            yield row.pop("lowering"), {**_DEFAULTS, **row}
+
+
+def _line(lowering: str, row: Made) -> str:
+    said = {key: _rounded(key, value) for key, value in row.items() if value != _DEFAULTS.get(key)}
+    first = {"lowering": lowering, "name": said.pop("name")}
+    return json.dumps({**first, **said}, separators=(",", ":")) + "\n"
+
+
+def _rounded(key: str, value: Any) -> Any:
+    return float(f"{value:.{_DIGITS[key]}g}") if key in _DIGITS else value
