@@ -139,7 +139,7 @@ def told(row: dict[str, Any]) -> str:
     seconds = sum(row["seconds"].values())
     return (
         f"{row['name']:42} {row['status']:13} {ran:>9} {share} {owned} {row['flops'] / max(1, row['eager_flops']):.2f} "
-        f"cos {row['cosine']:.3f} excused {len(row['excused'])} off {row['off_reference']:.0e} {seconds:4.0f}s "
+        f"cos {row['cosine']:.3f} excused {len(row['excused'])} cancel {len(row['cancelled'])} {seconds:4.0f}s "
         f"{row['rules'] or ''} {len(row['breaks'])} breaks {rest}"
     )
 

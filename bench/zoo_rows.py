@@ -15,8 +15,8 @@ Made = dict[str, Any]
 TRAINED = ("eager", "inductor", "h100")
 """The lowerings whose rows stay: a first look has nothing that training has not."""
 _DEFAULTS = asdict(Row(""))
-_DIGITS = {"cosine": 4, "off_reference": 2}
-"""To how many digits a number is kept, so that a line that is made again differs where the row does."""
+_DIGITS = 4
+"""To how many digits a cosine is kept, so that a line that is made again differs where the row does."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rows:
         """Return the rows of a lowering by name: those kept, and those made since."""
         found = {row["name"]: row for by, row in self._kept() if by == lowering}
         for file in sorted((self.made / lowering).glob("*.json")):
-            row = json.loads(file.read_text())
+            row = {**_DEFAULTS, **json.loads(file.read_text())}
             if row["name"] not in found or row["date"] >= found[row["name"]]["date"]:
                 found[row["name"]] = row
         return dict(sorted(found.items()))
@@ -52,10 +52,7 @@ class Rows:
 
 
 def _line(lowering: str, row: Made) -> str:
-    said = {key: _rounded(key, value) for key, value in row.items() if value != _DEFAULTS.get(key)}
+    said = {key: value for key, value in row.items() if value != _DEFAULTS.get(key)}
+    said["cosine"] = round(row["cosine"], _DIGITS)
     first = {"lowering": lowering, "name": said.pop("name")}
     return json.dumps({**first, **said}, separators=(",", ":")) + "\n"
-
-
-def _rounded(key: str, value: Any) -> Any:
-    return float(f"{value:.{_DIGITS[key]}g}") if key in _DIGITS else value
