@@ -170,17 +170,14 @@ def main() -> None:
     if asked.page:
         sys.exit(print(page(rows(), entries)))
     if asked.problems:
-        sys.exit(print("\n".join(problems(rows()))))
+        sys.exit(print("\n".join(f"{by}: {p}" for by in TRAINED for p in problems(ROWS.all(by).values()))))
     known = {} if asked.names else ROWS.all(asked.lowering)
-    wanted = [n for n in asked.names or entries if n not in known or _again(known[n], asked.failed)]
+    again = {name for name, row in known.items() if asked.failed and row["status"] == "fails"}
+    wanted = asked.names or [name for name in entries if name not in known or name in again]
     prepare(entries[name] for name in wanted)
     ROWS.file("", asked.lowering).parent.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         print(told(run(entries[name], asked.lowering)), flush=True)
-
-
-def _again(row: dict[str, Any], failed: bool) -> bool:
-    return failed and row["status"] == "fails"
 
 
 if __name__ == "__main__":

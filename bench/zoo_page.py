@@ -68,7 +68,7 @@ def _about(rows: Sequence[Row]) -> str:
 
 _HEAD = (
     "| model | kind | trains | matmuls in FP8 | of FLOPs | of FLOPs with a parameter | declined, by rule | breaks | "
-    "least cosine | lowered by |\n|---|---|---|---:|---:|---:|---|---:|---:|---|"
+    "least cosine | off the reference | lowered by |\n|---|---|---|---:|---:|---:|---|---:|---:|---|---|"
 )
 
 
@@ -83,7 +83,7 @@ def _line(row: Row) -> str:
         f"{row['rewritten']} of {row['matmuls']}", _share(row["fp8_flops"], row["flops"]),
         _share(row["owned_fp8_flops"], row["owned_flops"]), rules, str(len(row["breaks"]) or ""),
         f"{row['cosine']:.3f}" if row["parameters"] else "",
-        ", ".join(row["lowerings"]),
+        f"{row['off_reference']:.0e}" if row["off_reference"] else "", ", ".join(row["lowerings"]),
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

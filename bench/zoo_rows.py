@@ -54,5 +54,6 @@ class Rows:
 def _line(lowering: str, row: Made) -> str:
     said = {key: value for key, value in row.items() if value != _DEFAULTS.get(key)}
     said["cosine"] = round(row["cosine"], _DIGITS)
+    said |= {"off_reference": float(f"{off:.1g}")} if (off := row["off_reference"]) else {}
     first = {"lowering": lowering, "name": said.pop("name")}
     return json.dumps({**first, **said}, separators=(",", ":")) + "\n"

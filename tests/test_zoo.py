@@ -163,12 +163,13 @@ def test_rounding_goes_by_steps_before() -> None:
 def test_bits_are_compared() -> None:
     model, inputs = nn.Linear(4, 4), {"input": torch.randn(2, 4)}
     one, other = (eager_step(model, inputs, 0, Matmuls()) for _ in range(2))
-    compare("again", [one], [other])
+    assert compare("again", [one], [other]) == 0
     gradient = other.gradients["weight"]
     assert gradient is not None
     other.gradients["weight"] = gradient * (1 + 1e-6)
     with pytest.raises(Failed, match=r"of step 1 1 gradients are off, by up to .*: weight"):
         compare("again", [one], [other])
+    assert 0 < compare("again", [one], [other], most=2e-6) < 2e-6
 
 
 def test_exact_sums_have_no_order() -> None:
@@ -204,7 +205,7 @@ def test_rows_stay(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "made", tmp_path / "rows.jsonl")
     rows.file("", "eager").parent.mkdir(parents=True)
     assert rows.all("eager") == {} and rows.keep() == 0
-    old = row(date="2026-01-02T00:00:00Z", cosine=0.98765432)
+    old = row(date="2026-01-02T00:00:00Z", cosine=0.98765432, off_reference=1.23456e-7)
     for name in "b", "a":
         rows.file(name, "eager").write_text(json.dumps({**old, "name": name}))
     assert rows.keep() == 2
@@ -217,4 +218,4 @@ def test_rows_stay(tmp_path: Path) -> None:
         rows.file(made["name"], "eager").write_text(json.dumps(made))
     found = rows.all("eager")
     assert [(name, made["status"]) for name, made in found.items()] == [("a", "trains"), ("b", "fails")]
-    assert found["a"]["error"] == ""
+    assert found["a"]["error"] == "" and found["a"]["off_reference"] == 1e-7
