@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import random
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,9 +107,16 @@ class Step:
     gradients: dict[str, Tensor | None]
 
 
+def seeded(seed: int) -> None:
+    """Seed all generators that models draw from: BigBird draws its blocks, and wav2vec its masks, with numpy."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def step(model: nn.Module, run: Callable[..., Any], inputs: Mapping[str, Any], seed: int) -> Step:
     """Return loss and gradients of one forward and backward. Leaves the parameters alone."""
-    torch.manual_seed(seed)
+    seeded(seed)
     model.zero_grad()
     loss = loss_of(run(**inputs))
     loss.backward()
@@ -175,7 +184,7 @@ def eager_step(model: nn.Module, inputs: Mapping[str, Any], seed: int, mode: Mat
         mode.backward = True
         return gradient
 
-    torch.manual_seed(seed)
+    seeded(seed)
     model.zero_grad()
     with mode:
         loss = loss_of(model(**inputs))
@@ -338,7 +347,7 @@ class Row:
 def fill(row: Row, make: Callable[[], Subject]) -> None:
     """Do all that is done to a model, and write into the row what came of it."""
     try:
-        torch.manual_seed(0)
+        seeded(0)
         with _Timed(row, "build"):
             subject = make()
         for check in subject.checks(row):
@@ -470,7 +479,7 @@ class _Checks:
         outputs = []
         with torch.no_grad():
             for run in self.run, plain:
-                torch.manual_seed(0)
+                seeded(0)
                 outputs.append([x.shape for x in _tensors(run(**self.sample.others))])
         if outputs[0] != outputs[1]:
             raise Failed("evaluate", "outputs have other shapes than in eager")
