@@ -4,6 +4,7 @@ python bench/zoo.py [name ...]      rows that are not there yet, or those named;
     --keep                          write all of them into bench/zoo_rows.jsonl, which stays
     --lowering inductor | h100      train through Inductor, or generate code for an H100; eager by default
     --lowering explain              a first look: explain, and no training
+    --third                         of each kind a third, those that took the least time in eager
     --failed                        also those that failed
     --list                          print the names
     --page                          print the page's tables, of the rows that are there
@@ -41,7 +42,7 @@ from torch._dynamo import config as dynamo_config
 from zoo_catalogue import Entry, catalogue
 from zoo_lowerings import Explained, ForH100, ThroughInductor
 from zoo_page import page, problems
-from zoo_rows import TRAINED, Rows
+from zoo_rows import TRAINED, Rows, third
 
 ROOT = Path(__file__).parent.parent
 ROWS = Rows(ROOT / "build" / "zoo", ROOT / "bench" / "zoo_rows.jsonl")
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--lowering", choices=LOWERINGS, default="eager")
-    for flag in ("--failed", "--keep", "--list", "--page", "--problems"):
+    for flag in ("--failed", "--keep", "--list", "--third", "--page", "--problems"):
         parser.add_argument(flag, action="store_true")
     asked = parser.parse_args()
     entries = catalogue()
@@ -173,7 +174,8 @@ def main() -> None:
         sys.exit(print("\n".join(f"{by}: {p}" for by in TRAINED for p in problems(ROWS.all(by).values()))))
     known = {} if asked.names else ROWS.all(asked.lowering)
     again = {name for name, row in known.items() if asked.failed and row["status"] == "fails"}
-    wanted = asked.names or [name for name in entries if name not in known or name in again]
+    names = third(entries.values(), ROWS.all("eager")) if asked.third else list(entries)
+    wanted = asked.names or [name for name in names if name not in known or name in again]
     prepare(entries[name] for name in wanted)
     ROWS.file("", asked.lowering).parent.mkdir(parents=True, exist_ok=True)
     for name in wanted:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zoo_catalogue import Entry
 from zoo_row import Row
 
 Made = dict[str, Any]
@@ -57,3 +59,15 @@ def _line(lowering: str, row: Made) -> str:
     said |= {"off_reference": float(f"{off:.1g}")} if (off := row["off_reference"]) else {}
     first = {"lowering": lowering, "name": said.pop("name")}
     return json.dumps({**first, **said}, separators=(",", ":")) + "\n"
+
+
+def third(entries: Iterable[Entry], rows: Mapping[str, Made]) -> list[str]:
+    """Return the names of a third of each kind: those of which eager's rows took the least time."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        kinds.setdefault((entry.package, entry.kind), []).append(entry.name)
+    found = []
+    for names in kinds.values():
+        spent = {n: sum(rows[n]["seconds"].values()) for n in names if n in rows and rows[n]["status"] == "trains"}
+        found += sorted(spent, key=spent.__getitem__)[: math.ceil(len(names) / 3)]
+    return found

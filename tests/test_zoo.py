@@ -17,7 +17,7 @@ from torch import nn
 from zoo_catalogue import Entry, catalogue
 from zoo_page import BEYOND, page, problems
 from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, compare, eager_step, shaken
-from zoo_rows import Rows
+from zoo_rows import Rows, third
 from zoo_sums import ExactSums
 
 ENTRIES = catalogue()
@@ -198,6 +198,16 @@ def test_configurations_are_small() -> None:
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size, config.use_cache) == (64, 1, 256, False)
     both = zoo_toys.toy(transformers.CLIPConfig, text_config={"hidden_size": 32})
     assert (both.text_config.hidden_size, both.vision_config.hidden_size) == (32, 64)
+
+
+def test_a_third_is_of_each_kind() -> None:
+    """The cheapest that train."""
+    entries = {
+        n: Entry(n, "torch", n[0], lambda: Sample(nn.Linear(2, 2), {}, {})) for n in ("a1", "a2", "a3", "a4", "b")
+    }
+    rows = {n: row(seconds={"train": float(n[1:] or 9)}) for n in entries}
+    rows["a1"]["status"] = "fails"
+    assert third(entries.values(), rows) == ["a2", "a3", "b"]
 
 
 def test_rows_stay(tmp_path: Path) -> None:
