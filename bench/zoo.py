@@ -1,8 +1,10 @@
 """Train stock models that nobody here wrote, and say of each what became of it.
 
 python bench/zoo.py [name ...]      rows that are not there yet, or those named; each is a file in build/zoo
+    --keep                          write all of them into bench/zoo_rows.jsonl, which stays
     --lowering inductor | h100      train through Inductor, or generate code for an H100; eager by default
     --lowering explain              a first look: explain, and no training
+    --third                         of each kind a third, those that took the least time in eager
     --failed                        also those that failed
     --list                          print the names
     --page                          print the page's tables, of the rows that are there
@@ -12,7 +14,9 @@ python bench/zoo.py [name ...]      rows that are not there yet, or those named;
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -21,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -32,17 +36,27 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["FP8PASS_ON_FAULT"] = "raise"
 
 import torch._dynamo.backends.inductor
-import torch._inductor.compile_fx  # noqa: F401
+import torch._inductor.compile_fx
 import zoo_row
 from torch._dynamo import config as dynamo_config
 from zoo_catalogue import Entry, catalogue
 from zoo_lowerings import Explained, ForH100, ThroughInductor
 from zoo_page import page, problems
+from zoo_rows import TRAINED, Rows, third
 
 ROOT = Path(__file__).parent.parent
-ROWS = ROOT / "build" / "zoo"
+ROWS = Rows(ROOT / "build" / "zoo", ROOT / "bench" / "zoo_rows.jsonl")
 SECONDS = 300
 """How long a row may take, of a processor's time: what else runs on the machine does not matter."""
+
+
+IMPORTS = {
+    "transformers": "transformers.modeling_utils",
+    "torch": "torch.testing._internal.common_modules",
+    "diffusers": "diffusers.models",
+    "peft": "peft",
+}
+"""What each package's rows import that takes long: once, before they are forked."""
 
 
 LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
@@ -53,14 +67,9 @@ LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 
 
-def row_of(name: str, lowering: str = "eager") -> Path:
-    """Return the file of a row."""
-    return ROWS / lowering / f"{name}.json"
-
-
 def run(entry: Entry, lowering: str) -> dict[str, Any]:
     """Return the row of one model, made in a process of its own."""
-    file = row_of(entry.name, lowering)
+    file = ROWS.file(entry.name, lowering)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(entry, file, LOWERINGS[lowering]))
     file.unlink(missing_ok=True)
     process.start()
@@ -90,7 +99,7 @@ def _write(file: Path, entry: Entry, row: zoo_row.Row) -> None:
     about = {
         "package": entry.package,
         "kind": entry.kind,
-        "date": time.strftime("%F"),
+        "date": time.strftime("%FT%TZ", time.gmtime()),
         "commit": _commit(),
         "versions": _versions(entry),
     }
@@ -109,6 +118,19 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
+def prepare(entries: Iterable[Entry]) -> None:
+    """Import what rows need, and compile something, which imports more: each row would do it again.
+
+    Without a backward, for which autograd starts threads that do not outlive a fork.
+    """
+    for package in {entry.package for entry in entries}:
+        with contextlib.suppress(ImportError):  # rows of what is not there say so
+            importlib.import_module(IMPORTS.get(package, package))
+    model = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options=zoo_row.OPTIONS)
+    model(torch.randn(32, 32))
+    torch._dynamo.reset()
+
+
 def told(row: dict[str, Any]) -> str:
     """Return a row in a line."""
     share = f"{row['fp8_flops'] / row['flops']:4.0%}" if row["flops"] else "   -"
@@ -118,22 +140,19 @@ def told(row: dict[str, Any]) -> str:
     seconds = sum(row["seconds"].values())
     return (
         f"{row['name']:42} {row['status']:13} {ran:>9} {share} {owned} {row['flops'] / max(1, row['eager_flops']):.2f} "
-        f"cos {row['cosine']:.3f} excused {len(row['excused'])} off {row['off_reference']:.0e} {seconds:4.0f}s "
+        f"cos {row['cosine']:.3f} excused {len(row['excused'])} cancel {len(row['cancelled'])} {seconds:4.0f}s "
         f"{row['rules'] or ''} {len(row['breaks'])} breaks {rest}"
     )
 
 
 def rows() -> list[dict[str, Any]]:
     """Return the rows that are there, each with the names of the lowerings that train it."""
-    found = [json.loads(file.read_text()) for file in sorted((ROWS / "eager").glob("*.json"))]
+    by_lowering = {name: ROWS.all(name) for name in TRAINED}
+    found = list(by_lowering["eager"].values())
     for row in found:
-        others = (name for name in LOWERINGS if (file := row_of(row["name"], name)).exists() and _trains(file))
-        row["lowerings"] = list(others)
+        others = [name for name, made in by_lowering.items() if made.get(row["name"], {}).get("status") == "trains"]
+        row["lowerings"] = others
     return found
-
-
-def _trains(file: Path) -> bool:
-    return bool(json.loads(file.read_text())["status"] == "trains")
 
 
 def main() -> None:
@@ -141,22 +160,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--lowering", choices=LOWERINGS, default="eager")
-    for flag in ("--failed", "--list", "--page", "--problems"):
+    for flag in ("--failed", "--keep", "--list", "--third", "--page", "--problems"):
         parser.add_argument(flag, action="store_true")
     asked = parser.parse_args()
     entries = catalogue()
     if asked.list:
         sys.exit(print("\n".join(entries)))
+    if asked.keep:
+        sys.exit(print(f"{ROWS.keep()} rows are in {ROWS.kept}"))
     if asked.page:
         sys.exit(print(page(rows(), entries)))
     if asked.problems:
-        sys.exit(print("\n".join(problems(rows()))))
-    (ROWS / asked.lowering).mkdir(parents=True, exist_ok=True)
-    for name in asked.names or entries:
-        file = row_of(name, asked.lowering)
-        known = json.loads(file.read_text()) if file.exists() else None
-        if asked.names or known is None or (asked.failed and known["status"] == "fails"):
-            print(told(run(entries[name], asked.lowering)), flush=True)
+        sys.exit(print("\n".join(f"{by}: {p}" for by in TRAINED for p in problems(ROWS.all(by).values()))))
+    known = {} if asked.names else ROWS.all(asked.lowering)
+    again = {name for name, row in known.items() if asked.failed and row["status"] == "fails"}
+    names = third(entries.values(), ROWS.all("eager")) if asked.third else list(entries)
+    wanted = asked.names or [name for name in names if name not in known or name in again]
+    prepare(entries[name] for name in wanted)
+    ROWS.file("", asked.lowering).parent.mkdir(parents=True, exist_ok=True)
+    for name in wanted:
+        print(told(run(entries[name], asked.lowering)), flush=True)
 
 
 if __name__ == "__main__":

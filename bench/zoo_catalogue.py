@@ -147,6 +147,7 @@ _STAGES: dict[str, Any] = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}
 _SOUND: dict[str, Any] = {"conv_dim": (32,) * 7, "apply_spec_augment": False, "num_conv_pos_embeddings": 16}
 _WHISPER: dict[str, Any] = {"max_source_positions": 32, "pad_token_id": 0, "decoder_start_token_id": 1}
+_BLOCKS: dict[str, Any] = {"block_size": 4, "num_random_blocks": 1}
 _SEQ2SEQ: dict[str, Any] = {"decoder_start_token_id": 2, "pad_token_id": 0}
 GIVEN: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": _LATENT,
@@ -156,6 +157,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "LlavaForConditionalGeneration": {
         "vision_config": {"model_type": "clip_vision_model"}, "text_config": {"model_type": "llama"}
     },
+    "BigBirdForMaskedLM": _BLOCKS,
+    "BigBirdPegasusForConditionalGeneration": _BLOCKS,
     "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},

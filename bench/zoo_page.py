@@ -32,6 +32,7 @@ def page(rows: Sequence[Row], names: Iterable[str] = ()) -> str:
     if missing := [f"`{name}`" for name in names if name not in {row["name"] for row in rows}]:
         parts.append(f"## Not run yet\n\n{len(missing)} models: {', '.join(missing)}.")
     parts.append(f"## Gradients that FP8 turns\n\n{_EXCUSED}\n\n{_listed(_excused(rows), 'None.')}")
+    parts.append(f"## Gradients that cancel\n\n{_CANCELLED}\n\n{_listed(_cancelled(rows), 'None.')}")
     return "\n\n".join(parts)
 
 
@@ -41,6 +42,12 @@ _EXCUSED = (
     "nothing of fp8pass (in brackets): what the gradient is the sum of cancels out, and the rounding is left."
 )
 
+_CANCELLED = (
+    "These parameters have no gradient, but for what float32's rounding leaves of a sum: in eager too it turns if\n"
+    "weights are changed by a millionth (its cosine then is in brackets). A softmax does not change if all of a row\n"
+    "grows by the same, say, which is what a bias of keys does."
+)
+
 
 def _about(rows: Sequence[Row]) -> str:
     run = [row for row in rows if row["status"] != "does not run"]
@@ -48,7 +55,7 @@ def _about(rows: Sequence[Row]) -> str:
     elsewhere = sum(row["status"] == "torch fails too" for row in run)
     counts = Counter(row["package"] for row in rows)
     listed = ", ".join(f"{counts[p]} of {p}" for p in PACKAGES if counts[p])
-    dates = sorted({row["date"] for row in rows})
+    dates = sorted({row["date"][:10] for row in rows})
     versions = sorted({f"{name} {version}" for row in rows for name, version in row["versions"].items()})
     total, fp8 = (sum(row[key] for row in rows) for key in ("owned_flops", "owned_fp8_flops"))
     return (
@@ -96,6 +103,15 @@ def _excused(rows: Iterable[Row]) -> list[str]:
         if named:
             lines.append(f"`{row['name']}`, {len(named)} of {row['parameters']}: {', '.join(named)}")
     return lines
+
+
+def _cancelled(rows: Iterable[Row]) -> list[str]:
+    found = ((row, [f"`{name}` ({cosine})" for name, cosine in row["cancelled"].items()]) for row in rows)
+    return [
+        f"`{row['name']}`, {len(named)} of {row['parameters'] + len(named)}: {', '.join(named)}"
+        for row, named in found
+        if named
+    ]
 
 
 def _short(text: str) -> str:

@@ -15,10 +15,10 @@ Made = tuple[nn.Module, Mapping[str, Any]]
 SAMPLES = 3
 """How many calls of an operator make a model."""
 MODULES = """
-GRU GRUCell LSTM LSTMCell Linear LinearCrossEntropyLoss MultiheadAttention RNN RNNCell Transformer
-TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer
+GRU LSTM Linear LinearCrossEntropyLoss MultiheadAttention RNN Transformer TransformerDecoderLayer TransformerEncoder
+TransformerEncoderLayer
 """
-"""Those of module_db that multiply matrices."""
+"""Those of module_db that multiply matrices: cells do not, whose samples are single vectors."""
 OPERATORS = """
 addbmm addmm addmm.decomposed baddbmm bmm cdist cholesky cholesky_inverse cholesky_solve einsum
 linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eigh linalg.eigvalsh linalg.householder_product

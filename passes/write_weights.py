@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import ops
-from fp8pass._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, pytree
+from fp8pass._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, enable_python_dispatcher, pytree
 from fp8pass.passes.spellings import mutates
 from fp8pass.passes.state_inputs import state_input
 from fp8pass.updates import Place, State, Write, attribute
@@ -92,7 +92,7 @@ class _OnFakes(fx.Interpreter):
         """Run it; the places of the tensors that it writes into."""
         grad_enabled = torch.is_grad_enabled()
         try:
-            with self.mode, _ignored_symbols(self.mode), _Writes() as writes:
+            with self.mode, enable_python_dispatcher(), _ignored_symbols(self.mode), _Writes() as writes:
                 self.run(enable_io_processing=False)
         finally:
             torch.set_grad_enabled(grad_enabled)

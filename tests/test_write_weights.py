@@ -213,6 +213,23 @@ def test_branches_are_run_as_well() -> None:
         assert graphs(function, torch.tensor(True)) == [({id(w)}, {id(w)})]
 
 
+def test_sizes_may_be_symbolic() -> None:
+    """Of ops too that C++ has no symbolic sizes for."""
+    layer, places = nn.Linear(8, 8), []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        places.append(written(module))
+        return module.forward
+
+    def function(x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        return layer(x).masked_scatter(mask, y).add_(1)
+
+    with torch.no_grad():
+        x = torch.randn(3, 8)
+        torch.compile(function, backend=backend, dynamic=True)(x, x[:, :1] > 0, x)
+    assert places == [[]]
+
+
 def test_the_grad_mode_is_what_it_was() -> None:
     of = model()
     optimizer = torch.optim.SGD(of.parameters(), lr=0.1)

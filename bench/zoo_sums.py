@@ -1,0 +1,104 @@
+"""Sums that do not depend on their order: two graphs that compute the same, laid out otherwise, have the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+import fp8pass.backend
+
+aten = torch.ops.aten
+SUMMING = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.sum, aten.mean, aten.var_mean, aten.convolution,
+    aten.convolution_backward, aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
+    aten.native_group_norm_backward, aten._softmax, aten._softmax_backward_data, aten._log_softmax,
+    aten._log_softmax_backward_data, aten.cumsum, aten.embedding_dense_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}  # fmt: skip
+"""The ops of graphs whose results depend on how their operands lie in memory."""
+
+
+class ExactSums(TorchDispatchMode):
+    """Computes sums of float32 in float64, and rounds once: to the same, in whatever order.
+
+    A sum of sums too, which the column sums of tiles are.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the op."""
+        kwargs = kwargs or {}
+        if func is aten._scaled_mm.default:
+            return _scaled_mm(*args, **kwargs)
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if getattr(func, "overloadpacket", None) not in SUMMING or all(_wide(x) is x for x in tensors):
+            return func(*args, **kwargs)
+        given, named = torch.utils._pytree.tree_map_only(Tensor, _wide, (args, kwargs))
+        if named.get("dtype") == torch.float32:
+            named["dtype"] = torch.float64
+        if func.overloadpacket is aten.sum:
+            wide = func(self.sums.get(args[0], given[0]), *given[1:], **named)
+            self.sums[rounded := _narrow(wide)] = wide
+            return rounded
+        return torch.utils._pytree.tree_map_only(Tensor, _narrow, func(*given, **named))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if x.dtype == torch.float32 else x
+
+
+def _narrow(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    """Multiply as torch does on a CPU: of operands dequantized in float32."""
+    product = (a.float() * scale_a).double() @ (b.float() * scale_b).double()
+    return (product if bias is None else product + bias).to(out_dtype or torch.float32)
+
+
+_asked: list[bool] = []
+
+
+@contextlib.contextmanager
+def exact_sums() -> Iterator[None]:
+    """Within it, graphs that were lowered op by op, within `exactly_if_asked`, have exact sums."""
+    _asked.append(True)
+    try:
+        yield
+    finally:
+        _asked.pop()
+
+
+@contextlib.contextmanager
+def exactly_if_asked() -> Iterator[None]:
+    """Have graphs that are lowered op by op run with exact sums, where that is asked for."""
+    plain = fp8pass.backend.op_by_op
+
+    def op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        run = plain(module)
+
+        def boxed(args: list[Any]) -> Any:
+            with ExactSums() if _asked else contextlib.nullcontext():
+                return run(args)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    with mock.patch("fp8pass.backend.op_by_op", op_by_op):
+        yield
