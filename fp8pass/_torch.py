@@ -71,6 +71,7 @@ with required_names():
     )
     from torch._inductor.virtualized import V as Virtualized
     from torch._inductor.virtualized import ops as inductor_ops
+    from torch._library.custom_ops import CustomOpDef
     from torch._logging._internal import trace_structured
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -557,6 +558,7 @@ __all__ = [
     "ConcatKernel",
     "ConstantSource",
     "CustomGraphPass",
+    "CustomOpDef",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",

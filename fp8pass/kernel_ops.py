@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from fp8pass._torch import (
     ConcatKernel,
+    CustomOpDef,
     MutationLayoutSHOULDREMOVE,
     Pointwise,
     TensorBox,
