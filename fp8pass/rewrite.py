@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import fx
 
 from fp8pass.config import Config
-from fp8pass.graph import Computed
+from fp8pass.graph import Builder, Computed
 from fp8pass.report import Gemm
 
 MAX_BATCHES = 16
@@ -41,6 +41,10 @@ class Context:
     """What a reader of the report should know that belongs to no matmul."""
     computed: Computed = field(default_factory=dict)
     """What `verify` need not compute again until it changes."""
+
+    def builder(self, graph: fx.Graph, made_by: str) -> Builder:
+        """Return what adds nodes to the graph, and remembers what it has computed. made_by: the name of the pass."""
+        return Builder(graph, made_by, self.computed)
 
 
 class Pass(Protocol):

@@ -110,7 +110,7 @@ class BatchAmaxes:
         for node in list(graph.nodes):
             if (found := match(node)) is not None and found.slots:
                 groups = _groups(graph, found.slots)
-                _Rewriter(Builder(graph, self.name, context.computed), found).rewrite(groups)
+                _Rewriter(context.builder(graph, self.name), found).rewrite(groups)
                 applied += len(groups)
         applied += _all_as_matrices(graph, context)
         if applied:
@@ -224,7 +224,7 @@ def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
             continue
         for scale in scales:
             if val(scale).dim() == 0 and scale not in matrices:
-                build = Builder(graph, BatchAmaxes.name, context.computed)
+                build = context.builder(graph, BatchAmaxes.name)
                 at = min(user for user in scale.users if user.target is aten._scaled_mm.default)
                 matrices[scale] = build.emit(at, aten.reshape.default, scale, [1, 1])
         matmul.args = (*matmul.args[:2], *(matrices.get(s, s) for s in scales), *matmul.args[4:])

@@ -43,7 +43,7 @@ class BatchRecords:
         _drop_copies(graph)
         chains = _chains(graph)
         for chain in chains:
-            _batch(Builder(graph, self.name, context.computed), chain)
+            _batch(context.builder(graph, self.name), chain)
         if chains:
             graph.eliminate_dead_code()
         _pin(graph)

@@ -132,7 +132,7 @@ class BlockScaledMM:
         """Rewrite what there is a kernel for; the other matmuls of such operands get their reasons."""
         if not any(node.target is DEQUANTIZE_BLOCKS for node in graph.nodes):
             return 0
-        applied, build = 0, Builder(graph, self.name, context.computed)
+        applied, build = 0, context.builder(graph, self.name)
         for node, gemm in context.gemms.items():
             captured = [_try_dequantize(operand) for operand in operands(node)]
             if all(dq is None or dq.blocks is None for dq in captured):

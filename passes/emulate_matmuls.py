@@ -40,7 +40,7 @@ class EmulateMatmuls:
         """Rewrite those that the processor has no kernel for."""
         reasons = {n: why for n in graph.nodes if (why := _why_emulated(n))}
         if reasons:
-            build = Builder(graph, self.name, context.computed)
+            build = context.builder(graph, self.name)
             for node in reasons:
                 _emulate(build, node)
             log.debug("FP8 matmuls computed in float32: %d; %s", len(reasons), next(iter(reasons.values())))

@@ -35,7 +35,7 @@ class ExpandBlocks:
         """Expand every such op; returns how many there were."""
         found = [n for n in graph.nodes if n.target in _FORMULAS]
         for node in found:
-            _expand(Builder(graph, self.name, context.computed), node)
+            _expand(context.builder(graph, self.name), node)
         return len(found)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fp8pass.graph import Builder, is_tensor, val
+from fp8pass.graph import is_tensor, val
 from fp8pass.kernel_ops import QUANTIZE
 from fp8pass.passes.patterns import CASTS, aten, dtype_of, first, prims
 from fp8pass.rewrite import Context
@@ -61,7 +61,7 @@ class FoldQuantizes:
         """Rewrite every match."""
         found = [m for node in graph.nodes if (m := match(node)) is not None]
         if found:
-            build = Builder(graph, self.name, context.computed)
+            build = context.builder(graph, self.name)
             for x_q, x, scale in found:
                 build.replace(x_q, build.emit(x_q, QUANTIZE, x, scale, val(x_q).dtype))
             graph.eliminate_dead_code()

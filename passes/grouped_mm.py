@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass import grouped, hardware
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
-from fp8pass.graph import Builder, val
+from fp8pass.graph import val
 from fp8pass.names import short
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, dequantize
 from fp8pass.passes.layout import Layout
@@ -160,7 +160,7 @@ def _is_batched(node: fx.Node) -> bool:
 
 class _Rewriter:
     def __init__(self, graph: fx.Graph, context: Context) -> None:
-        self.build = Builder(graph, GroupedMM.name, context.computed)
+        self.build = context.builder(graph, GroupedMM.name)
         self.layout = Layout(self._emit)
         self.matmul = next(iter(graph.nodes))
         self.moved: dict[fx.Node, Any] = {}

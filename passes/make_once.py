@@ -44,7 +44,7 @@ class MakeOnce:
         """Rewrite all of them."""
         cats = [n for n in graph.nodes if _is_small_cat(n)]
         written = [v for n in graph.nodes if (v := _vector(n)) is not None]
-        build = Builder(graph, self.name, context.computed)
+        build = context.builder(graph, self.name)
         for cat in cats:
             build.replace(cat, build.emit(cat, JOINED, cat.args[0]))
         shared = [n for n in graph.nodes if _is_shared_operand(n)]

@@ -121,7 +121,7 @@ class QuantizeTiles:
         found = [m for node in graph.nodes if (m := match(node)) is not None]
         if not found:
             return 0
-        build = Builder(graph, self.name, context.computed)
+        build = context.builder(graph, self.name)
         for m in found:
             if check(m):
                 _rewrite(build, m)

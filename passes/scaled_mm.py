@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
-from fp8pass.graph import Builder, compute, val
+from fp8pass.graph import compute, val
 from fp8pass.hardware import scales_rows, target_of, why_no_fp8
 from fp8pass.names import short
 from fp8pass.passes import movement
@@ -215,7 +215,7 @@ class _Rewriter:
 
     def __init__(self, graph: fx.Graph, context: Context) -> None:
         self.graph = graph
-        self.build = Builder(graph, ScaledMM.name, context.computed)
+        self.build = context.builder(graph, ScaledMM.name)
         self.batches = Batches(self._emit)
         self.matmul = self.at = next(iter(graph.nodes))
         self.emitted: dict[Hashable, fx.Node] = {}

@@ -69,7 +69,7 @@ class SplitForeach:
         found = [n for n in graph.nodes if match(n)]
         if not found or not any(dtype_of(n) in FP8_DTYPES for n in graph.nodes if n.op == "call_function"):
             return 0
-        build, applied = Builder(graph, self.name, context.computed), 0
+        build, applied = context.builder(graph, self.name), 0
         for node in found:
             if apart := large(node):
                 _rewrite(build, node, match(node), apart)
