@@ -169,3 +169,16 @@ def test_nan_reaches_the_result() -> None:
     assert module(a, scale(float("nan")), fp8(64, 48)).isnan().all()
     a.view(torch.uint8)[3, 5] = 0x7F  # NaN in e4m3
     assert module(a, scale(), fp8(64, 48))[3].isnan().all()
+
+
+def test_one_scale_of_both_signs() -> None:
+    """Matmuls share what is made of a scale if the numbers that it is multiplied by are the same, too."""
+
+    def both(x: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return dq(x, s) @ dq(w, s), -dq(x, s) @ dq(w, s), dq(x, s) * 2 @ dq(w, s)
+
+    inputs = fp8(32, 64), scale(), fp8(64, 48)
+    module, _ = detect(both, *inputs)
+    assert count(module, aten._scaled_mm.default) == 3
+    plain, negative, double = module(*inputs)
+    assert plain.any() and torch.equal(negative, -plain) and torch.equal(double, 2 * plain)
