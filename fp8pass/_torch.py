@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType, FrameType
@@ -322,14 +323,23 @@ def kernel_keys(tensors: Sequence[torch.Tensor]) -> Any:
 def compiled_scope() -> dict[str, Any]:
     """Return what the frame that Dynamo compiles now knows by which name: locals, and globals that its code names.
 
-    Nothing where Dynamo compiles none, or goes on with one after a graph break that leaves out the frame's `self`.
+    As `self` also the first argument of a function of `*args`: decorators replace methods by such functions. Nothing
+    where Dynamo compiles none, or goes on with one after a graph break that leaves out the frame's `self`.
     """
     translator = _current_translator()
     if translator is None:
         return {}
     frame = translator.output.root_tx
     named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
-    return {**named, **frame.f_locals}
+    return {**named, **_self_in_varargs(frame.f_code, frame.f_locals), **frame.f_locals}
+
+
+def _self_in_varargs(code: CodeType, local: Mapping[str, Any]) -> dict[str, Any]:
+    if code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
+        return {}
+    args = local.get(code.co_varnames[code.co_kwonlyargcount], ())
+    is_method = bool(args) and getattr(getattr(args[0], "forward", None), "__code__", None) is code
+    return {"self": args[0]} if is_method else {}
 
 
 def running_modules() -> list[torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ class Names:
     """The names in one graph of Dynamo's, given its placeholders.
 
     owned: the inputs that tell instances apart, {placeholder: path}: the parameters, or else the buffers. Paths are
-    relative to the graph's root ("layers.0.up.weight"), unless there are several: then they begin with its name.
-    roots: what the graph's function calls the roots.
+    relative to the graph's root ("layers.0.up.weight"). If there are several roots, they begin with its name, without
+    what all roots' names begin with.
+    roots: what the graph's function calls the roots: "model", or "args.0" of a function of `*args`.
     """
 
     def __init__(self, placeholders: Sequence[fx.Node]) -> None:
@@ -26,7 +28,7 @@ class Names:
         owned = parameters or [p for p in placeholders if "._buffers[" in sources[p]]
         paths = {p: _root_and_path(sources[p]) for p in owned}
         self.roots = {root for root, _ in paths.values()}
-        self._keep_root = len(self.roots) > 1
+        self._above = _shared([root.split(".") for root in self.roots])
         self.owned = {p: self._join(*path) for p, path in paths.items()}
         self._taken: Counter[str] = Counter()
         self._stands_for: dict[fx.Node, fx.Node] = {}
@@ -90,8 +92,18 @@ class Names:
         uses = self._taken[slot]
         return slot if uses == 1 else f"{slot}_{uses - 1}"
 
+    def relative(self, root: str) -> str:
+        """Return what names of this graph begin with that belong to a root; "" if it is the only one."""
+        return root.removeprefix(self._above) if len(self.roots) > 1 else ""
+
     def _join(self, root: str, path: str) -> str:
-        return ".".join(part for part in (root if self._keep_root else "", path) if part)
+        return ".".join(part for part in (self.relative(root), path) if part)
+
+
+def _shared(roots: Sequence[Sequence[str]]) -> str:
+    """Return what all roots begin with: "args." of "args.0" and "args.1"."""
+    steps = zip(*roots, strict=False)
+    return "".join(f"{names[0]}." for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
 
 
 def merged_name(names: Sequence[str]) -> str:
@@ -121,12 +133,19 @@ MATMULS = frozenset(
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""
 
+_ROOT = re.compile(r"[A-Z]\['([^']+)'\]((?:\[\d+\])*)")
+
 
 def path_of(source: str) -> Path:
-    """Return ("model", "layers", "0", "up", "weight") for "L['model']._modules['layers']._modules['0']..." """
+    """Return ("model", "layers", "0", "up", "weight") for "L['model']._modules['layers']._modules['0']..."
+
+    A module in a tuple or a list is a root: ("args.0", "up", "weight") for "L['args'][0]._modules['up']...", as
+    `self` is in a decorator's function of `*args`.
+    """
     source = _DICT.sub(r".\1", source)
-    head = re.match(r"[A-Z]\['([^']+)'\]", source)
-    root, rest = (head[1], source[head.end() :]) if head else ("", source)
+    head = _ROOT.match(source)
+    root = ".".join((head[1], *re.findall(r"\d+", head[2]))) if head else ""
+    rest = source[head.end() :] if head else source
     steps = (next(filter(None, step)).strip("'\"") for step in _STEP.findall(rest))
     return root, *(step for step in steps if step not in WRAPPERS)
 

@@ -102,10 +102,12 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
     patterns = list(patterns_of(config))
     if not patterns:
         return
-    roots = Names([n for n in graph.nodes if n.op == "placeholder"]).roots
-    scope = {name: value for name, value in compiled_scope().items() if name in {*roots, "self"}}
+    graph_names = Names([n for n in graph.nodes if n.op == "placeholder"])
+    roots = graph_names.roots
+    locals_with_roots = {root.partition(".")[0] for root in roots}
+    scope = {name: value for name, value in compiled_scope().items() if name in {*locals_with_roots, "self"}}
     modules = _modules_in(scope)
-    here = {name for prefix, m in modules for name in _named(prefix if len(roots) > 1 else _inner(prefix), m)}
+    here = {name for prefix, m in modules for name in _named(_path_in(graph_names, prefix), m)}
     missing = [pattern for pattern in patterns if not pattern.is_in(here)]
     if not modules or not missing:
         return
@@ -219,9 +221,11 @@ def _named(path: str, module: nn.Module) -> set[str]:
     return {*_under(path, names_of(module)), path} - {""}
 
 
-def _inner(prefix: str) -> str:
-    """Return the path from a graph's root to a module."""
-    return prefix.partition(".")[2]
+def _path_in(names: Names, place: str) -> str:
+    """Return what a graph calls a module that is at this place in its frame: "model", "args.0", "block.up"."""
+    root = place if place in names.roots else place.partition(".")[0]
+    path = place.removeprefix(root).removeprefix(".")
+    return ".".join(part for part in (names.relative(root), path) if part)
 
 
 def _under(prefix: str, names: Iterable[str]) -> Iterator[str]:

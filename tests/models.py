@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -106,3 +107,23 @@ def batches(steps: int, *shape: int, dtype: torch.dtype = torch.float32) -> list
     generator = torch.Generator().manual_seed(1)
     ranges = [1 + 0.5 * (i % 5) for i in range(steps)]
     return [(torch.randn(shape, generator=generator) * r).to(dtype) for r in ranges]
+
+
+def wrapped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorate as libraries do that know nothing of `self`."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32))
+
+    @wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.layers(x)) @ x.t()

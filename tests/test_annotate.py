@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from fp8pass.passes.annotate import annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from tests import oracle
 from tests.harness import annotated, expect_graph, sqnr
-from tests.models import Attention, Block, make
+from tests.models import Attention, Block, Decorated, make
 
 
 def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True, **config: Any) -> Annotation:
@@ -165,6 +165,19 @@ def test_two_models_in_one_function_keep_their_names_apart() -> None:
     assert names(a) == [
         "teacher.input", "teacher.weight", "student.input", "student.weight", "student.grad_output",
     ]  # fmt: skip
+
+
+def test_a_decorated_forward_has_the_names_of_the_model() -> None:
+    a = annotation(Decorated(), torch.randn(32, 32), training=False)
+    assert names(a) == ["layers.0.input", "layers.0.weight", "matmul.input", "matmul.weight"]
+
+
+def test_models_in_one_tuple_keep_their_names_apart() -> None:
+    def both(*args: Any) -> Tensor:
+        return cast(Tensor, args[0](args[2]) + args[1](args[2]))
+
+    a = annotation(both, nn.Linear(32, 32), nn.Linear(32, 32), torch.randn(8, 32), training=False)
+    assert names(a) == ["0.input", "0.weight", "1.weight"]
 
 
 def test_an_evaluation_graph_records_nothing() -> None:

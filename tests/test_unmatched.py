@@ -15,6 +15,7 @@ from fp8pass.errors import warn_once
 from fp8pass.names import MATMULS
 from fp8pass.passes import spellings
 from fp8pass.recipes import Schedule, StaticScaling
+from tests.models import Decorated
 
 X = torch.randn(16, 32)
 
@@ -79,6 +80,14 @@ def test_a_pattern_that_matches_nothing_is_an_error(what: str) -> None:
     with pytest.raises(Fp8Error) as raised:
         explain(Model(), X, config=Config(**options))
     assert message in str(raised.value)
+
+
+def test_it_is_an_error_where_the_forward_is_decorated() -> None:
+    model = Decorated()
+    with pytest.raises(Fp8Error, match=r"filter: 'layers.1' matches no module or matmul of Decorated; did you mean"):
+        explain(model, torch.randn(32, 32), config=Config(filter=["layers.1"]))
+    report = explain(model, torch.randn(32, 32), config=Config(filter=["layers.0"]))
+    assert {(g.name, g.rule) for g in report.declined} == {("layers.0", "filter")}
 
 
 def test_it_is_judged_before_a_step_is_trained() -> None:
