@@ -12,4 +12,4 @@ if ! .venv/bin/python -c "import torch" 2>/dev/null; then
     .venv/bin/python -m pip install "torch==$TORCH"  # not quiet: pip says what it downloads, and how large that is
 fi
 echo "set-up 3 of 3: fp8pass with its extra [$1]"
-.venv/bin/python -m pip install --quiet --editable ".[$1]"
+.venv/bin/python -m pip install --quiet --no-compile --editable ".[$1]"  # Python compiles what is imported: little of it

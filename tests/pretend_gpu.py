@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._inductor import cudagraph_utils
 from torch._inductor import utils as inductor_utils
 from torch._inductor.graph import GraphLowering
@@ -114,14 +114,24 @@ class Graph:
     decided: dict[str, Any]
 
 
+def model_of(of: str, width: int, hidden: int) -> nn.Module:
+    """Return a "block"; or a "layer" of it and what is around, or a "linear" one alone, whose kernels are fewer."""
+    from tests.models import Block
+
+    if of == "block":
+        return Block(width, hidden)
+    if of == "layer":
+        return nn.Sequential(nn.RMSNorm(width), nn.Linear(width, hidden), nn.GELU())
+    return nn.Linear(width, hidden, bias=False)
+
+
 @functools.cache
-def graphs(gpu: Pretended, what: str) -> list[Graph]:
-    """Return what is made of a block's forward and backward, or of a whole step of it, compiled once for all questions.
+def graphs(gpu: Pretended, what: str, of: str) -> list[Graph]:
+    """Return what is made of a model's forward and backward, or of a whole step of it, compiled once for all questions.
 
     what: a recipe, evaluation comes last then; or "step", for one that is decorated, with its two updates, the first
-    and the one that finds moments in FP8.
+    and the one that finds moments in FP8. of: see `model_of`.
     """
-    from tests.models import Block
 
     found: list[Graph] = []
 
@@ -133,7 +143,7 @@ def graphs(gpu: Pretended, what: str) -> list[Graph]:
 
     blocks = what in ("blockwise", "mxfp8")
     sizes = (1024, 2048) if what == "step" else (512, 1024 if blocks else 1000)  # a width that needs padding, or not
-    model = Block(*sizes).bfloat16()
+    model = model_of(of, *sizes).bfloat16()
     x = torch.randn(256, sizes[0], dtype=torch.bfloat16, requires_grad=True)
     target = "sm_100" if what == "mxfp8" else "sm_90"
     options: dict[str, Any] = {"min_speedup": 0, "target": target, "strict": True, "mode": "reduce-overhead"}
@@ -150,20 +160,25 @@ def graphs(gpu: Pretended, what: str) -> list[Graph]:
     return found
 
 
-def experts(gpu: Pretended) -> list[str]:
-    """Forward and backward of two layers of experts; M is no multiple of 16."""
+def experts(gpu: Pretended, layers: str) -> list[str]:
+    """Forward and backward of one or two layers of experts; M is no multiple of 16."""
     from tests.models import Experts
 
     x = torch.randn(500, 256, dtype=torch.bfloat16, requires_grad=True)
     offs = torch.tensor([100, 100, 333, 470], dtype=torch.int32)
-    return generated(gpu, Experts(4, 256, 512), x, offs, min_speedup=0, target="sm_90", strict=True)
+    both = Experts(4, 256, 512)
+
+    def one(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, both.up.transpose(-2, -1), offs=offs)
+
+    return generated(gpu, both if layers == "2" else one, x, offs, min_speedup=0, target="sm_90", strict=True)
 
 
-def rules(gpu: Pretended) -> list[str]:
-    """Every case of XLA's rules that runs on a GPU, in four graphs; but for epilogues, see `epilogues`."""
-    from tests.xla_rules import CASES
+def rules(gpu: Pretended, which: str) -> list[str]:
+    """Cases of XLA's rules that run on a GPU, in four graphs; but for epilogues, see `epilogues`. which: see `on_gpu`."""
+    from tests.xla_rules import on_gpu
 
-    chosen = [c for n, c in CASES.items() if n[0] != "E" and c.calls and c.target is None and not c.dynamic]
+    chosen = [c for n, c in on_gpu(which).items() if n[0] != "E" and c.calls and c.target is None and not c.dynamic]
     # one graph takes half as long again: Inductor looks at every pair of kernels whether to fuse them
     return [code for i in range(4) for code in _together(gpu, chosen[i::4])]
 
@@ -176,12 +191,12 @@ def _together(gpu: Pretended, cases: Sequence[Case]) -> list[str]:
     return generated(gpu, everything, [c.inputs for c in cases], backward=False, recipe=None, target="sm_90")
 
 
-def epilogues(gpu: Pretended) -> dict[str, dict[str, Any]]:
-    """What is made of every epilogue of XLA's rules, those with an amax also large; see `epilogue`."""
-    from tests.xla_rules import CASES, q
+def epilogues(gpu: Pretended, which: str) -> dict[str, dict[str, Any]]:
+    """What is made of epilogues of XLA's rules, those with an amax also large; see `epilogue`. which: see `on_gpu`."""
+    from tests.xla_rules import on_gpu, q
 
     found = {}
-    for name, case in CASES.items():
+    for name, case in on_gpu(which).items():
         if name[0] != "E":
             continue
         found[name] = epilogue(gpu, case.function, *case.inputs)
@@ -236,20 +251,23 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "epilogues", "passes", "plain", "cudagraphs" of something, "rules", "step", "experts", "inspect"; or a recipe."""
+    """What: "passes", "plain", "inspect"; "epilogues", "rules", see `on_gpu`; "experts", how many layers of them.
+
+    Or "step" or a recipe, and a model, see `model_of`; with "cudagraphs" before it.
+    """
     if what == "inspect":
         return inspection(gpu, *of)
     if what == "passes":
         return passes_behind(gpu)
     if what == "epilogues":
-        return epilogues(gpu)
+        return epilogues(gpu, *of)
     if what == "plain":
         return plain(gpu)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
     functions = {"rules": rules, "experts": experts}
     trained = 2 if what in EVALUATED else 4
-    codes = functions[what](gpu) if what in functions else [graph.code for graph in graphs(gpu, what)[:trained]]
+    codes = functions[what](gpu, *of) if what in functions else [g.code for g in graphs(gpu, what, *of)[:trained]]
     return checked(gpu, codes)
 
 
@@ -263,15 +281,15 @@ def checked(gpu: Pretended, codes: list[str]) -> dict[str, Any]:
     }
 
 
-def cudagraphs(gpu: Pretended, what: str) -> list[dict[str, Any]]:
+def cudagraphs(gpu: Pretended, what: str, of: str) -> list[dict[str, Any]]:
     """Return what Inductor decides about CUDA graphs of `graphs`.
 
     placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
     """
-    return [graph.decided for graph in graphs(gpu, what)]
+    return [graph.decided for graph in graphs(gpu, what, of)]
 
 
-def _step_twice(model: torch.nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
+def _step_twice(model: nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
     @fp8pass.train_step(skip_nonfinite=True, optimizer_state="fp8", **options)

@@ -23,11 +23,23 @@ from fp8pass.dump import Dump
 from fp8pass.faults import FIRST, Attempt, fall_back
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
-from tests.models import Block, make
+from tests.models import make
 from tests.torchrun import collectives, on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=4)
 OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager"}
+
+
+class Layers(nn.Module):
+    """Two, and nothing else to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 56), nn.Linear(56, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
 
 
 def compiled(model: Any, **options: Any) -> Any:
@@ -58,23 +70,23 @@ def histories(model: nn.Module) -> dict[str, list[float]]:
 
 @on_ranks(2)
 def one_leaves_a_layer_out() -> str:
-    return error_of(compiled(make(Block), filter=["down"] if dist.get_rank() else None), data())
+    return error_of(compiled(make(Layers), filter=["down"] if dist.get_rank() else None), data())
 
 
 @on_ranks(2)
 def one_has_no_slots() -> str:
-    return error_of(compiled(make(Block), filter=["*"] if dist.get_rank() == 0 else None), data())
+    return error_of(compiled(make(Layers), filter=["*"] if dist.get_rank() == 0 else None), data())
 
 
 @on_ranks(2)
 def one_has_another_recipe() -> str:
-    return error_of(compiled(make(Block), recipe=DelayedScaling(amax_history_len=4 + dist.get_rank())), data())
+    return error_of(compiled(make(Layers), recipe=DelayedScaling(amax_history_len=4 + dist.get_rank())), data())
 
 
 @on_ranks(2)
 def one_takes_another_branch_later() -> list[str]:
     """From the second step on, rank 1 has a graph more. It is found out in the next."""
-    first, second = make(Block), make(Block)
+    first, second = make(Layers), make(Layers)
     run, other = compiled(first), compiled(second)
     errors = [error_of(run, data())]
     errors.append(error_of(lambda x: run(x) + (other(x) if dist.get_rank() else 0), data()))
@@ -85,11 +97,11 @@ def one_takes_another_branch_later() -> list[str]:
 @on_ranks(2)
 def all_take_another_branch_later() -> Any:
     """Nothing is wrong with that; and with a model that is gone by then neither."""
-    first, second = make(Block), make(Block)
+    first, second = make(Layers), make(Layers)
     run, other = compiled(first), compiled(second)
     errors = [error_of(run, data(), times=2), error_of(other, data(), times=2)]
     del first, run
-    third = make(Block)
+    third = make(Layers)
     errors.append(error_of(compiled(third), data(), times=3))
     return errors, histories(second), histories(third)
 
@@ -97,7 +109,7 @@ def all_take_another_branch_later() -> Any:
 @on_ranks(2)
 def one_has_no_slots_later() -> Any:
     """In the second step rank 0 has a batch of one row, which is left out of FP8."""
-    model = make(Block)
+    model = make(Layers)
     run, before = compiled(model), collectives()
     for i in range(4):
         x = data(i)[:1] if i == 1 and dist.get_rank() == 0 else data(i)
@@ -108,7 +120,7 @@ def one_has_no_slots_later() -> Any:
 @on_ranks(2)
 def one_looks_at_something() -> Any:
     """Rank 0 has forwards of its own, with gradients, before the first step and behind the others."""
-    model = make(Block)
+    model = make(Layers)
     run, before = compiled(model), collectives()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -128,7 +140,7 @@ def one_looks_at_something() -> Any:
 @on_ranks(2)
 def frozen() -> Any:
     """With gradients enabled, of which there are none: no backward will come."""
-    model = make(Block).requires_grad_(False)
+    model = make(Layers).requires_grad_(False)
     run = compiled(model)
     for i in range(3):
         run(data(i))
@@ -138,7 +150,7 @@ def frozen() -> Any:
 @on_ranks(2)
 def joining() -> str:
     """One rank has more batches than the other."""
-    parallel = nn.parallel.DistributedDataParallel(make(Block))
+    parallel = nn.parallel.DistributedDataParallel(make(Layers))
     run = compiled(parallel)
     try:
         with parallel.join():
@@ -153,11 +165,11 @@ def joining() -> str:
 def with_other_groups_before() -> Any:
     """Rank 0 has trained alone, in a group of its own and in the group of all under another name."""
     one, both = dist.new_group([0]), dist.new_group([0, 1])
-    other, model = make(Block), make(Block)
+    other, model = make(Layers), make(Layers)
     if dist.get_rank() == 0:
         compiled(other, amax_group=one)(data()).square().mean().backward()
     for group in (both, dist.group.WORLD, None):
-        model = make(Block)
+        model = make(Layers)
         run = compiled(model, amax_group=group)
         for i in range(2):
             run(data(i)).square().mean().backward()
@@ -170,7 +182,7 @@ def one_comes_late() -> str:
     group = dist.new_group(timeout=timedelta(seconds=2))
     if dist.get_rank():
         time.sleep(4)
-    error = error_of(compiled(make(Block), amax_group=group), data())
+    error = error_of(compiled(make(Layers), amax_group=group), data())
     dist.barrier()
     return error
 
@@ -178,7 +190,7 @@ def one_comes_late() -> str:
 @on_ranks(2)
 def in_two_backwards() -> Any:
     """Of reentrant regions: the second repeats a forward when the reduction behind the first is on its way."""
-    model, other = make(Block), make(Block)
+    model, other = make(Layers), make(Layers)
     run, run_other = compiled(model), compiled(other)
     for i in range(3):
         x = data(i).requires_grad_()
@@ -191,7 +203,7 @@ def in_two_backwards() -> Any:
 @on_ranks(2)
 def one_does_not_come() -> str:
     group = dist.new_group(timeout=timedelta(seconds=3))
-    error = error_of(compiled(make(Block), amax_group=group), data()) if dist.get_rank() == 0 else ""
+    error = error_of(compiled(make(Layers), amax_group=group), data()) if dist.get_rank() == 0 else ""
     dist.barrier()
     return error
 
@@ -206,7 +218,7 @@ def after_a_fault() -> Any:
         for ranks in ((0, 1), (1,)):
             torch._dynamo.reset()  # or the second model has the code of the first
             ScaledMM.run = fail if dist.get_rank() in ranks else run  # type: ignore[assignment, method-assign]
-            found.append(error_of(compiled(make(Block), on_fault="warn"), data(), times=2))
+            found.append(error_of(compiled(make(Layers), on_fault="warn"), data(), times=2))
         ScaledMM.run = run  # type: ignore[method-assign]
         for ranks, waiting in (((0, 1), None), ((1,), group)):
 
@@ -231,7 +243,7 @@ def fail(*_: Any) -> int:
 @on_ranks(2)
 def with_nan() -> Any:
     """Rank 0 has one in its second step."""
-    model = make(Block)
+    model = make(Layers)
     run = compiled(model, recipe=DelayedScaling(amax_history_len=4, on_nonfinite="freeze"))
     for i in range(3):
         x = data()
@@ -244,7 +256,7 @@ def with_nan() -> Any:
 @on_ranks(2)
 def with_a_nan_below_zero() -> Any:
     """An amax of rank 0 is NaN with its sign bit set, which is a negative number where its bits are compared."""
-    model = make(Block)
+    model = make(Layers)
     run = compiled(model)
     y = run(data())
     if dist.get_rank() == 0:
@@ -258,7 +270,7 @@ def with_a_nan_below_zero() -> Any:
 @on_ranks(2)
 def without_backward() -> Any:
     """Two forwards in each of two steps."""
-    model = make(Block)
+    model = make(Layers)
     run = compiled(model)
     for i in range(2):
         run(data(2 * i))
@@ -271,7 +283,7 @@ def checkpointed() -> Any:
     """The backward repeats the forward; both ways."""
     found = {}
     for reentrant in (False, True):
-        model = make(Block)
+        model = make(Layers)
         run = functools.partial(checkpoint, compiled(model), use_reentrant=reentrant)
         for i in range(3):
             run(data(i).requires_grad_()).square().mean().backward()
@@ -282,7 +294,7 @@ def checkpointed() -> Any:
 @on_ranks(2)
 def updated_in_a_step() -> Any:
     """With FP8 copies of weights, and skipping: rank 1 has an infinity in the second of four steps."""
-    model = make(Block)
+    model = make(Layers)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -308,7 +320,7 @@ def in_rows_of_a_mesh() -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     found = []
     for group in (mesh["data"], mesh):
-        model = make(Block)
+        model = make(Layers)
         run = compiled(model, amax_group=group)
         for i in range(2):
             run(data(i)).square().mean().backward()

@@ -107,11 +107,16 @@ def line_of(function: Callable[..., Any], text: str) -> str:
     return f"test_bisector.py:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
 
-@pytest.mark.parametrize(("layers", "matmuls"), [(1, 15), pytest.param(2, 27, marks=pytest.mark.variant)])
+@pytest.mark.variant
+@pytest.mark.parametrize(("layers", "matmuls"), [(1, 15), (2, 27)])
 def test_a_divergence_of_the_demo(
     layers: int, matmuls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One layer's activations are a million times larger from step 50 on. Trained to step 48, and bisected from there."""
+    """One layer's activations are a million times larger from step 50 on. Trained to step 48, and bisected from there.
+
+    Every day, of small models: `test_one_of_two_calls_of_a_layer`, and for what is left behind
+    `test_everything_is_as_it_was`.
+    """
     for name, size in (("WIDTH", 32), ("LAYERS", layers), ("HEADS", 2), ("CONTEXT", 16), ("BATCH", 2)):
         monkeypatch.setattr(demo, name, size)
     torch.manual_seed(0)
@@ -157,14 +162,20 @@ def test_a_divergence_of_the_demo(
 
 
 @pytest.mark.parametrize("kind", [Tied, Broken, Checkpointed])
-def test_one_of_two_calls_of_a_layer(kind: type[Tied]) -> None:
+def test_one_of_two_calls_of_a_layer(kind: type[Tied], caplog: pytest.LogCaptureFixture) -> None:
     """On one line, in two graphs, in a region: each call is known by itself."""
-    found = faulty(kind)
+    with caplog.at_level(logging.INFO, "fp8pass.bisect"):
+        found = faulty(kind)
     ((culprit,),) = found.culprits
     assert (culprit.name, culprit.kind, culprit.operands) == ("fc", "output", ["input"])
     assert (culprit.source, culprit.unit.ordinal) == (line_of(kind, "self.factor) / self.factor"), int(kind is Tied))
     assert found.matmuls == 5 and found.repeated  # the first one has no grad_input
-    assert found.cured and found.filter == ["fc"]
+    assert (found.verdict, culprit.scaling, culprit.better) == ("numbers", "delayed", {"input": "dynamic"})
+    assert found.cured and found.filter == ["fc"] and found.remedy == {"fc": "dynamic"}
+    assert "recipe={'fc': 'dynamic', '*': ...}" in str(found)
+    assert len(found.runs) <= 14  # 3 to see what it is, 2 * log2(5) to find it, 6 to say what to do
+    said = [r.message for r in caplog.records if r.name == "fp8pass.bisect"]
+    assert said[:-1] == list(map(str, found.runs))
 
 
 def test_calls_of_a_layer_in_one_line_are_counted() -> None:
@@ -328,10 +339,10 @@ def test_everything_is_as_it_was() -> None:
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
     def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
         loss = (model(x) - x).square().mean()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
     return step

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from fp8pass.annotation import Choice
 from fp8pass.config import make_config
 from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
 from fp8pass.recipes import DelayedScaling
+from tests import forked
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,42 +49,45 @@ print(json.dumps([step(recipe) for recipe in sys.argv[1:]]))
 """
 
 
-def started(folder: Path, root: Path, *recipes: str) -> list[list[Any]]:
-    """In a process of its own: for each recipe what the caches counted, and the gradients of two steps.
+def started(folder: Path, *programs: tuple[Path, list[str]]) -> list[list[list[Any]]]:
+    """In a process of its own for each program: by recipe what the caches counted, and the gradients of two steps.
 
-    folder: where caches are, and not a folder that Python finds another fp8pass in; root: where fp8pass is.
+    folder: where caches are, and not a folder that Python finds another fp8pass in; programs: where fp8pass is, and the
+    recipes.
     """
     environment = {
         **os.environ,
-        "PYTHONPATH": str(root),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # in an empty folder, trying the processor's vectors takes 20 seconds
     }
-    command = [sys.executable, "-c", PROGRAM, *recipes]
-    done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
-    found: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    file = folder / "program.py"
+    file.write_text(PROGRAM)
+    done = forked.run([forked.Program(file, recipes, folder, root) for root, recipes in programs], environment)
+    assert [each.returncode for each in done] == [0] * len(programs), done
+    return [json.loads(each.stdout.splitlines()[-1]) for each in done]
 
 
 def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
     """Forward and backward: one graph of AOTAutograd's, two of Inductor's. Also of fp8pass in another place."""
     hits, misses = {"autograd_hit": 1, "fxgraph_hit": 2}, {"autograd_miss": 1, "fxgraph_miss": 2}
-    folder, copy = tmp_path / "caches", tmp_path / "copy"
+    folder, copy, changed = (tmp_path / name for name in ("caches", "copy", "changed"))
     folder.mkdir()
-    for source, target in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):  # as it is installed
-        ignored = shutil.ignore_patterns("__pycache__", "passes")
-        shutil.copytree(ROOT / source, copy / target, ignore=ignored)
+    for target in copy, changed:  # as it is installed
+        for source, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):
+            ignored = shutil.ignore_patterns("__pycache__", "passes")
+            shutil.copytree(ROOT / source, target / package, ignore=ignored)
+    with (changed / "fp8pass" / "passes" / "layout.py").open("a") as file:
+        file.write("# changed\n")
 
-    ((counts, gradients),) = started(folder, ROOT, "delayed")
+    delayed = ["delayed"]
+    first, second, third = started(folder, (ROOT, delayed), (copy, ["delayed", "dynamic"]), (changed, delayed))
+    ((counts, gradients),) = first
     assert counts == {"root": str(ROOT), **misses}
-    (same, same_gradients), (other, _) = started(folder, copy, "delayed", "dynamic")
+    (same, same_gradients), (other, _) = second
     assert (same, same_gradients) == ({"root": str(copy), **hits}, gradients)
     assert other == {"root": str(copy), **misses}  # another recipe
-
-    with (copy / "fp8pass" / "passes" / "layout.py").open("a") as file:
-        file.write("# changed\n")
-    assert started(folder, copy, "delayed") == [[{"root": str(copy), **misses}, gradients]]  # another source
+    assert third == [[{"root": str(changed), **misses}, gradients]]  # another source
 
 
 def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:

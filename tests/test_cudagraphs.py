@@ -25,9 +25,12 @@ MUTATED = {"delayed": (4, 1), "rowwise": (0, 0)}
 """State inputs that a forward writes (scale, history, both amaxes), and a backward (its amax once more)."""
 
 
-@pytest.mark.parametrize("recipe", MUTATED)
-def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str) -> None:
-    forward, backward, evaluation = pretend("cudagraphs", recipe)
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [("delayed", "block"), ("rowwise", "layer"), pytest.param("rowwise", "block", marks=pytest.mark.variant)],
+)
+def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str, model: str) -> None:
+    forward, backward, evaluation = pretend("cudagraphs", recipe, model)
     for graph, n in zip((forward, backward, evaluation), (*MUTATED[recipe], 0), strict=True):
         assert graph["wanted"] and graph["reasons"] == []
         assert len(graph["mutated"]) == n and set(graph["mutated"]) <= set(graph["static"])
@@ -35,15 +38,20 @@ def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str) -> None:
         assert len(set(graph["inputs"]) - set(graph["static"])) == 1
 
 
-def test_nor_against_those_of_a_whole_step() -> None:
+@pytest.mark.parametrize(
+    ("model", "parameters", "layers"), [("linear", 1, 1), pytest.param("block", 4, 2, marks=pytest.mark.variant)]
+)
+def test_nor_against_those_of_a_whole_step(model: str, parameters: int, layers: int) -> None:
     """With copies of weights, counters and moments in FP8. The second update finds moments that are in FP8."""
-    forward, backward, *updates = pretend("cudagraphs", "step")
+    forward, backward, *updates = pretend("cudagraphs", "step", model)
+    assert len(updates) == 2
     for graph in forward, backward, *updates:
         assert graph["wanted"] and graph["reasons"] == []
         assert set(graph["mutated"]) <= set(graph["static"])
     for graph in updates:  # all but the gradients
-        assert len(set(graph["inputs"]) - set(graph["static"])) == 4
-        assert len(graph["mutated"]) >= 4 + 3 * 4 + 2 * 2 + 2  # weights; moments, steps; copies, transposes; state
+        assert len(set(graph["inputs"]) - set(graph["static"])) == parameters
+        # parameters; moments, steps; copies, transposes; state
+        assert len(graph["mutated"]) >= parameters + 3 * parameters + 2 * layers + 2
 
 
 def whole_step(model: nn.Module, **options: Any) -> Any:

@@ -317,14 +317,23 @@ def test_updates(tmp_path: Path) -> None:
         assert {"written into fp8pass_weight_0_x_q_0", "written into fp8pass_counts"} <= set(after) - set(before)
 
 
-def test_a_dump_alone(tmp_path: Path) -> None:
-    """As users run it."""
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.variant)], ids=["here", "alone"])
+def test_a_dump_alone(
+    alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As users run it: a script of its own. In a process of its own, too, which takes long."""
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path))(torch.randn(16, 32)).sum().backward()
     (file,) = tmp_path.rglob("*joint.scaled_mm.after.py")
     torch.save({"tangents_1": torch.zeros(16, 48)}, tmp_path / "inputs.pt")
     against = str(file).replace("after", "before")
-    command = [sys.executable, str(file), "--against", against, "--inputs", str(tmp_path / "inputs.pt")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    command = [str(file), "--against", against, "--inputs", str(tmp_path / "inputs.pt")]
+    if alone:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True).stdout
+    else:
+        monkeypatch.setattr(sys, "argv", command)
+        runpy.run_path(str(file), run_name="__main__")
+        done = capsys.readouterr().out
+    lines = done.splitlines()
     assert re.match(r"008.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
     assert re.match(
         r"output 0 +float32\[16, 48\] +sum \S+, norm \S+, max \S+  (equal|relative distance \S+)$", lines[1]

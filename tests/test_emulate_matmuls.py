@@ -123,7 +123,7 @@ def test_fp8_results_stay(processor: Any) -> None:
     assert count(module, aten._scaled_mm.default) == 1
 
 
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_a_model_says_so_once_a_graph(processor: Any, caplog: pytest.LogCaptureFixture, lowering: str) -> None:
     processor(SAPPHIRE_RAPIDS)
     model = nn.Linear(64, 32)

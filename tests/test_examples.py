@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import readme
+
+from tests import forked
 
 EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
 MARKERS = {"train": "example"}
@@ -42,13 +43,22 @@ def without_numbers(text: str, name: str) -> list[str]:
     return sorted(lines) if name in NOISY else lines
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.variant] * (name in NOISY)) for name in EXAMPLES]
-)
-def test_prints_what_its_page_says(name: str, tmp_path: Path) -> None:
+EVERY_DAY = [name for name in EXAMPLES if name not in NOISY]
+
+
+def ended(*names: str) -> dict[str, forked.Ended]:
     """Op by op after the passes, which takes no compiler and prints the same; the gate runs README's, which is train.py, as it is."""
-    command = [sys.executable, str(readme.ROOT / "examples" / f"{name}.py")]
     environment = {**os.environ, "COLUMNS": "120", "FP8PASS_LOWERING": "eager", **UNCACHED}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert without_numbers(done.stdout, name) == without_numbers(printed_in_page(name), name)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [readme.ROOT / "examples" / f"{name}.py" for name in names]
+        done = forked.run([forked.Program(file, folder=Path(folder)) for file in files], environment)
+    return dict(zip(names, done, strict=True))
+
+
+@pytest.mark.parametrize(
+    "names", [EVERY_DAY, pytest.param(list(NOISY), marks=pytest.mark.variant)], ids=["all", "noisy"]
+)
+def test_each_prints_what_its_page_says(names: list[str]) -> None:
+    for name, done in ended(*names).items():
+        assert done.returncode == 0, (name, done.stderr)
+        assert without_numbers(done.stdout, name) == without_numbers(printed_in_page(name), name), name

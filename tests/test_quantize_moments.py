@@ -112,8 +112,14 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 }
 
 
+SISTERS = {"SGD nesterov": "SGD momentum", "Adam, weight decay": "Adam", "AdamW maximize": "AdamW"}
+"""Variants, and what differs from them by a term of the formula."""
+
+
 @pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
-@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.variant] * (case in SISTERS)) for case in OPTIMIZERS]
+)
 def test_what_is_a_moment(case: str, foreach: bool) -> None:
     make, wanted = OPTIMIZERS[case]
     if case == "Adafactor" and foreach and torch.__version__.startswith("2.11."):

@@ -109,6 +109,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted: tuple[Run, dict[s
     assert_same(again.saved(), wanted)
 
 
+@pytest.mark.shares_code
 def test_a_run_that_was_killed(tmp_path: Path, uninterrupted: tuple[Run, dict[str, Any], Path]) -> None:
     """SIGKILL somewhere between two checkpoints, in a process of its own; the next one goes on from the last."""
     file, log = tmp_path / "run", tmp_path / "log"

@@ -60,13 +60,15 @@ BY_STEP = pytest.mark.parametrize("how", EVERY_DAY, ids=lambda f: f.__name__)
 """Without Inductor, but for variants; `test_the_numbers_that_a_step_uses` has ours every day."""
 VARIANTS[delayed] = pytest.param(delayed, marks=pytest.mark.variant)
 """Beside a recipe, where the test is not about what a step does: `ours` is the same code without one."""
-COMPILED = pytest.mark.parametrize("how", [ours, VARIANTS[inductor], delayed, reference], ids=lambda f: f.__name__)
+COMPILED = pytest.mark.parametrize(
+    "how", [ours, VARIANTS[inductor], VARIANTS[delayed], reference], ids=lambda f: f.__name__
+)
 FEW = pytest.mark.parametrize("how", [eager, ours, other_backend], ids=lambda f: f.__name__)
 
 
 NONFINITE = ("evict", "skip", "freeze")
 EVERY_CHOICE = (("evict", "max"), ("skip", "most_recent"), ("freeze", "max"))
-"""What compiled states are configured with every day; eagerly all pairs are."""
+"""What compiled states are configured with every day; eagerly all pairs are, and by another backend one."""
 
 
 class Product(nn.Module):
@@ -92,10 +94,17 @@ def is_entry(state: ScaleState, slot: oracle.Slot, pending: float | None) -> Non
     assert amax == pytest.approx(-1.0 if pending is None else pending, nan_ok=True)
 
 
+CHOICES = {
+    eager: [(n, algo) for n in NONFINITE for algo in ("max", "most_recent")],
+    ours: EVERY_CHOICE,
+    other_backend: EVERY_CHOICE[1:2],
+}
+
+
 @pytest.mark.parametrize(
     ("on_nonfinite", "algo", "how"),
     [
-        pytest.param(n, algo, how, marks=[pytest.mark.variant] * (how != eager and (n, algo) not in EVERY_CHOICE))
+        pytest.param(n, algo, how, marks=[pytest.mark.variant] * ((n, algo) not in CHOICES[how]))
         for n in NONFINITE
         for algo in ("max", "most_recent")
         for how in (eager, ours, other_backend)
@@ -318,7 +327,7 @@ def test_compiled_forwards_before_their_backwards(how: Callable[..., Any]) -> No
     assert entry(model.g)[1:] == ([4.0, 1.0, 0.0, 0.0], 0.5)
 
 
-VARIED = [eager, ours, delayed, reference, pytest.param(inductor, marks=pytest.mark.variant)]
+VARIED = [eager, ours, reference, *(pytest.param(f, marks=pytest.mark.variant) for f in (delayed, inductor))]
 
 
 @pytest.mark.parametrize("how", VARIED, ids=lambda f: f.__name__)

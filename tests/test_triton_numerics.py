@@ -60,13 +60,14 @@ def test_with_the_rounding_of_single_ops_every_bit_is_that_of_the_graph(model: s
 
 
 @interpreted
-def test_an_update_that_writes_fp8_weights_and_moments() -> None:
+@pytest.mark.parametrize(("model", "layers"), [("one", 1), pytest.param("two", 2, marks=pytest.mark.variant)])
+def test_an_update_that_writes_fp8_weights_and_moments(model: str, layers: int) -> None:
     """AdamW's, left out where a gradient isn't finite. Float32 differs by its rounding: products are joined with sums."""
-    updates = ask("tests.triton_on_cpu", "two", "delayed", "float32", "2", "updates", TRITON_INTERPRET="1")
+    updates = ask("tests.triton_on_cpu", model, "delayed", "float32", "2", "updates", TRITON_INTERPRET="1")
     written = [Counter(of["dtype"] for of in call if of["what"] == "input") for call in updates]
     assert [{k: n for k, n in of.items() if k != "float32"} for of in written] == [
-        {"float8_e4m3fn": 2 * 2, "int64": 1},  # two weights, in both orientations, before there are moments in FP8
-        {"float8_e4m3fn": 2 * 2 + 2, "float16": 2, "int64": 1},
+        {"float8_e4m3fn": 2 * layers, "int64": 1},  # weights in both orientations, before there are moments in FP8
+        {"float8_e4m3fn": 2 * layers + layers, "float16": layers, "int64": 1},
     ]
     for call in updates:
         for of in call:

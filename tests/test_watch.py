@@ -289,7 +289,7 @@ def test_evaluation_is_compiled_once() -> None:
         assert report.graphs == 3
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.variant)])
 def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> None:
     """A region is repeated by the graph of its forward's step, also behind an evaluation: each tensor counts once."""
     model = nn.Linear(32, 48)

@@ -1,7 +1,9 @@
-"""Runs functions of tests on several ranks: processes that torchrun starts, and that talk over gloo.
+"""Runs functions of tests on several ranks: processes that talk over gloo.
 
 Starting ranks takes long. So one launch for each number of ranks runs all such functions of the files that pytest has
-collected, file by file, and each in the order in which it stands there.
+collected, file by file, and each in the order in which it stands there. One process imports all that they need, and
+forks into the ranks, which find each other as those that torchrun starts. What torchrun itself has a part in is started
+by it: see `run`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,12 @@ Function = TypeVar("Function", bound=Callable[[], Any])
 TIMEOUT = 60
 """Seconds after which gloo gives up, and with it a test that hangs."""
 
-SHARING = ("tests.test_ddp", "tests.test_fsdp", "tests.test_tensor_parallel")
+SHARING = (
+    "tests.test_ddp",
+    "tests.test_fsdp",
+    "tests.test_pipelining",
+    "tests.test_tensor_parallel",
+)
 """Modules whose functions share compiled code."""
 
 
@@ -87,17 +95,21 @@ def _launch(ranks: int) -> tuple[Path, str]:
         prepare()
     folder = Path(tempfile.mkdtemp())
     modules = dict.fromkeys(function.module for function in _functions[ranks])
-    result = run(ranks, "-m", "tests.torchrun", str(folder), *modules)
+    result = _python("-m", "tests.torchrun", str(ranks), str(folder), *modules)
     return folder, result.stdout + result.stderr
 
 
 def run(ranks: int, *args: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
     """Start torchrun with arguments, and wait until it ends."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return _python(*launcher, *args, timeout=timeout, **environment)
+
+
+def _python(*args: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
     # what pytest has loaded is not what a script sees
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHELASTIC_"))}
     return subprocess.run(
-        [*launcher, *args],
+        [sys.executable, *args],
         cwd=ROOT,
         env={**inherited, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment},
         capture_output=True,
@@ -112,20 +124,54 @@ def collectives() -> int:
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
-def main(folder: str, *modules: str) -> None:
-    """Run the functions of some modules, as each rank does."""
+def main(ranks: int, folder: str, *modules: str) -> int:
+    """Import some modules, and fork into so many ranks. Returns 1 if one of them fails; then the others are ended."""
     for module in modules:
         importlib.import_module(module)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # it is here, as torchrun's is in torchrun
+    running = {_forked(rank, folder) for rank in range(ranks)}
+    failed = False
+    while running:
+        ended, status = os.wait()
+        running.discard(ended)
+        if status and not failed:
+            failed = True
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+    return int(failed)
+
+
+def _forked(rank: int, folder: str) -> int:
+    """Fork into a rank. Returns its process; the rank itself does not return."""
+    if process := os.fork():
+        return process
+    status = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        _run_functions(folder)
+        status = 0
+    except BaseException:  # noqa: BLE001  # a rank has nobody else to tell
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the end of the process that it was forked from is not its own
+
+
+def _run_functions(folder: str) -> None:
+    """Run all functions for as many ranks as there are, as each rank does."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     last = ""
-    for function in sys.modules["tests.torchrun"]._functions[dist.get_world_size()]:
+    for function in _functions[dist.get_world_size()]:
         begin = time.monotonic()
         if function.module != last:
             torch._dynamo.reset()
         with without_caches(share=function.module in SHARING):
             result = function.function()
         last = function.module
-        print(f"{function.name}: {time.monotonic() - begin:.1f} s", flush=True)
+        print(f"{function.name}: {time.monotonic() - begin:.1f} s\n", end="", flush=True)
         torch.save(result, Path(folder) / f"{function.name}.{dist.get_rank()}")
         dist.barrier()
     dist.destroy_process_group()
@@ -133,4 +179,4 @@ def main(folder: str, *modules: str) -> None:
 
 if __name__ == "__main__":
     sys.modules["tests.torchrun"] = sys.modules["__main__"]  # what the modules import registers its functions here
-    main(*sys.argv[1:])
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -288,7 +288,7 @@ def train(
 ) -> list[list[Compared]]:
     """Steps of a model; for each call of a graph, what was compared.
 
-    name: "block", with a bias, an odd width and a residual; "gated"; or "two" layers, large enough for tiles.
+    name: "block", with a bias, an odd width and a residual; "gated"; "one" or "two" layers, large enough for tiles.
     updates: only those of AdamW, which write FP8 weights and moments, and are left out where a gradient isn't finite.
     """
     from tests.models import Block
@@ -297,6 +297,7 @@ def train(
     made: dict[str, Callable[[], nn.Module]] = {
         "block": lambda: Block(32, 24),
         "gated": Gated,
+        "one": lambda: nn.Linear(64, 128),
         "two": lambda: nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)),
     }
     model, shape = made[name]().to(dtype), (16, 32) if name == "block" else (64, 64)

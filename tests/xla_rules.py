@@ -398,6 +398,14 @@ RULES: list[Rule] = [
     Rule("E25", "no add fused with asynchronous dots", "a flag", "not applicable: torch has no such mode"),
 ]  # fmt: skip
 CASES = {f"{rule.number} {case.name}": case for rule in RULES for case in rule.cases}
+
+
+def on_gpu(which: str) -> dict[str, Case]:
+    """Return "every" case, or the "first" of each rule that becomes a matmul of a GPU, by name."""
+    first = {n.split()[0]: n for n, c in reversed(CASES.items()) if c.calls and c.target is None and not c.dynamic}
+    return CASES if which == "every" else {name: CASES[name] for name in CASES if name in first.values()}
+
+
 PAGE = Path(__file__).parent.parent / "docs" / "xla-rules.md"
 
 _HEAD = """\
