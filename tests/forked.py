@@ -47,8 +47,9 @@ def run(programs: Sequence[Program], environment: Mapping[str, str]) -> list[End
     return [Ended(*each) for each in zip(codes, texts[::2], texts[1::2], strict=True)]
 
 
-def _run(file: str, arguments: list[str], folder: str, root: str, output: Path) -> int:
+def _run(program: tuple[str, list[str], str, str], output: Path) -> int:
     """Fork, and wait for the exit status."""
+    file, arguments, folder, root = program
     if process := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     status = 1
@@ -72,4 +73,5 @@ def _run(file: str, arguments: list[str], folder: str, root: str, output: Path) 
 if __name__ == "__main__":
     import torch._inductor.compile_fx  # noqa: F401  # takes longest, and is the same for all
 
-    print(json.dumps([_run(*each, Path(sys.argv[2]) / str(i)) for i, each in enumerate(json.loads(sys.argv[1]))]))
+    outputs = Path(sys.argv[2])
+    print(json.dumps([_run(each, outputs / str(i)) for i, each in enumerate(json.loads(sys.argv[1]))]))

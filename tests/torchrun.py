@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from tests.harness import without_caches
 
@@ -128,7 +129,7 @@ def main(ranks: int, folder: str, *modules: str) -> int:
     """Import some modules, and fork into so many ranks. Returns 1 if one of them fails; then the others are ended."""
     for module in modules:
         importlib.import_module(module)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # it is here, as torchrun's is in torchrun
     running = {_forked(rank, folder) for rank in range(ranks)}
