@@ -146,8 +146,8 @@ EAGER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-VARIANTS = ("sgd", "momentum", "adam", "adamw foreach", "adamw amsgrad", "lion", "eager lion")
-"""Every day most tests below have SGD, and `test_weights.py` and `test_skip_nonfinite.py` have AdamW with foreach."""
+VARIANTS = ("sgd", "momentum", "adam", "adamw amsgrad", "lion", "eager lion")
+"""Every day most tests below have SGD."""
 NAMES = [pytest.param(n, marks=pytest.mark.variant) if n in VARIANTS else n for n in (*COMPILED, *EAGER)]
 
 
