@@ -1,6 +1,7 @@
 """Plant each fault of `faults.py` in a copy of this checkout, and run the tests that reach it: does one notice?
 
-    python -m pytest --cov=fp8pass --cov=passes --cov-branch --cov-context=test --durations=0 -vv > build/log
+    measured="-p pytest_cov --cov=fp8pass --cov=passes --cov-branch --cov-context=test"
+    bash tests/run.sh $measured --durations=0 -vv > build/log
     python bench/planted_faults.py --contexts .coverage --durations build/log
 
 The coverage file says which tests reach the lines of a fault. They run with `-x`, those of the file's own test file
@@ -95,7 +96,7 @@ def lines_around(lines: set[int], text: str) -> set[int]:
 class Tests:
     """All tests that are known, and what they reach.
 
-    contexts: a coverage file of this checkout's sources, with `--cov-context=test`. log: of `pytest --durations=0`.
+    contexts: a coverage file of this checkout's sources, with `--cov-context=test`. log: of `run.sh --durations=0 -vv`.
     most: seconds of tests, by the log, that are run of those that reach a fault.
     """
 
@@ -106,11 +107,14 @@ class Tests:
         self._data.read()
         self._most = most
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        passed = set()
         for line in log.read_text().splitlines() if log is not None else ():
             if found := re.fullmatch(r"([\d.]+)s (?:call|setup|teardown) +(tests/.*)", line):
                 self._seconds[found[2]] += float(found[1])
-        # a test that only starts processes reaches no line by itself, and is known by the log alone
-        self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))} | set(self._seconds)
+            elif found := re.search(r" PASSED (tests/.*)$", line):
+                passed.add(found[1])
+        # a test that only looks at what other processes did reaches no line and takes no time: the log knows it
+        self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))} | set(self._seconds) | passed
 
     def reaching(self, fault: Fault, file: Path, root: Path) -> tuple[list[str], int]:
         """Returns the tests to run, in order, and how many are known to reach the fault's lines.
