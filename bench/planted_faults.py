@@ -111,7 +111,7 @@ class Tests:
         for line in log.read_text().splitlines() if log is not None else ():
             if found := re.fullmatch(r"([\d.]+)s (?:call|setup|teardown) +(tests/.*)", line):
                 self._seconds[found[2]] += float(found[1])
-            elif found := re.search(r" PASSED (tests/.*)$", line):
+            elif found := re.search(r" PASSED (tests/.*\S)", line):
                 passed.add(found[1])
         # a test that only looks at what other processes did reaches no line and takes no time: the log knows it
         self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))} | set(self._seconds) | passed
