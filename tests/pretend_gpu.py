@@ -192,7 +192,7 @@ def _together(gpu: Pretended, cases: Sequence[Case]) -> list[str]:
 
 
 def epilogues(gpu: Pretended, which: str) -> dict[str, dict[str, Any]]:
-    """What is made of epilogues of XLA's rules, those with an amax also large; see `epilogue`. which: see `on_gpu`."""
+    """Compile the epilogues of XLA's rules, those with an amax also large; see `epilogue`. which: see `on_gpu`."""
     from tests.xla_rules import on_gpu, q
 
     found = {}
@@ -251,9 +251,10 @@ def passes_behind(gpu: Pretended) -> list[Any]:
 
 
 def answer(gpu: Pretended, what: str, *of: str) -> Any:
-    """What: "passes", "plain", "inspect"; "epilogues", "rules", see `on_gpu`; "experts", how many layers of them.
+    """Answer a question.
 
-    Or "step" or a recipe, and a model, see `model_of`; with "cudagraphs" before it.
+    what: "passes", "plain", "inspect"; "epilogues" or "rules", of which `on_gpu` says more; "experts", of so many layers;
+    "step" or a recipe, of a model that `model_of` knows, with "cudagraphs" before it or not.
     """
     if what == "inspect":
         return inspection(gpu, *of)

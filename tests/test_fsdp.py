@@ -161,7 +161,7 @@ def in_fp8() -> Any:
 
 @on_ranks(2)
 def in_fp8_through_inductor() -> Any:
-    """Of two blocks the second, whose rows are divided unevenly: Inductor takes long."""
+    """Compile the second of two blocks by Inductor, which takes long: its rows are divided unevenly."""
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     compile_blocks(model)

@@ -68,7 +68,7 @@ FEW = pytest.mark.parametrize("how", [eager, ours, other_backend], ids=lambda f:
 
 NONFINITE = ("evict", "skip", "freeze")
 EVERY_CHOICE = (("evict", "max"), ("skip", "most_recent"), ("freeze", "max"))
-"""What compiled states are configured with every day; eagerly all pairs are, and by another backend one."""
+"""Configurations of compiled states that run every day. Eagerly all pairs run, and through another backend one."""
 
 
 class Product(nn.Module):

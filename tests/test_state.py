@@ -641,7 +641,7 @@ def test_slots_of_layers_that_the_model_lacks_are_an_error_before_the_first_call
 
 @functools.cache
 def trained_state() -> dict[str, Tensor]:
-    """What two steps leave."""
+    """Train two steps; return the state that they leave."""
     model = make()
     train(compiled(model), [1.0, 1.0])
     return fp8pass.state(model).state_dict()
