@@ -231,12 +231,18 @@ class Recurrent(nn.Module):
         return y
 
 
+GOES_ON = torch.__version__ >= "2.15"
+"""Whether Dynamo goes on after the break at a recurrent layer, where before it left out the whole frame."""
+
+
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 def test_recurrent_layers(kind: Callable[..., nn.Module], gates: int) -> None:
     """Kernels of an LSTM on a CPU are one op, those of the others one matmul for each time step."""
     report = fp8pass.explain(Recurrent(kind), torch.randn(4, 8, 16))
     of_kernels = 5 if kind is nn.LSTM and torch.backends.mkldnn.is_available() else 0
-    assert report.rewritten == [] and report.rules() == Counter(recurrent=of_kernels, outside=8 - of_kernels)
+    of_head = 3 if GOES_ON else 0
+    assert len(report.rewritten) == of_head
+    assert report.rules() == Counter(recurrent=of_kernels, outside=8 - of_head - of_kernels)
     found = {(g.name, g.kind): (g.batches, g.M, g.K, g.N) for g in report.gemms}
     assert found[("rnn.weight_ih_l0", "output")] == (1, 4 * 8, 16, gates * 32)
     assert found[("rnn.weight_hh_l0", "output")] == (8, 4, 32, gates * 32)
@@ -245,8 +251,9 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], gates: int) -> None:
     assert ("rnn.weight_ih_l0", "grad_input") not in found
     forward = 2 * 4 * 8 * (16 + 32) * gates * 32
     assert sum(g.flops for g in report.gemms if "ih" in g.name) == 2 * 2 * 4 * 8 * 16 * gates * 32
-    assert sum(g.flops for g in report.gemms if g.name != "head" and g.kind == "output") == forward
-    assert all("RNN, GRU, or LSTM" in g.reason for g in report.gemms)
+    assert sum(g.flops for g in report.declined if g.name != "head" and g.kind == "output") == forward
+    why = "the graph breaks at test_outside.py:" if GOES_ON else "RNN, GRU, or LSTM"
+    assert all(why in g.reason for g in report.declined)
     if of_kernels:
         torch._dynamo.reset()
         with torch._dynamo.config.patch(allow_rnn=True):  # then the kernel is in the graph

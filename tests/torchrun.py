@@ -2,8 +2,9 @@
 
 Starting ranks takes long. So one launch for each number of ranks runs all such functions of the files that pytest has
 collected, file by file, and each in the order in which it stands there. One process imports all that they need, and
-forks into the ranks, which find each other as those that torchrun starts. What torchrun itself has a part in is started
-by it: see `run`.
+forks into ranks for each file, which find each other as those that torchrun starts: models that a file leaves behind
+have no slots in another's, and a file that fails leaves the others be. What torchrun itself has a part in is started by
+it: see `run`.
 """
 
 from __future__ import annotations
@@ -126,13 +127,19 @@ def collectives() -> int:
 
 
 def main(ranks: int, folder: str, *modules: str) -> int:
-    """Import some modules, and fork into so many ranks. Returns 1 if one of them fails; then the others are ended."""
-    for module in modules:
+    """Import some modules, and run the functions of each on so many ranks. Returns 1 if any of them failed."""
+    for module in ("torch._inductor.compile_fx", *modules):  # the former, which all need, takes long
         importlib.import_module(module)
+    failed = [_run_module(ranks, folder, module) for module in modules]
+    return int(any(failed))
+
+
+def _run_module(ranks: int, folder: str, module: str) -> bool:
+    """Fork into so many ranks, and wait until they end. Returns whether one has failed; then the others are ended."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # it is here, as torchrun's is in torchrun
-    running = {_forked(rank, folder) for rank in range(ranks)}
+    running = {_forked(rank, folder, module) for rank in range(ranks)}
     failed = False
     while running:
         ended, status = os.wait()
@@ -141,17 +148,17 @@ def main(ranks: int, folder: str, *modules: str) -> int:
             failed = True
             for process in running:
                 os.kill(process, signal.SIGKILL)
-    return int(failed)
+    return failed
 
 
-def _forked(rank: int, folder: str) -> int:
+def _forked(rank: int, folder: str, module: str) -> int:
     """Fork into a rank. Returns its process; the rank itself does not return."""
     if process := os.fork():
         return process
     status = 1
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        _run_functions(folder)
+        _run_functions(folder, module)
         status = 0
     except BaseException:  # noqa: BLE001  # a rank has nobody else to tell
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -161,17 +168,13 @@ def _forked(rank: int, folder: str) -> int:
         os._exit(status)  # the end of the process that it was forked from is not its own
 
 
-def _run_functions(folder: str) -> None:
-    """Run all functions for as many ranks as there are, as each rank does."""
+def _run_functions(folder: str, module: str) -> None:
+    """Run all functions of a module for as many ranks as there are, as each rank does."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    last = ""
-    for function in _functions[dist.get_world_size()]:
+    for function in (f for f in _functions[dist.get_world_size()] if f.module == module):
         begin = time.monotonic()
-        if function.module != last:
-            torch._dynamo.reset()
         with without_caches(share=function.module in SHARING):
             result = function.function()
-        last = function.module
         print(f"{function.name}: {time.monotonic() - begin:.1f} s\n", end="", flush=True)
         torch.save(result, Path(folder) / f"{function.name}.{dist.get_rank()}")
         dist.barrier()
