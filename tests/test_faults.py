@@ -297,11 +297,12 @@ def test_training_goes_on_without_a_lowering_that_fails(name: str, monkeypatch: 
 def test_an_update_goes_on_without_what_fails(
     name: str, options: dict[str, Any], left_out: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind: Any = torch.optim.AdamW if "optimizer_state" in options else torch.optim.SGD
+
     def trained(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Linear(64, 64)
-        kind: Any = torch.optim.AdamW if "optimizer_state" in options else torch.optim.SGD
         optimizer = kind(model.parameters(), lr=0.01)
 
         @fp8pass.train_step(lowering="eager", on_fault="warn", **options)
