@@ -17,9 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from fp8pass.amax_reduction import HEADER
 
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
+OF_NORMS = "float32" if torch.__version__ >= "2.15" else "bfloat16"
+"""Gradients of norms between the ranks of tensor parallel: from 2.15 on torch adds them up before it casts them."""
 LINEARS = ("q", "k", "v", "gate", "up", "o", "down")
 BY_INPUT = (("q", "k", "v"), ("gate", "up"), ("o",), ("down",))
 """Linear layers of a block that read the same tensor."""
@@ -186,7 +190,7 @@ def _tensor_parallel(
         yield Collective("all_gather", dtype, activations, "tensor"), times * model.layers
     yield Collective("all_gather", "bfloat16", activations, "tensor"), 2
     yield Collective("reduce_scatter", "bfloat16", activations, "tensor"), (2 * forwards + 2) * model.layers + 2
-    yield Collective("all_reduce", "bfloat16", model.width, "tensor"), 2 * model.layers + 1
+    yield Collective("all_reduce", OF_NORMS, model.width, "tensor"), 2 * model.layers + 1
     yield Collective("all_reduce", "float32", batch * length, "tensor"), 3
 
 
