@@ -17,6 +17,18 @@ from fp8pass import scaling
 ALIGNMENT = 16
 """FP8 elements, of one byte, at multiples of which TMA can begin to read: kernels assert it, and end the process."""
 
+FALLBACK = "transformers::grouped_mm_fallback"
+"""The custom op in which transformers multiplies experts where torch.compile takes no grouped matmul of their type."""
+FALLBACK_BACKWARD = f"{FALLBACK}_backward"
+
+
+def in_bfloat16(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Multiply [M, K] in groups by [G, K, N] in bfloat16, as autocast would if it knew grouped matmuls.
+
+    The result has the type of `a`.
+    """
+    return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs=offs).to(a.dtype)
+
 
 def group_of_rows(offs: Tensor, rows: int) -> Tensor:
     """The group of each row, i64[rows]; G where it belongs to none."""

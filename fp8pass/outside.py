@@ -35,6 +35,7 @@ from fp8pass._torch import (
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph import base_name, source_of
+from fp8pass.grouped import FALLBACK, FALLBACK_BACKWARD
 from fp8pass.names import module_path, short, without_wrappers
 from fp8pass.products import Product, is_recurrent, products_of
 from fp8pass.recipes import Kind, Schedule
@@ -181,10 +182,15 @@ class Outside(TorchDispatchMode):
             return self._run_custom(func, args, kwargs)
         result = func(*args, **kwargs)
         if products := products_of(func, args, result):
-            place = self._place(enters_graphs=is_recurrent(func) or self._custom_op is not None)
+            place = self._place(enters_graphs=is_recurrent(func) or self._hides_matmuls)
             for product in products if place is not None else ():
                 self._note(func, product, place)  # type: ignore[arg-type]
         return result
+
+    @property
+    def _hides_matmuls(self) -> bool:
+        """Whether a custom op is running that graphs have no verdict on."""
+        return self._custom_op is not None and self._custom_op.name not in (FALLBACK, FALLBACK_BACKWARD)
 
     def _run_custom(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run a custom op's kernel with this mode on, which sees what the kernel calls."""

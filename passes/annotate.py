@@ -48,13 +48,14 @@ from fp8pass.passes.merge_siblings import ONE_SCALE, Sibling, families, merge, s
 from fp8pass.passes.patterns import dtype_name
 from fp8pass.passes.quantizers import Pair, is_uniform, quantizers
 from fp8pass.passes.spellings import (
-    GROUPED_MM,
+    GROUPED_FALLBACK,
     LINEAR,
     Dims,
     Spelling,
     argument,
     dims_of,
     mutates,
+    result_type,
     set_argument,
     spelling_of,
 )
@@ -129,9 +130,9 @@ def check(
     dims = dims_of(spelling, node, a, b)
     sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))
     target = hardware.target_of(a.device, config.target)
-    may_be_grouped = spelling is GROUPED_MM or experts
-    no_kernel = why_no_kernel(b, node.meta["example_value"].dtype, target) if may_be_grouped else None
-    is_grouped = spelling is GROUPED_MM or (experts and no_kernel is None)
+    may_be_grouped = spelling.offs is not None or experts
+    no_kernel = why_no_kernel(b, result_type(spelling, node), target) if may_be_grouped else None
+    is_grouped = spelling.offs is not None or (experts and no_kernel is None)
     check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
     m, k, n = (hint(s) for s in (sizes.m, sizes.k, sizes.n))
     recipe = merged or recipe_of(name, config, m, k, n)
@@ -402,7 +403,7 @@ class _Annotator:
     def _choice(self, node: fx.Node, spelling: Spelling) -> tuple[Choice, int]:
         """A new entry of `choices`; AOTAutograd carries its index along to every node that comes of this one."""
         operands = argument(node, spelling.b), argument(node, spelling.a)
-        if spelling is GROUPED_MM:
+        if spelling.offs is not None:
             operands = _untransposed(operands[0]), operands[1]
         return self._listed(node, spelling.name, operands)
 
@@ -508,9 +509,8 @@ class _Rewriter:
     def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
         """The call, without its bias, of other operands. kind: the matmul that it is there for."""
         node, spelling = self.call.node, self.call.spelling
-        if argument(node, spelling.bias) is not None:
-            assert spelling.product is not None
-            y = self._call(spelling.product, (a, b), node)
+        if spelling.product is not None and (spelling is GROUPED_FALLBACK or argument(node, spelling.bias) is not None):
+            y = self._call(spelling.product, (a, b, *self._groups()), node)
         else:
             y = self.graph.node_copy(node)
             set_argument(y, spelling.a, a)
@@ -542,8 +542,12 @@ class _Rewriter:
 
     def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
         """Where the groups end that one of them quantizes by."""
-        by_groups = any(isinstance(q, ops.Groupwise) for q in quantizers)
-        return (argument(self.call.node, self.call.spelling.offs),) if by_groups else ()
+        return self._groups() if any(isinstance(q, ops.Groupwise) for q in quantizers) else ()
+
+    def _groups(self) -> tuple[fx.Node, ...]:
+        """Where the groups of rows end that the call has."""
+        offs = argument(self.call.node, self.call.spelling.offs)
+        return () if offs is None else (offs,)
 
     def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
         """The parameters that `x` consists of, if their FP8 copy is kept from one step to the next."""

@@ -27,7 +27,7 @@ from fp8pass.names import short
 from fp8pass.ops import DEQUANTIZE_BLOCKS
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, dequantize
 from fp8pass.passes.matmuls import operands
-from fp8pass.passes.patterns import ADDING_MATMULS, at, aten, dtype_name, prims
+from fp8pass.passes.patterns import ADDING_MATMULS, MATMULS, at, aten, dtype_name, prims
 from fp8pass.rewrite import Context, Reject
 from fp8pass.scaling import E4M3
 
@@ -134,6 +134,8 @@ class BlockScaledMM:
             return 0
         applied, build = 0, context.builder(graph, self.name)
         for node, gemm in context.gemms.items():
+            if node.target not in MATMULS:
+                continue
             captured = [_try_dequantize(operand) for operand in operands(node)]
             if all(dq is None or dq.blocks is None for dq in captured):
                 continue

@@ -6,14 +6,16 @@ module it belongs to, its sizes and the user's line. It is declined until a late
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass._torch import OpOverload
 from fp8pass.annotation import Choice
 from fp8pass.graph import GEMM, SAVED, source_of, val
+from fp8pass.grouped import FALLBACK, FALLBACK_BACKWARD
 from fp8pass.names import short
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.patterns import (
@@ -68,6 +70,10 @@ class Matmuls:
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_Forward]] = {}
         for node in graph.nodes:
+            for at_node, of_fallback, factors, sizes in _of_fallback(node):
+                index = _custom(node).get("fp8pass")
+                gemm = self._gemm(at_node, of_fallback, index, factors, sizes, context.config.recipe)
+                context.gemms[at_node] = gemm
             if node.target not in ALL_MATMULS:
                 continue
             a, b = operands(node)
@@ -80,16 +86,24 @@ class Matmuls:
                     kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []))
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
-            context.gemms[node] = self._gemm(node, kind, index, (a, b), context.config.recipe)
+            sizes = (*val(a).shape, val(b).shape[-1])
+            context.gemms[node] = self._gemm(node, kind, index, (a, b), sizes, context.config.recipe)
             node.meta[GEMM] = node.name
         return 0
 
     def _gemm(
-        self, node: fx.Node, kind: Kind, index: int | None, factors: tuple[fx.Node, fx.Node], recipe: object
+        self,
+        node: fx.Node,
+        kind: Kind,
+        index: int | None,
+        factors: tuple[fx.Node, fx.Node],
+        sizes: Sequence[Any],
+        recipe: object,
     ) -> Gemm:
+        """Return the verdict so far. sizes: M, K and N, after that of the batches if there are any."""
         a, b = factors
         choice = self.choices[index] if index is not None else Choice("", source_of(node))
-        *batch, m, k = val(a).shape
+        *batch, m, k, n = sizes
         if index is None and self.declined:
             choice.rule, choice.reason = "internal", self.declined
         elif index is None and recipe is not None:
@@ -101,7 +115,7 @@ class Matmuls:
             name=choice.name,
             M=_number(m),
             K=_number(k),
-            N=_number(val(b).shape[-1]),
+            N=_number(n),
             dtypes=(_dtype(a), _dtype(b), _dtype(node)),
             source=choice.source or source_of(node),
             batches=_number(batch[0]) if batch else 1,
@@ -112,6 +126,27 @@ class Matmuls:
             choice=index,
             predicted_speedup=choice.predicted_speedup,
         )
+
+
+def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, Any, Any]]]:
+    """Yield what transformers' custom op of experts multiplies: the result's node, which of a layer's products it is,
+    its factors, and M, K and N."""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    if name not in (FALLBACK, FALLBACK_BACKWARD):
+        return
+    x, w, _, *gradient = node.args
+    assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+    m, (_, k, n) = val(x).shape[0], val(w).shape
+    if name == FALLBACK:
+        yield node, "output", (x, w), (m, k, n)
+        return
+    (g,) = gradient
+    assert isinstance(g, fx.Node)
+    for result in node.users:  # a tuple's parts
+        if result.args[1] == 0:
+            yield result, "grad_input", (g, w), (m, n, k)
+        else:
+            yield result, "grad_weight", (x, g), (k, m, n)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:

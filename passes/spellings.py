@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fp8pass import grouped
 from fp8pass._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
 from fp8pass.recipes import Kind
 from fp8pass.rewrite import LeftOut, Reject
@@ -52,6 +53,8 @@ RMATMUL = Spelling("matmul", a=(1, "other"), b=(0, "input"))
 EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
 TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
 GROUPED_MM = Spelling("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
+GROUPED_FALLBACK = Spelling("_grouped_mm", b=(1, "weight"), product=grouped.in_bfloat16, offs=(2, "offs"))
+"""Spells what transformers' experts call where torch's own grouped matmul does not take their type."""
 
 _aten = torch.ops.aten
 _FUNCTIONS: dict[Any, Spelling] = {
@@ -99,6 +102,8 @@ def spelling_of(node: fx.Node) -> Spelling | None:
     """How the node spells a matmul; None if it is something else."""
     if node.op == "call_function":
         target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        if isinstance(target, OpOverloadPacket) and target._qualified_op_name == grouped.FALLBACK:
+            return GROUPED_FALLBACK
         spelling = _FUNCTIONS.get(target)
         return None if spelling is EINSUM and len(node.args) < 3 else spelling  # a sum, or a transpose
     return _METHODS.get(str(node.target)) if node.op == "call_method" else None
@@ -185,7 +190,7 @@ def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
         return _einsum_dims(str(node.args[0]), a, b)
     if spelling is TENSORDOT:
         return _tensordot_dims(argument(node, (2, "dims")), a, b)
-    if spelling is GROUPED_MM and a.dim() + b.dim() < 6:
+    if spelling.offs is not None and a.dim() + b.dim() < 6:
         if (a.dim(), b.dim()) != (2, 3):
             raise Reject(
                 "form", f"_grouped_mm of {_shape(a)} by {_shape(b)}; taken are [M, K] by [G, K, N], and batches"
@@ -201,6 +206,14 @@ def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
         return Dims(("k0", "m", "k1"), ("k0", "k1", "n"), ("m", "n"))
     in_a, in_b, out = _broadcast(a.shape[:-2], b.shape[:-2])
     return Dims((*in_a, "m", "k"), (*in_b, "k", "n"), (*out, "m", "n"))
+
+
+def result_type(spelling: Spelling, node: fx.Node) -> torch.dtype:
+    """Return the type that the product is written in."""
+    value: Tensor = node.meta["example_value"]
+    device = value.device.type
+    autocasts = spelling is GROUPED_FALLBACK and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocasts else value.dtype
 
 
 def _shape(x: Tensor) -> str:

@@ -41,6 +41,18 @@ class Layer(nn.Module):
         return torch._grouped_mm(x, self.up.transpose(-2, -1), offs=offs)
 
 
+class OfTransformers(nn.Module):
+    """One layer of experts in float32, as transformers calls it within torch.compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 96, 64) / 8)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        y: Tensor = torch.ops.transformers.grouped_mm_fallback(x, self.up.transpose(-2, -1), offs)
+        return y
+
+
 class Capacity(nn.Module):
     """Experts with room for as many tokens each: a batched matmul."""
 
@@ -127,6 +139,38 @@ def test_a_step_is_that_of_the_annotated_graph(options: dict[str, Any]) -> None:
         assert sqnr(a, b) > 45  # bfloat16: the reference rounds operands to it, and the kernel does not
     for a, b in zip(trained(experts, experts, x), got, strict=True):
         assert sqnr(a, b) > 20
+
+
+def test_experts_of_transformers_in_float32() -> None:
+    """Under autocast they are what experts in bfloat16 are; their custom op, without one, is left as it is."""
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    layer, x = OfTransformers(), tokens().detach().float().requires_grad_()
+
+    def step(function: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return trained(function, layer, x)
+
+    with verdicts() as found:
+        got = step(compiled(layer, **H100))
+    assert [(g.name, g.kind, g.status, g.scaling) for g in found.gemms] == [
+        ("up", kind, "rewritten", "rowwise") for kind in ("output", "grad_weight", "grad_input")
+    ]
+    assert {y.dtype for y in got} == {torch.float32}
+    for a, b in zip(step(annotated(layer, **H100)), got, strict=True):
+        assert sqnr(a, b) > 45
+    for a, b in zip(step(layer), got, strict=True):
+        assert sqnr(a, b) > 20
+
+    plain = trained(layer, layer, x)
+    for options, rule in ((H100, "grouped type"), ({}, "no kernel")):
+        with verdicts() as found, pytest.warns(UserWarning, match="a graph has no matmul in FP8"):
+            got = trained(compiled(layer, **options), layer, x)
+        assert {(g.kind, g.M, g.K, g.N, g.rule) for g in found.gemms} == {
+            ("output", 64, 64, 96, rule), ("grad_input", 64, 96, 64, rule), ("grad_weight", 64, 64, 96, rule),
+        }  # fmt: skip
+        for a, b in zip(plain, got, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.shares_code
