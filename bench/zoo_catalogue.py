@@ -36,6 +36,11 @@ def text(length: int, config: Any) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 200, (2, length))}
 
 
+def texts(batch: int, config: Any) -> dict[str, Tensor]:
+    """Return tokens of a fixed length."""
+    return {"input_ids": torch.randint(3, 200, (batch, 32))}
+
+
 def pixels(batch: int, config: Any) -> dict[str, Tensor]:
     """Return images, of the size that the configuration says."""
     size = getattr(getattr(config, "vision_config", config), "image_size", zoo_toys.IMAGE)
@@ -109,8 +114,9 @@ TRANSFORMERS = [
         DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM
         EsmForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FunnelForMaskedLM IBertForMaskedLM LongformerForMaskedLM
         MegatronBertForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM
-        MraForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
+        MraForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
         RoFormerForMaskedLM SqueezeBertForMaskedLM XLMRobertaForMaskedLM XmodForMaskedLM YosoForMaskedLM"""),
+    Kind("encoder", texts, (2, 3), "NystromformerForMaskedLM"),
     Kind("encoder-decoder", text, (32, 48), """
         BartForConditionalGeneration BigBirdPegasusForConditionalGeneration BlenderbotForConditionalGeneration
         FSMTForConditionalGeneration LEDForConditionalGeneration LongT5ForConditionalGeneration
@@ -145,6 +151,7 @@ TRANSFORMERS = [
 
 _STAGES: dict[str, Any] = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "patch_size": 4}
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+_HEADS: dict[str, Any] = {"head_dim": 16}
 _SOUND: dict[str, Any] = {"conv_dim": (32,) * 7, "apply_spec_augment": False, "num_conv_pos_embeddings": 16}
 _WHISPER: dict[str, Any] = {"max_source_positions": 32, "pad_token_id": 0, "decoder_start_token_id": 1}
 _BLOCKS: dict[str, Any] = {"block_size": 4, "num_random_blocks": 1}
@@ -159,13 +166,29 @@ GIVEN: dict[str, dict[str, Any]] = {
     },
     "BigBirdForMaskedLM": _BLOCKS,
     "BigBirdPegasusForConditionalGeneration": _BLOCKS,
-    "DbrxForCausalLM": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "DbrxForCausalLM": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "ffn_act_fn": {"name": "silu"}, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_groups": 2},
     "OlmoHybridForCausalLM": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "RwkvForCausalLM": {"num_hidden_layers": 2},
-    "ZambaForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"]},
-    "Zamba2ForCausalLM": {"num_hidden_layers": 2, "layer_types": ["mamba", "hybrid"]},
+    "ZambaForCausalLM": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "Zamba2ForCausalLM": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "GPTNeoForCausalLM": {"attention_types": [[["global"], 1]]},
+    "HunYuanDenseV1ForCausalLM": _HEADS,
+    "HunYuanMoEV1ForCausalLM": _HEADS,
+    "MinistralForCausalLM": _HEADS,
+    "MiniCPM3ForCausalLM": _LATENT,
+    "NemotronForCausalLM": {"num_key_value_heads": 2},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
+    "FunnelForMaskedLM": {"block_sizes": [2, 2, 2], "num_decoder_layers": 1},
+    "EsmForMaskedLM": {"vocab_size": zoo_toys.VOCABULARY, "pad_token_id": 1},
+    "NystromformerForMaskedLM": {"segment_means_seq_len": 32, "num_landmarks": 8, "conv_kernel_size": 9},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
     "JambaForCausalLM": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
     "ConvBertForMaskedLM": {"conv_kernel_size": 9},
     "SwinForImageClassification": {**_STAGES, "window_size": 4},
@@ -189,9 +212,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     "ConvNextV2ForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4},
     "MobileViTForImageClassification": {
         "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [16, 16, 32, 32, 48, 48, 64], "patch_size": 2,
-        "image_size": 64,
+        "image_size": 64, "conv_kernel_size": 3,
     },
-    "MobileViTV2ForImageClassification": {"width_multiplier": 0.25, "patch_size": 2, "image_size": 64},
+    "MobileViTV2ForImageClassification": {
+        "width_multiplier": 0.25, "patch_size": 2, "image_size": 64, "conv_kernel_size": 3
+    },
     "DPTForSemanticSegmentation": {
         "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 32, 48, 64],
         "fusion_hidden_size": 32, "auxiliary_loss_weight": 0.0,
@@ -237,8 +262,12 @@ def transformer(name: str, kind: Kind) -> Sample:
     made = [dict(kind.inputs(size, model.config)) for size in kind.sizes]
     for of in made:
         of |= {"labels": of["input_ids"]} if learns and "input_ids" in of else {}
-    return Sample(model, *made)
+    inputs, others = made
+    return Sample(model, inputs, others, EXPERTS if zoo_toys.experts_in_bfloat16(model) else {})
 
+
+EXPERTS = {"target": "h100", "min_speedup": 0.0}
+"""Options with which a CPU computes experts as the GPU does that has kernels for them."""
 
 _OF_LANGUAGE = ("LM", "LMHeadModel", "ConditionalGeneration", "MTModel")
 

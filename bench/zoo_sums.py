@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import fp8pass.backend
+from fp8pass.grouped import SCALED_GROUPED_MM_ON_CPU
 
 aten = torch.ops.aten
 SUMMING = {
@@ -40,8 +43,8 @@ class ExactSums(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the op."""
         kwargs = kwargs or {}
-        if func is aten._scaled_mm.default:
-            return _scaled_mm(*args, **kwargs)
+        if func in EXACT:
+            return EXACT[func](*args, **kwargs)
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if getattr(func, "overloadpacket", None) not in SUMMING or all(_wide(x) is x for x in tensors):
             return func(*args, **kwargs)
@@ -70,6 +73,40 @@ def _scaled_mm(
     """Multiply as torch does on a CPU: of operands dequantized in float32."""
     product = (a.float() * scale_a).double() @ (b.float() * scale_b).double()
     return (product if bias is None else product + bias).to(out_dtype or torch.float32)
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Multiply in groups: of rows [M, K] by [G, K, N], or summed over those of each, [C, R] by [R, D]."""
+    assert offs is not None and bias is None
+    wide_a, wide_b, starts = a.double(), b.double(), [0, *offs.tolist()]
+    groups = list(enumerate(itertools.pairwise(starts)))
+    if b.dim() == 2:
+        return torch.stack([wide_a[:, i:j] @ wide_b[i:j] for _, (i, j) in groups]).to(out_dtype or a.dtype)
+    y = torch.cat([wide_a[i:j] @ wide_b[g] for g, (i, j) in groups])
+    return F.pad(y, (0, 0, 0, len(a) - len(y))).to(out_dtype or a.dtype)
+
+
+def _scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiply in groups, or in batches, what is dequantized exactly: its scales are powers of two."""
+    a, b = a.double(), b.double()
+    if offs is None:
+        return ((a * scale_a.unsqueeze(-1)) @ (b * scale_b.unsqueeze(-2))).to(dtype)
+    if b.dim() == 3:
+        return _grouped_mm(a * scale_a.unsqueeze(1), b * scale_b.unsqueeze(1), offs, out_dtype=dtype)
+    group = torch.bucketize(torch.arange(a.shape[1]), offs, right=True).clamp(max=len(offs) - 1)
+    of_a, of_b = scale_a.view(len(offs), -1)[group], scale_b.view(len(offs), -1)[group]
+    return _grouped_mm(a * of_a.t(), b * of_b, offs, out_dtype=dtype)
+
+
+EXACT: dict[Any, Callable[..., Tensor]] = {
+    aten._scaled_mm.default: _scaled_mm,
+    aten._grouped_mm.default: _grouped_mm,
+    SCALED_GROUPED_MM_ON_CPU: _scaled_grouped_mm,
+}
 
 
 _asked: list[bool] = []

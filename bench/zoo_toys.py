@@ -10,6 +10,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 VOCABULARY = 256
 IMAGE = 32
 SIZES: dict[int, str] = {
@@ -74,6 +77,17 @@ def toy_fields(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _DROPS = ("pdrop", "layerdrop", "drop_rate", "mask_time_prob", "mask_feature_prob")
+
+
+def experts_in_bfloat16(model: nn.Module) -> bool:
+    """Put experts into bfloat16, which is what GPUs have FP8 kernels for. Returns whether there are any.
+
+    Only those that transformers itself calls in several ways, which cast their inputs.
+    """
+    experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+    for module in experts:
+        module.to(torch.bfloat16)
+    return bool(experts)
 
 
 def _needs(name: str) -> bool:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from fp8pass._torch import counters, frames_op_by_op, optimizers_ranges_ignored
 from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.errors import Fp8Error, gone_on_after, warn_once
 from fp8pass.fsdp import write_shards
 from fp8pass.graph import base_name
 from fp8pass.module_calls import ModuleCalls
@@ -104,9 +104,12 @@ class TrainStep:
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
             stack.enter_context(self._calls.caught(models, is_first=not known))
             run = self._compiled if known else functools.partial(self._first_call, models, optimizers)
-            before = Counter(counters["graph_break"])
+            before, faults = Counter(counters["graph_break"]), len(gone_on_after)
             result = run(*args, **kwargs)
             self._breaks += Counter(counters["graph_break"]) - before
+            # a backward may be compiled when it runs, in a thread of autograd's, where nobody collects
+            late = [fault for fault in gone_on_after[faults:] if fault not in self._collected.faults]
+            self._collected.add(Report(faults=late))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
         settle(parameters)
         write_shards(parameters)

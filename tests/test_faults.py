@@ -215,6 +215,23 @@ def test_a_backward_is_compiled_without_what_fails(in_fp8: list[Tensor], monkeyp
     assert equal(numbers, in_fp8)
     assert "its backward was compiled again without make_once" in warning
 
+    model = nn.Linear(32, 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @fp8pass.train_step(lowering="eager", on_fault="warn")
+    def step(x: Tensor) -> None:
+        loss = model(x).square().mean()
+        torch._dynamo.graph_break()
+        loss.backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(STEPS):  # the first one is not compiled
+            step(torch.randn(16, 32))
+    (told,) = step.report.faults
+    assert "its backward was compiled again without make_once" in told
+
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_backward_that_can_not_be_compiled(
