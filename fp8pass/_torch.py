@@ -38,7 +38,7 @@ with required_names():
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons
+    from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons, to_fake_tensor
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
@@ -75,7 +75,7 @@ with required_names():
     from torch._library.custom_ops import CustomOpDef
     from torch._logging._internal import trace_structured
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake, unset_fake_temporarily
     from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
     from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
     from torch.distributed import _functional_collectives
@@ -456,6 +456,17 @@ def context_for_later() -> TracingContext:
     return context
 
 
+def as_fakes(inputs: Sequence[Any]) -> list[Any]:
+    """Return inputs with fakes for tensors, those that AOTAutograd makes of them, to compile a graph once more.
+
+    In the context of the compilation, which knows the sizes that are symbols as long as the tensors are there.
+    """
+    mode = detect_fake_mode(inputs)
+    if mode is None:
+        return list(inputs)
+    return [to_fake_tensor(x, mode) if isinstance(x, torch.Tensor) and not is_fake(x) else x for x in inputs]
+
+
 def first_call_is_fake() -> bool:
     """Whether what is compiled now will be called on fake tensors first.
 
@@ -602,6 +613,7 @@ __all__ = [
     "all_reduce",
     "aot_autograd",
     "around_compilations",
+    "as_fakes",
     "before_eager_optimizers",
     "cache_dir",
     "callback_handler",

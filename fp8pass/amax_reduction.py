@@ -9,6 +9,10 @@ infinity, so that no backend's idea of the maximum of NaN matters. The vector is
 the first step; until then nobody knows that the others have the same slots, or come at all, and they meet in the
 group's store, which does not wait for ever. A rank whose slots change later says so in front of the vector.
 
+What is in the vector is what ran, in the order in which it ran, and not what is there: when Python lets go of a model
+that nobody needs any more, or whether a rank keeps one, is not the same on all ranks. Slots that are in it stay until
+all ranks have let go of them.
+
 A collective that not all ranks call is met by one of somebody else's. So none depends on what a rank alone knows: each
 takes part at the end of each backward, if its graphs have no slots, too. A forward, which one rank may call to look at
 something, starts none: what it has recorded, without a backward, goes with the next step's.
@@ -18,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import hashlib
 import json
 import logging
@@ -68,6 +71,20 @@ class _Pending:
     sizes: Sequence[int]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A graph's slots in the vector. row: what ranks compare of them; size: how many amaxes they have."""
+
+    group: weakref.ref[SlotGroup]
+    row: list[Any]
+    size: int
+
+    def is_there(self) -> bool:
+        """Return whether this rank still has the instance."""
+        group = self.group()
+        return group is not None and group.alive()
+
+
 class Reducer:
     """The reductions over one group, of all slots on one device."""
 
@@ -77,8 +94,12 @@ class Reducer:
         self._number = 0
         """How many reducers there were before for this group and kind of device: the same on all ranks."""
         self._group: dist.ProcessGroup | None = None
-        self._agreed: list[tuple[weakref.ref[SlotGroup], int]] | None = None
-        """The graphs whose slots are in the vector, with the number of amaxes of each."""
+        self._agreed: list[_Part] | None = None
+        """The vector: the same on all ranks."""
+        self._running: dict[SlotGroup, None] = {}
+        """Holds what has run since the last reduction was started, in that order, if its instance is gone, too."""
+        self._new: dict[SlotGroup, bool] = {}
+        """Holds what has run and is not in the vector; true where a backward has come: all ranks must have it."""
         self._agreements = 0
         self._pending: _Pending | None = None
         self._headers: tuple[Tensor, Tensor] | None = None
@@ -112,6 +133,12 @@ class Reducer:
         for group in groups:
             group.recorded = True
             group.unreduced |= not found
+        self.runs(groups)
+
+    def runs(self, groups: Sequence[SlotGroup]) -> None:
+        """Take note that graphs with these run: they take part in the next reduction."""
+        with self._lock:
+            self._running.update(dict.fromkeys(groups))
 
     # in a step that is compiled, Dynamo would take it for code of the user's
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -122,6 +149,7 @@ class Reducer:
             self._takes_part |= not groups
             for group in groups:
                 group.unreduced = True
+            self.runs(groups)
             if may_end and self._task != (task := current_graph_task_id()):
                 self._task = task
                 queue_callback(self._after_backward)
@@ -129,7 +157,7 @@ class Reducer:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_backward(self) -> None:
         self._task = -1
-        if not _postponed and not any(group.goes_on for group in self._groups()):
+        if not _postponed and not any(group.goes_on for group in self._running):
             self.launch()
 
     def launch(self) -> None:
@@ -138,21 +166,29 @@ class Reducer:
         Raises Fp8Error, on every rank, if they have different slots.
         """
         with self._lock:
-            groups = self._groups()
-            news = any(group.unreduced for group in groups) or self._takes_part
+            news = any(group.unreduced for group in self._running) or self._takes_part
             if not news or (process_group := self._process_group()) is None:
                 return
             self._finish()
             self._takes_part = False
-            for group in groups:
+            self._add_new()
+            for group in self._groups():
                 if not group.begun:
                     group.roll()  # other ranks may have called it, and what is on its way is of the step behind that
                 group.begun = group.recorded = group.unreduced = False
             if self._agreed is None or self._says_changed(self._last_header):
-                self._agree(process_group, groups)
+                self._agree(process_group)
             self._steps += 1
             if self._steps % self._what.interval == 0:
-                self._start(process_group, groups)
+                self._start(process_group)
+
+    def _add_new(self) -> None:
+        """Add what has run to what is not in the vector, if it is not. From here on nothing has run."""
+        known = {part.group() for part in self._agreed or ()}
+        for group in self._running:
+            if group not in known:
+                self._new[group] = self._new.get(group, False) or group.unreduced
+        self._running.clear()
 
     def finish(self) -> None:
         """Wait for a reduction that has been started, and give the slots what it found."""
@@ -169,16 +205,16 @@ class Reducer:
             same = (r for (_, device), r in _reducers.items() if device.type == self._device.type and r is not self)
             self._number = sum(r._group is group for r in same)
             self._group, self._agreed, self._pending, self._last_header = group, None, None, None
+            self._running.clear()
+            self._new.clear()
         return group
 
-    def _start(self, process_group: dist.ProcessGroup, groups: Sequence[SlotGroup]) -> None:
-        assert self._agreed is not None
-        known = {ref() for ref, _ in self._agreed}
-        changed = any(group not in known for group in groups)
+    def _start(self, process_group: dist.ProcessGroup) -> None:
+        changed = bool(self._new)
         self._send(process_group, changed)
         if changed and self._all_changed():
             self._finish()
-            self._agree(process_group, groups)
+            self._agree(process_group)
             self._send(process_group, changed=False)
 
     @torch.no_grad()
@@ -187,14 +223,14 @@ class Reducer:
         assert self._agreed is not None
         parts: list[Tensor | None] = []
         sizes: list[int] = []
-        for ref, size in self._agreed:
-            group = ref()
+        for part in self._agreed:
+            group = part.group()
             found = [] if group is None else _amaxes(group, self._what.interval)
             parts += found or [None]
-            sizes += [len(part) for part in found] or [size]
+            sizes += [len(x) for x in found] or [part.size]
         amaxes = [
-            torch.full((n,), scaling.NOTHING, device=self._device) if part is None else part
-            for part, n in zip(parts, sizes, strict=True)
+            torch.full((n,), scaling.NOTHING, device=self._device) if x is None else x
+            for x, n in zip(parts, sizes, strict=True)
         ]
         vector = torch.empty(HEADER + sum(sizes), dtype=torch.int32, device=self._device)
         values = torch.cat(amaxes) if amaxes else torch.empty(0, device=self._device)
@@ -245,31 +281,58 @@ class Reducer:
     # -----------------------------------------------------------------------------------------------------------------
     # What is reduced
 
-    def _agree(self, process_group: dist.ProcessGroup, groups: Sequence[SlotGroup]) -> None:
-        """Make sure that all ranks have the same slots, in the same order. Raises Fp8Error if not."""
+    def _agree(self, process_group: dist.ProcessGroup) -> None:
+        """Put what is new into the vector, and take out what no rank has any more.
+
+        Raises Fp8Error, on every rank, if they have trained different things.
+        """
+        before, new, self._new = self._agreed or [], self._new, {}
+        told = {
+            "there": [part.is_there() for part in before],
+            "new": [[self._row(group), is_trained] for group, is_trained in new.items()],
+        }
+        by_rank = self._told(process_group, told)
         try:
-            self._compare(process_group, groups)
-        except NotCome:
+            trained_only = _trained_only([part.row for part in before], [of["new"] for of in by_rank])
+        except Fp8Error as error:
+            if gone_on_after:
+                raise Fp8Error(f"{error}. On rank {dist.get_rank()}: {'; '.join(gone_on_after)}") from error
             raise
-        except Fp8Error:
-            gc.collect()  # a model that is gone may not be gone everywhere
-            groups = self._groups()
-            try:
-                self._compare(process_group, groups)
-            except Fp8Error as error:
-                if gone_on_after:
-                    raise Fp8Error(f"{error}. On rank {dist.get_rank()}: {'; '.join(gone_on_after)}") from error
-                raise
-        self._agreed = [(weakref.ref(g), sum(map(len, _amaxes(g, self._what.interval)))) for g in groups]
+        kept = [part for part, *there in zip(before, *(of["there"] for of in by_rank), strict=True) if any(there)]
+        added = [group for group, is_trained in new.items() if is_trained or not trained_only]
+        self._agreed = kept + [_Part(weakref.ref(group), self._row(group), self._size(group)) for group in added]
         self._last_header = None
 
-    def _compare(self, process_group: dist.ProcessGroup, groups: Sequence[SlotGroup]) -> None:
+    def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:
+        """Tell all ranks something; return what each has told."""
         self._agreements += 1
         if dist.get_backend(process_group) == "fake":  # a dry run of a large world: there are no others to agree with
-            return
-        layout = [[list(g.table.names), repr(g.table.recipe), g.table.n_weights, g.stage] for g in groups]
+            return [mine]
         limit = timeout_of(process_group, self._device)
-        compare(process_group, f"{self._device.type}/{self._number}/{self._agreements}", layout, limit)
+        return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
+
+    def _row(self, group: SlotGroup) -> list[Any]:
+        return [list(group.table.names), repr(group.table.recipe), group.table.n_weights, group.stage]
+
+    def _size(self, group: SlotGroup) -> int:
+        return sum(map(len, _amaxes(group, self._what.interval)))
+
+
+def _trained_only(before: list[Any], new: Sequence[Sequence[tuple[Any, bool]]]) -> bool:
+    """Return whether only what has had a backward is to come into the vector: if the rest is not alike on all ranks.
+
+    For a rank alone may look at something, and makes no backward. before: the rows that are in the vector; new: those
+    that are not, by rank, with whether they have had one. Raises Fp8Error if ranks have trained different things.
+    """
+    if _are_alike([[row for row, _ in rows] for rows in new]):
+        return False
+    if _are_alike([[row for row, is_trained in rows if is_trained] for rows in new]):
+        return True
+    raise Fp8Error(_difference([[*before, *(row for row, _ in rows)] for rows in new]))
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
 
 
 class NotCome(Fp8Error):
@@ -289,20 +352,13 @@ def _amaxes(group: SlotGroup, interval: int) -> list[Tensor]:
     return [t.amax_forward, t.amax_weights, t.amax_backward, *t.amax_history[: interval - 1].unbind(0)]
 
 
-def compare(
-    process_group: dist.ProcessGroup,
-    name: str,
-    layout: Any,
-    limit: timedelta,
-    difference: Callable[[Sequence[Any]], str] | None = None,
-) -> None:
-    """Raise Fp8Error, on every rank, if the ranks have different layouts: [[names of slots, recipe, ..., stage], ...].
+def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: timedelta) -> list[Any]:
+    """Tell all ranks something, as JSON; return what each has told.
 
-    name: of the meeting, the same on all ranks. limit: of the time that it may take. difference: tells what is
-    different, if it is about something else than slots. Asks no collective of them, which
-    would hang if one did not come.
+    name: of the meeting, the same on all ranks. limit: of the time that it may take. Asks no collective of them, which
+    would hang if one did not come. Raises NotCome then.
     """
-    text = json.dumps(layout)
+    text = json.dumps(mine)
     digest = hashlib.sha256(text.encode()).hexdigest()
     store = store_of(process_group, f"fp8pass/{name}")
     rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -316,9 +372,8 @@ def compare(
     if rank == 0:
         store.set("digests", json.dumps(digests))
     digests = json.loads(store.get("digests"))
-    if len(set(digests)) > 1:
-        layouts = {d: json.loads(store.get(d)) for d in dict.fromkeys(digests)}
-        raise Fp8Error((difference or _difference)([layouts[d] for d in digests]))
+    told = {d: json.loads(text if d == digest else store.get(d)) for d in dict.fromkeys(digests)}
+    return [told[d] for d in digests]
 
 
 def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
@@ -422,12 +477,18 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
 
 def begins(group: SlotGroup) -> None:
     """Before a graph rolls its slots, if it does: here a step ends whose end nothing told, or that has no backward."""
-    if group.unreduced and group.rolls and group.reduces is not None:
-        reducer = reducer_of(group.reduces, group.table.device)
-        if reducer is not None:
-            reducer.launch()
-            reducer.finish()
+    reducer = reducer_of(group.reduces, group.table.device) if group.reduces is not None else None
+    if reducer is not None and group.unreduced and group.rolls:
+        reducer.launch()
+        reducer.finish()
+    continues(group)
+
+
+def continues(group: SlotGroup) -> None:
+    """Take note that a graph runs, in a step that has begun."""
     group.begun = True
+    if group.reduces is not None and (reducer := reducer_of(group.reduces, group.table.device)) is not None:
+        reducer.runs([group])
 
 
 def awaits_backward(group: SlotGroup) -> bool:

@@ -21,6 +21,7 @@ from fp8pass._torch import (
     FORCE_STRIDE_ORDER,
     CompileContext,
     aot_autograd,
+    as_fakes,
     compile_fx,
     context_for_later,
     detect_fake_mode,
@@ -131,6 +132,8 @@ class _Graph:
     def compiled(self) -> Callable[..., Any]:
         collectives = _has_collectives(self.module)
         self.run, _ = fall_back(self.compile, self.config, self.dump_of, has_collectives=collectives)
+        # Dynamo keeps this as long as the code: the tensors themselves would keep the first model, and its first batch
+        self.example_inputs = as_fakes(self.example_inputs)
         if not torch.is_grad_enabled() or self.later is None:
             return self.run
         self.later.has_run = True
@@ -143,11 +146,11 @@ class _Graph:
         """With dumps there, in one of several ways."""
         module, example_inputs, config = self.module, self.example_inputs, self.config
         annotation = _annotated(module, example_inputs, config, dump, attempt)
-        inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
+        state = _fake_state(annotation, example_inputs)
         later = Later(
             self.compile_later, attempt, config, dump, self.dump_of, functools.partial(self.exchange, annotation)
         )
-        compiled = _lower(annotation, inputs, config, dump, attempt, later)
+        compiled = _lower(annotation, [*example_inputs, *state], config, dump, attempt, later)
         self.later = later
         if not annotation.has_state:
             return _without_slots(compiled, config, self.is_fake_first)
@@ -164,10 +167,10 @@ class _Graph:
             if attempt.form != "fp8":
                 return of.run
             with tracing(self.context):
-                return _lower(of, inputs, config, dump, attempt)
+                return _lower(of, [*self.example_inputs, *state], config, dump, attempt)
 
         graph = CompiledGraph(compiled, annotation, for_cold_slots)
-        return _fake_first(graph, compiled, inputs[len(example_inputs) :]) if self.is_fake_first else graph
+        return _fake_first(graph, compiled, state) if self.is_fake_first else graph
 
     def compile_later(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
         """In a backward, which runs without gradients and autocast."""
@@ -282,6 +285,7 @@ def _varying(
 ) -> Callable[..., Any]:
     """The graph as it is for each step, compiled when the first such step comes."""
     context = context_for_later()
+    example_inputs = as_fakes(example_inputs)  # which are kept: see `_Graph.compiled`
     if not torch.is_grad_enabled():
         config = replace(config, monitor=False)  # which has nothing to count there
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass._torch import pipeline_call
-from fp8pass.amax_reduction import Reducer, differentiable, finish, reducer_of
+from fp8pass.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
 from fp8pass.annotation import Annotation
 from fp8pass.errors import Fp8Error
 from fp8pass.numerics import Ring
@@ -184,7 +184,7 @@ class CompiledGraph:
                 group.copy_slots(keys, then, again.scale)
             cold |= not group.warm and bool((again.scale == 0).any())
             if group.catch_up():
-                group.begun = True
+                continues(group)
                 group.unreduced |= group.table.reduces is not None  # this is its backward
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
             inputs += again.inputs()

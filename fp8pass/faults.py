@@ -35,7 +35,7 @@ from fp8pass._torch import (
     timeout_of,
     unset_fake_temporarily,
 )
-from fp8pass.amax_reduction import NotCome, compare
+from fp8pass.amax_reduction import NotCome, tell_all
 from fp8pass.config import Config, Reduction
 from fp8pass.dump import Dump
 from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
@@ -271,12 +271,14 @@ def _agree(failures: list[Failure], config: Config) -> None:
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     places = [[f.place, f.graph.partition(", ")[2]] for f in failures]  # ranks may number graphs differently
     try:
-        compare(group, f"fault/{next(_meetings)}", places, timeout_of(group, device), _difference)
+        by_rank = tell_all(group, f"fault/{next(_meetings)}", places, timeout_of(group, device))
     except NotCome as error:
         raise Fp8Error(
             f"{failures[0]}, on this rank and not on others, which would wait for collectives that do not come. Please "
             f"report it with {failures[0].file()}"
         ) from error
+    if any(told != places for told in by_rank):
+        raise Fp8Error(_difference(by_rank))
 
 
 def _difference(layouts: Any) -> str:

@@ -74,9 +74,10 @@ class TrainStep:
         functools.update_wrapper(self, function)
         self.config = config
         self._function = function
-        self._compiled = torch.compile(function, backend=self._compile)
+        backend = _held_weakly(self._compile)
+        self._compiled = torch.compile(function, backend=backend)
         by_path = callable(config.filter) or any(patterns_of(config))
-        self._calls = ModuleCalls(self._compile, by_path)
+        self._calls = ModuleCalls(backend, by_path)
         self.forget()
 
     def forget(self) -> None:
@@ -232,6 +233,21 @@ class TrainStep:
 
     def _has_scaler(self, args: Any, kwargs: Any) -> bool:
         return any(_is_scaler(x) for x in _reached([*args, *kwargs.values(), self._function]))
+
+
+def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a method as long as its object is there.
+
+    torch keeps each backend until `torch._dynamo.reset`, and a step has its function, whose closure may have the model.
+    """
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = ref()
+        assert found is not None, "what is being called can't be gone"
+        return found(*args)
+
+    return call
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -23,7 +24,7 @@ from fp8pass.dump import Dump
 from fp8pass.faults import FIRST, Attempt, fall_back
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
-from tests.models import make
+from tests.models import Block, make
 from tests.torchrun import collectives, on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -104,6 +105,45 @@ def all_take_another_branch_later() -> Any:
     third = make(Layers)
     errors.append(error_of(compiled(third), data(), times=3))
     return errors, histories(second), histories(third)
+
+
+@on_ranks(2)
+def one_keeps_a_model() -> Any:
+    """Rank 0 keeps the model that was trained before; once in the middle of a step, whose end does not come."""
+    found: list[Any] = []
+    kept = []
+    for ends in (True, False):
+        before = nn.parallel.DistributedDataParallel(make(Layers))
+        run = compiled(before)
+        error_of(run, data(), times=2)
+        with contextlib.nullcontext() if ends else before.no_sync():
+            error_of(run, data())
+        kept += [before] if dist.get_rank() == 0 else []
+        del before, run
+        torch._dynamo.reset()
+        model = make(Layers)
+        run = compiled(model)
+        for i in range(3):
+            error = error_of(run, data(i))
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+        found.append((error, histories(model)))
+        del run, model
+    return found
+
+
+@on_ranks(2)
+def one_looks_at_another_model() -> Any:
+    """Rank 0 alone, with gradients, before the first step and the second; it keeps one of them."""
+    model, others = make(Layers), []
+    run, errors = compiled(model), []
+    for i in range(3):
+        if dist.get_rank() == 0 and i < 2:
+            others.append(make(Block))
+            compiled(others[-1])(data())
+            others = others[:1]
+        errors.append(error_of(run, data(i)))
+    return errors, histories(model)
 
 
 @on_ranks(2)
@@ -382,6 +422,19 @@ def test_graphs_that_all_ranks_get_later_are_reduced_too() -> None:
     (errors, *first), (_, *second) = all_take_another_branch_later()
     assert errors == ["", "", ""] and first == second
     assert len([x for x in first[1]["up.input"] if x > 0]) == 2
+
+
+def test_a_model_that_one_rank_keeps_does_not_matter_to_the_next() -> None:
+    first, second = one_keeps_a_model()
+    assert first == second
+    for error, history in first:
+        assert error == "" and [x > 0 for x in history["up.input"]] == [True, True, False, False]
+
+
+def test_another_model_that_one_rank_looks_at_does_not_matter() -> None:
+    first, second = one_looks_at_another_model()
+    assert first == second and first[0] == ["", "", ""]
+    assert [x > 0 for x in first[1]["up.input"]] == [True, True, False, False]
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says() -> None:

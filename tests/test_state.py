@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import logging
 import math
 import pickle
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.errors import warn_once
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import DelayedScaling, Schedule
 from fp8pass.report import collect
 from fp8pass.slots import PARTS, registry
 from tests import oracle
@@ -460,9 +462,6 @@ def test_one_model_in_several_threads() -> None:
 
 
 def test_state_goes_with_its_model() -> None:
-    import gc
-    import weakref
-
     model = make()
     train(compiled(model), [1.0])
     mine = weakref.ref(model.up.weight)
@@ -472,6 +471,34 @@ def test_state_goes_with_its_model() -> None:
     gc.collect()
     assert mine() is None
     assert all(g.alive() for g in registry.groups())
+
+
+@pytest.mark.parametrize("how", ["every day", "lowered by Inductor", "by a schedule", "after an error in a backward"])
+def test_code_that_is_kept_keeps_neither_the_model_nor_the_batch_that_it_was_compiled_for(how: str) -> None:
+    torch._dynamo.reset()  # or it was compiled for another test's
+    model, batches = make(), [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
+    options_of: dict[str, dict[str, Any]] = {
+        "lowered by Inductor": {"lowering": "inductor"},
+        "by a schedule": {"recipe": Schedule({0: None, 1: "delayed"})},
+    }
+    run = compiled(model, **options_of.get(how, {}))
+    for x in batches:
+        y = run(x)
+        if how.startswith("after") and x is batches[1]:
+            y.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+    kept = [weakref.ref(x) for x in (*model.parameters(), *batches)]
+    del model, batches, run, x, y
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+    assert all(g.alive() for g in registry.groups())
+
+
+def fail(_: Tensor) -> None:
+    raise ZeroDivisionError
 
 
 # Saving and loading

@@ -445,7 +445,7 @@ def test_models_one_after_the_other_share_code_and_nothing_else() -> None:
 
 
 def test_a_model_that_is_gone_is_not_kept() -> None:
-    """Parameters, FP8 copies. Dynamo itself keeps the first; state goes when another model's is made."""
+    """Parameters, FP8 copies. State goes when another model's is made."""
     step, gone = decorate(of_arguments), []
     for seed in range(4):
         model = make(one_layer, seed=seed)
@@ -456,9 +456,21 @@ def test_a_model_that_is_gone_is_not_kept() -> None:
         del model, optimizer
         gc.collect()
     alive = [[ref() is not None for ref in refs] for refs in gone]
-    assert [parameter for parameter, *_ in alive[1:3]] == [False, False]
+    assert [parameter for parameter, *_ in alive[:3]] == [False, False, False]
     assert sum(copy for _, *copies in alive for copy in copies) < 4
     assert len(alive[0]) == 2
+
+
+def test_a_step_that_is_gone_does_not_keep_its_model() -> None:
+    """Which is in its closure. torch itself keeps what compiles: one way to for each step."""
+    model = make(one_layer)
+    step = decorate(plain(model, sgd(model)))
+    for i in range(2):
+        step(batch(i))
+    kept = weakref.ref(model)
+    del model, step
+    gc.collect()
+    assert kept() is None
 
 
 def test_groups_rates_and_a_layer_that_joins() -> None:
