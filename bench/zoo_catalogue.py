@@ -186,6 +186,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
     "FunnelForMaskedLM": {"block_sizes": [2, 2, 2], "num_decoder_layers": 1},
+    "GroupViTModel": {"vision_config": {"depths": [1, 1, 1]}},
     "EsmForMaskedLM": {"vocab_size": zoo_toys.VOCABULARY, "pad_token_id": 1},
     "NystromformerForMaskedLM": {"segment_means_seq_len": 32, "num_landmarks": 8, "conv_kernel_size": 9},
     "XmodForMaskedLM": {"default_language": "en_XX"},

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8pass._torch import CustomPartitionerFn, get_hash_for_files, min_cut_partition
+from fp8pass._torch import CustomPartitionerFn, cuts_fast, get_hash_for_files, min_cut_partition
 from fp8pass.graph import SAVED
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -36,7 +36,8 @@ class Partition(CustomPartitionerFn):
         saved = [n for n in gm.graph.nodes if SAVED in n.meta]
         end = kwargs.pop("num_fwd_outputs")
         _insert_outputs(gm.graph, end, saved)
-        forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
+        with cuts_fast():
+            forward, backward = cut(gm, joint_inputs, num_fwd_outputs=end + len(saved), **kwargs)
         _remove_outputs(forward, end, len(saved))
         if self.seen is not None:
             self.seen(forward.graph, backward.graph)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass import partition
 from fp8pass._torch import CustomPartitionerFn, inductor_config, min_cut_partition
 from fp8pass.graph import SAVED
 from fp8pass.partition import Partition
@@ -19,6 +20,7 @@ from fp8pass.passes import emulate_matmuls
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.scaling import FP8_DTYPES
 from tests.harness import BF16, E4M3, compiled, without_caches
+from tests.models import Block
 
 prims = torch.ops.prims
 
@@ -115,6 +117,18 @@ def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut], delay
     read = [n for n in cut.backward.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
     assert matrices(read) == matrices(cut.saved)
     assert quantized(cut.backward) == [[64, 48]]
+
+
+def test_the_cut_is_torchs_own_found_faster(cuts: list[Cut], monkeypatch: pytest.MonkeyPatch) -> None:
+    def a_cut() -> list[str]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        step(Block(), torch.randn(8, 32), lowering="eager")
+        return [module.graph.python_code("self").src for module in (cuts[-1].forward, cuts[-1].backward)]
+
+    ours = a_cut()
+    monkeypatch.setattr(partition, "cuts_fast", contextlib.nullcontext)
+    assert a_cut() == ours
 
 
 def test_nothing_else_changes(

@@ -473,7 +473,9 @@ def test_state_goes_with_its_model() -> None:
     assert all(g.alive() for g in registry.groups())
 
 
-@pytest.mark.parametrize("how", ["lowered op by op", "lowered by Inductor", "by a schedule", "after an error in a backward"])
+@pytest.mark.parametrize(
+    "how", ["lowered op by op", "lowered by Inductor", "by a schedule", "after an error in a backward"]
+)
 def test_code_that_is_kept_keeps_neither_the_model_nor_the_batch_that_it_was_compiled_for(how: str) -> None:
     torch._dynamo.reset()  # or it was compiled for another test's
     model, batches = make(), [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
