@@ -55,6 +55,7 @@ IMPORTS = {
     "torch": "torch.testing._internal.common_modules",
     "diffusers": "diffusers.models",
     "peft": "peft",
+    "timm": "timm",
 }
 """What each package's rows import that takes long: once, before they are forked."""
 
@@ -109,7 +110,11 @@ def _write(file: Path, entry: Entry, row: zoo_row.Row) -> None:
 
 def _versions(entry: Entry) -> dict[str, str]:
     """Return the versions of what the row depends on."""
-    return {package: metadata.version(package) for package in dict.fromkeys(("torch", entry.package))}
+    found = {}
+    for package in dict.fromkeys(("torch", entry.package)):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # the row says that it is not there
+            found[package] = metadata.version(package)
+    return found
 
 
 def _commit() -> str:
@@ -122,13 +127,15 @@ def _commit() -> str:
 def prepare(entries: Iterable[Entry]) -> None:
     """Import what rows need, and compile something, which imports more: each row would do it again.
 
-    Without a backward, for which autograd starts threads that do not outlive a fork.
+    Without a backward, for which autograd starts threads that do not outlive a fork; a torch that is built for GPUs
+    has them as soon as a backward is traced.
     """
     for package in {entry.package for entry in entries}:
-        with contextlib.suppress(ImportError):  # rows of what is not there say so
+        with contextlib.suppress(ImportError, RuntimeError):  # rows of what is not there, or does not fit, say so
             importlib.import_module(IMPORTS.get(package, package))
     model = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options=zoo_row.OPTIONS)
-    model(torch.randn(32, 32))
+    with torch.set_grad_enabled(not torch.backends.cuda.is_built()):
+        model(torch.randn(32, 32))
     torch._dynamo.reset()
 
 

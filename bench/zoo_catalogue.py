@@ -14,6 +14,7 @@ from torch import Tensor
 from zoo_diffusion import diffusion
 from zoo_loops import LOOPS, of_transformers
 from zoo_row import Sample, Subject
+from zoo_timm import vision
 from zoo_torch import MODULES, OPERATORS, Made, module, operator
 
 
@@ -324,14 +325,15 @@ def _loops() -> Iterator[Entry]:
         yield Entry(name, "transformers", "loop", make)
 
 
-def _diffusers() -> Iterator[Entry]:
+def _made() -> Iterator[Entry]:
     def sample(make: Callable[[], Any]) -> Sample:
         return Sample(*make())
 
-    for name, kind, make in diffusion():
-        yield Entry(name, "diffusers", kind, functools.partial(sample, make))
+    for package, models in ("diffusers", diffusion()), ("timm", vision()):
+        for name, kind, make in models:
+            yield Entry(name, package, kind, functools.partial(sample, make))
 
 
 def catalogue() -> dict[str, Entry]:
     """Return all entries by name."""
-    return {entry.name: entry for entry in (*_transformers(), *_diffusers(), *_peft(), *_loops(), *_torch())}
+    return {entry.name: entry for entry in (*_transformers(), *_made(), *_peft(), *_loops(), *_torch())}

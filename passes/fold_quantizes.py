@@ -1,6 +1,6 @@
 """Quantizing is one node. Inductor takes its time by the node, and other passes look for nodes.
 
-before   wide: f32[...] = convert_element_type(x: bf16[...], float32)        unless x is float32
+before   wide: f32[...] = convert_element_type(x: bf16[...], float32)        unless x is float32; integers stay cast
          scaled         = wide * scale
          x_q: f8[...]   = convert_element_type(clamp_max(clamp_min(scaled, -448), 448), float8_e4m3fn)
 after    x_q: f8[...]   = fp8pass.quantize(x, scale, float8_e4m3fn)
@@ -47,8 +47,8 @@ def match(x_q: fx.Node) -> Match | None:
     x = first(node)
     if val(x).shape != val(x_q).shape:
         return None
-    if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2:
-        x = first(x)
+    if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2 and val(first(x)).is_floating_point():
+        x = first(x)  # counts, masks and one-hot rows are nothing that `quantize` takes
     return Match(x_q, x, scale)
 
 

@@ -87,6 +87,17 @@ def test_the_cast_to_float32_may_have_other_readers() -> None:
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(x, scale()), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_integers_stay_cast(dtype: torch.dtype) -> None:
+    x = torch.randint(0, 2, (4, 8)).to(dtype)
+    module = capture(lambda x, s: scaling.quantize(x.float(), s, E4M3), x, scale())
+    wanted = module(x, scale())
+    apply(module, FoldQuantizes())
+    (folded,) = (n for n in module.graph.nodes if n.target is QUANTIZE)
+    assert folded.args[0].target is torch.ops.prims.convert_element_type.default
+    assert torch.equal(module(x, scale()).float(), wanted.float())
+
+
 def step_read(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     scaled = x * s
     return scaled, scaled.clamp(-448, 448).to(E4M3)

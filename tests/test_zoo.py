@@ -19,6 +19,7 @@ from zoo_page import BEYOND, page, problems
 from zoo_row import Beside, Failed, Matmuls, Row, Sample, beside, compare, eager_step, shaken
 from zoo_rows import Rows, third
 from zoo_sums import ExactSums
+from zoo_timm import practised
 
 ENTRIES = catalogue()
 EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "AlbertForMaskedLM")
@@ -57,6 +58,15 @@ def test_the_page_has_every_model() -> None:
     text = (readme.ROOT / "docs" / "zoo.md").read_text()
     listed = {*re.findall(r"^\| (\S+) \|", text, re.MULTILINE), *re.findall(r"`(\S+)`", text)}
     assert listed >= set(ENTRIES), "python bench/zoo.py, and then python bench/readme.py zoo"
+
+
+def test_what_begins_small_is_grown_and_nothing_is_dropped() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5))
+    nn.init.constant_(model[0].weight, 1e-5)
+    nn.init.zeros_(model[0].bias)
+    practised(model)
+    assert model[0].weight.abs().max() > 0.01 and not model[0].bias.any()
+    assert (model[1].weight == 1).all() and model[2].p == 0
 
 
 def test_rules_that_are_beyond_us_are_limits() -> None:
