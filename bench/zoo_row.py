@@ -282,6 +282,19 @@ def _in_fp8(report: Report) -> set[tuple[str, str]]:
     return {(g.name, g.kind) for g in report.rewritten}
 
 
+def _alike(trained: set[tuple[str, str]], explained: set[tuple[str, str]]) -> bool:
+    """Return whether they are the same matmuls: after a break training knows no more than the ends of their names."""
+    if trained == explained:
+        return True
+
+    def is_it(short: tuple[str, str], full: tuple[str, str]) -> bool:
+        return short[1] == full[1] and f".{full[0]}".endswith(f".{short[0]}")
+
+    return all(any(is_it(t, e) for e in explained) for t in trained) and all(
+        any(is_it(t, e) for t in trained) for e in explained
+    )
+
+
 class Failed(Exception):
     """A check of a row failed. stage: which."""
 
@@ -480,7 +493,7 @@ class _Checks:
                 self._compare(found, i)
                 update(model)
         row.losses = [float(s.loss) for s in self.steps]
-        if _in_fp8(report) != self.explained:
+        if not _alike(_in_fp8(report), self.explained):
             raise Failed("train", f"trained with {report.summary()}, and explained with {row.rewritten}/{row.matmuls}")
         self.model, self.run = model, run
 

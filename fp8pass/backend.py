@@ -62,7 +62,7 @@ from fp8pass.pipeline import (
     written,
 )
 from fp8pass.recipes import Schedule
-from fp8pass.report import Report, break_of, publish, recompile_of
+from fp8pass.report import Gemm, Report, break_of, collect, publish, recompile_of
 from fp8pass.retry import take_note_of_graph
 from fp8pass.slots import SlotTable, registry
 from fp8pass.static import frozen_example
@@ -498,10 +498,12 @@ def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
     return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
 
 
-def explain_only(config: Config) -> Callable[..., Any]:
+def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -> Callable[..., Any]:
     """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged.
 
-    Of a schedule it shows the last phase.
+    Of a schedule it shows the last phase. path_of: returns the path of a parameter in the user's model, "" if it is
+    not known: a graph has names from its own root on, which after a break is some module, and several instances of
+    that may run it.
     """
     notes: list[str] = []
     earlier: set[str] = set()
@@ -523,17 +525,46 @@ def explain_only(config: Config) -> Callable[..., Any]:
             if not written(module):  # of an update there is no other form to show
                 _draw_before(module, example_inputs, drawing)
         kernels = drawing is not None and drawing.kernels
-        compile_graph(module, example_inputs, replace(config, lowering="inductor" if kernels else "eager"))
-        return functools.partial(_run_unchanged, module)
+        with collect() as of_graph:
+            compile_graph(module, example_inputs, replace(config, lowering="inductor" if kernels else "eager"))
+        return _Unchanged(module, of_graph.gemms, path_of)
 
     return backend
 
 
-def _run_unchanged(module: fx.GraphModule, *args: Any) -> Any:
-    """Run the user's graph node by node, so that `Outside` can tell which one an op that it looks into runs for."""
-    interpreter = fx.Interpreter(module)
-    interpreter.extra_traceback = False  # it would put the node into errors of the user's
-    return interpreter.run(*args)
+class _Unchanged:
+    """Runs the user's graph as it is. Each run has verdicts of its own, with names from the user's model on."""
+
+    def __init__(self, module: fx.GraphModule, gemms: list[Gemm], path_of: Callable[[Any], str]) -> None:
+        self.module = module
+        self.gemms = gemms
+        self.names = [g.name for g in gemms]
+        self.path_of = path_of
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.owned = {placeholders.index(p): path for p, path in Names(placeholders).owned.items()}
+        self.has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it node by node, so that `Outside` can tell which one an op that it looks into runs for."""
+        self._name(self._above(args))
+        interpreter = fx.Interpreter(self.module)
+        interpreter.extra_traceback = False  # it would put the node into errors of the user's
+        return interpreter.run(*args)
+
+    def _name(self, above: str) -> None:
+        """Name the verdicts of the first run, which compilation has published, and publish those of a later one."""
+        if self.has_run:
+            self.gemms = [replace(g) for g in self.gemms]
+            publish(Report(gemms=self.gemms))
+        self.has_run = True
+        for gemm, name in zip(self.gemms, self.names, strict=True):
+            gemm.name = f"{above}{name}" if name else name
+
+    def _above(self, args: Sequence[Any]) -> str:
+        """Return the path of the graph's root in the model, and a dot; "" if it is not known, or the model itself."""
+        full = {path: self.path_of(args[i]) for i, path in self.owned.items()}
+        above = {of.removesuffix(path) for path, of in full.items() if f".{of}".endswith(f".{path}")}
+        return above.pop() if len(above) == 1 else ""
 
 
 def _draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:

@@ -47,8 +47,8 @@ def explain(
         raise TypeError(f"config is {config!r}: pass fp8pass.Config(recipe=...), say")
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     config = config or make_config()
-    compiled = torch.compile(function, backend=explain_only(config))
     outside = Outside([x for x in (function, *args) if isinstance(x, nn.Module)])
+    compiled = torch.compile(function, backend=explain_only(config, outside.path_of))
     report = Report()
     buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)

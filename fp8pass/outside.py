@@ -264,6 +264,10 @@ class Outside(TorchDispatchMode):
 
         return (computed if product.computed else needs(product.a)), needs(product.b)
 
+    def path_of(self, x: Any) -> str:
+        """Return the path of a parameter in the module that it belongs to, of those that run; "" for anything else."""
+        return self._names.path_of(x) if isinstance(x, nn.Parameter) else ""
+
     def gemms(self, config: Config) -> list[Gemm]:
         """Return a verdict on each matmul that ran, and on the two of its backward, in the order of graphs."""
         if isinstance(config.recipe, Schedule):
@@ -385,6 +389,11 @@ class _Names:
             stack = list((place.node.meta.get("nn_module_stack") or {"": ("", None)}).values())
             path = module_path(stack[-1][0])
         return f"{path}.{op}" if path else op
+
+    def path_of(self, x: Tensor) -> str:
+        """Return the path of the parameter that a tensor is, or is a view of; "" if it is neither."""
+        known = self._of_parameter(x)
+        return "" if known is None else known[0]
 
     def parameter_of(self, x: Tensor) -> Tensor | None:
         """Return the parameter that a tensor is, or is a view of; None if it is neither."""

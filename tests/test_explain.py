@@ -129,6 +129,39 @@ def test_compiled_models_and_graph_breaks() -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
+def test_layers_that_share_the_code_of_a_graph_have_verdicts_of_their_own() -> None:
+    """Dynamo compiles what breaks once for all of them; names are those of the model."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x)
+            torch._dynamo.graph_break()
+            return x + self.down(h)
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    report = fp8pass.explain(Layers(), torch.randn(16, 32, requires_grad=True))
+    assert [(g.name, g.kind) for g in report.rewritten] == [
+        (f"layers.{i}.{name}", kind)
+        for i in range(3)
+        for name in ("up", "down")
+        for kind in ("output", "grad_weight", "grad_input")
+    ]
+    assert report.flops == 3 * 2 * 3 * 2 * 16 * 32 * 64
+
+
 def test_many_times() -> None:
     """More often than Dynamo's limit of recompilations."""
     model = nn.Linear(32, 32)
