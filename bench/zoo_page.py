@@ -63,7 +63,7 @@ def _about(rows: Sequence[Row]) -> str:
         f"{len(rows)} models: {listed}. {trained} of {len(run)} train"
         + (f"; {elsewhere} do not train with `aot_eager` either" if elsewhere else "")
         + f". Of all FLOPs of matmuls that have a parameter as operand {fp8 / max(total, 1):.1%} are in FP8. "
-        f"Run from {dates[0]} to {dates[-1]} with {', '.join(versions)}, on a CPU, in float32."
+        f"Run from {dates[0]} to {dates[-1]} with {', '.join(versions)}, on a CPU."
     )
 
 
@@ -131,7 +131,6 @@ def _listed(lines: list[str], nothing: str) -> str:
 
 
 BEYOND = {
-    "custom op": "transformers multiplies experts in an op of its own where torch.compile meets float32",
     "outside": "it runs where Dynamo compiles nothing",
     "batches": "each token has a matrix of its own",
     "vector": "a product with a vector has no kernel in FP8, and nothing to gain",

@@ -71,6 +71,7 @@ def explain(
         report.pictures = drawing.finish(report.gemms)
         raise _failure(report) from error
     finally:
+        outside.forget()
         with torch.no_grad():
             for name, saved in buffers.items():
                 function.get_buffer(name).copy_(saved)  # type: ignore[union-attr]

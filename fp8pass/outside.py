@@ -264,6 +264,12 @@ class Outside(TorchDispatchMode):
 
         return (computed if product.computed else needs(product.a)), needs(product.b)
 
+    def forget(self) -> None:
+        """Let go of the modules: what Dynamo keeps may have a method of this."""
+        self._names = _Names(())
+        self._found.clear()
+        self._steps.clear()
+
     def path_of(self, x: Any) -> str:
         """Return the path of a parameter in the module that it belongs to, of those that run; "" for anything else."""
         return self._names.path_of(x) if isinstance(x, nn.Parameter) else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,15 @@ def test_layers_that_share_the_code_of_a_graph_have_verdicts_of_their_own() -> N
         for kind in ("output", "grad_weight", "grad_input")
     ]
     assert report.flops == 3 * 2 * 3 * 2 * 16 * 32 * 64
+
+
+def test_a_model_that_was_explained_is_not_kept() -> None:
+    model = Small()
+    kept = weakref.ref(model.up.weight)
+    fp8pass.explain(model, torch.randn(16, 32))
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 def test_many_times() -> None:
