@@ -461,7 +461,7 @@ def cuts_fast() -> Iterator[None]:
     """Within it, networkx, of which torch's partitioner is a user, finds a minimum cut by Boykov and Kolmogorov.
 
     The cut is the one that its own choice, preflow-push, finds: both take for the sink's side all that still reaches
-    it, which is the same for every maximum flow. That one takes 4 to 17 times as long on the graphs of training.
+    it, which is the same for every maximum flow. That one takes several times as long on the graphs of training.
     """
     import networkx  # type: ignore[import-untyped]
     from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
