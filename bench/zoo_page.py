@@ -61,7 +61,7 @@ def _about(rows: Sequence[Row]) -> str:
     total, fp8 = (sum(row[key] for row in rows) for key in ("owned_flops", "owned_fp8_flops"))
     return (
         f"{len(rows)} models: {listed}. {trained} of {len(run)} train"
-        + (f"; {elsewhere} do not train with `aot_eager` either" if elsewhere else "")
+        + (f", and {elsewhere} not with `aot_eager` either" if elsewhere else "")
         + f". Of all FLOPs of matmuls that have a parameter as operand {fp8 / max(total, 1):.1%} are in FP8. "
         f"Run from {dates[0]} to {dates[-1]} with {', '.join(versions)}, on a CPU."
     )
