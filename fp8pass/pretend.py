@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -279,7 +280,9 @@ class Pretended:
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
     ) -> Generated:
         """The code of a graph of fake CPU tensors, which becomes one of the GPU's."""
-        mode = next(v.fake_mode for v in inputs if isinstance(v, Tensor))
+        # a graph may have no inputs, of constants say
+        values = itertools.chain(inputs, (n.meta.get("val") for n in module.graph.nodes))
+        mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
         with mode:
             on_gpu = [_moved(v) for v in inputs]
         for node, value in zip((n for n in module.graph.nodes if n.op == "placeholder"), on_gpu, strict=True):
