@@ -32,7 +32,7 @@ COSINE = 0.97
 NOISE = 2.0
 """How much larger than in eager rounded to FP8 the error of a gradient may be which FP8 itself turns further."""
 SHRINKS = (0.95, 0.9, 0.85, 0.8)
-"""What scales are multiplied with to round to FP8 otherwise."""
+"""Factors of scales that make eager round to FP8 otherwise."""
 ROUNDED = 1e-6
 """How far a gradient may be off where a factor behind a matmul went into its scale: it is rounded once less."""
 SHAKEN = 1e-6
@@ -364,7 +364,7 @@ class Row:
     trains_elsewhere: str = ""
     eager_matmuls: int = 0
     eager_flops: int = 0
-    """Of those the matmuls that AOTAutograd leaves, if fewer have a verdict: it drops what nobody reads."""
+    """Counts what AOTAutograd leaves of it, if less has a verdict: it drops what nobody reads."""
     unsized: int = 0
     """How many matmuls have a size that depends on data, so that their FLOPs are unknown."""
     matmuls: int = 0
