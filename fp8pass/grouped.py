@@ -126,7 +126,8 @@ def dequantized_groups(x_q: Tensor, scale_inv: Tensor, offs: Tensor, dtype: torc
     return scaling.dequantize(x_q, by_row(scale_inv, offs, x_q.shape[0]), dtype)
 
 
-@torch.library.custom_op("fp8pass::scaled_grouped_mm", mutates_args=())
+# Inductor would lay operands out as it likes, and `torch._scaled_grouped_mm` is asked for the result's shape
+@torch.library.custom_op("fp8pass::scaled_grouped_mm", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
 def _scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
