@@ -75,6 +75,8 @@ def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | No
 def _watches(node: fx.Node, config: Config) -> bool:
     if node.target not in FORWARD and node.target not in BACKWARD:
         return False
+    if WATCHED not in node.meta:  # the user's own `in_qdq` or `out_qdq`, which has no slot to be counted under
+        return False
     return any(config.monitors(w.name) for w in node.meta[WATCHED]) and not any(
         isinstance(a, ops.Observe) for a in node.args
     )

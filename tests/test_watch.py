@@ -303,6 +303,24 @@ def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> No
     assert found == [(role, step, size) for step in (0, 2) for role, size in sizes.items()]
 
 
+class OwnScales(nn.Module):
+    """A layer that the recipe quantizes, and a matmul that the user quantizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32))
+        self.x_scale, self.w_scale = fp8pass.ScaleState(4), fp8pass.ScaleState(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x)
+        return fp8pass.in_qdq(y, self.x_scale) @ fp8pass.in_qdq(self.head, self.w_scale)
+
+
+def test_scales_that_the_user_placed_are_not_counted() -> None:
+    _, stats = trained(True, make(OwnScales), steps=2)
+    assert {row.slot for row in stats.latest} == {"up.input", "up.weight", "up.grad_output"}
+
+
 def test_nothing_watched() -> None:
     model = nn.Linear(32, 48)
     run = compiled(model, lowering="eager")
