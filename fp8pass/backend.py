@@ -41,6 +41,7 @@ from fp8pass.config import Config, make_config
 from fp8pass.dump import Dump
 from fp8pass.errors import faults_of
 from fp8pass.faults import FIRST, Attempt, Later, fall_back, left_out
+from fp8pass.frozen_weights import frozen_example
 from fp8pass.kernel_ops import FORMULAS
 from fp8pass.names import Names
 from fp8pass.numerics import Ring
@@ -62,14 +63,14 @@ from fp8pass.pipeline import (
     written,
 )
 from fp8pass.recipes import Schedule
-from fp8pass.report import Gemm, Report, break_of, collect, publish, recompile_of
+from fp8pass.report import Report, break_of, collect, publish, recompile_of
 from fp8pass.retry import take_note_of_graph
 from fp8pass.slots import SlotTable, registry
-from fp8pass.static import frozen_example
 from fp8pass.steps import Pass, checkpointed_region
 from fp8pass.unmatched import check_compiled
 from fp8pass.update_graph import UpdateGraph
 from fp8pass.updates import Moment, Place, UpdateKey
+from fp8pass.verdict import Gemm
 from fp8pass.weights import cached_example
 
 log = logging.getLogger(__name__)

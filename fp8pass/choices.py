@@ -19,7 +19,7 @@ from torch import fx
 from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
 from fp8pass.combine import combining, sums_of_mixed
 from fp8pass.errors import faults_of
-from fp8pass.graph import ONE_STAGE, TILED, WITH_AMAX
+from fp8pass.node_meta import ONE_STAGE, TILED, WITH_AMAX
 
 _TILES = {
     "columns": {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1},

@@ -18,9 +18,9 @@ from fp8pass._torch import pipeline_call
 from fp8pass.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
 from fp8pass.annotation import Annotation
 from fp8pass.errors import Fp8Error
+from fp8pass.frozen_weights import frozen_weights
 from fp8pass.numerics import Ring
 from fp8pass.slots import SlotGroup, SlotTable, clock, registry
-from fp8pass.static import frozen_weights
 from fp8pass.steps import Pass, begin_step, checkpointed_region, is_rehearsal, join_step
 from fp8pass.weights import cached_weights
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass import versions
 from fp8pass._torch import CompileContext, trace_structured
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, first_line
@@ -228,11 +229,9 @@ def _run_folder(folder: str, process: int) -> Path:
 
 
 def _run_head(process: int) -> str:
-    from fp8pass import __version__  # not at the top: the package imports this file
-
     command = " ".join(sys.argv[:1]) or "python"
     return (
-        f"# Dumps of fp8pass {__version__}, torch {torch.__version__}: {command}, process {process}\n\n"
+        f"# Dumps of fp8pass {versions.__version__}, torch {torch.__version__}: {command}, process {process}\n\n"
         f"Begun {time.strftime('%Y-%m-%d %H:%M:%S')}. Torch's caches of compiled graphs are not used: a hit would skip "
         "the passes.\nThe .py files run by themselves; --help says how.\n\n"
         "| graph | compiled | what became of it | seconds |\n|---|---|---|---:|\n"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-import fp8pass
 from fp8pass import hardware, versions
 from fp8pass._torch import cpp_compiler
 from fp8pass.recipes import NAMED, BlockwiseScaling, MXFP8Scaling, Recipe, RowwiseScaling
@@ -25,7 +24,7 @@ def describe() -> str:
 
 
 def _software() -> Iterator[tuple[str, str]]:
-    yield "fp8pass", fp8pass.__version__
+    yield "fp8pass", versions.__version__
     yield "torch", f"{torch.__version__}, git {str(torch.version.git_version)[:12]}, {_build()}"
     yield "tested with", f"torch {', '.join(versions.TESTED)}"
     yield "Triton", _triton()

@@ -7,17 +7,14 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fp8pass.report import Report
+from typing import Any
 
 
 class Fp8Error(RuntimeError):
     """A matmul that should run in FP8 can't, under `strict=True`; or saved state does not fit. Says what to do."""
 
-    report: Report | None = None
-    """Of `fp8pass.explain`: what was known when compilation failed."""
+    report: Any = None
+    """Of `fp8pass.explain`: the `Report` of what was known when compilation failed."""
 
 
 class Fault(Fp8Error):

@@ -14,7 +14,7 @@ from fp8pass._torch import TorchDynamoException, dynamo_config
 from fp8pass.backend import explain_only
 from fp8pass.config import Config, make_config
 from fp8pass.errors import Fp8Error
-from fp8pass.graph import base_name
+from fp8pass.names import base_name
 from fp8pass.outside import Outside, raise_if_missed
 from fp8pass.pictures import draw
 from fp8pass.report import Report, collect, publish

@@ -26,25 +26,10 @@ from fp8pass._torch import (
     pytree,
     select_decomp_table,
 )
+from fp8pass.node_meta import GEMM, MADE_BY
 
 aten = torch.ops.aten
 
-MADE_BY = "fp8pass"
-SAVED = "fp8pass_saved"
-"""The key in `node.meta` of what the forward computes and only the backward reads: see `partition.py`."""
-GATHERED = "fp8pass_gathered"
-"""The key in `node.meta["custom"]` of what is made of a parameter that FSDP frees between forward and backward."""
-RECORDED = "fp8pass_recorded"
-"""The key of the amaxes of a graph's slots merged into those of the step, each once; the value is `on_nonfinite`."""
-ONE_STAGE = "fp8pass_one_stage"
-"""The key of reductions that are to be one launch, and not cut up for more parallelism: see `choices.py`."""
-WITH_AMAX = "fp8pass_with_amax"
-"""The key of what belongs into one kernel with the amax of the tensor that it quantizes: see `choices.py`."""
-TILED = "fp8pass_tiled"
-"""The key of what wants tiles, for what is made by "columns" or by "rows": see `choices.py`."""
-
-GEMM = "fp8pass_gemm"
-"""The key of what a matmul became: the name that the matmul had in the joint graph."""
 _MATMULS = frozenset(
     ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "addmm", "baddbmm", "bmm", "mm", "scaled_grouped_mm")
 )
@@ -261,23 +246,6 @@ def op_name(node: fx.Node) -> str:
 def multiplies(node: fx.Node) -> bool:
     """Return whether a node multiplies matrices, in whatever precision."""
     return node.op == "call_function" and op_name(node) in _MATMULS
-
-
-def source_of(node: fx.Node, outermost: bool = False) -> str:
-    """The line that a node comes from, as "file.py:12"; "" where torch does not know. outermost: of the frame that was
-    compiled, rather than of what that calls."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
-    if not frames:
-        return ""
-    frame = frames[0 if outermost else -1]
-    path, line = frame.split('"')[1], frame.split("line ")[1].split(",")[0]
-    return f"{base_name(path)}:{line}"
-
-
-def base_name(path: str) -> str:
-    """The last part of a path, of whatever system."""
-    return path.replace(chr(92), "/").rsplit("/", 1)[-1]
 
 
 def readable(module: fx.GraphModule) -> str:

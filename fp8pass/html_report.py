@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fp8pass.report import RECOMPUTED, Gemm, Picture, Report
+from fp8pass.report import RECOMPUTED, Picture, Report
+from fp8pass.verdict import Gemm
 
 CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr")
 """What a row of numerics may hold beside slot and step."""

@@ -25,7 +25,7 @@ from fp8pass._torch import (
     inductor_ops,
 )
 from fp8pass.errors import faults_of
-from fp8pass.graph import MADE_BY
+from fp8pass.node_meta import MADE_BY
 from fp8pass.scaling import fp8_max, quantize
 
 _POINTWISE = (torch.Tag.pointwise,)

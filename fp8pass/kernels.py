@@ -23,10 +23,11 @@ from fp8pass._torch import (
     Virtualized,
 )
 from fp8pass.combine import SMALL
-from fp8pass.graph import MADE_BY, is_tensor
+from fp8pass.graph import is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inspector import Kernel
 from fp8pass.names import module_path
+from fp8pass.node_meta import MADE_BY
 from fp8pass.pretend import Generated, Launch
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from fp8pass.scaling import FP8_DTYPES

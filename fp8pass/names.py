@@ -191,3 +191,20 @@ _SHORT = {
 def short(dtype: torch.dtype) -> str:
     """The name of a dtype as tables show it: "bf16" for torch.bfloat16."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def source_of(node: fx.Node, outermost: bool = False) -> str:
+    """The line that a node comes from, as "file.py:12"; "" where torch does not know. outermost: of the frame that was
+    compiled, rather than of what that calls."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
+    if not frames:
+        return ""
+    frame = frames[0 if outermost else -1]
+    path, line = frame.split('"')[1], frame.split("line ")[1].split(",")[0]
+    return f"{base_name(path)}:{line}"
+
+
+def base_name(path: str) -> str:
+    """The last part of a path, of whatever system."""
+    return path.replace(chr(92), "/").rsplit("/", 1)[-1]

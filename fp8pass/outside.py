@@ -34,15 +34,15 @@ from fp8pass._torch import (
 )
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.graph import base_name, source_of
 from fp8pass.grouped import FALLBACK, FALLBACK_BACKWARD
-from fp8pass.names import module_path, short, without_wrappers
+from fp8pass.names import base_name, module_path, short, source_of, without_wrappers
 from fp8pass.products import Product, is_recurrent, products_of
 from fp8pass.recipes import Kind, Schedule
-from fp8pass.report import Gemm, last_line, reason_of
+from fp8pass.report import last_line, reason_of
 from fp8pass.rewrite import MAX_BATCHES, LeftOut, Reject
 from fp8pass.roofline import predicted_speedup
 from fp8pass.tensors import named_tensors
+from fp8pass.verdict import Gemm
 from fp8pass.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 
 OUTSIDE = ("outside", "custom op", "recurrent")

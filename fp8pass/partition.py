@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass._torch import CustomPartitionerFn, cuts_fast, get_hash_for_files, min_cut_partition
-from fp8pass.graph import SAVED
+from fp8pass.node_meta import SAVED
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

@@ -23,10 +23,12 @@ from fp8pass._torch import (
     kernel_nodes,
     make_boxed_func,
 )
-from fp8pass.graph import GEMM, MADE_BY, multiplies, op_name, source_of
-from fp8pass.names import module_path, short
-from fp8pass.report import Gemm, KernelCode, Op, OpKind, Part, Picture
+from fp8pass.graph import multiplies, op_name
+from fp8pass.names import module_path, short, source_of
+from fp8pass.node_meta import GEMM, MADE_BY
+from fp8pass.report import KernelCode, Op, OpKind, Part, Picture
 from fp8pass.scaling import FP8_DTYPES
+from fp8pass.verdict import Gemm
 
 MOVEMENT = frozenset(
     (

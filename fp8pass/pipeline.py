@@ -24,8 +24,9 @@ from fp8pass.config import Config
 from fp8pass.dump import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt
-from fp8pass.graph import GEMM, multiplies
+from fp8pass.graph import multiplies
 from fp8pass.hardware import cpu_key
+from fp8pass.node_meta import GEMM
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import annotate
 from fp8pass.passes.batch_amaxes import BatchAmaxes
@@ -35,6 +36,7 @@ from fp8pass.passes.canonicalize import Canonicalize
 from fp8pass.passes.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.expand_blocks import ExpandBlocks
 from fp8pass.passes.fold_quantizes import FoldQuantizes
+from fp8pass.passes.foreach import expand_symbolic
 from fp8pass.passes.grouped_mm import GroupedMM
 from fp8pass.passes.inline_regions import inline_regions
 from fp8pass.passes.lift_scale_states import lift_scale_states
@@ -50,7 +52,7 @@ from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.passes.skip_nonfinite import gradients as gradients
 from fp8pass.passes.skip_nonfinite import skip_nonfinite
 from fp8pass.passes.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
-from fp8pass.passes.split_foreach import SplitForeach, expand_symbolic
+from fp8pass.passes.split_foreach import SplitForeach
 from fp8pass.passes.use_transposes import UseTransposes
 from fp8pass.passes.watch import watch
 from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
@@ -58,10 +60,11 @@ from fp8pass.passes.write_weights import real_inputs as real_inputs
 from fp8pass.passes.write_weights import written as written
 from fp8pass.pictures import drawn, part_of
 from fp8pass.recipes import DelayedScaling
-from fp8pass.report import Gemm, Report, publish
+from fp8pass.report import Report, publish
 from fp8pass.rewrite import Context, LeftOut, Pass
 from fp8pass.scale_state import recipe_of
 from fp8pass.updates import UpdateKey
+from fp8pass.verdict import Gemm
 from fp8pass.verify import verify
 
 DynamoPass = Callable[[Annotation], tuple[Annotation, int]]

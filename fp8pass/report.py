@@ -10,67 +10,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from fp8pass._torch import CompileContext, why_compiled_again
-from fp8pass.graph import base_name, source_of
-from fp8pass.recipes import Kind
-
-if TYPE_CHECKING:
-    from fp8pass.stats import Stats
+from fp8pass.names import base_name, source_of
+from fp8pass.verdict import Gemm
 
 log = logging.getLogger(__name__)
 
-Status = Literal["rewritten", "declined"]
 
+class _Rows(Protocol):
+    """What `fp8pass.stats` returns."""
 
-@dataclass
-class Gemm:
-    """One matmul of a compiled graph: `kind` of a [M, K] by a [K, N] product, repeated `batches` times.
-
-    name: the module or parameter it belongs to, "" if none. M, K, N are ints, or text where they are symbolic.
-    dtypes: (first operand, second operand, output), as the kernel sees them. scaling: the recipe's name, "user" for
-    quantize-dequantize that the user wrote, "" if declined. reason: "" if rewritten.
-    """
-
-    kind: Kind
-    name: str
-    M: int | str
-    K: int | str
-    N: int | str
-    dtypes: tuple[str, str, str]
-    source: str
-    batches: int | str = 1
-    scaling: str = ""
-    status: Status = "declined"
-    rule: str = ""
-    """The condition that failed, in a few words: what reasons are counted by."""
-    reason: str = ""
-    near_miss: bool = False
-    """Declined although an operand comes from FP8, and for one reason only, as far as was looked."""
-    quantized: bool = False
-    """Declined although both operands come from FP8."""
-    note: str = ""
-    """Rewritten, and what was expected in its kernel and stayed outside, with the reason."""
-    fast_accum: bool = False
-    """Whether its kernel may add up in less than float32."""
-    recomputed: bool = False
-    """Says whether the backward computes this forward matmul once more, as activation checkpointing does."""
-    choice: int | None = None
-    """Which call of the annotated graph it comes from."""
-    predicted_speedup: float | None = None
-    """Of that call's matmuls together, with all quantization, on the target; a prediction. None on CPU without one."""
-
-    @property
-    def flops(self) -> int:
-        """2*M*K*N over all batches, twice that if it is recomputed; 0 where a size is symbolic."""
-        sizes = (self.batches, self.M, self.K, self.N)
-        product = 4 if self.recomputed else 2
-        for size in sizes:
-            product *= size if isinstance(size, int) else 0
-        return product
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return a row for each slot and step."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +223,7 @@ class Report:
         del plain["pictures"]
         return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops}
 
-    def to_html(self, path: str | Path, numerics: Stats | Sequence[Mapping[str, Any]] | None = None) -> Path:
+    def to_html(self, path: str | Path, numerics: _Rows | Sequence[Mapping[str, Any]] | None = None) -> Path:
         """Write it as one page that needs no network: summary, table, graphs, kernels. Returns the path.
 
         numerics: what `fp8pass.stats` returns, or rows {"slot", "step", "amax", "scale", "underflow", "saturation",

@@ -22,7 +22,7 @@ from fp8pass._torch import (
     skips_for_good,
 )
 from fp8pass.errors import warn_once
-from fp8pass.graph import base_name
+from fp8pass.names import base_name
 
 MOST = 64
 """Each try takes as long as to trace the function up to where that ends."""

@@ -9,7 +9,7 @@ from torch import fx
 
 from fp8pass.config import Config
 from fp8pass.graph import Builder, Computed
-from fp8pass.report import Gemm
+from fp8pass.verdict import Gemm
 
 MAX_BATCHES = 16
 """`_scaled_mm` has no batch dimension; a batched matmul becomes at most this many calls."""

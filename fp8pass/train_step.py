@@ -32,9 +32,9 @@ from fp8pass.backend import compile_graph
 from fp8pass.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.errors import Fp8Error, gone_on_after, warn_once
 from fp8pass.fsdp import write_shards
-from fp8pass.graph import base_name
 from fp8pass.module_calls import ModuleCalls
 from fp8pass.moments import nbytes_saved, save_plainly
+from fp8pass.names import base_name
 from fp8pass.outside import Outside, warn_of
 from fp8pass.report import Report, break_of, collect, recompile_of
 from fp8pass.state_dict import State, goes_along, state

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.graph import MADE_BY, Computed, all_of, compute_val, fake_mode_of, laid_out_alike
+from fp8pass.graph import Computed, all_of, compute_val, fake_mode_of, laid_out_alike
+from fp8pass.node_meta import MADE_BY
 
 
 def verify(graph: fx.Graph, computed: Computed | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Says which versions of torch fp8pass is tested with, and what to do where another one is installed."""
+"""Says which version of fp8pass this is, which ones of torch it is tested with, and what to do with another torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from fp8pass.errors import warn_once
+
+__version__ = "0.1.0"
 
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
 """The versions of torch that the tests run on, oldest first. pyproject.toml refuses older ones."""

@@ -39,10 +39,10 @@ from fp8pass.annotation import CHECKPOINT, Annotation, Choice, copy_to_edit
 from fp8pass.config import Config
 from fp8pass.errors import warn_once
 from fp8pass.fsdp import GatheredWeight
-from fp8pass.graph import GATHERED, source_of
-from fp8pass.names import Names
+from fp8pass.names import Names, source_of
+from fp8pass.node_meta import GATHERED
 from fp8pass.numerics import WATCHED, Watched
-from fp8pass.passes.grouped_mm import MAX_GROUPS, why_no_kernel
+from fp8pass.passes.grouped_kernels import MAX_GROUPS, why_no_kernel
 from fp8pass.passes.inline import inline
 from fp8pass.passes.merge_siblings import ONE_SCALE, Sibling, families, merge, should_merge
 from fp8pass.passes.patterns import dtype_name

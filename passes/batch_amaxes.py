@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph import RECORDED, Builder, is_tensor, val
+from fp8pass.graph import Builder, is_tensor, val
 from fp8pass.kernel_ops import JOINED, ROWS
+from fp8pass.node_meta import RECORDED
 from fp8pass.passes.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.rewrite import Context
 from fp8pass.scaling import is_finite, merge_amax

@@ -24,7 +24,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass import numerics
-from fp8pass.graph import RECORDED, Builder, val
+from fp8pass.graph import Builder, val
+from fp8pass.node_meta import RECORDED
 from fp8pass.numerics import RECORD_NUMERICS
 from fp8pass.ops import RECORD
 from fp8pass.passes.matmuls import backward_nodes

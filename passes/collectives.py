@@ -39,9 +39,9 @@ from fp8pass.passes.patterns import (
     has_one_element,
     is_wide_cast,
 )
-from fp8pass.report import Gemm
 from fp8pass.rewrite import Reject
 from fp8pass.scaling import FP8_DTYPES
+from fp8pass.verdict import Gemm
 
 c10d = torch.ops._c10d_functional
 COLLECTIVES = {c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default}

@@ -32,36 +32,15 @@ from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph import val
 from fp8pass.names import short
 from fp8pass.passes.dequantize import UNSCALED, Dequantize, dequantize
+from fp8pass.passes.grouped_kernels import why_no_kernel
 from fp8pass.passes.layout import Layout
 from fp8pass.passes.matmuls import operands
 from fp8pass.passes.patterns import COPIES, at, aten, dtype_name, first, is_wide_cast, prims
-from fp8pass.report import Gemm
 from fp8pass.rewrite import Context, Reject
 from fp8pass.scaling import E4M3
+from fp8pass.verdict import Gemm
 
 GROUPED_MM = aten._grouped_mm.default
-MAX_GROUPS = 1023
-"""https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledGroupMM.cu"""
-
-
-def why_no_kernel(experts: Tensor, dtype: torch.dtype, target: hardware.Target | None) -> Reject | None:
-    """What is against a grouped FP8 matmul of [M, K] or [G, M, K] by [G, K, N], and against its gradients.
-
-    dtype: of the result, which that of the operands may differ from under autocast.
-    """
-    if reason := hardware.why_no_grouped_kernel(experts.device, target):
-        return Reject("no kernel", reason)
-    if dtype is not torch.bfloat16:
-        types = dtype_name(dtype)
-        return Reject(
-            "grouped type", f"the result is {types}; grouped FP8 matmuls write bfloat16, and replace no other"
-        )
-    sizes = f"experts {list(experts.shape)}"
-    if any(not isinstance(size, int) or size % grouped.ALIGNMENT for size in experts.shape[1:]):
-        return Reject("grouped size", f"{sizes}: grouped FP8 matmuls need K and N that are multiples of 16")
-    if not isinstance(experts.shape[0], int) or experts.shape[0] > MAX_GROUPS:
-        return Reject("grouped size", f"{sizes}: grouped FP8 matmuls take up to {MAX_GROUPS} groups")
-    return None
 
 
 @dataclass(frozen=True)

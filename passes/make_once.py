@@ -22,8 +22,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph import ONE_STAGE, Builder, is_tensor, val
+from fp8pass.graph import Builder, is_tensor, val
 from fp8pass.kernel_ops import JOINED, QUANTIZE
+from fp8pass.node_meta import ONE_STAGE
 from fp8pass.passes.patterns import CASTS, VIEWS, aten, dtype_of, readers
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES

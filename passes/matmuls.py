@@ -14,9 +14,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import OpOverload
 from fp8pass.annotation import Choice
-from fp8pass.graph import GEMM, SAVED, source_of, val
+from fp8pass.graph import val
 from fp8pass.grouped import FALLBACK, FALLBACK_BACKWARD
-from fp8pass.names import short
+from fp8pass.names import short, source_of
+from fp8pass.node_meta import GEMM, SAVED
 from fp8pass.passes.dequantize import is_dequantizing
 from fp8pass.passes.patterns import (
     ADDING_MATMULS,
@@ -37,8 +38,8 @@ from fp8pass.passes.patterns import (
 )
 from fp8pass.passes.transforms import DERIVED
 from fp8pass.recipes import Kind
-from fp8pass.report import Gemm
 from fp8pass.rewrite import Context, LeftOut, Reject
+from fp8pass.verdict import Gemm
 
 
 class _Forward(NamedTuple):

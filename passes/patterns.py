@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FakeTensor, unset_fake_temporarily
-from fp8pass.graph import is_tensor, source_of, val
+from fp8pass.graph import is_tensor, val
+from fp8pass.names import source_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

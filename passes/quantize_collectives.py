@@ -59,8 +59,8 @@ from fp8pass.passes.shared_scales import (
     unpoisoned,
     uses_of_amaxes,
 )
-from fp8pass.report import Gemm
 from fp8pass.rewrite import Context, Reject
+from fp8pass.verdict import Gemm
 
 
 class _Rewriter:

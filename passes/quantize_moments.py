@@ -31,8 +31,8 @@ from fp8pass._torch import FakeTensor, FakeTensorMode
 from fp8pass.annotation import copy_to_edit
 from fp8pass.moments import LEAST, Fp8Moment
 from fp8pass.names import source_name
+from fp8pass.passes.foreach import expand_foreach
 from fp8pass.passes.patterns import aten, prims
-from fp8pass.passes.split_foreach import expand_foreach
 from fp8pass.passes.state_inputs import state_input
 from fp8pass.passes.write_weights import example, places
 from fp8pass.updates import Moment, Place

@@ -32,8 +32,9 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph import MADE_BY, TILED, WITH_AMAX, Builder, is_tensor, val
+from fp8pass.graph import Builder, is_tensor, val
 from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
+from fp8pass.node_meta import MADE_BY, TILED, WITH_AMAX
 from fp8pass.passes.patterns import (
     RESHAPES,
     VIEWS,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8pass.graph import GATHERED
+from fp8pass.node_meta import GATHERED
 from fp8pass.passes.matmuls import save_for_backward
 from fp8pass.passes.patterns import VIEWS, aten, dtype_of, first, has_one_element, is_elementwise, readers, sources
 from fp8pass.rewrite import Context

@@ -37,9 +37,9 @@ from fp8pass.passes.epilogue import Epilogue, epilogue
 from fp8pass.passes.matmuls import added, operands
 from fp8pass.passes.movement import Emit
 from fp8pass.passes.patterns import MATMULS, at, aten, dtype_name, prims
-from fp8pass.report import Gemm
 from fp8pass.rewrite import MAX_BATCHES, Context, Reject
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
+from fp8pass.verdict import Gemm
 
 
 @dataclass(frozen=True)

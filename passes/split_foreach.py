@@ -10,32 +10,23 @@ changes  nothing
 Inductor puts all tensors of a `_foreach_` op into one launch, and nothing that reduces or transposes into that: whoever
 quantizes a weight would read it once more. For small tensors one launch is what is wanted.
 
-Runs on graphs of updates that quantize, once they are in ATen ops. `expand_symbolic` runs on Dynamo's graph: there, an
-op on a list whose scalar may change from call to call, a learning rate, becomes one op for each tensor. On lists, torch
-takes such numbers for constants, and compiles anew for each.
+Runs on graphs of updates that quantize, once they are in ATen ops.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import OpOverload
 from fp8pass.combine import SMALL
 from fp8pass.graph import Builder, is_tensor, val
+from fp8pass.passes.foreach import SPLITS
 from fp8pass.passes.patterns import aten, dtype_of
 from fp8pass.rewrite import Context
 from fp8pass.scaling import FP8_DTYPES
-
-SPLITS = {
-    *("abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "exp", "lerp", "mul", "neg", "pow"),
-    *("reciprocal", "rsqrt", "sign", "sqrt", "sub"),
-}
-"""The ops of which one on a list is the same as one on each tensor, argument by argument."""
 
 
 def match(node: fx.Node) -> str:
@@ -112,44 +103,3 @@ def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
 
     (result,) = build.inline(node, computed, *tensors)
     return result
-
-
-def expand_symbolic(graph: fx.Graph) -> None:
-    """Ops on lists with a symbolic number among their arguments, in Dynamo's graph, become one op for each tensor."""
-    expand_foreach(graph, lambda node: any(map(_is_symbolic, node.all_input_nodes)))
-
-
-def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _: True) -> None:
-    """Ops on lists, in Dynamo's graph, become one op for each tensor."""
-    for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        base = name.removeprefix("_foreach_")
-        if name == base or base.removesuffix("_") not in SPLITS or not wanted(node):
-            continue
-        in_place = base.endswith("_")
-        if not all(u.target is operator.getitem for u in node.users) and not (in_place and not node.users):
-            continue
-        count = max(len(a) for a in node.args if isinstance(a, (list, tuple)))
-        with graph.inserting_before(node):
-            results = [_call_one(graph, node, base, i) for i in range(count)]
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
-
-
-def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:
-    args = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
-    kwargs = dict(node.kwargs)
-    if method.removesuffix("_") in ("addcdiv", "addcmul") and len(args) > 3:
-        kwargs["value"] = args.pop()
-    if method.endswith("_"):
-        new = graph.call_method(method, tuple(args), kwargs)
-    else:  # on numbers too: 0.9 ** step
-        new = graph.call_function(getattr(torch, method), tuple(args), kwargs)
-    new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
-    return new
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.SymFloat)

@@ -25,8 +25,9 @@ from fp8pass.backend import reference
 from fp8pass.config import Config, make_config
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.report import Gemm, Report, collect
+from fp8pass.report import Report, collect
 from fp8pass.rewrite import Context, Pass
+from fp8pass.verdict import Gemm
 from fp8pass.verify import verify
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.config import Config
-from fp8pass.graph import RECORDED
+from fp8pass.node_meta import RECORDED
 from fp8pass.passes.batch_amaxes import BatchAmaxes, Slot, _groups, match
 from fp8pass.rewrite import Context
 from tests.harness import BF16, E4M3, apply, aten, capture, count

@@ -23,7 +23,8 @@ from torch import Tensor
 from fp8pass import demo, demo_output
 from fp8pass._torch import inductor_config
 from fp8pass.cli import main
-from fp8pass.report import Gemm, Report
+from fp8pass.report import Report
+from fp8pass.verdict import Gemm
 from tests import torchrun
 
 STEPS = 3

@@ -17,7 +17,7 @@ from fp8pass import choices, combine, faults, kernel_ops, pipeline
 from fp8pass._torch import InductorError, inductor_config
 from fp8pass.cli import main
 from fp8pass.config import Config
-from fp8pass.graph import MADE_BY
+from fp8pass.node_meta import MADE_BY
 from fp8pass.passes.make_once import MakeOnce
 from fp8pass.passes.scaled_mm import ScaledMM
 from fp8pass.passes.use_transposes import UseTransposes

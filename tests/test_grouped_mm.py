@@ -18,9 +18,10 @@ import fp8pass
 from fp8pass import grouped
 from fp8pass.config import Config
 from fp8pass.hardware import TARGETS
-from fp8pass.passes.grouped_mm import GroupedMM, why_no_kernel
+from fp8pass.passes.grouped_kernels import why_no_kernel
+from fp8pass.passes.grouped_mm import GroupedMM
 from fp8pass.passes.matmuls import Matmuls
-from fp8pass.report import Gemm
+from fp8pass.verdict import Gemm
 from tests.harness import BF16, E4M3, E5M2, annotated, aten, capture, compiled, count, dq, fp8, run, sqnr, verdicts
 from tests.models import Experts
 from tests.oracle import qdq_rows

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.html_report import page, page_data, script_safe
-from fp8pass.report import Break, Gemm, KernelCode, Op, Picture, Recompile, Report
+from fp8pass.report import Break, KernelCode, Op, Picture, Recompile, Report
+from fp8pass.verdict import Gemm
 from tests.harness import compiled
 from tests.models import Block, Transformer, batches, make
 

@@ -14,7 +14,8 @@ import fp8pass
 from fp8pass.annotation import CHECKPOINT
 from fp8pass.names import module_path, source_name
 from fp8pass.passes.inline_regions import inline_regions
-from fp8pass.report import Gemm, collect
+from fp8pass.report import collect
+from fp8pass.verdict import Gemm
 from tests.harness import compiled, train
 from tests.models import batches, make
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.config import Config
-from fp8pass.graph import ONE_STAGE
+from fp8pass.node_meta import ONE_STAGE
 from fp8pass.passes.make_once import MOST, MOST_AMAXES, MakeOnce
 from fp8pass.rewrite import Context
 from tests.harness import BF16, E4M3, apply, aten, capture, compiled, count, expect_graph, fp8, scale, text

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.report import Gemm
+from fp8pass.verdict import Gemm
 from tests.harness import compiled, verdicts
 from tests.models import Attention, Block, make
 

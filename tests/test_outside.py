@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.cli import main
 from fp8pass.outside import OUTSIDE
-from fp8pass.report import Gemm, Report
+from fp8pass.report import Report
+from fp8pass.verdict import Gemm
 
 KINDS = ("output", "grad_input", "grad_weight")
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass import partition
 from fp8pass._torch import CustomPartitionerFn, inductor_config, min_cut_partition
-from fp8pass.graph import SAVED
+from fp8pass.node_meta import SAVED
 from fp8pass.partition import Partition
 from fp8pass.passes import emulate_matmuls
 from fp8pass.passes.save_transposes import SaveTransposes

@@ -15,7 +15,8 @@ from torch._inductor import config as inductor_config
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
-from fp8pass.graph import MADE_BY, Builder, Computed, compute_val
+from fp8pass.graph import Builder, Computed, compute_val
+from fp8pass.node_meta import MADE_BY
 from fp8pass.pipeline import KernelPasses, Pipeline, _Both, behind, kernel_passes, passes
 from fp8pass.scaling import quantize
 from fp8pass.verify import verify

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from fp8pass import scaling
 from fp8pass.config import Config
-from fp8pass.graph import WITH_AMAX
 from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
+from fp8pass.node_meta import WITH_AMAX
 from fp8pass.passes import quantize_tiles
 from fp8pass.passes.fold_quantizes import FoldQuantizes
 from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.config import Config
-from fp8pass.graph import SAVED
+from fp8pass.node_meta import SAVED
 from fp8pass.passes.save_sums import SaveSums
 from fp8pass.rewrite import Context
 from tests.harness import BF16, apply, capture, expect_graph, fp8, scale, text

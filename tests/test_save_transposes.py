@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fp8pass.config import Config
-from fp8pass.graph import SAVED
+from fp8pass.node_meta import SAVED
 from fp8pass.passes.save_transposes import SaveTransposes
 from fp8pass.rewrite import Context
 from fp8pass.scaling import quantize

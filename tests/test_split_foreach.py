@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from fp8pass import scaling
 from fp8pass.combine import SMALL
 from fp8pass.config import Config
-from fp8pass.passes.split_foreach import SPLITS, SplitForeach, match
+from fp8pass.passes.foreach import SPLITS
+from fp8pass.passes.split_foreach import SplitForeach, match
 from fp8pass.rewrite import Context
 from tests.harness import BF16, E4M3, F32, apply, aten, capture, expect_graph, scale, text
 

@@ -108,7 +108,7 @@ def test_weights_are_quantized_once_and_again_when_they_change(
         return quantize(*args)
 
     quantize = fp8pass.quantize
-    monkeypatch.setattr("fp8pass.static.scaling.quantize", counted)
+    monkeypatch.setattr("fp8pass.scaling.quantize", counted)
     run = compiled(model, recipe=StaticScaling(scales), lowering=lowering)
     with mode():
         run(xs[0])

@@ -16,7 +16,7 @@ from fp8pass.hardware import output_saturates, why_emulated
 from fp8pass.passes.matmuls import Matmuls
 from fp8pass.passes.patterns import is_wide_cast
 from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.report import Gemm
+from fp8pass.verdict import Gemm
 from tests import xla_rules
 from tests.harness import aten, capture, check_legal_on_cuda, compiled, count, run, sqnr, text, verdicts
 from tests.xla_rules import CASES, E4M3, RULES, Case

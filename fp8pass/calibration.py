@@ -1,7 +1,6 @@
-"""Static scales, for inference: measured once by `calibrate`, and weights that are quantized once.
+"""`fp8pass.calibrate`: static scales, for inference, measured once.
 
-Graphs are shared by instances, so scales are no constants in them, but inputs, as delayed scaling's are; and so are
-the FP8 weights, which are made anew when a parameter changes.
+Graphs are shared by instances, so scales are not constants in them, but inputs, as delayed scaling's are.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass import scaling
 from fp8pass._torch import dynamo_config
-from fp8pass.annotation import Annotation, Frozen
+from fp8pass.annotation import Annotation
 from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.pipeline import annotated
@@ -157,24 +156,3 @@ def _names(group: SlotGroup, recipe: StaticScaling) -> list[str]:
 
 
 registry.on_new.append(_fill)
-
-
-def frozen_weights(frozen: Sequence[Frozen], args: Sequence[Any], groups: Sequence[SlotGroup]) -> list[Tensor]:
-    """The FP8 weights that a graph takes: made once, and again where a parameter has changed since."""
-    return [_frozen(f, args[f.position], groups[f.table]) for f in frozen]
-
-
-def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
-    made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
-    if f not in group.weights or group.weights[f][0] != made_of or weight.is_inference():  # that has no version
-        with torch.inference_mode(False), torch.no_grad():
-            x_q = scaling.quantize(weight.clone(), group.tensors.scale[f.slot], scaling.E4M3)
-            group.weights[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
-    weight_q: Tensor = group.weights[f][1]
-    return weight_q
-
-
-def frozen_example(f: Frozen, weight: Tensor) -> Tensor:
-    """What a graph is compiled for: an FP8 tensor as `frozen_weights` makes it, of a parameter like `weight`."""
-    strides = (1, weight.shape[0]) if f.by_columns else torch.empty(weight.shape, device="meta").stride()
-    return torch.empty_strided(weight.shape, strides, dtype=scaling.E4M3, device=weight.device)

@@ -1,0 +1,18 @@
+"""The keys of what passes note in `node.meta`."""
+
+MADE_BY = "fp8pass"
+SAVED = "fp8pass_saved"
+"""The key in `node.meta` of what the forward computes and only the backward reads: see `partition.py`."""
+GATHERED = "fp8pass_gathered"
+"""The key in `node.meta["custom"]` of what is made of a parameter that FSDP frees between forward and backward."""
+RECORDED = "fp8pass_recorded"
+"""The key of the amaxes of a graph's slots merged into those of the step, each once; the value is `on_nonfinite`."""
+ONE_STAGE = "fp8pass_one_stage"
+"""The key of reductions that are to be one launch, and not cut up for more parallelism: see `choices.py`."""
+WITH_AMAX = "fp8pass_with_amax"
+"""The key of what belongs into one kernel with the amax of the tensor that it quantizes: see `choices.py`."""
+TILED = "fp8pass_tiled"
+"""The key of what wants tiles, for what is made by "columns" or by "rows": see `choices.py`."""
+
+GEMM = "fp8pass_gemm"
+"""The key of what a matmul became: the name that the matmul had in the joint graph."""

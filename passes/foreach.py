@@ -1,0 +1,60 @@
+"""An optimizer's ops on lists of tensors, `_foreach_`, in Dynamo's graph: one op for each tensor in their place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+SPLITS = {
+    *("abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "exp", "lerp", "mul", "neg", "pow"),
+    *("reciprocal", "rsqrt", "sign", "sqrt", "sub"),
+}
+"""The ops of which one on a list is the same as one on each tensor, argument by argument."""
+
+
+def expand_symbolic(graph: fx.Graph) -> None:
+    """Replace ops on lists that have a symbolic number among their arguments by one op for each tensor.
+
+    A learning rate that may change from call to call is such a number. On lists, torch takes it for a constant, and
+    compiles anew for each.
+    """
+    expand_foreach(graph, lambda node: any(map(_is_symbolic, node.all_input_nodes)))
+
+
+def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _: True) -> None:
+    """Ops on lists, in Dynamo's graph, become one op for each tensor."""
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        base = name.removeprefix("_foreach_")
+        if name == base or base.removesuffix("_") not in SPLITS or not wanted(node):
+            continue
+        in_place = base.endswith("_")
+        if not all(u.target is operator.getitem for u in node.users) and not (in_place and not node.users):
+            continue
+        count = max(len(a) for a in node.args if isinstance(a, (list, tuple)))
+        with graph.inserting_before(node):
+            results = [_call_one(graph, node, base, i) for i in range(count)]
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:
+    args = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
+    kwargs = dict(node.kwargs)
+    if method.removesuffix("_") in ("addcdiv", "addcmul") and len(args) > 3:
+        kwargs["value"] = args.pop()
+    if method.endswith("_"):
+        new = graph.call_method(method, tuple(args), kwargs)
+    else:  # on numbers too: 0.9 ** step
+        new = graph.call_function(getattr(torch, method), tuple(args), kwargs)
+    new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+    return new
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymFloat)
