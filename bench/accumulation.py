@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass import demo
+from fp8pass.demo import demo
 
 MICROBATCHES = 4
 TOLERANCE = 0.01

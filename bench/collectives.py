@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8pass.amax_reduction import HEADER
+from fp8pass.states.amax_reduction import HEADER
 
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 OF_NORMS = "float32" if torch.__version__ >= "2.15" else "bfloat16"

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from fp8pass.hardware import reference_dtypes, why_emulated
-from fp8pass.passes.emulate_matmuls import in_float32
-from fp8pass.passes.patterns import dtype_name
+from fp8pass.passes.common.patterns import dtype_name
+from fp8pass.passes.kernels.emulate_matmuls import in_float32
 
 M, K, N = 1024, 256, 1024
 SETTINGS = {"this CPU": {}, "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}

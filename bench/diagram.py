@@ -8,10 +8,10 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
-from fp8pass.config import Config
+from fp8pass.options.config import Config
 from fp8pass.pipeline import dynamo_passes, kernel_passes, passes
 
-BEFORE_ANNOTATE = ["inline_regions", "inline", "merge_siblings"]
+BEFORE_ANNOTATE = ["inline_regions", "inline_composites", "merge_siblings"]
 """What the annotate pass begins with."""
 ON_UPDATES = ["quantize_moments", "skip_nonfinite", "write_weights"]
 """What runs on the graph of an optimizer's update, in the place of the others on Dynamo's graph."""

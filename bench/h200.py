@@ -49,7 +49,7 @@ from torch.profiler import ProfilerActivity, profile
 from fp8pass._torch import counters, dynamo_config, functorch_config
 from fp8pass.hardware import Target, scales_rows, target_of, why_no_block_kernel, why_no_fp8
 from fp8pass.recipes import DelayedScaling
-from fp8pass.report import collect
+from fp8pass.report.report import collect
 from fp8pass.roofline import predicted_speedup
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

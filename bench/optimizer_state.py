@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import fp8pass
-from fp8pass import demo
-from fp8pass.moments import Fp8Moment
+from fp8pass.demo import demo
+from fp8pass.quant.moments import Fp8Moment
 
 SMALL = {"WIDTH": 128, "LAYERS": 2, "CONTEXT": 64, "HEADS": 4}
 

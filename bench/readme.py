@@ -15,7 +15,7 @@ from pathlib import Path
 
 from diagram import BEFORE_ANNOTATE, ON_UPDATES, svg
 
-from fp8pass.config import Config
+from fp8pass.options.config import Config
 from fp8pass.pipeline import dynamo_passes, kernel_passes, passes
 
 ROOT = Path(__file__).parent.parent
@@ -60,8 +60,8 @@ def table_of_passes() -> str:
     }
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
     for name, graph in graphs.items():
-        doc = ast.get_docstring(ast.parse((ROOT / "passes" / f"{name}.py").read_text())) or ""
-        rows.append(f"| [`{name}`](../passes/{name}.py) | {graph} | {doc.splitlines()[0]} |")
+        doc = ast.get_docstring(ast.parse((file := next((ROOT / "passes").rglob(f"{name}.py"))).read_text())) or ""
+        rows.append(f"| [`{name}`](../{file.relative_to(ROOT)}) | {graph} | {doc.splitlines()[0]} |")
     return "\n".join(rows)
 
 
@@ -117,7 +117,7 @@ def shortened(text: str, shown: str) -> str:
         if not re.search(shown, line):
             lines += ["..."] if lines[-1:] != ["..."] else []
             continue
-        short = re.sub(r"\]\[[\d, ]*\]cpu", "]", line).replace("torch.ops.", "").replace("fp8pass_ops_", "")
+        short = re.sub(r"\]\[[\d, ]*\]cpu", "]", line).replace("torch.ops.", "").replace("fp8pass_quant_ops_", "")
         lines.append(short.replace("torch.float", "float").replace(", memory_format = torch.contiguous_format", ""))
     return "\n".join(lines)
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-import fp8pass
-from fp8pass.demo import load_text, new_run, train
+from fp8pass.demo.demo import load_text, new_run, train
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, Schedule
-from fp8pass.report import collect
+from fp8pass.report.report import Report, collect
 
 RECIPES: dict[str, Any] = {
     "delayed": "delayed",
@@ -50,7 +49,7 @@ def final_loss(recipe: Any, steps: int) -> tuple[float, str]:
     return run.validation, share
 
 
-def _emulated(report: fp8pass.report.Report) -> list[Any]:
+def _emulated(report: Report) -> list[Any]:
     return [g for g in report.declined if g.rule == "no kernel"]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import fp8pass
-from fp8pass import demo
-from fp8pass.report import Report
-from fp8pass.stats import Stats
+from fp8pass.debug.statistics import Stats
+from fp8pass.demo import demo
+from fp8pass.report.report import Report
 
 ROOT = Path(__file__).parent.parent
 SHOTS = {

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for bench.blocks, from wherever this is run
 
-from fp8pass.inspector import Inspection, Run, inspect  # noqa: E402
+from fp8pass.inspect.inspector import Inspection, Run, inspect  # noqa: E402
 
 BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
 ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", "fp8pass rowwise")

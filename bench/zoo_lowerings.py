@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_map_only
 from zoo_row import Failed, Row, Sample, Subject, loss_of
 
 from fp8pass.backend import compile_graph
-from fp8pass.config import make_config
 from fp8pass.hardware import TARGETS
-from fp8pass.pretend import Pretended, fakes
-from fp8pass.report import collect
-from fp8pass.slots import SlotGroup, registry
+from fp8pass.inspect.fake_cuda import Pretended, fakes
+from fp8pass.options.config import make_config
+from fp8pass.report.report import collect
+from fp8pass.states.slots import SlotGroup, registry
 
 TARGET = "h100"
 
@@ -40,12 +42,17 @@ class Explained:
 
 @dataclass
 class ThroughInductor:
-    """A sample that is trained through Inductor. Random numbers are Inductor's own, so it must need none."""
+    """A sample that is trained through Inductor."""
 
     sample: Sample
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
-        """Return what is done to it: three steps, each beside eager's."""
+        """Return what is done to it: three steps, each beside eager's.
+
+        Sets torch's options, for each row has a process.
+        """
+        inductor_config.fallback_random = True  # draw the numbers that eager draws
+        functorch_config.enable_autograd_cache = False  # a graph from there has no verdicts in this process
         return self.sample.checks(row, options={"lowering": "inductor"})[:3]
 
     def train_with(self, backend: str) -> None:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_sums import exact_sums, exactly_if_asked
 
 import fp8pass
-from fp8pass.config import make_config
-from fp8pass.report import Report, collect
+from fp8pass.options.config import make_config
+from fp8pass.report.report import Report, collect
 
 aten = torch.ops.aten
 STEPS = 3

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 import fp8pass.backend
-from fp8pass.grouped import SCALED_GROUPED_MM_ON_CPU
+from fp8pass.quant.grouped import SCALED_GROUPED_MM_ON_CPU
 
 aten = torch.ops.aten
 SUMMING = {

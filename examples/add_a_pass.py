@@ -8,12 +8,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8pass
 from fp8pass._torch import select_decomp_table
-from fp8pass.config import Config
-from fp8pass.graph import val
-from fp8pass.passes.patterns import CASTS, MULTIPLYING, aten, constant, dtype_name, dtype_of, first
-from fp8pass.rewrite import Context, Reject
+from fp8pass.graph.builder import val
+from fp8pass.graph.rule import Context, Reject
+from fp8pass.graph.verify import verify
+from fp8pass.options.config import Config
+from fp8pass.passes.common.patterns import CASTS, MULTIPLYING, aten, constant, dtype_name, dtype_of, first
 from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
-from fp8pass.verify import verify
 
 
 class Requantize:

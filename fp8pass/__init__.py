@@ -3,22 +3,22 @@
 from fp8pass import _torch as _torch  # first: it says if this torch will not do
 from fp8pass import fsdp as fsdp
 from fp8pass import recipes as recipes
-from fp8pass.bisector import bisect as bisect
 from fp8pass.calibration import calibrate as calibrate
-from fp8pass.config import Config as Config
+from fp8pass.debug.bisector import bisect as bisect
+from fp8pass.debug.explainer import explain as explain
+from fp8pass.debug.statistics import stats as stats
 from fp8pass.errors import Fp8Error as Fp8Error
-from fp8pass.explainer import explain as explain
-from fp8pass.ops import qdq as qdq
-from fp8pass.scale_state import ScaleState as ScaleState
-from fp8pass.scale_state import in_qdq as in_qdq
-from fp8pass.scale_state import out_qdq as out_qdq
+from fp8pass.options.config import Config as Config
+from fp8pass.quant.ops import qdq as qdq
 from fp8pass.scaling import cast_to_representable as cast_to_representable
 from fp8pass.scaling import dequantize as dequantize
 from fp8pass.scaling import quantize as quantize
-from fp8pass.state_dict import state as state
-from fp8pass.stats import stats as stats
-from fp8pass.steps import accumulate as accumulate
-from fp8pass.train_step import train_step as train_step
+from fp8pass.states.checkpoint import state as state
+from fp8pass.states.scale_state import ScaleState as ScaleState
+from fp8pass.states.scale_state import in_qdq as in_qdq
+from fp8pass.states.scale_state import out_qdq as out_qdq
+from fp8pass.states.steps import accumulate as accumulate
+from fp8pass.training_step import train_step as train_step
 from fp8pass.versions import __version__ as __version__
 
 __all__ = [

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass import trial as trials
 from fp8pass._torch import (
     CACHEABLE,
     FORCE_STRIDE_ORDER,
@@ -33,20 +32,18 @@ from fp8pass._torch import (
     select_decomp_table,
     tracing,
 )
-from fp8pass.amax_reduction import taking_part
-from fp8pass.annotation import Annotation
-from fp8pass.choices import with_choices
-from fp8pass.compiled_graph import CompiledGraph, VaryingGraph
-from fp8pass.config import Config, make_config
-from fp8pass.dump import Dump
+from fp8pass.dump.writer import Dump
+from fp8pass.dynamo.retry import take_note_of_graph
 from fp8pass.errors import faults_of
 from fp8pass.faults import FIRST, Attempt, Later, fall_back, left_out
-from fp8pass.frozen_weights import frozen_example
-from fp8pass.kernel_ops import FORMULAS
+from fp8pass.graph.annotation import Annotation
+from fp8pass.graph.verdict import Gemm
+from fp8pass.inductor.choices import with_choices
+from fp8pass.inductor.partition import Partition
 from fp8pass.names import Names
-from fp8pass.numerics import Ring
-from fp8pass.partition import Partition
-from fp8pass.pictures import Drawing, drawn, generating
+from fp8pass.options import overrides
+from fp8pass.options.config import Config, make_config
+from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import (
     KernelPasses,
     Pipeline,
@@ -62,16 +59,19 @@ from fp8pass.pipeline import (
     warn_of_slow_matmuls,
     written,
 )
+from fp8pass.quant.kernel_ops import FORMULAS
+from fp8pass.quant.monitor_ops import Ring
 from fp8pass.recipes import Schedule
-from fp8pass.report import Report, break_of, collect, publish, recompile_of
-from fp8pass.retry import take_note_of_graph
-from fp8pass.slots import SlotTable, registry
-from fp8pass.steps import Pass, checkpointed_region
-from fp8pass.unmatched import check_compiled
-from fp8pass.update_graph import UpdateGraph
-from fp8pass.updates import Moment, Place, UpdateKey
-from fp8pass.verdict import Gemm
-from fp8pass.weights import cached_example
+from fp8pass.report.graph_view import Drawing, drawn, generating
+from fp8pass.report.report import Report, break_of, collect, publish, recompile_of
+from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
+from fp8pass.runtime.frozen_weights import frozen_example
+from fp8pass.runtime.update_graph import UpdateGraph
+from fp8pass.runtime.update_key import Moment, Place, UpdateKey
+from fp8pass.runtime.weight_cache import cached_example
+from fp8pass.states.amax_reduction import taking_part
+from fp8pass.states.slots import SlotTable, registry
+from fp8pass.states.steps import Pass, checkpointed_region
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
     name, places = "a graph of Dynamo's", list[Place]()
     with left_out("slow_matmuls", config, name):
         warn_of_slow_matmuls(module)
-    trial = trials.current()
+    trial = overrides.current()
     if trial is not None:
         config = trial.configured(config)
     with left_out("write_weights", config, name):
@@ -386,7 +386,7 @@ def _lower_inductor(
     else:
         patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
     # a cache hit skips the passes, and there would be nothing to dump, or to try; nor is a fault to be kept
-    if dump.folder is not None or trials.current() or pipeline.attempt != FIRST:
+    if dump.folder is not None or overrides.current() or pipeline.attempt != FIRST:
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):

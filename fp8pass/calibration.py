@@ -15,13 +15,13 @@ from torch import Tensor, fx, nn
 
 from fp8pass import scaling
 from fp8pass._torch import dynamo_config
-from fp8pass.annotation import Annotation
-from fp8pass.config import Config
 from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.graph.annotation import Annotation
+from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration, StaticScaling
-from fp8pass.slots import SlotGroup, SlotTable, registry
-from fp8pass.state_dict import names_in
+from fp8pass.states.checkpoint import names_in
+from fp8pass.states.slots import SlotGroup, SlotTable, registry
 
 _calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -11,17 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from fp8pass import __version__, demo, plots
-from fp8pass.bisector import bisect
-from fp8pass.config import make_config
-from fp8pass.demo_checks import Unusable
-from fp8pass.environment import describe
+from fp8pass import __version__
+from fp8pass.debug import plots
+from fp8pass.debug.bisector import bisect
+from fp8pass.debug.environment import describe
+from fp8pass.debug.explainer import explain
+from fp8pass.demo import demo
+from fp8pass.demo.checks import Unusable
+from fp8pass.dynamo.outside import missed
 from fp8pass.errors import Fp8Error
-from fp8pass.explainer import explain
-from fp8pass.inspect_table import show
-from fp8pass.inspector import OPTIMIZERS, PEERS, inspect
-from fp8pass.outside import missed
-from fp8pass.specs import built, named
+from fp8pass.inspect.import_path import built, named
+from fp8pass.inspect.inspector import OPTIMIZERS, PEERS, inspect
+from fp8pass.inspect.table import show
+from fp8pass.options.config import make_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

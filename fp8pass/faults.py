@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fp8pass import trial as trials
 from fp8pass._torch import (
     RestartAnalysis,
     SkipFrame,
@@ -35,19 +34,20 @@ from fp8pass._torch import (
     timeout_of,
     unset_fake_temporarily,
 )
-from fp8pass.amax_reduction import NotCome, tell_all
-from fp8pass.config import Config, Reduction
-from fp8pass.dump import Dump
+from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
-from fp8pass.pictures import drawn
-from fp8pass.report import Report, publish, tentative
+from fp8pass.options import overrides
+from fp8pass.options.config import Config, Reduction
+from fp8pass.report.graph_view import drawn
+from fp8pass.report.report import Report, publish, tentative
+from fp8pass.states.amax_reduction import NotCome, tell_all
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Form = Literal["fp8", "declined", "plain"]
 """In FP8; with all matmuls listed and declined; as torch compiles it, with nothing of fp8pass."""
-NEEDED = ("annotate", "matmuls", "scaled_mm")
+NEEDED = ("annotate", "list_matmuls", "scaled_mm")
 """Passes without which no matmul of the recipe's runs in FP8."""
 LOWERING = "lowering"
 """The place of a fault of which nobody knows the pass: AOTAutograd or Inductor fails on what fp8pass made."""
@@ -104,7 +104,7 @@ class Failure:
 
 def raises(config: Config) -> bool:
     """Return whether a fault ends the compilation."""
-    return config.strict or config.on_fault == "raise" or trials.current() is not None
+    return config.strict or config.on_fault == "raise" or overrides.current() is not None
 
 
 def fall_back(

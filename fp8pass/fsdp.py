@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers, make_wrapper_subclass, pytree
-from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import Rule, called_with, several
+from fp8pass.options.config import Config
+from fp8pass.options.unmatched import check_models
+from fp8pass.quant.sharded import amax_over, on_part, part_of
 from fp8pass.recipes import matches
-from fp8pass.sharded import amax_over, on_part, part_of
-from fp8pass.unmatched import check_models
 
 aten = torch.ops.aten
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pathlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -128,7 +129,10 @@ WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 MATMULS = frozenset(
     ("_grouped_mm", "addbmm", "addmm", "baddbmm", "bmm", "einsum", "inner", "linear", "matmul", "mm", "tensordot")
 )
-"""What matmuls without parameters are called within their modules: by their spelling, see `passes/spellings.py`."""
+"""What matmuls without parameters are called within their modules: by their spelling, see `matmul_calls.py`."""
+
+PACKAGE = str(pathlib.Path(__file__).parent)
+"""The folder of fp8pass: what lies in it is not the user's code."""
 
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""

@@ -16,56 +16,56 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass import trial as trials
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files
-from fp8pass.annotation import Annotation, Choice, copy_to_edit
-from fp8pass.choices import ONE_AT_A_TIME
-from fp8pass.config import Config
-from fp8pass.dump import Dump
+from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt
-from fp8pass.graph import multiplies
+from fp8pass.graph.annotation import Annotation, Choice, copy_to_edit
+from fp8pass.graph.builder import multiplies
+from fp8pass.graph.rule import Context, LeftOut, Pass
+from fp8pass.graph.verdict import Gemm
+from fp8pass.graph.verify import verify
 from fp8pass.hardware import cpu_key
+from fp8pass.inductor.choices import ONE_AT_A_TIME
 from fp8pass.node_meta import GEMM
+from fp8pass.options import overrides
+from fp8pass.options.config import Config
 from fp8pass.passes import __file__ as passes_file
-from fp8pass.passes.annotate import annotate
-from fp8pass.passes.batch_amaxes import BatchAmaxes
-from fp8pass.passes.batch_records import BatchRecords
-from fp8pass.passes.block_scaled_mm import BlockScaledMM
-from fp8pass.passes.canonicalize import Canonicalize
-from fp8pass.passes.emulate_matmuls import EmulateMatmuls
-from fp8pass.passes.expand_blocks import ExpandBlocks
-from fp8pass.passes.fold_quantizes import FoldQuantizes
-from fp8pass.passes.foreach import expand_symbolic
-from fp8pass.passes.grouped_mm import GroupedMM
-from fp8pass.passes.inline_regions import inline_regions
-from fp8pass.passes.lift_scale_states import lift_scale_states
-from fp8pass.passes.make_once import MakeOnce
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.quantize_collectives import QuantizeCollectives
-from fp8pass.passes.quantize_moments import moments_of as moments_of
-from fp8pass.passes.quantize_moments import read_moments, write_moments
-from fp8pass.passes.quantize_tiles import QuantizeTiles
-from fp8pass.passes.save_sums import SaveSums
-from fp8pass.passes.save_transposes import SaveTransposes
-from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.passes.skip_nonfinite import gradients as gradients
-from fp8pass.passes.skip_nonfinite import skip_nonfinite
-from fp8pass.passes.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
-from fp8pass.passes.split_foreach import SplitForeach
-from fp8pass.passes.use_transposes import UseTransposes
-from fp8pass.passes.watch import watch
-from fp8pass.passes.write_weights import at_beginning, inputs_of_states, write_weights
-from fp8pass.passes.write_weights import real_inputs as real_inputs
-from fp8pass.passes.write_weights import written as written
-from fp8pass.pictures import drawn, part_of
+from fp8pass.passes.annotate.annotate import annotate
+from fp8pass.passes.annotate.inline_regions import inline_regions
+from fp8pass.passes.annotate.insert_monitors import watch
+from fp8pass.passes.annotate.lift_scale_states import lift_scale_states
+from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
+from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
+from fp8pass.passes.common.foreach import expand_symbolic
+from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
+from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
+from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
+from fp8pass.passes.kernels.materialize import Materialize
+from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
+from fp8pass.passes.kernels.split_foreach import SplitForeach
+from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
+from fp8pass.passes.rewrite.canonicalize import Canonicalize
+from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
+from fp8pass.passes.rewrite.grouped_mm import GroupedMM
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.share.batch_records import BatchRecords
+from fp8pass.passes.share.save_sums import SaveSums
+from fp8pass.passes.share.save_transposes import SaveTransposes
+from fp8pass.passes.share.use_transposes import UseTransposes
+from fp8pass.passes.update.quantize_moments import moments_of as moments_of
+from fp8pass.passes.update.quantize_moments import read_moments, write_moments
+from fp8pass.passes.update.skip_nonfinite import gradients as gradients
+from fp8pass.passes.update.skip_nonfinite import skip_nonfinite
+from fp8pass.passes.update.write_weights import at_beginning, inputs_of_states, write_weights
+from fp8pass.passes.update.write_weights import real_inputs as real_inputs
+from fp8pass.passes.update.write_weights import written as written
 from fp8pass.recipes import DelayedScaling
-from fp8pass.report import Report, publish
-from fp8pass.rewrite import Context, LeftOut, Pass
-from fp8pass.scale_state import recipe_of
-from fp8pass.updates import UpdateKey
-from fp8pass.verdict import Gemm
-from fp8pass.verify import verify
+from fp8pass.report.graph_view import drawn, part_of
+from fp8pass.report.report import Report, publish
+from fp8pass.runtime.update_key import UpdateKey
+from fp8pass.states.scale_state import recipe_of
 
 DynamoPass = Callable[[Annotation], tuple[Annotation, int]]
 
@@ -89,7 +89,7 @@ def dynamo_passes(config: Config, attempt: Attempt = FIRST) -> list[tuple[str, D
     annotating = functools.partial(_annotate, config=config, declined=attempt.reason)
     order: list[tuple[str, DynamoPass]] = [("annotate", annotating), ("lift_scale_states", _lift)]
     if config.monitor and attempt.form == "fp8":
-        order.append(("watch", functools.partial(_watch, config=config)))
+        order.append(("insert_monitors", functools.partial(_watch, config=config)))
     return [] if attempt.form == "plain" else [(name, run) for name, run in order if attempt.runs(name)]
 
 
@@ -151,9 +151,9 @@ def passes(choices: list[Choice]) -> list[Pass]:
     """The order. choices: what the annotate pass made of each call."""
     return [
         Canonicalize(),  # first: the others know one spelling of quantize and dequantize
-        Matmuls(choices),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
+        ListMatmuls(choices),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
         QuantizeCollectives(),  # before what is dequantized behind a collective is looked for
-        BlockScaledMM(),
+        BlockwiseMM(),
         GroupedMM(),
         ExpandBlocks(),  # after them, which know blocks and groups by the op
         ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
@@ -167,17 +167,17 @@ def passes(choices: list[Choice]) -> list[Pass]:
 def _passes(choices: list[Choice], is_update: bool, attempt: Attempt) -> list[Pass]:
     if attempt.form == "fp8":
         return update_passes() if is_update else passes(choices)
-    return [Matmuls(choices, declined=attempt.reason)] if attempt.form == "declined" else []
+    return [ListMatmuls(choices, declined=attempt.reason)] if attempt.form == "declined" else []
 
 
 def update_passes() -> list[Pass]:
     """Of a graph that updates parameters."""
-    return [Matmuls([], update=True)]
+    return [ListMatmuls([], update=True)]
 
 
 def kernel_passes() -> list[Pass]:
     """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [SplitForeach(), FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), MakeOnce(), EmulateMatmuls()]
+    return [SplitForeach(), FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), Materialize(), EmulateMatmuls()]
 
 
 class KernelPasses(CustomGraphPass):
@@ -280,7 +280,7 @@ class Pipeline(CustomGraphPass):
             and reasons
             and self.report.graphs
             and not self.report.rewritten
-            and not trials.current()
+            and not overrides.current()
         ):
             warn_once(
                 f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
@@ -316,7 +316,7 @@ def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, dump: Dump, 
     """Run passes in order. part: what the graph is called in dumps."""
     module = graph.owning_module
     assert module is not None
-    trial = trials.current()
+    trial = overrides.current()
     for p in passes:
         if trial is not None and not trial.runs(p.name):
             continue
@@ -375,5 +375,6 @@ def _is_ours(target: object) -> bool:
 
 @functools.cache
 def _sources_hash() -> bytes:
-    folders = Path(__file__).parent, Path(passes_file).parent  # wherever they are: in a checkout not within each other
-    return get_hash_for_files(tuple(str(f) for folder in folders for f in sorted(folder.glob("*.py"))))
+    own, passes = Path(__file__).parent, Path(passes_file).parent  # which are within each other where it is installed
+    files = [f for f in sorted(own.rglob("*.py")) if own / "passes" not in f.parents]
+    return get_hash_for_files(tuple(map(str, [*files, *sorted(passes.rglob("*.py"))])))

@@ -22,13 +22,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
-from fp8pass.config import Config, make_config
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.report import Report, collect
-from fp8pass.rewrite import Context, Pass
-from fp8pass.verdict import Gemm
-from fp8pass.verify import verify
+from fp8pass.graph.rule import Context, Pass
+from fp8pass.graph.verdict import Gemm
+from fp8pass.graph.verify import verify
+from fp8pass.options.config import Config, make_config
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.report.report import Report, collect
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -112,7 +112,7 @@ def run(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> 
 def detect(function: Callable[..., Any], *inputs: Any, **config: Any) -> tuple[fx.GraphModule, list[Gemm]]:
     """`function` captured, and its matmuls found and rewritten."""
     module = capture(function, *inputs)
-    return module, apply(module, Matmuls([]), ScaledMM(), config=Config(recipe=None, **config))
+    return module, apply(module, ListMatmuls([]), ScaledMM(), config=Config(recipe=None, **config))
 
 
 def text(module: fx.GraphModule) -> str:

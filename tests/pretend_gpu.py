@@ -25,10 +25,11 @@ from torch._inductor import utils as inductor_utils
 from torch._inductor.graph import GraphLowering
 
 import fp8pass
-from fp8pass import inspect_process, inspector
 from fp8pass.hardware import TARGETS
-from fp8pass.pretend import Pretended, fakes, returns
-from fp8pass.slots import SlotGroup, registry
+from fp8pass.inspect import inspector
+from fp8pass.inspect import process as inspect_process
+from fp8pass.inspect.fake_cuda import Pretended, fakes, returns
+from fp8pass.states.slots import SlotGroup, registry
 from tests.asked import answer_all, ask
 from tests.harness import without_caches
 
@@ -43,13 +44,13 @@ def pretend(*what: str) -> Any:
 
 @contextlib.contextmanager
 def inspects_there(run: str = "") -> Iterator[None]:
-    """`fp8pass.inspector.inspect` for an H100 has no process of its own. run: the one that is made; all by default."""
+    """`fp8pass.inspect.inspector.inspect` for an H100 has no process of its own. run: the one that is made; all by default."""
 
     def asked(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         request, answer = command[-2:]
         return subprocess.CompletedProcess(command, pretend("inspect", request, answer, run), stderr="")
 
-    with mock.patch("fp8pass.inspector.subprocess.run", asked):
+    with mock.patch("fp8pass.inspect.inspector.subprocess.run", asked):
         yield
 
 

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.config import make_config
-from fp8pass.dump import Dump
+from fp8pass.dump.writer import Dump
 from fp8pass.faults import FIRST, Attempt, fall_back
-from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.options.config import make_config
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.recipes import DelayedScaling
 from tests.models import Block, make
 from tests.torchrun import collectives, on_ranks

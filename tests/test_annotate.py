@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fp8pass import ops
-from fp8pass.annotation import Annotation
-from fp8pass.config import Config
-from fp8pass.passes.annotate import annotate
+from fp8pass.graph.annotation import Annotation
+from fp8pass.options.config import Config
+from fp8pass.passes.annotate.annotate import annotate
+from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from tests import oracle
 from tests.harness import annotated, expect_graph, sqnr
@@ -81,19 +81,19 @@ l_x_ = L_x_
 l_self_modules_up_parameters_weight_ = L_self_modules_up_parameters_weight_
 l_self_modules_up_parameters_bias_ = L_self_modules_up_parameters_bias_
 l_self_modules_down_parameters_weight_ = L_self_modules_down_parameters_weight_
-begin_step = fp8pass_ops_begin_step(DelayedScaling(amax_history_len=16), fp8pass_scale, fp8pass_amax_history, fp8pass_amax_forward, fp8pass_amax_backward, fp8pass_held)
-usable = fp8pass_ops_usable(begin_step)
+begin_step = fp8pass_quant_ops_begin_step(DelayedScaling(amax_history_len=16), fp8pass_scale, fp8pass_amax_history, fp8pass_amax_forward, fp8pass_amax_backward, fp8pass_held)
+usable = fp8pass_quant_ops_usable(begin_step)
 rms_norm: "f32[16, 32]" = torch.rms_norm(l_x_, (32,), l_self_modules_norm_parameters_weight_, None)
-qdq_operand: "f32[16, 32]" = fp8pass_ops_qdq_operand(rms_norm, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=0, index=0, bootstrap=False, record=True), usable, fp8pass_amax_forward)
-qdq_operand_1: "f32[56, 32]" = fp8pass_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), usable, fp8pass_amax_forward)
+qdq_operand: "f32[16, 32]" = fp8pass_quant_ops_qdq_operand(rms_norm, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=0, index=0, bootstrap=False, record=True), usable, fp8pass_amax_forward)
+qdq_operand_1: "f32[56, 32]" = fp8pass_quant_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), usable, fp8pass_amax_forward)
 linear_1: "f32[16, 56]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
-qdq_gradient: "f32[16, 56]" = fp8pass_ops_qdq_gradient(linear_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=4, index=0, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
-_add_bias: "f32[16, 56]" = fp8pass_passes_annotate__add_bias(qdq_gradient, l_self_modules_up_parameters_bias_, torch.float32, 1)
+qdq_gradient: "f32[16, 56]" = fp8pass_quant_ops_qdq_gradient(linear_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=4, index=0, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
+_add_bias: "f32[16, 56]" = fp8pass_passes_annotate_annotate__add_bias(qdq_gradient, l_self_modules_up_parameters_bias_, torch.float32, 1)
 gelu: "f32[16, 56]" = torch._C._nn.gelu(_add_bias)
-qdq_operand_2: "f32[16, 56]" = fp8pass_ops_qdq_operand(gelu, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=2, index=2, bootstrap=False, record=True), usable, fp8pass_amax_forward)
-qdq_operand_3: "f32[32, 56]" = fp8pass_ops_qdq_operand(l_self_modules_down_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=3, index=3, bootstrap=False, record=True), usable, fp8pass_amax_forward)
+qdq_operand_2: "f32[16, 56]" = fp8pass_quant_ops_qdq_operand(gelu, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=2, index=2, bootstrap=False, record=True), usable, fp8pass_amax_forward)
+qdq_operand_3: "f32[32, 56]" = fp8pass_quant_ops_qdq_operand(l_self_modules_down_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=3, index=3, bootstrap=False, record=True), usable, fp8pass_amax_forward)
 hidden_1: "f32[16, 32]" = torch._C._nn.linear(qdq_operand_2, qdq_operand_3, None)
-qdq_gradient_1: "f32[16, 32]" = fp8pass_ops_qdq_gradient(hidden_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=5, index=1, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
+qdq_gradient_1: "f32[16, 32]" = fp8pass_quant_ops_qdq_gradient(hidden_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=5, index=1, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
 add: "f32[16, 32]" = l_x_ + qdq_gradient_1
 return (add,)
 """,
@@ -112,11 +112,11 @@ L_args_0_: "f32[16, 32]",
 l_fn_parameters_weight_ = L_fn_parameters_weight_
 l_fn_parameters_bias_ = L_fn_parameters_bias_
 l_args_0_ = L_args_0_
-qdq_operand: "f32[16, 32]" = fp8pass_ops_qdq_operand(l_args_0_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
-qdq_operand_1: "f32[48, 32]" = fp8pass_ops_qdq_operand(l_fn_parameters_weight_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
+qdq_operand: "f32[16, 32]" = fp8pass_quant_ops_qdq_operand(l_args_0_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
+qdq_operand_1: "f32[48, 32]" = fp8pass_quant_ops_qdq_operand(l_fn_parameters_weight_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
 linear_1: "f32[16, 48]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
-qdq_gradient: "f32[16, 48]" = fp8pass_ops_qdq_gradient(linear_1, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
-_add_bias: "f32[16, 48]" = fp8pass_passes_annotate__add_bias(qdq_gradient, l_fn_parameters_bias_, torch.float32, 1)
+qdq_gradient: "f32[16, 48]" = fp8pass_quant_ops_qdq_gradient(linear_1, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
+_add_bias: "f32[16, 48]" = fp8pass_passes_annotate_annotate__add_bias(qdq_gradient, l_fn_parameters_bias_, torch.float32, 1)
 return (_add_bias,)
 """,
     )

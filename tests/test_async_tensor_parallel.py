@@ -118,7 +118,7 @@ def plain(mesh: DeviceMesh, dim: int) -> list[list[str]]:
 def test_one_op_with_the_collective(mesh: DeviceMesh, dim: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that Inductor fuses in BF16: gathers with the matmuls behind them, a matmul with the scatter of its sum."""
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr("fp8pass.passes.emulate_matmuls.why_emulated", lambda *_: "")
+    monkeypatch.setattr("fp8pass.passes.kernels.emulate_matmuls.why_emulated", lambda *_: "")
     assert plain(mesh, dim) == [
         ["fused_all_gather_matmul", "fused_matmul_reduce_scatter"],
         ["fused_all_gather_matmul", "reduce_scatter_tensor"],

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 import fp8pass
 from fp8pass import scaling
 from fp8pass._torch import min_cut_partition
-from fp8pass.ops import RECORD, record
-from fp8pass.passes.batch_records import BatchRecords
+from fp8pass.passes.share.batch_records import BatchRecords
 from fp8pass.pipeline import Pipeline
+from fp8pass.quant.ops import RECORD, record
 from tests.harness import apply, capture, compiled, count, expect_graph, text
 
 
@@ -101,7 +101,7 @@ def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
         assert not written & read
         return forward, backward
 
-    monkeypatch.setattr("fp8pass.partition.min_cut_partition", partition)
+    monkeypatch.setattr("fp8pass.inductor.partition.min_cut_partition", partition)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
     compiled(model)(torch.randn(8, 16)).sum().backward()
     assert len(backwards) == 1

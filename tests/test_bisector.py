@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass import cli, demo, pipeline
-from fp8pass.bisector import Bisection, _smallest, all_finite
+from fp8pass import cli, pipeline
+from fp8pass.debug.bisector import Bisection, _smallest, all_finite
+from fp8pass.demo import demo
+from fp8pass.graph.rule import Context
+from fp8pass.options.overrides import Unit, current, units_of
 from fp8pass.recipes import DelayedScaling
-from fp8pass.rewrite import Context
-from fp8pass.trial import Unit, current, units_of
 from tests.harness import aten, compiled
 from tests.models import make
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.annotation import Choice
-from fp8pass.config import make_config
+from fp8pass.graph.annotation import Choice
+from fp8pass.options.config import make_config
 from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
 from fp8pass.recipes import DelayedScaling
 from tests import forked
@@ -77,7 +77,7 @@ def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path)
         for source, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):
             ignored = shutil.ignore_patterns("__pycache__", "passes")
             shutil.copytree(ROOT / source, target / package, ignore=ignored)
-    with (changed / "fp8pass" / "passes" / "layout.py").open("a") as file:
+    with (changed / "fp8pass" / "passes" / "rewrite" / "layout.py").open("a") as file:
         file.write("# changed\n")
 
     delayed = ["delayed"]
@@ -130,5 +130,5 @@ def test_a_function_in_a_recipe_is_in_no_cache(algo: str | Callable[[Tensor], Te
 
     torch.compile(torch.nn.Linear(32, 32), backend=backend)(torch.randn(16, 32))
     names = ["begin_step", "qdq_gradient", "qdq_operand", "usable"]
-    expected = ["fp8pass.ops." + name for name in names] + ["fp8pass.passes.annotate._add_bias"]
+    expected = ["fp8pass.passes.annotate.annotate._add_bias", *("fp8pass.quant.ops." + name for name in names)]
     assert [found and list(found) for found in known] == [expected if algo == "max" else None]

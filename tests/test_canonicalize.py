@@ -11,7 +11,7 @@ import torch.ao.quantization.fx._decomposed  # defines torch.ops.quantized_decom
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8pass.passes.canonicalize import Canonicalize
+from fp8pass.passes.rewrite.canonicalize import Canonicalize
 from tests.harness import BF16, E4M3, E5M2, apply, capture, compiled, expect_graph, fp8, sqnr, text, verdicts
 
 ops = torch.ops.quantized_decomposed

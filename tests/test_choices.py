@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import InductorChoices, TritonOverrides, Virtualized, inductor_config
-from fp8pass.choices import MAX_PARTIALS, Choices, choices
+from fp8pass.inductor.choices import MAX_PARTIALS, Choices, choices
 from fp8pass.node_meta import MADE_BY, ONE_STAGE, TILED
 from tests.harness import capture, compiled
 from tests.pretend_gpu import pretend

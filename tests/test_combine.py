@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8pass._torch import ForeachKernelSchedulerNode, inductor_config, triton_combo_kernel
-from fp8pass.combine import MOST, combining, groups
+from fp8pass.inductor.combo_kernels import MOST, combining, groups
 
 
 @dataclass

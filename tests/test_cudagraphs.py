@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.ops import SlotTensors
-from fp8pass.slots import registry
-from fp8pass.update_graph import UpdateGraph
+from fp8pass.quant.ops import SlotTensors
+from fp8pass.runtime.update_graph import UpdateGraph
+from fp8pass.states.slots import registry
 from tests.harness import BF16, compiled
 from tests.models import Block, batches, make
 from tests.pretend_gpu import pretend

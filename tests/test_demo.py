@@ -20,11 +20,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass import demo, demo_output
 from fp8pass._torch import inductor_config
 from fp8pass.cli import main
-from fp8pass.report import Report
-from fp8pass.verdict import Gemm
+from fp8pass.demo import demo
+from fp8pass.demo import output as demo_output
+from fp8pass.graph.verdict import Gemm
+from fp8pass.report.report import Report
 from tests import torchrun
 
 STEPS = 3

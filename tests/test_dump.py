@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass import replay
-from fp8pass.config import Config
-from fp8pass.dump import Dump, _run_folder
+from fp8pass.dump import replay
+from fp8pass.dump.source import Origins, runnable
+from fp8pass.dump.writer import Dump, _run_folder
 from fp8pass.errors import Fp8Error
-from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.options.config import Config
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.pipeline import KernelPasses, kernel_passes, passes
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runnable import Origins, runnable
 from tests.harness import capture, compiled, verdicts, without_caches
 from tests.models import Block, make
 
@@ -177,7 +177,7 @@ def test_what_is_written(lowering: str, tmp_path: Path, of_block: Path) -> None:
     diff = (folder / "008.joint.scaled_mm.diff").read_text()
     assert re.search(r"^\+.*_scaled_mm", diff, re.MULTILINE) and not re.search(r"^-.*_scaled_mm", diff, re.MULTILINE)
     index = (folder / "index.md").read_text()
-    assert [row for row in index.splitlines() if "scaled_mm.after" in row][1].endswith(" lines differ |")
+    assert next(row for row in index.splitlines() if "scaled_mm.after" in row).endswith(" lines differ |")
     assert re.search(r"canonicalize: applied 0 times in .* changes nothing \|", index)
 
 
@@ -189,7 +189,7 @@ def test_the_graph_says_what_it_is(of_block: Path) -> None:
     assert re.search(r"'primals_1': replay.Random\(\[32\], \[1\], torch.float32, \"cpu\"\),  # L_.*norm.*weight_", text)
     assert re.search(r'_scaled_mm_default\w*: "f32\[16, 32\]\[32, 1\]cpu" = torch.ops.aten._scaled_mm.default\(', text)
     (file,) = of_block.rglob("*dynamo.annotate.after.py")
-    assert "from fp8pass.ops import qdq_operand as fp8pass_ops_qdq_operand" in file.read_text()
+    assert "from fp8pass.quant.ops import qdq_operand as fp8pass_quant_ops_qdq_operand" in file.read_text()
     assert "models.py:" in file.read_text()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import hardware
-from fp8pass.passes.emulate_matmuls import EmulateMatmuls
+from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
 from tests.harness import BF16, E4M3, E5M2, F32, apply, aten, capture, compiled, count, expect_graph, fp8, scale, sqnr
 
 SAPPHIRE_RAPIDS = {"amx_int8": True, "amx_bf16": True, "amx_fp16": False}

@@ -13,7 +13,7 @@ import fp8pass
 from fp8pass._torch import inductor_config
 from fp8pass.cli import main
 from fp8pass.hardware import TARGETS
-from fp8pass.pretend import properties
+from fp8pass.inspect.fake_cuda import properties
 from fp8pass.versions import TESTED
 
 NATIVE = {"delayed", "dynamic", "rowwise", "rowwise_gw_hp"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8pass import ops
-from fp8pass.config import Config
-from fp8pass.passes.expand_blocks import ExpandBlocks
-from fp8pass.rewrite import Context
+from fp8pass.graph.rule import Context
+from fp8pass.options.config import Config
+from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
+from fp8pass.quant import ops
 from tests.harness import BF16, F16, F32, capture, count, expect_graph, fp8, run
 
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8pass
 from fp8pass._torch import inductor_lowering
 from fp8pass.cli import main
-from fp8pass.report import Report, collect
+from fp8pass.report.report import Report, collect
 from tests.harness import compiled, expect_text
 from tests.models import Parts, make
 
@@ -104,7 +104,7 @@ def test_nothing_of_the_users_changes_and_decisions_are_logged(caplog: pytest.Lo
     assert all(p.grad is None for p in model.parameters())
     assert fp8pass.state(model).state_dict() == {}
     assert model.training
-    lines = [r.getMessage() for r in caplog.records if r.name == "fp8pass.report"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "fp8pass.report.report"]
     assert any(
         line.startswith("up output [16,32,64] (test_explain.py:") and line.endswith("rewritten ") for line in lines
     )

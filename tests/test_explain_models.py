@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8pass
-from fp8pass.report import Report
-from fp8pass.verdict import Gemm
+from fp8pass.graph.verdict import Gemm
+from fp8pass.report.report import Report
 
 aten = torch.ops.aten
 FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}

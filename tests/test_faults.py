@@ -13,22 +13,24 @@ import torch
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass import choices, combine, faults, kernel_ops, pipeline
+from fp8pass import faults, pipeline
 from fp8pass._torch import InductorError, inductor_config
 from fp8pass.cli import main
-from fp8pass.config import Config
+from fp8pass.inductor import choices, combo_kernels
 from fp8pass.node_meta import MADE_BY
-from fp8pass.passes.make_once import MakeOnce
-from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.passes.use_transposes import UseTransposes
+from fp8pass.options.config import Config
+from fp8pass.options.overrides import Trial, trying
+from fp8pass.passes.kernels.materialize import Materialize
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.share.use_transposes import UseTransposes
 from fp8pass.pipeline import KernelPasses
-from fp8pass.report import Report, collect
-from fp8pass.trial import Trial, trying
+from fp8pass.quant import kernel_ops
+from fp8pass.report.report import Report, collect
 from tests.harness import compiled
 
 PASSES = [*pipeline.passes([]), *pipeline.kernel_passes()]
 NAMES = [p.name for p in PASSES]
-IDLE = ("quantize_collectives", "block_scaled_mm", "grouped_mm", "expand_blocks", "split_foreach")
+IDLE = ("quantize_collectives", "blockwise_mm", "grouped_mm", "expand_blocks", "split_foreach")
 """Passes that find nothing in these graphs, for all of which stands canonicalize every day."""
 STEPS = 2
 """Of which the first runs eagerly, for no slot has a scale."""
@@ -132,7 +134,7 @@ def test_training_goes_on_without_a_pass_on_dynamos_graph(
     name: str, in_fp8: list[Tensor], in_high_precision: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = name in faults.NEEDED
-    monkeypatch.setattr(pipeline, name, planted)
+    monkeypatch.setattr(pipeline, {"insert_monitors": "watch"}.get(name, name), planted)
     numbers, report, (warning,) = train_with_fault(monitor=True)
     assert equal(numbers, in_high_precision if needed else in_fp8)
     assert f"its pass {name} on graph" in warning
@@ -144,7 +146,7 @@ def test_declined_matmuls_have_their_names_and_the_reason() -> None:
     """And no state; of two passes that fail, both are named."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScaledMM, "run", planted)
-        patch.setattr(MakeOnce, "run", planted)
+        patch.setattr(Materialize, "run", planted)
         model = nn.Sequential(nn.Linear(32, 48))
         with collect() as report, pytest.warns(UserWarning, match="fp8pass failed in its pass scaled_mm"):
             compiled(model, on_fault="warn")(torch.randn(16, 32)).sum().backward()
@@ -206,14 +208,14 @@ def _is_backward(graph: fx.Graph) -> bool:
 
 
 def test_a_backward_is_compiled_without_what_fails(in_fp8: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = MakeOnce.run
+    run = Materialize.run
     monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
     monkeypatch.setattr(
-        MakeOnce, "run", lambda self, graph, c: (planted if _is_backward(graph) else run)(self, graph, c)
+        Materialize, "run", lambda self, graph, c: (planted if _is_backward(graph) else run)(self, graph, c)
     )
     numbers, _, (warning,) = train_with_fault()
     assert equal(numbers, in_fp8)
-    assert "its backward was compiled again without make_once" in warning
+    assert "its backward was compiled again without materialize" in warning
 
     model = nn.Linear(32, 48)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -230,7 +232,7 @@ def test_a_backward_is_compiled_without_what_fails(in_fp8: list[Tensor], monkeyp
         for _ in range(STEPS):  # the first one is not compiled
             step(torch.randn(16, 32))
     (told,) = step.report.faults
-    assert "its backward was compiled again without make_once" in told
+    assert "its backward was compiled again without materialize" in told
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -270,7 +272,7 @@ def test_a_backward_that_can_not_be_compiled(
 
 LOWERINGS: dict[str, Any] = {
     "choices": (choices, "_waits_for_amax"),
-    "combine": (combine, "groups"),
+    "combine": (combo_kernels, "groups"),
     "fold_quantizes": (kernel_ops, "fp8_max"),
 }
 """By the name of what is left out, what is planted where."""
@@ -334,7 +336,7 @@ def test_an_update_goes_on_without_what_fails(
 
     expected = trained(**left_out)
     monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
-    monkeypatch.setattr(pipeline, name, planted)
+    monkeypatch.setattr(pipeline, {"insert_monitors": "watch"}.get(name, name), planted)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         numbers = trained(**options)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fp8pass import scaling
-from fp8pass.graph import laid_out_alike
-from fp8pass.kernel_ops import QUANTIZE
-from fp8pass.passes.fold_quantizes import FoldQuantizes
+from fp8pass.graph.builder import laid_out_alike
+from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
+from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.harness import BF16, E4M3, E5M2, F16, F32, apply, capture, count, expect_graph, scale, text
 
 

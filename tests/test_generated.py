@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from fp8pass.config import Config
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.patterns import MATMULS
-from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.options.config import Config
+from fp8pass.passes.common.patterns import MATMULS
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from tests.generated import Program, programs
 from tests.harness import aten, capture, check_legal_on_cuda, compiled, count, run
 
@@ -46,7 +46,7 @@ def check_results(program: Program, actual: Any) -> None:
 def check_detected(program: Program) -> None:
     module = capture(program.run, *program.inputs)
     matmuls = sum(n.target in MATMULS for n in module.graph.nodes)
-    context = run(module, Matmuls([]), ScaledMM(), config=Config(recipe=None))
+    context = run(module, ListMatmuls([]), ScaledMM(), config=Config(recipe=None))
     gemms = list(context.gemms.values())
     assert len(gemms) == matmuls
     assert all(g.reason and g.rule for g in gemms if g.status == "declined")

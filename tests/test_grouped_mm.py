@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import fp8pass
-from fp8pass import grouped
-from fp8pass.config import Config
+from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import TARGETS
-from fp8pass.passes.grouped_kernels import why_no_kernel
-from fp8pass.passes.grouped_mm import GroupedMM
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.verdict import Gemm
+from fp8pass.options.config import Config
+from fp8pass.passes.common.grouped_kernels import why_no_kernel
+from fp8pass.passes.rewrite.grouped_mm import GroupedMM
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.quant import grouped
 from tests.harness import BF16, E4M3, E5M2, annotated, aten, capture, compiled, count, dq, fp8, run, sqnr, verdicts
 from tests.models import Experts
 from tests.oracle import qdq_rows
@@ -279,7 +279,7 @@ def of(m: int, k: int, g: int, n: int, dtype: torch.dtype = E4M3) -> list[Tensor
 
 def detected(function: Any, *inputs: Any, target: str | None = "h100") -> tuple[Any, Gemm]:
     module = capture(function, *inputs)
-    context = run(module, Matmuls([]), GroupedMM(), config=Config(recipe=None, target=target))
+    context = run(module, ListMatmuls([]), GroupedMM(), config=Config(recipe=None, target=target))
     (gemm,) = context.gemms.values()
     return module, gemm
 

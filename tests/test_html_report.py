@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.html_report import page, page_data, script_safe
-from fp8pass.report import Break, KernelCode, Op, Picture, Recompile, Report
-from fp8pass.verdict import Gemm
+from fp8pass.graph.verdict import Gemm
+from fp8pass.report.html import page, page_data, script_safe
+from fp8pass.report.report import Break, KernelCode, Op, Picture, Recompile, Report
 from tests.harness import compiled
 from tests.models import Block, Transformer, batches, make
 
@@ -59,7 +59,7 @@ def test_pictures_know_what_became_of_each_matmul(report: Report) -> None:
     assert {op.kind for op in forward.ops} >= {"input", "state", "amax", "quantize", "gemm", "attention", "compute"}
     assert not {op.kind for op in before.ops} & {"state", "amax", "quantize"}
     made = {op.made_by for op in forward.ops if op.kind == "quantize"}
-    assert made <= {"fold_quantizes", "quantize_tiles", "make_once"}
+    assert made <= {"fold_quantizes", "quantize_tiles", "materialize"}
 
 
 def test_equal_matmuls_of_one_line_are_linked_in_order() -> None:

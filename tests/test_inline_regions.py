@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.annotation import CHECKPOINT
+from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.graph.verdict import Gemm
 from fp8pass.names import module_path, source_name
-from fp8pass.passes.inline_regions import inline_regions
-from fp8pass.report import collect
-from fp8pass.verdict import Gemm
+from fp8pass.passes.annotate.inline_regions import inline_regions
+from fp8pass.report.report import collect
 from tests.harness import compiled, train
 from tests.models import batches, make
 

@@ -14,9 +14,9 @@ from fp8pass import hardware
 from fp8pass.cli import main
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
-from fp8pass.inspect_process import _built, _factory, _Work
-from fp8pass.inspector import Inspection, Kernel, Run, inspect
-from fp8pass.pretend import Pretended, properties, resources, widths
+from fp8pass.inspect.fake_cuda import Pretended, properties, resources, widths
+from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
+from fp8pass.inspect.process import _built, _factory, _Work
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests import inspected
 from tests.pretend_gpu import inspect_there, inspects_there, pretend

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROWS
-from fp8pass.verify import verify
+from fp8pass.graph.verify import verify
+from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROWS
 from tests.harness import BF16, E4M3, E5M2, capture, scale
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {

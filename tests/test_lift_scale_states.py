@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fp8pass import ScaleState, in_qdq, ops, out_qdq, scale_state
-from fp8pass.annotation import Annotation
-from fp8pass.config import Config
-from fp8pass.passes.lift_scale_states import lift_scale_states
+from fp8pass import ScaleState, in_qdq, out_qdq
+from fp8pass.graph.annotation import Annotation
+from fp8pass.options.config import Config
+from fp8pass.passes.annotate.lift_scale_states import lift_scale_states
 from fp8pass.pipeline import annotated
+from fp8pass.quant import ops
+from fp8pass.states import scale_state
 from tests.harness import count
 from tests.models import make
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass.annotation import Annotation
-from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
+from fp8pass.graph.annotation import Annotation
 from fp8pass.hardware import TARGETS
 from fp8pass.names import merged_name, module_path, parts_of
-from fp8pass.passes.annotate import annotate
+from fp8pass.options.config import Config
+from fp8pass.passes.annotate.annotate import annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.roofline import merged_seconds_saved
-from fp8pass.state_dict import _together
+from fp8pass.states.checkpoint import _together
 from tests.harness import annotated, compiled, expect_graph, sqnr, train
 from tests.models import Attention, Transformer
 
@@ -98,11 +98,11 @@ l_self_modules_layers_modules_1_parameters_weight_ = L_self_modules_layers_modul
 l_self_modules_layers_modules_1_parameters_bias_ = L_self_modules_layers_modules_1_parameters_bias_
 cat: "f32[96, 32]" = torch.cat([l_self_modules_layers_modules_0_parameters_weight_, l_self_modules_layers_modules_1_parameters_weight_])
 cat_1: "f32[96]" = torch.cat([l_self_modules_layers_modules_0_parameters_bias_, l_self_modules_layers_modules_1_parameters_bias_])
-qdq_operand: "f32[4, 8, 32]" = fp8pass_ops_qdq_operand(l_x_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
-qdq_operand_1: "f32[96, 32]" = fp8pass_ops_qdq_operand(cat, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
+qdq_operand: "f32[4, 8, 32]" = fp8pass_quant_ops_qdq_operand(l_x_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
+qdq_operand_1: "f32[96, 32]" = fp8pass_quant_ops_qdq_operand(cat, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
 linear_3: "f32[4, 8, 96]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
-qdq_gradient: "f32[4, 8, 96]" = fp8pass_ops_qdq_gradient(linear_3, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
-_add_bias: "f32[4, 8, 96]" = fp8pass_passes_annotate__add_bias(qdq_gradient, cat_1, torch.float32, 1)
+qdq_gradient: "f32[4, 8, 96]" = fp8pass_quant_ops_qdq_gradient(linear_3, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
+_add_bias: "f32[4, 8, 96]" = fp8pass_passes_annotate_annotate__add_bias(qdq_gradient, cat_1, torch.float32, 1)
 split = _add_bias.split([48, 48], -1)
 getitem: "f32[4, 8, 48]" = split[0]
 getitem_1: "f32[4, 8, 48]" = split[1]

@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fp8pass
 from fp8pass.errors import Fp8Error
-from fp8pass.moments import Fp8Moment, MomentKind, decode, encode, nbytes_saved, pack
+from fp8pass.quant.moments import Fp8Moment, MomentKind, decode, encode, nbytes_saved, pack
 from tests.harness import BF16, E4M3, F16, F32
 
 pytestmark = pytest.mark.shares_code

@@ -13,7 +13,7 @@ import torch
 import fp8pass
 
 ROOT = Path(__file__).parent.parent
-SOURCES = [*ROOT.glob("fp8pass/*.py"), *ROOT.glob("passes/*.py")]
+SOURCES = [*ROOT.glob("fp8pass/**/*.py"), *ROOT.glob("passes/**/*.py")]
 
 
 def test_entry_points() -> None:
@@ -91,9 +91,11 @@ def test_private_torch_names_are_in_one_file() -> None:
 
 
 def test_passes_know_the_frame_and_never_the_backend() -> None:
-    for file in ROOT.glob("passes/*.py"):
+    for file in ROOT.glob("passes/**/*.py"):
         assert not imports(file) & {"fp8pass.backend", "fp8pass.pipeline", "fp8pass.explain"}, file
-    importers = {f.name for f in ROOT.glob("fp8pass/*.py") if any(m.startswith("fp8pass.passes") for m in imports(f))}
+    importers = {
+        f.name for f in ROOT.glob("fp8pass/**/*.py") if any(m.startswith("fp8pass.passes") for m in imports(f))
+    }
     assert importers == {"pipeline.py"}
 
 

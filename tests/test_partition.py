@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import partition
 from fp8pass._torch import CustomPartitionerFn, inductor_config, min_cut_partition
+from fp8pass.inductor import partition
+from fp8pass.inductor.partition import Partition
 from fp8pass.node_meta import SAVED
-from fp8pass.partition import Partition
-from fp8pass.passes import emulate_matmuls
-from fp8pass.passes.save_transposes import SaveTransposes
+from fp8pass.passes.kernels import emulate_matmuls
+from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.scaling import FP8_DTYPES
 from tests.harness import BF16, E4M3, compiled, without_caches
 from tests.models import Block

@@ -13,13 +13,13 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass
-from fp8pass.config import Config
 from fp8pass.errors import Fp8Error
-from fp8pass.graph import Builder, Computed, compute_val
+from fp8pass.graph.builder import Builder, Computed, compute_val
+from fp8pass.graph.verify import verify
 from fp8pass.node_meta import MADE_BY
+from fp8pass.options.config import Config
 from fp8pass.pipeline import KernelPasses, Pipeline, _Both, behind, kernel_passes, passes
 from fp8pass.scaling import quantize
-from fp8pass.verify import verify
 from tests.harness import aten, capture, compiled, verdicts
 from tests.models import make
 
@@ -36,9 +36,9 @@ def pipeline(**options: Any) -> Pipeline:
 
 PASSES = [
     "canonicalize",
-    "matmuls",
+    "list_matmuls",
     "quantize_collectives",
-    "block_scaled_mm",
+    "blockwise_mm",
     "grouped_mm",
     "expand_blocks",
     "scaled_mm",
@@ -47,15 +47,15 @@ PASSES = [
     "save_sums",
     "batch_records",
 ]
-KERNEL_PASSES = ["split_foreach", "fold_quantizes", "quantize_tiles", "batch_amaxes", "make_once", "emulate_matmuls"]
+KERNEL_PASSES = ["split_foreach", "fold_quantizes", "quantize_tiles", "batch_amaxes", "materialize", "emulate_matmuls"]
 
 ON_DYNAMOS_GRAPH = [
     "annotate",
-    "inline",
+    "inline_composites",
     "inline_regions",
     "lift_scale_states",
     "merge_siblings",
-    "watch",
+    "insert_monitors",
     "write_matmuls",
 ]
 ON_UPDATES = ["quantize_moments", "skip_nonfinite", "write_weights"]
@@ -65,10 +65,11 @@ def test_one_name_in_all_places() -> None:
     """A pass's name is its file's stem and its test file's suffix; every file in passes/ has a test file."""
     assert [p.name for p in passes([])] == PASSES
     assert [p.name for p in kernel_passes()] == KERNEL_PASSES
-    stems = {f.stem for f in (ROOT / "passes").glob("*.py")} - {"__init__", "patterns", "spellings"}
-    parts = {"batches", "dequantize", "epilogue", "layout", "movement", "row_scales"}  # of scaled_mm
-    parts |= {"quantizers", "state_inputs", "transforms"}  # of annotate
-    parts |= {"collectives", "shared_scales"}  # of quantize_collectives
+    rooms = [f for f in (ROOT / "passes").glob("*/*.py") if f.parent.name != "common"]
+    stems = {f.stem for f in rooms} - {"__init__"}
+    parts = {"batches", "operands", "epilogue", "layout", "row_scales"}  # of scaled_mm
+    parts |= {"quantizers"}  # of annotate
+    parts |= {"chains", "shared_scales"}  # of quantize_collectives
     parts |= {"slow_matmuls"}  # a warning, before all passes
     assert stems - parts == {*PASSES, *KERNEL_PASSES, *ON_DYNAMOS_GRAPH, *ON_UPDATES}
     assert all((ROOT / "tests" / f"test_{stem}.py").exists() for stem in stems)
@@ -93,12 +94,12 @@ def test_passes_about_kernels() -> None:
     kernels(module.graph)
     assert [n.target for n in module.graph.nodes].count(aten.cat.default) == 0
     made_by = {n.meta[MADE_BY] for n in module.graph.nodes if MADE_BY in n.meta}
-    assert made_by == {"quantize_tiles", "make_once"}  # no amax is recorded here
+    assert made_by == {"quantize_tiles", "materialize"}  # no amax is recorded here
     assert kernels.uuid() == KernelPasses(Config(recipe=None)).uuid()  # of the sources alone
     broken = capture(function, torch.randn(64, 32), torch.tensor(2.0))
     for node in broken.graph.nodes:
         node.meta.pop("val", None)
-    with pytest.raises(Fp8Error, match=r"a fault of fp8pass in its pass make_once: 'val'\. Please report it"):
+    with pytest.raises(Fp8Error, match=r"a fault of fp8pass in its pass materialize: 'val'\. Please report it"):
         kernels(broken.graph)
 
 
@@ -178,7 +179,7 @@ def test_verify_computes_no_value_again_that_was_computed_of_the_same() -> None:
     relu = build.emit(add, aten.relu.default, add.args[0])
     (sine,) = build.inline(add, torch.sin, relu)
     add.update_arg(0, sine)
-    with mock.patch("fp8pass.verify.compute_val", side_effect=compute_val) as computing:
+    with mock.patch("fp8pass.graph.verify.compute_val", side_effect=compute_val) as computing:
         verify(module.graph, computed)
         assert not computing.called
         sine.meta["val"] = sine.meta["val"].clone()

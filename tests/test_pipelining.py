@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass._torch import pipeline_call
-from fp8pass.amax_reduction import Reducer
 from fp8pass.recipes import DelayedScaling
+from fp8pass.states.amax_reduction import Reducer
 from tests.models import make
 from tests.torchrun import on_ranks
 

@@ -18,12 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8pass
-from fp8pass import ops, scaling
-from fp8pass.config import Config
-from fp8pass.ops import SHARED
-from fp8pass.passes.quantize_collectives import QuantizeCollectives
-from fp8pass.rewrite import Context
-from fp8pass.sharded import amax_over
+from fp8pass import scaling
+from fp8pass.graph.rule import Context
+from fp8pass.options.config import Config
+from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
+from fp8pass.quant import ops
+from fp8pass.quant.ops import SHARED
+from fp8pass.quant.sharded import amax_over
 from tests.harness import BF16, E4M3, E5M2, F32, aten, capture, count, expect_graph, fp8, run, text
 
 c10d = torch.ops._c10d_functional

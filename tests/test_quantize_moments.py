@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass import ops
-from fp8pass.annotation import copy_to_edit
-from fp8pass.moments import Fp8Moment
-from fp8pass.passes import quantize_moments
-from fp8pass.passes.quantize_moments import moments_of, read_moments, write_moments
-from fp8pass.passes.write_weights import written
-from fp8pass.updates import attribute
+from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.passes.update import quantize_moments
+from fp8pass.passes.update.quantize_moments import moments_of, read_moments, write_moments
+from fp8pass.passes.update.write_weights import written
+from fp8pass.quant import ops
+from fp8pass.quant.moments import Fp8Moment
+from fp8pass.runtime.update_key import attribute
 from tests.harness import BF16, E4M3, F16, F32, expect_graph
 from tests.test_write_weights import Lion
 
@@ -194,8 +194,8 @@ l_p_ = L_p_
 l_p_grad = L_p_grad
 l_m_ = L_m_
 l_v_ = L_v_
-decode_moment = fp8pass_ops_decode_moment('first', fp8pass_moment_0, fp8pass_numbers, 0, torch.float32)
-decode_moment_1 = fp8pass_ops_decode_moment('second', fp8pass_moment_1, fp8pass_numbers, 1, torch.float32)
+decode_moment = fp8pass_quant_ops_decode_moment('first', fp8pass_moment_0, fp8pass_numbers, 0, torch.float32)
+decode_moment_1 = fp8pass_quant_ops_decode_moment('second', fp8pass_moment_1, fp8pass_numbers, 1, torch.float32)
 _set_grad_enabled = torch._C._set_grad_enabled(False)
 lerp_: "f32[4, 8]" = decode_moment.lerp_(l_p_grad, 0.1)
 mul_: "f32[4, 8]" = decode_moment_1.mul_(0.9)
@@ -206,10 +206,10 @@ sqrt: "f32[4, 8]" = decode_moment_1.sqrt()
 truediv: "f32[4, 8]" = decode_moment / sqrt
 sub_: "f32[4, 8]" = l_p_.sub_(truediv, alpha = 0.1)
 _set_grad_enabled_1 = torch._C._set_grad_enabled(True)
-next_moment_scales = fp8pass_ops_next_moment_scales(('first', 'second'), fp8pass_numbers, None)
-write_moment = fp8pass_ops_write_moment('first', decode_moment, fp8pass_moment_0, next_moment_scales, 0)
-write_moment_1 = fp8pass_ops_write_moment('second', decode_moment_1, fp8pass_moment_1, next_moment_scales, 1)
-write_numbers = fp8pass_ops_write_numbers(fp8pass_numbers, next_moment_scales, [write_moment, write_moment_1])
+next_moment_scales = fp8pass_quant_ops_next_moment_scales(('first', 'second'), fp8pass_numbers, None)
+write_moment = fp8pass_quant_ops_write_moment('first', decode_moment, fp8pass_moment_0, next_moment_scales, 0)
+write_moment_1 = fp8pass_quant_ops_write_moment('second', decode_moment_1, fp8pass_moment_1, next_moment_scales, 1)
+write_numbers = fp8pass_quant_ops_write_numbers(fp8pass_numbers, next_moment_scales, [write_moment, write_moment_1])
 return ()
 """,
     )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.config import Config
-from fp8pass.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
+from fp8pass.graph.rule import Context
 from fp8pass.node_meta import WITH_AMAX
-from fp8pass.passes import quantize_tiles
-from fp8pass.passes.fold_quantizes import FoldQuantizes
-from fp8pass.passes.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
-from fp8pass.rewrite import Context
+from fp8pass.options.config import Config
+from fp8pass.passes.kernels import quantize_tiles
+from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
+from fp8pass.passes.kernels.quantize_tiles import COLUMNS, ROWS, QuantizeTiles
+from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WRITE
 from tests import harness
 from tests.harness import BF16, E4M3, E5M2, F16, F32, apply, aten, count, expect_graph, scale, text
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass import ops, scaling
+from fp8pass import scaling
 from fp8pass.errors import warn_once
-from fp8pass.passes.quantizers import is_uniform, quantizers
-from fp8pass.passes.spellings import Dims
+from fp8pass.graph.rule import LeftOut, Reject
+from fp8pass.passes.annotate.quantizers import is_uniform, quantizers
+from fp8pass.passes.common.matmul_calls import Dims
+from fp8pass.quant import ops
 from fp8pass.recipes import (
     BlockwiseScaling,
     DelayedScaling,
@@ -23,7 +25,6 @@ from fp8pass.recipes import (
     Recipe,
     RowwiseScaling,
 )
-from fp8pass.rewrite import LeftOut, Reject
 from fp8pass.scaling import E4M3, E5M2
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr, verdicts

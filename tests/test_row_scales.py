@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.scaled_mm import ScaledMM
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from tests.harness import (
     BF16,
     E4M3,
@@ -39,7 +39,7 @@ def rows(n: int, *shape: int) -> Tensor:
 def with_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CPUs of newer torch versions, and GPUs."""
     monkeypatch.setattr("fp8pass.hardware._CPU_SCALES_ROWS", True)
-    monkeypatch.setattr("fp8pass.passes.epilogue.output_saturates", lambda *_: True)
+    monkeypatch.setattr("fp8pass.passes.rewrite.epilogue.output_saturates", lambda *_: True)
 
 
 # 1. Graph
@@ -249,7 +249,7 @@ def test_refused(case: str) -> None:
 
     function, inputs, reason = REFUSED[case]
     module = capture(function, *inputs)
-    (gemm,) = apply(module, Matmuls([]), ScaledMM())
+    (gemm,) = apply(module, ListMatmuls([]), ScaledMM())
     assert (gemm.status, gemm.rule) == ("declined", "join" if case == "joined" else "scale shape")
     assert re.search(reason, gemm.reason), gemm.reason
     assert torch.equal(module(*inputs), function(*inputs))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fp8pass.config import Config
+from fp8pass.graph.rule import Context
 from fp8pass.node_meta import SAVED
-from fp8pass.passes.save_transposes import SaveTransposes
-from fp8pass.rewrite import Context
+from fp8pass.options.config import Config
+from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.scaling import quantize
 from tests.harness import BF16, E4M3, E5M2, apply, capture, expect_graph, fp8, scale, text
 

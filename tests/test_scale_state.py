@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass import ScaleState, in_qdq, out_qdq
-from fp8pass.config import Config
+from fp8pass.options.config import Config
 from tests import oracle
 from tests.harness import E4M3, E5M2, annotated, compiled, sqnr
 from tests.test_state import SEQUENCES, data

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fp8pass import ops, scaling, sharded
-from fp8pass.passes.collectives import marked, unmarked
-from fp8pass.passes.patterns import as_node, constant
-from fp8pass.passes.shared_scales import is_shared, unpoisoned
+from fp8pass import scaling
+from fp8pass.passes.collectives.chains import marked, unmarked
+from fp8pass.passes.collectives.shared_scales import is_shared, unpoisoned
+from fp8pass.passes.common.patterns import as_node, constant
+from fp8pass.quant import ops, sharded
 from tests.harness import capture
 
 GROUPS: dict[str, str] = {}

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fp8pass
-from fp8pass import ops
-from fp8pass.annotation import copy_to_edit
-from fp8pass.passes.skip_nonfinite import gradients, skip_nonfinite
-from fp8pass.passes.state_inputs import state_input
-from fp8pass.passes.write_weights import at_beginning, written
+from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.passes.update.skip_nonfinite import gradients, skip_nonfinite
+from fp8pass.passes.update.write_weights import at_beginning, written
+from fp8pass.quant import ops
 from tests.harness import BF16, F32, expect_graph
 from tests.test_write_weights import Lion
 
@@ -74,7 +74,7 @@ fp8pass_counts,
 l_p_ = L_p_
 l_p_grad = L_p_grad
 l_m_ = L_m_
-any_nonfinite = fp8pass_ops_any_nonfinite([l_p_grad])
+any_nonfinite = fp8pass_quant_ops_any_nonfinite([l_p_grad])
 clone_1 = l_m_.clone()
 clone = l_p_.clone()
 _set_grad_enabled = torch._C._set_grad_enabled(False)
@@ -82,10 +82,10 @@ mul_: "f32[4, 8]" = l_m_.mul_(0.9)
 add_: "f32[4, 8]" = mul_.add_(l_p_grad)
 sub_: "f32[4, 8]" = l_p_.sub_(l_m_, alpha = 0.1)
 _set_grad_enabled_1 = torch._C._set_grad_enabled(True)
-keep = fp8pass_ops_keep(any_nonfinite, l_p_, clone)
-keep_1 = fp8pass_ops_keep(any_nonfinite, l_m_, clone_1)
-forget_step = fp8pass_ops_forget_step(any_nonfinite, amax)
-count = fp8pass_ops_count(any_nonfinite, fp8pass_counts)
+keep = fp8pass_quant_ops_keep(any_nonfinite, l_p_, clone)
+keep_1 = fp8pass_quant_ops_keep(any_nonfinite, l_m_, clone_1)
+forget_step = fp8pass_quant_ops_forget_step(any_nonfinite, amax)
+count = fp8pass_quant_ops_count(any_nonfinite, fp8pass_counts)
 return ()
 """,
     )

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.combine import SMALL
-from fp8pass.config import Config
-from fp8pass.passes.foreach import SPLITS
-from fp8pass.passes.split_foreach import SplitForeach, match
-from fp8pass.rewrite import Context
+from fp8pass.graph.rule import Context
+from fp8pass.inductor.combo_kernels import SMALL
+from fp8pass.options.config import Config
+from fp8pass.passes.common.foreach import SPLITS
+from fp8pass.passes.kernels.split_foreach import SplitForeach, match
 from tests.harness import BF16, E4M3, F32, apply, aten, capture, expect_graph, scale, text
 
 ROUNDS_TWICE = torch.__version__.startswith("2.11.")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass.errors import warn_once
 from fp8pass.recipes import DelayedScaling, Schedule
-from fp8pass.report import collect
-from fp8pass.slots import PARTS, registry
+from fp8pass.report.report import collect
+from fp8pass.states.slots import PARTS, registry
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr
 from tests.models import AcrossABreak, Block, Parts, make

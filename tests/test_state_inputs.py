@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import ops
-from fp8pass.annotation import STATE_INPUTS, Annotation, Frozen
-from fp8pass.config import Config
-from fp8pass.passes.annotate import annotate
+from fp8pass.graph.annotation import STATE_INPUTS, Annotation, Frozen
+from fp8pass.options.config import Config
+from fp8pass.passes.annotate.annotate import annotate
+from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, StaticScaling
 
 

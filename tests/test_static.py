@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass import ops
-from fp8pass.config import Config
+from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated as annotate
+from fp8pass.quant import ops
 from fp8pass.recipes import StaticScaling
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr, verdicts

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass import cli, demo, plots
-from fp8pass.stats import SlotStats, Stats
+from fp8pass import cli
+from fp8pass.debug import plots
+from fp8pass.debug.statistics import SlotStats, Stats
+from fp8pass.demo import demo
 from tests.models import Block, batches, make
 
 LAYERS = 1

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
-from fp8pass.steps import Region
+from fp8pass.states.steps import Region
 from tests.harness import annotated, compiled, sqnr, verdicts
 from tests.models import AcrossABreak, Attention, Block, Parts, Transformer, make
 

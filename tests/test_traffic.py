@@ -13,7 +13,7 @@ import pytest
 import torch
 from traffic import BLOCKS, around_matmuls
 
-from fp8pass.inspector import Run
+from fp8pass.inspect.inspector import Run
 from tests.pretend_gpu import inspect_there
 
 # Of delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).

@@ -20,11 +20,11 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass import steps
-from fp8pass.module_calls import Caught
+from fp8pass.dynamo.module_calls import Caught
 from fp8pass.recipes import DelayedScaling, Schedule
+from fp8pass.runtime.weight_cache import Fp8Weight, weights_of
 from fp8pass.scaling import E4M3, quantize
-from fp8pass.weights import Fp8Weight, weights_of
+from fp8pass.states import steps
 from tests.harness import sqnr
 from tests.models import Block, Parts, make
 

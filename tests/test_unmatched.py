@@ -13,7 +13,7 @@ import fp8pass
 from fp8pass import Config, Fp8Error, explain
 from fp8pass.errors import warn_once
 from fp8pass.names import MATMULS
-from fp8pass.passes import spellings
+from fp8pass.passes.common import matmul_calls
 from fp8pass.recipes import Schedule, StaticScaling
 from tests.models import Decorated
 
@@ -164,4 +164,4 @@ def test_statistics_of_what_is_not_watched() -> None:
 
 def test_matmuls_are_called_by_their_spellings() -> None:
     """The frame knows these names without the passes."""
-    assert {s.name for s in vars(spellings).values() if isinstance(s, spellings.Spelling)} == MATMULS
+    assert {s.name for s in vars(matmul_calls).values() if isinstance(s, matmul_calls.Spelling)} == MATMULS

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.config import Config
-from fp8pass.ops import WITH_TRANSPOSE, with_transpose
-from fp8pass.passes.use_transposes import UseTransposes
-from fp8pass.rewrite import Context
+from fp8pass.graph.rule import Context
+from fp8pass.options.config import Config
+from fp8pass.passes.share.use_transposes import UseTransposes
+from fp8pass.quant.ops import WITH_TRANSPOSE, with_transpose
 from tests.harness import BF16, apply, aten, capture, count, expect_graph, fp8, scale, text
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
-from fp8pass import weights
 from fp8pass.recipes import KINDS, DelayedScaling
+from fp8pass.runtime import weight_cache
+from fp8pass.runtime.weight_cache import Fp8Weight
 from fp8pass.scaling import E4M3, quantize
-from fp8pass.weights import Fp8Weight
 from tests.harness import BF16, F32
 from tests.models import Block, Parts, batches, make
 from tests.test_write_weights import Lion
@@ -33,7 +33,7 @@ Compile = Callable[..., Any]
 
 def copies(model: nn.Module) -> list[Fp8Weight]:
     """Of the weights of a model."""
-    return weights.weights_of(list(model.parameters()))
+    return weight_cache.weights_of(list(model.parameters()))
 
 
 def compiling(cache: str, **options: Any) -> Compile:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fp8pass.passes.spellings import spelling_of
-from fp8pass.passes.write_matmuls import write_matmuls
+from fp8pass.passes.annotate.write_matmuls import write_matmuls
+from fp8pass.passes.common.matmul_calls import spelling_of
 from tests.harness import annotated, compiled, sqnr, verdicts
 
 Form = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]

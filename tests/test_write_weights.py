@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fp8pass import ops
-from fp8pass.passes.write_weights import inputs_of_states, write_weights, written
+from fp8pass.passes.update.write_weights import inputs_of_states, write_weights, written
+from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling
-from fp8pass.updates import State, Write, attribute
+from fp8pass.runtime.update_key import State, Write, attribute
 from tests.harness import E4M3, expect_graph
 
 
@@ -298,11 +298,11 @@ _set_grad_enabled = torch._C._set_grad_enabled(False)
 sub_: "f32[16, 16]" = l_args_0_.sub_(l_args_2_, alpha = 0.1)
 sub__1: "f32[16, 16]" = l_args_1_.sub_(l_args_2_, alpha = 0.1)
 _set_grad_enabled_1 = torch._C._set_grad_enabled(True)
-next_scales = fp8pass_ops_next_scales(DelayedScaling(), 3, fp8pass_scale_0, fp8pass_amax_history_0, fp8pass_amax_weights_0)
-usable = fp8pass_ops_usable(next_scales)
-write_weight = fp8pass_ops_write_weight(usable, 0, [l_args_0_], [fp8pass_weight_0_x_q_0], [])
-write_weight_1 = fp8pass_ops_write_weight(usable, 2, [l_args_1_, fp8pass_weight_1_part_0], [fp8pass_weight_1_x_q_0, fp8pass_weight_1_x_q_1], [fp8pass_weight_1_x_t_0, fp8pass_weight_1_x_t_1])
-write_made = fp8pass_ops_write_made(fp8pass_made_0, usable, [write_weight, None, write_weight_1, None])
+next_scales = fp8pass_quant_ops_next_scales(DelayedScaling(), 3, fp8pass_scale_0, fp8pass_amax_history_0, fp8pass_amax_weights_0)
+usable = fp8pass_quant_ops_usable(next_scales)
+write_weight = fp8pass_quant_ops_write_weight(usable, 0, [l_args_0_], [fp8pass_weight_0_x_q_0], [])
+write_weight_1 = fp8pass_quant_ops_write_weight(usable, 2, [l_args_1_, fp8pass_weight_1_part_0], [fp8pass_weight_1_x_q_0, fp8pass_weight_1_x_q_1], [fp8pass_weight_1_x_t_0, fp8pass_weight_1_x_t_1])
+write_made = fp8pass_quant_ops_write_made(fp8pass_made_0, usable, [write_weight, None, write_weight_1, None])
 return ()
 """,
     )

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass.config import Config
+from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import output_saturates, why_emulated
-from fp8pass.passes.matmuls import Matmuls
-from fp8pass.passes.patterns import is_wide_cast
-from fp8pass.passes.scaled_mm import ScaledMM
-from fp8pass.verdict import Gemm
+from fp8pass.options.config import Config
+from fp8pass.passes.common.patterns import is_wide_cast
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from tests import xla_rules
 from tests.harness import aten, capture, check_legal_on_cuda, compiled, count, run, sqnr, text, verdicts
 from tests.xla_rules import CASES, E4M3, RULES, Case
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 def rewritten(case: Case) -> tuple[fx.GraphModule, list[Gemm], list[str]]:
     module = capture(case.function, *case.inputs, device=case.device, dynamic=case.dynamic)
     target = case.target or ("sm_90" if case.device == "cuda" else None)
-    context = run(module, Matmuls([]), ScaledMM(), config=Config(recipe=None, target=target))
+    context = run(module, ListMatmuls([]), ScaledMM(), config=Config(recipe=None, target=target))
     gemms = list(context.gemms.values())
     return module, gemms, [*context.notes, *(g.note for g in gemms if g.note)]
 
@@ -59,7 +59,7 @@ def test_case(name: str) -> None:
     if case.device == "cpu":
         _compare(case, module)
     once = text(module)
-    assert run(module, Matmuls([]), ScaledMM()).gemms == {}
+    assert run(module, ListMatmuls([]), ScaledMM()).gemms == {}
     assert text(module) == once
 
 

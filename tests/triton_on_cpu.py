@@ -31,9 +31,9 @@ from triton.runtime import interpreter
 
 import fp8pass
 from fp8pass.hardware import TARGETS
-from fp8pass.kernel_ops import WRITE
-from fp8pass.pretend import Pretended
-from fp8pass.slots import registry
+from fp8pass.inspect.fake_cuda import Pretended
+from fp8pass.quant.kernel_ops import WRITE
+from fp8pass.states.slots import registry
 from tests.asked import answer_all
 from tests.pretend_gpu import has_history
 

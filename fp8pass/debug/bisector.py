@@ -1,0 +1,464 @@
+"""`fp8pass.bisect`: which matmul, operand, recipe or pass makes a training step fail, found by running it.
+
+    as configured                must fail, or there is nothing to find
+    without fp8pass              must pass, or it isn't FP8
+    the annotated graph, eagerly fails: it is the numbers of FP8; passes: it is what is made of the graph, so
+                                 op by op behind all passes, or Inductor; without copies of weights; up to which pass
+    fewer and fewer matmuls      by halves (Junker, QuickXplain, 2004): at most 2 log2(n) runs for one culprit among n;
+                                 and where that leads nowhere by delta debugging (Zeller and Hildebrandt, Simplifying
+                                 and Isolating Failure-Inducing Input, 2002)
+    all but the culprits         must pass, or there is another one
+    one operand otherwise        in high precision, or with another recipe
+
+Every run begins with the same models, optimizers and random numbers, and compiles all anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8pass import pipeline
+from fp8pass._torch import pytree
+from fp8pass.debug.snapshot import Snapshot
+from fp8pass.errors import Fp8Error
+from fp8pass.fields import called_with, whole
+from fp8pass.names import parts_of
+from fp8pass.options.overrides import Trial, Unit, trying
+from fp8pass.recipes import FACTORS, DelayedScaling, DynamicScaling, Recipe, Role, RowwiseScaling
+
+log = logging.getLogger("fp8pass.bisect")
+
+Outcome = Literal["passes", "fails", "unclear"]
+Verdict = Literal["numbers", "pass", "compiler", "weight_cache", "not fp8", "passes", "unclear"]
+MOST_SETS, MOST_TOGETHER = 8, 4
+"""How many sets of culprits are looked for, and of how many matmuls a set may be whose operands are looked at."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the step. what: ran how; outcome: "unclear" where it failed otherwise than as configured; detail: how
+    it failed; seconds: all of it, compilation too."""
+
+    number: int
+    what: str
+    outcome: Outcome
+    seconds: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"run {self.number}, {self.seconds:.1f} s: {self.what}: {self.outcome}{detail}"
+
+
+@dataclass
+class Culprit:
+    """A matmul, or the moments of an optimizer. name, kind, source: as in `Gemm`, with kind "moments" too.
+
+    scaling: of its recipe. operands: those of which each, left in high precision, makes the check pass. better: of
+    these, those for which another recipe does, {operand: "dynamic" or "rowwise"}.
+    """
+
+    unit: Unit
+    scaling: str
+    operands: list[Role] = field(default_factory=list)
+    better: dict[Role, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of the module or parameter that it belongs to."""
+        return self.unit.name
+
+    @property
+    def kind(self) -> str:
+        """ "output", "grad_input", "grad_weight"; or "moments"."""
+        return self.unit.kind
+
+    @property
+    def source(self) -> str:
+        """The user's line, "file.py:12"."""
+        return self.unit.source
+
+    def __str__(self) -> str:
+        lines = [f"{self.unit}" + (f", {self.scaling}" if self.scaling else "")]
+        for role in self.operands:
+            also = f", and so it does with {self.better[role]} scaling" if role in self.better else ""
+            lines.append(f"its operand {role} is at fault: with it in high precision the check passes{also}")
+        return "; ".join(lines)
+
+
+@dataclass
+class Bisection:
+    """What `fp8pass.bisect` found. `print` tells it as a story.
+
+    verdict: "numbers" (of FP8: see `culprits`), "pass" (see `pass_name`), "compiler" (AOTAutograd or Inductor makes
+    something else of the annotated graph), "weight_cache"; "not fp8" (fails without fp8pass too), "passes" (does not
+    fail at all), "unclear". culprits: sets of matmuls; each fails by itself, with nothing else in FP8, and no part of
+    it does. cured: whether everything but these matmuls' modules was seen to pass. matmuls: how many there were to
+    choose from. repeated: whether the culprits failed again, compiled as configured; None if that was not tried.
+    """
+
+    verdict: Verdict = "unclear"
+    culprits: list[list[Culprit]] = field(default_factory=list)
+    pass_name: str = ""
+    matmuls: int = 0
+    cured: bool = False
+    repeated: bool | None = None
+    remedy: dict[str, str] = field(default_factory=dict)
+    """{name pattern: recipe}: with it, put first in `recipe`, and all else in FP8, the check was seen to pass."""
+    runs: list[Run] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def filter(self) -> list[str]:
+        """Patterns of names for `Config.filter` that leave out the modules of all culprits."""
+        units = [c.unit for found in self.culprits for c in found if c.name]
+        names = (part.removesuffix(".output") for u in units for part in parts_of(f"{u.name}.output"))
+        return list(dict.fromkeys(names))
+
+    def __str__(self) -> str:
+        seconds = sum(run.seconds for run in self.runs)
+        story = [_HEADLINES[self.verdict].format(matmuls=self.matmuls, culprit=self.pass_name)]
+        for i, found in enumerate(self.culprits):
+            cause = "the cause" if self.verdict == "numbers" else "it shows in"
+            which = (f"{cause}, by itself as well" if i else cause) + (", only together" if len(found) > 1 else "")
+            story += [f"  {which}:", *(f"    {line}" for c in found for line in str(c).split("; "))]
+        story += ["", *self._advice(), *self.notes] if self._advice() or self.notes else []
+        return "\n".join([*story, "", *map(str, self.runs), f"{len(self.runs)} runs in {seconds:.0f} s"])
+
+    def _advice(self) -> list[str]:
+        advice = []
+        if self.verdict == "pass":
+            advice.append(f"Please report that the pass {self.pass_name} is wrong, with what FP8PASS_DUMP=dir writes.")
+        if self.verdict == "compiler":
+            advice.append("Please report it, with what FP8PASS_DUMP=dir writes.")
+        if self.verdict == "weight_cache":
+            advice.append("Please report it. To go on: weight_cache='off'.")
+        if self.remedy:
+            advice.append(
+                f"To go on: recipe={{{_items(self.remedy)}, '*': ...}}, with which the check was seen to pass;"
+            )
+        if self.filter:
+            seen = "with which the check was seen to pass" if self.cured else "which has not been seen to be enough"
+            advice.append(f"{'or' if self.remedy else 'To go on:'} filter={self.filter}, {seen}.")
+        if any(c.kind == "moments" for found in self.culprits for c in found):
+            advice.append("To go on: optimizer_state='off'.")
+        if self.repeated is False:
+            advice.append(
+                "The culprits did not fail again: the step is not deterministic, or changes something that is not put "
+                "back between runs (see fp8pass.bisect). Do not trust this before that is settled."
+            )
+        return advice
+
+
+_HEADLINES: dict[str, str] = {
+    "numbers": "The numbers of FP8 are the cause: the annotated graph fails too, run eagerly, with no pass and no "
+    "compiler.\nOf {matmuls} matmuls that run in FP8:",
+    "pass": "The pass {culprit} is the cause, not the numbers of FP8: before it all is well, with it the check fails.",
+    "compiler": "{culprit} is the cause, not the numbers of FP8: the annotated graph passes, run eagerly.",
+    "weight_cache": "The FP8 copies of weights (weight_cache) are the cause: without them the check passes.",
+    "not fp8": "It fails without fp8pass too: it isn't FP8.",
+    "passes": "The check passes with everything in FP8, as configured: there is nothing to find.",
+    "unclear": "The numbers of FP8, a pass or Inductor: that could not be told apart. Of {matmuls} matmuls:",
+}
+
+
+def _items(of: dict[str, str]) -> str:
+    return ", ".join(f"{name!r}: {value!r}" for name, value in of.items())
+
+
+STEP = called_with((), "()")
+CHECK = called_with((None,), "(what step returned) -> bool")
+MAX_RUNS = whole(3, "a number of runs, 3 or more", "3 at least, of which the first two say whether it is FP8")
+
+
+def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *, max_runs: int = 100) -> Bisection:
+    """Find the smallest set of matmuls, or the pass, that makes a training step fail.
+
+    step: called without arguments, as often as it takes; trains some steps with whatever it compiles with fp8pass, and
+    returns something. It may make its model and optimizer each time, or use those that exist: what it reaches through
+    its closure, the globals that it names, and the attributes of these is put back as it was before every run and in
+    the end (`Snapshot` says what that is). Anything else that it changes, an iterator say, it has to begin anew itself.
+
+    check: of what `step` returned: true if it is fine; false, or an AssertionError, if not. By default every number in
+    it has to be finite. An exception that `step` raises is a failure too. A run that fails otherwise than the first one
+    did (another type of exception) counts as no failure, and is "unclear" among `Bisection.runs`. Other exceptions of
+    `check` are raised. max_runs: to stop at, with the smallest set so far.
+
+    Each matmul counts by itself: output, grad_input and grad_weight; known by module path, the user's lines and a
+    number, so that graph breaks, and graphs compiled again, change nothing. Modules compiled one by one that share
+    their code are one: a culprit is then in any of them. Quantize-dequantize that you wrote is your model's: it is
+    there in all runs. For one process: several would each decide for themselves. Every run is logged by the logger
+    "fp8pass.bisect" at INFO.
+
+    Raises Fp8Error if nothing is compiled with fp8pass, and ValueError for max_runs below 3, and for a step or a check
+    that is not such a function.
+    """
+    STEP.take("step", step)
+    (CHECK | None).take("check", check)
+    MAX_RUNS.take("max_runs", max_runs)
+    return _Bisector(step, check or all_finite, max_runs).run()
+
+
+def all_finite(result: Any) -> bool:
+    """Whether no number in tensors, lists, tuples and dicts is NaN or infinite."""
+    leaves = pytree.tree_leaves(result)
+    tensors = (x for x in leaves if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
+    return all(math.isfinite(x) for x in leaves if isinstance(x, float)) and all(
+        bool(torch.isfinite(x.float()).all()) for x in tensors
+    )
+
+
+class _Bisector:
+    def __init__(self, step: Callable[[], Any], check: Callable[[Any], Any], max_runs: int) -> None:
+        self.step = step
+        self.check = check
+        self.max_runs = max_runs
+        self.found = Bisection()
+        self.failure = ""
+        """How it fails as configured: "" for the check, or the type of an exception."""
+        self.known: dict[Any, Outcome] = {}
+        self.how: dict[str, Any] = {}
+        """What all trials have in common: way, passes, weight_cache."""
+        self.units: dict[Unit, Recipe | None] = {}
+
+    def run(self) -> Bisection:
+        """All of it; in the end everything is as it was."""
+        self.snapshot = Snapshot([self.step, self.check])
+        try:
+            self._find()
+        finally:
+            self.snapshot.restore()
+        log.info("%s", str(self.found).partition("\n")[0])
+        return self.found
+
+    # Runs
+
+    def _try(self, what: str, again: bool = False, **options: Any) -> Outcome:
+        """Run the step in a trial; from memory, if there has been one like it. "unclear" when there were too many."""
+        trial = Trial(**{**self.how, **options})
+        units = None if trial.units is None or set(trial.units) == set(self.units) else frozenset(trial.units)
+        passes = None if trial.passes is None else tuple(trial.passes)
+        key = (units, frozenset(trial.instead.items()), trial.way, passes, trial.weight_cache)
+        if key in self.known and not again:
+            return self.known[key]
+        if len(self.found.runs) >= self.max_runs:
+            self._note(f"Stopped after {self.max_runs} runs (max_runs): there may be smaller sets, and more.")
+            return "unclear"
+        started = time.perf_counter()
+        outcome, detail = self._outcome(trial)
+        self.trial = trial
+        run = Run(len(self.found.runs) + 1, what, outcome, time.perf_counter() - started, detail)
+        self.found.runs.append(run)
+        log.info("%s", run)
+        self.known[key] = outcome
+        return outcome
+
+    def _outcome(self, trial: Trial) -> tuple[Outcome, str]:
+        self.snapshot.restore()
+        first = not self.found.runs
+        try:
+            with trying(trial):
+                result = self.step()
+        except Exception as error:
+            log.debug("the step raised", exc_info=True)
+            kind, detail = type(error).__name__, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        else:
+            kind, detail = "", self._why_not_fine(result)
+            if not detail:
+                return "passes", ""
+        if first:
+            self.failure = kind
+        return ("fails" if kind == self.failure else "unclear"), detail
+
+    def _why_not_fine(self, result: Any) -> str:
+        try:
+            return "" if self.check(result) else "the check is false"
+        except AssertionError as error:
+            return f"the check: {str(error).partition(chr(10))[0] or 'AssertionError'}"
+
+    def _fails(self, units: Iterable[Unit], what: str = "") -> bool:
+        wanted = list(units)
+        return self._try(what or f"only {_count(wanted)} in FP8", units=wanted) == "fails"
+
+    def _note(self, text: str) -> None:
+        if text not in self.found.notes:
+            self.found.notes.append(text)
+
+    # What is found, in order
+
+    def _find(self) -> None:
+        found = self.found
+        outcome = self._try("everything as configured")
+        if not self.trial.graphs:
+            raise Fp8Error(
+                "bisect: the step compiled nothing with fp8pass: it must call what torch.compile(..., "
+                'backend="fp8pass") or fp8pass.train_step made, and must not have torch.compiler.disable around it'
+            )
+        self.units, lowerings, cached = self.trial.seen, self.trial.lowerings, self.trial.cached
+        found.matmuls = sum(unit.kind != "moments" for unit in self.units)
+        if outcome != "fails":
+            found.verdict = "passes"
+            return
+        without = self._try("without fp8pass", units=(), passes=())
+        if without != "passes":
+            found.verdict = "not fp8"
+            return
+        reference = self._try("everything in FP8, the annotated graphs run eagerly", way="reference")
+        if reference == "fails":
+            found.verdict, self.how = "numbers", {"way": "reference"}
+        elif reference == "passes":
+            self._find_machinery(lowerings == {"eager"}, cached)
+        else:
+            self._note(
+                "The annotated graphs could not be run eagerly: numbers, passes and Inductor are not told apart."
+            )
+        self._find_matmuls()
+
+    def _find_machinery(self, runs_eagerly: bool, cached: bool) -> None:
+        """Which part of what is made of the annotated graph is at fault."""
+        found = self.found
+        behind_passes = runs_eagerly or self._try("op by op behind all passes", way="eager") == "fails"
+        self.how = {"way": "eager"} if behind_passes else {}
+        if cached and self._try("without FP8 copies of weights", weight_cache=False) == "passes":
+            found.verdict = "weight_cache"
+            return
+        names = [p.name for p in (*pipeline.passes([]), *pipeline.kernel_passes())]
+        good, bad = 0, len(names)
+        if self._try("with no pass", passes=()) == "fails":
+            found.verdict, found.pass_name = "compiler", "AOTAutograd" if behind_passes else "Inductor"
+            return
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            fails = self._try(f"with passes up to {names[middle - 1]}", passes=names[:middle]) == "fails"
+            good, bad = (good, middle) if fails else (middle, bad)
+        found.verdict, found.pass_name = "pass", names[bad - 1]
+        others = [name for name in names if name != found.pass_name]
+        if self._try(f"with all passes but {found.pass_name}", passes=others) != "passes":
+            self._note(f"Without {found.pass_name} alone it still does not pass: other passes may be wrong as well.")
+        if not behind_passes:
+            self._note("Op by op it passes: Inductor may be at fault, for what it makes of that pass's graph.")
+
+    def _find_matmuls(self) -> None:
+        """Sets of matmuls that fail by themselves, until all others pass."""
+        found, left = self.found, list(self.units)
+        while left and len(found.culprits) < MOST_SETS and self._fails(left, self._without()):
+            smallest = _smallest(left, self._fails)
+            if smallest == left and len(left) > MOST_TOGETHER:
+                self._note(f"No smaller set than {_count(left)} fails: many small errors that add up, it seems.")
+            found.culprits.append([Culprit(u, r.name if (r := self.units[u]) else "") for u in smallest])
+            names = {u.name for u in smallest if u.kind != "moments"}
+            left = [u for u in left if u not in smallest and u.name not in names]
+        if not found.culprits:
+            return
+        found.cured = not left or self._try(self._without(), units=left) == "passes"
+        if found.verdict in ("numbers", "unclear"):
+            for together in found.culprits:
+                if len(together) <= MOST_TOGETHER:
+                    self._find_operands(together)
+            self._find_remedy()
+        first, runs = [c.unit for c in found.culprits[0]], len(found.runs)
+        outcome = self._try(
+            f"only {_count(first)} in FP8, as configured, again", again=True, units=first, way="configured"
+        )
+        found.repeated = outcome == "fails" if len(found.runs) > runs else None
+
+    def _without(self) -> str:
+        names = self.found.filter or [c.kind for found in self.found.culprits for c in found]
+        return f"all but {' and '.join(names)} in FP8" if names else "everything in FP8"
+
+    def _find_operands(self, together: list[Culprit]) -> None:
+        units = [c.unit for c in together]
+        for culprit in together:
+            recipe, unit = self.units[culprit.unit], culprit.unit
+            for role in FACTORS[unit.kind] if unit.kind != "moments" else ():
+                if self._try(f"its {role} in high precision", units=units, instead={(unit, role): None}) != "passes":
+                    continue
+                culprit.operands.append(role)
+                other = _better(recipe)
+                if other is None:
+                    continue
+                what = f"its {role} with {other.name} scaling"
+                if self._try(what, units=units, instead={(unit, role): other}) == "passes":
+                    culprit.better[role] = other.name
+
+    def _find_remedy(self) -> None:
+        """Another recipe for the modules of the culprits."""
+        culprits = [c for together in self.found.culprits for c in together]
+        if not all(c.better and c.name for c in culprits):
+            return
+        others = {c.name: _better(self.units[c.unit]) for c in culprits}
+        instead = {
+            (u, role): others[u.name]
+            for u in self.units
+            if u.name in others and u.kind != "moments"
+            for role in FACTORS[u.kind]
+        }
+        remedy = {name: other.name for name, other in others.items() if other}
+        if self._try(f"everything in FP8, {_items(remedy)}", instead=instead) == "passes":
+            self.found.remedy = remedy
+
+
+def _better(recipe: Recipe | None) -> Recipe | None:
+    """The recipe to try for an operand that does badly with this one: of newer scales, or of finer ones."""
+    if isinstance(recipe, DelayedScaling):
+        return DynamicScaling(fp8_format=recipe.fp8_format)
+    return RowwiseScaling() if isinstance(recipe, DynamicScaling) else None
+
+
+def _count(units: Sequence[Unit]) -> str:
+    """What they are, in a few words: one at least."""
+    if len(units) == 1:
+        return str(units[0])
+    first, last = ("the optimizer's moments" if u.kind == "moments" else u.name or "-" for u in (units[0], units[-1]))
+    return f"{len(units)} matmuls, of {first}" + (f" to {last}," if first != last else ",")
+
+
+def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:
+    """A subset that fails, and of which no single one can be left out. `units` are known to fail.
+
+    By divide and conquer, which needs that whatever contains a failing set fails, too; else, for errors may cancel each
+    other, by delta debugging, which takes more runs.
+    """
+    found = set(_conquered([], units, False, fails))
+    smallest = [u for u in units if u in found]
+    return smallest if fails(smallest) else _debugged(units, fails)
+
+
+def _conquered(with_: list[Unit], units: list[Unit], may_fail: bool, fails: Callable[[list[Unit]], bool]) -> list[Unit]:
+    """What it takes of `units` to make `with_` fail. may_fail: whether that may fail by itself."""
+    if may_fail and fails(with_):
+        return []
+    if len(units) == 1:
+        return units
+    left, right = units[: len(units) // 2], units[len(units) // 2 :]
+    of_right = _conquered(with_ + left, right, True, fails)
+    return _conquered(with_ + of_right, left, bool(of_right), fails) + of_right
+
+
+def _debugged(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:
+    parts = 2
+    while len(units) > 1:
+        edges = [len(units) * i // parts for i in range(parts + 1)]
+        chunks = [units[a:b] for a, b in itertools.pairwise(edges)]
+        smaller = next((c for c in chunks if fails(c)), None)
+        if smaller is not None:
+            units, parts = smaller, 2
+            continue
+        rests = ([u for u in units if u not in c] for c in chunks) if parts > 2 else iter(())
+        rest = next((r for r in rests if fails(r)), None)
+        if rest is not None:
+            units, parts = rest, max(parts - 1, 2)
+        elif parts < len(units):
+            parts = min(2 * parts, len(units))
+        else:
+            break
+    return units

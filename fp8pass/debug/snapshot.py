@@ -1,0 +1,187 @@
+"""What a training step changes, put back as it was: models, optimizers, random numbers, the state of FP8.
+
+For `fp8pass.bisect`, which runs a step again and again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fp8pass.quant.ops import SlotTensors
+from fp8pass.states.checkpoint import State, state
+from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.training_step import TrainStep, reached
+
+Undo = Callable[[], None]
+
+
+class Snapshot:
+    """Of whatever the `roots`, functions say, reach: as `train_step` finds models.
+
+    Parameters, buffers, gradients and numbers of modules; optimizers; whatever else has `state_dict` and
+    `load_state_dict`, as learning-rate schedules do; torch's generators, and its, Python's and NumPy's random state;
+    all FP8 state. Not iterators, and not what is in containers beside these.
+    """
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        found = list(reached(roots, _has_state))
+        parts = {part for x in found if isinstance(x, nn.Module) for part in x.modules() if part is not x}
+        found = [x for x in found if not isinstance(x, nn.Module) or x not in parts]
+        self._undo = [_random_state(), _fp8_state(), *map(_undo, found)]
+        self._steps = [x for x in found if isinstance(x, TrainStep)]
+        self.found = [type(x).__name__ for x in found if not isinstance(x, TrainStep)]
+
+    def restore(self) -> None:
+        """Put all back, in place, and forget what was compiled."""
+        torch.compiler.reset()
+        for step in self._steps:
+            step.forget()
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+
+def _has_state(x: Any) -> bool:
+    loads = all(callable(getattr(type(x), name, None)) for name in ("state_dict", "load_state_dict"))
+    return isinstance(x, (TrainStep, torch.Generator)) or (loads and not isinstance(x, State))
+
+
+def _undo(x: Any) -> Undo:
+    """What puts one object back as it is now."""
+    if isinstance(x, TrainStep):
+        return lambda: None
+    if isinstance(x, nn.Module):
+        return _all(_module(x))
+    if isinstance(x, Optimizer):
+        return _optimizer(x)
+    if isinstance(x, torch.Generator):
+        generator, number = x, x.get_state()
+        return lambda: _ignored(generator.set_state(number))
+    saved = copy.deepcopy(x.state_dict())
+    return lambda: _ignored(x.load_state_dict(copy.deepcopy(saved)))
+
+
+def _ignored(result: Any) -> None:
+    """Nothing."""
+
+
+def _all(undo: Iterator[Undo]) -> Undo:
+    every = list(undo)
+
+    def run() -> None:
+        for one in every:
+            one()
+
+    return run
+
+
+def _module(model: nn.Module) -> Iterator[Undo]:
+    for module in model.modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, type(None)))}
+        dicts: list[dict[str, Any]] = [vars(module), module._parameters, module._buffers]
+        for values in dicts:
+            kept = plain if values is vars(module) else dict(values)
+            yield functools.partial(values.update, kept)
+    for x in (*model.parameters(), *model.buffers()):
+        yield _tensor(x)
+    yield _loaded(state(model))
+
+
+def _tensor(x: Tensor) -> Undo:
+    data, grad = x.detach().clone(), x.grad
+    of_grad = None if grad is None else grad.detach().clone()
+
+    def undo() -> None:
+        x.detach().copy_(data)
+        x.grad = grad
+        if grad is not None and of_grad is not None:
+            grad.copy_(of_grad)
+
+    return undo
+
+
+def _loaded(of: State) -> Undo:
+    """What was loaded into a state, of which groups that are made later take theirs."""
+    loaded, steps = of._loaded, of._steps
+    entries = dict(loaded.entries)
+
+    def undo() -> None:
+        of._loaded, of._steps = replace(loaded, entries=dict(entries)), steps
+
+    return undo
+
+
+def _optimizer(optimizer: Optimizer) -> Undo:
+    groups = [dict(group, params=list(group["params"])) for group in optimizer.param_groups]
+    states = {p: _copied(of) for p, of in optimizer.state.items()}
+
+    def undo() -> None:
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(_copied(saved))
+        optimizer.state.clear()
+        optimizer.state.update({p: _copied(of) for p, of in states.items()})
+
+    return undo
+
+
+def _copied(of: dict[str, Any]) -> dict[str, Any]:
+    """Values copied, but for the parameters of a group, which are what they are."""
+    return {k: list(v) if k == "params" else copy.deepcopy(v) for k, v in of.items()}
+
+
+def _random_state() -> Undo:
+    cpu, python = torch.get_rng_state(), random.getstate()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy = sys.modules.get("numpy")
+    arrays = numpy.random.get_state() if numpy else None
+
+    def undo() -> None:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
+        if numpy:
+            numpy.random.set_state(arrays)
+
+    return undo
+
+
+def _fp8_state() -> Undo:
+    saved = [(group, _group(group)) for group in registry.groups()]
+
+    def undo() -> None:
+        registry.keep([group for group, _ in saved if group.alive()])
+        for _, undo_group in saved:
+            undo_group()
+
+    return undo
+
+
+def _group(group: SlotGroup) -> Undo:
+    constant = ("table", "owned", "tensors", "relatives", "neighbours", "flags", "again", "fixed", "weights")
+    values = {f.name: copy.copy(getattr(group, f.name)) for f in fields(group) if f.name not in constant}
+    tensors, relatives = SlotTensors(*(t.clone() for t in group.tensors)), list(group.relatives)
+    neighbours = list(group.neighbours)
+
+    def undo() -> None:
+        for t, saved in zip(group.tensors, tensors, strict=True):
+            t.copy_(saved)
+        for name, value in values.items():
+            setattr(group, name, copy.copy(value))
+        group.neighbours = weakref.WeakSet(neighbours)
+        group.relatives, group.again, group.fixed = weakref.WeakSet(relatives), None, None
+        group.weights = {}  # copies are made again
+
+    return undo

@@ -1,0 +1,202 @@
+"""`fp8pass.stats(model)`: what the numerics monitor has counted, as a table, JSON lines, or TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fp8pass.errors import Fp8Error
+from fp8pass.fields import nearest
+from fp8pass.quant.monitor_ops import Numerics, Ring
+from fp8pass.recipes import matches
+from fp8pass.states.checkpoint import state, usual_name
+from fp8pass.states.slots import SlotGroup, registry
+
+PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr")
+"""The numbers of a row that change from step to step."""
+
+
+@dataclass(frozen=True)
+class SlotStats:
+    """What quantization did to one tensor in one step.
+
+    slot: its name, `layers.0.up.input`; role: "input", "weight" or "grad_output"; source: the user's line of its
+    matmul; step: counted from 0. amax: max(abs(x)); scale: what x is multiplied with, the smallest one where there are
+    several. underflow: the share of its non-zero elements that became 0; saturation: the share of all that were too
+    large for the format; sqnr: signal to quantization noise in dB, 10 log10(sum(x**2) / sum((x - dequantized x)**2)) of
+    finite elements, inf without noise, NaN without signal. nonfinite: how many elements are NaN or inf; elements: of
+    how many, in all uses of the step.
+    """
+
+    slot: str
+    role: str
+    source: str
+    step: int
+    amax: float
+    scale: float
+    underflow: float
+    saturation: float
+    sqnr: float
+    nonfinite: int
+    elements: int
+    order: tuple[int, int, int] = field(default=(0, 0, 0), repr=False, compare=False)
+    """When it was quantized within its step."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Rows by step, and within a step in the order in which the tensors were quantized."""
+
+    rows: tuple[SlotStats, ...]
+
+    @property
+    def latest(self) -> list[SlotStats]:
+        """The newest row of each slot."""
+        return list({row.slot: row for row in self.rows}.values())
+
+    def of(self, slot: str) -> list[SlotStats]:
+        """The history of a slot, or of all that a name pattern covers; oldest first."""
+        return [row for row in self.rows if matches(row.slot, slot)]
+
+    def first_saturated(self, share: float = 0.01) -> SlotStats | None:
+        """The first tensor of which more than this share was clamped: one that grew faster than its scale fell."""
+        return next((row for row in self.rows if row.saturation > share), None)
+
+    @property
+    def first_nonfinite(self) -> SlotStats | None:
+        """The first tensor with a NaN or an infinity: what computed it, behind the tensor before, is to blame."""
+        return next((row for row in self.rows if row.nonfinite), None)
+
+    @property
+    def last_finite(self) -> SlotStats | None:
+        """The tensor that was quantized before `first_nonfinite` in the same step; None if it was the first of it."""
+        first = self.first_nonfinite
+        index = self.rows.index(first) if first is not None else 0
+        before = self.rows[index - 1] if index else None
+        return before if before is not None and first is not None and before.step == first.step else None
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain dicts of numbers and strings."""
+        return [{k: v for k, v in asdict(row).items() if k != "order"} for row in self.rows]
+
+    def to_jsonl(self, path: str | Path, append: bool = False) -> None:
+        """Write a line of JSON for each row. NaN and infinities are null, for JSON has none."""
+        with Path(path).open("a" if append else "w") as file:
+            for row in self.to_dicts():
+                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+                file.write(json.dumps(finite) + "\n")
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Add scalars `fp8/<slot>/<number>` to a `torch.utils.tensorboard.SummaryWriter`."""
+        for row in self.rows:
+            for name in (*PLOTTED, "nonfinite"):
+                writer.add_scalar(f"fp8/{row.slot}/{name}", getattr(row, name), row.step)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "nothing has been watched yet: call the model, with gradients, after compiling it with monitor=True"
+        steps = sorted({row.step for row in self.rows})
+        lines = [
+            f"steps {steps[0]} to {steps[-1]}; of each tensor the newest",
+            *_aligned([_HEAD, *map(_cells, self.latest)]),
+        ]
+        return "\n".join([*lines, *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        first = self.first_saturated()
+        if first is not None:
+            yield f"the first to saturate: {first.saturation:.2%} of {first.slot}, step {first.step} ({first.source})"
+        lost = max(self.rows, key=lambda row: row.underflow)
+        if lost.underflow > 0:
+            yield f"most lost to zero: {lost.underflow:.2%} of {lost.slot}, step {lost.step} ({lost.source})"
+        first, before = self.first_nonfinite, self.last_finite
+        if first is not None:
+            behind = f"; {before.slot}, quantized before it, is finite" if before is not None else ""
+            yield (
+                f"the first NaN or inf is in {first.slot}, step {first.step} ({first.source}): {first.nonfinite} of "
+                f"{first.elements} elements{behind}"
+            )
+
+
+def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
+    """What the numerics monitor has counted of a module, compiled or not, or of what a `train_step` trains.
+
+    slots: a name pattern; since: steps from this one on, counted from 0. The newest step may still be going on. Waits
+    for the device. Raises Fp8Error if nothing of the model is watched, which `monitor=True` at compile time does;
+    ValueError for a pattern that matches none of what is watched; TypeError for other arguments.
+    """
+    if not isinstance(slots, str):
+        raise TypeError(f"slots is {slots!r}: pass a name pattern, 'layers.3' or '*.grad_output' say")
+    if not isinstance(since, int):
+        raise TypeError(f"since is {since!r}: pass the number of a step")
+    module = state(model).module
+    assert module is not None
+    rows: list[SlotStats] = []
+    watched = False
+    for group in registry.groups():
+        if group.ring is not None and usual_name(module, group, "") is not None:
+            watched = True
+            rows += _rows(module, group, group.ring, since)
+    if not watched:
+        raise Fp8Error(
+            "nothing of this model is watched: compile it with options={'monitor': True}, or with "
+            "@fp8pass.train_step(monitor=True), and call it with gradients"
+        )
+    known = {row.slot for row in rows}
+    rows = [row for row in rows if matches(row.slot, slots)]
+    if known and not rows:
+        raise ValueError(f"slots={slots!r}: matches none of {len(known)} watched tensors{nearest(slots, known, n=3)}")
+    return Stats(tuple(sorted(rows, key=lambda row: (row.step, row.order))))
+
+
+def _rows(module: Any, group: SlotGroup, ring: Ring, since: int) -> Iterator[SlotStats]:
+    names = [str(usual_name(module, group, w.name)) for w in ring.table.watched]
+    for step, called, numbers in zip(ring.steps, ring.called, ring.read().tolist(), strict=True):
+        if step < since:
+            continue
+        for i, (name, watched) in enumerate(zip(names, ring.table.watched, strict=True)):
+            of = Numerics(*numbers[i])
+            if of.elements:
+                order = (0, called, i) if i < ring.table.n_forward else (1, -called, -i)
+                yield SlotStats(name, watched.role, watched.source, step, **_shares(of), order=order)
+
+
+def _shares(of: Numerics) -> dict[str, Any]:
+    return {
+        "amax": of.amax,
+        "scale": 1 / of.scale_inv if of.scale_inv else math.inf,
+        "underflow": of.underflowed / max(of.nonzero, 1),
+        "saturation": of.saturated / of.elements,
+        "sqnr": _sqnr(of),
+        "nonfinite": round(of.nonfinite),
+        "elements": round(of.elements),
+    }
+
+
+def _sqnr(of: Numerics) -> float:
+    if not of.signal:
+        return math.nan
+    return 10 * math.log10(of.signal / of.noise) if of.noise else math.inf
+
+
+_HEAD = ("slot", "step", "amax", "scale", "underflow", "saturation", "SQNR dB", "NaN, inf", "source")
+
+
+def _cells(row: SlotStats) -> tuple[str, ...]:
+    return (
+        row.slot, str(row.step), f"{row.amax:.3g}", f"{row.scale:.3g}", f"{row.underflow:.2%}",
+        f"{row.saturation:.2%}", f"{row.sqnr:.1f}", str(row.nonfinite or ""), row.source,
+    )  # fmt: skip
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *numbers, last in rows:
+        cells = (cell.rjust(w) for cell, w in zip(numbers, widths[1:-1], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]))
+    return [lines[0].rstrip(), "-" * sum(widths, 2 * len(widths) - 2), *(line.rstrip() for line in lines[1:])]

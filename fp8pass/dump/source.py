@@ -1,0 +1,269 @@
+"""A graph as Python that runs: the text of a dump. What it calls is in `replay.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import re
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
+from fp8pass.dump.replay import Quantized, Random, RngState, Transposed
+from fp8pass.fsdp import Fp8Shard, GatheredWeight
+from fp8pass.quant.ops import cached_operand
+from fp8pass.recipes import Recipe
+from fp8pass.states.scale_state import recipe_of
+
+MOST = 16
+"""Elements of an attribute whose values are written down. Larger ones are made of a seed, as inputs are."""
+
+
+@dataclasses.dataclass
+class Origins:
+    """What the joint graph no longer says of its inputs, from Dynamo's: their names there, and how large those are.
+
+    about: see `Random`, of those that are positive. copies: of those that are made of others.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list)
+    about: dict[str, float] = dataclasses.field(default_factory=dict)
+    copies: dict[str, Quantized | Transposed] = dataclasses.field(default_factory=dict)
+
+    def learn(self, module: fx.GraphModule, examples: Sequence[Any]) -> None:
+        """From Dynamo's graph, or its annotated copy."""
+        inputs = [(str(n.target), value) for n, value in _inputs(module.graph, examples)]
+        self.names = [name for name, _ in inputs]
+        for node in (n for n in module.graph.nodes if n.target is cached_operand):
+            self._learn_copies(*node.args)
+        self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
+
+    def _learn_copies(self, weight: fx.Node, quantizer: Any, made: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
+        if weight.op == "placeholder":  # not of several, one below the other
+            names = str(weight.target), str(made.target)
+            self.copies[str(x_q.target)] = Quantized(*names, quantizer.index, quantizer.dtype)
+        self.copies.update({str(x.target): Transposed(str(x_q.target)) for x in x_t})
+
+    def copy(self, name: str, inputs: dict[str, str]) -> str:
+        """The text of an input that is made of others, if those are inputs too: by their names in Dynamo's graph."""
+        copy = self.copies.get(name)
+        if copy is None or not {copy.of, getattr(copy, "made", copy.of)} <= set(inputs):
+            return ""
+        if isinstance(copy, Quantized):
+            return f"replay.{dataclasses.replace(copy, of=inputs[copy.of], made=inputs[copy.made])!r}"
+        return f"replay.{Transposed(inputs[copy.of])!r}"
+
+    def name_of(self, node: fx.Node) -> str:
+        """Of an input of a graph that AOTAutograd made; "" if it is none of Dynamo's."""
+        origin: object = node.meta.get("desc")
+        index = getattr(origin, "idx", None)
+        if index is not None and index < len(self.names) and not hasattr(origin, "output"):
+            return str(self.names[index])
+        return str(getattr(origin, "target", ""))
+
+
+def runnable(
+    module: fx.GraphModule, origins: Origins, examples: Sequence[Any] = (), differentiable: bool = False
+) -> str:
+    """The graph as a Python file, without its first line.
+
+    examples: of its inputs, where the graph does not know them. differentiable: whether its backward is run, too.
+    """
+    body = _code(module)
+    known = list(_inputs(module.graph, examples))
+    names = {origins.name_of(node) or str(node.target): str(node.target) for node, _ in known}
+    inputs = [_input(node, value, origins, names, differentiable) for node, value in known]
+    attributes = [f"    {name!r}: {_value(x, origins.about.get(name, 0))},\n" for name, x in _attributes(module)]
+    return (
+        "# Runs by itself; --help says how. fp8pass has to be installed.\n\n"
+        f"{_imports(module, body)}\n\n\n{body}\n\n\n"
+        f"GRAPH = {_NAME}\nINPUTS = {{\n{''.join(inputs)}}}\nATTRIBUTES = {{\n{''.join(attributes)}}}\n\n"
+        'if __name__ == "__main__":\n    replay.main(GRAPH, INPUTS, ATTRIBUTES, __file__)\n'
+    )
+
+
+_NAME = "Graph"
+_CHECKPOINT = re.compile(r"torch\.ops\.higher_order\.(?=tag_activation_checkpoint\()")
+_FUNCTION = re.compile(
+    r"(?<!['\"])<(?:function|bound method|built-in \w+) ([\w.<>]+?)(?: of .*?)?(?: at 0x[0-9a-f]+)?>"
+)
+_ALGORITHM = re.compile(r"(?<=amax_compute_algo=)'(?!max'|most_recent')([^']*)'")
+_SCALES = "StaticScaling({...})"
+
+
+def _code(module: fx.GraphModule) -> str:
+    graph, codegen = module.graph, module.graph._codegen
+    graph.set_codegen(CodeGen())  # that of a joint graph takes its inputs as two lists
+    try:
+        text = module.print_readable(print_output=False, include_stride=True, include_device=True, expanded_def=True)
+    finally:
+        graph.set_codegen(codegen)
+    text = re.sub(r"\A\s*class [^(]+\(", f"class {_NAME}(", text)
+    text = _CHECKPOINT.sub("replay.", text)
+    return "\n".join(_with_stand_ins(line) for line in text.rstrip().splitlines())
+
+
+def _with_stand_ins(line: str) -> str:
+    """A line of code; functions that have no text of their own are named, and fail when they are called."""
+    if line.lstrip().startswith("#"):
+        return line
+    line = line.replace(_SCALES, "StaticScaling({})")  # they are an input of the graph
+    for pattern in _FUNCTION, _ALGORITHM:
+        line = pattern.sub(lambda m: f"replay.missing({m[1]!r})", line)
+    return line
+
+
+def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, fx.GraphModule))
+
+
+def _imports(module: fx.GraphModule, body: str) -> str:
+    """What the code names, and no more."""
+    lines = {"import torch", "from fp8pass.dump import replay"}
+    for _, part in _graphs(module):
+        for name, value in part.graph.python_code("self").globals.items():
+            if re.search(rf"\b{re.escape(name)}\b", body):
+                lines.add(_import(name, value))
+        for node in part.graph.nodes:
+            keys = {a: r for a in node.args if isinstance(a, str) and isinstance(r := recipe_of(a), Recipe)}
+            for kind in _types_in((node.args, node.kwargs, keys)):
+                lines.add(f"from {kind.__module__} import {kind.__qualname__}")
+            for key, recipe in keys.items():
+                lines |= {
+                    "from fp8pass.states import scale_state",
+                    f"scale_state.remember({key!r}, {_with_stand_ins(repr(recipe))})",
+                }
+    return "\n".join(
+        sorted(filter(None, lines), key=lambda line: ("import" not in line, line.startswith("from"), line))
+    )
+
+
+def _types_in(x: Any) -> Iterator[type]:
+    """Of dataclasses among the arguments of a node, whose text names them: quantizers and recipes."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        yield type(x)
+        for field in dataclasses.fields(x):
+            yield from _types_in(getattr(x, field.name))
+    elif isinstance(x, (list, tuple)):
+        for value in x:
+            yield from _types_in(value)
+    elif isinstance(x, dict):
+        yield from _types_in(list(x.values()))
+
+
+def _import(name: str, value: Any) -> str:
+    """The line that makes a global of a graph's code."""
+    if name == "torch":
+        return ""
+    if value is torch.device:
+        return "from fp8pass.dump.replay import device"
+    if isinstance(value, float):
+        return f"{name} = float({str(value)!r})"
+    if isinstance(value, types.ModuleType):
+        return f"import {value.__name__} as {name}"
+    if value is type(None):
+        return f"{name} = type(None)"
+    place, what = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if place not in (None, "__main__") and "." not in what and _is_at(place, what, value):
+        return f"from {place} import {what}" + (f" as {name}" if what != name else "")
+    return f"{name} = replay.missing({name!r})"
+
+
+def _is_at(place: Any, name: str, value: Any) -> bool:
+    try:
+        return getattr(importlib.import_module(place), name, None) is value
+    except ImportError:
+        return False
+
+
+def _inputs(graph: fx.Graph, examples: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
+    for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+        known = node.meta.get("val", node.meta.get("example_value"))
+        yield node, examples[i] if known is None and i < len(examples) else known
+
+
+def _input(node: fx.Node, value: Any, origins: Origins, names: dict[str, str], differentiable: bool) -> str:
+    origin = origins.name_of(node)
+    comment = f"  # {origin}" if origin else ""
+    name = origin or str(node.target)
+    text = origins.copy(name, names) or _value(value, origins.about.get(name, 0), differentiable)
+    return f"    {str(node.target)!r}: {text},{comment}\n"
+
+
+def _value(value: Any, about: float, differentiable: bool = False) -> str:
+    """The text that makes an input or an attribute."""
+    if _is_plain(value):
+        return _known(value) or _random(value, about, differentiable and value.requires_grad)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return repr(hint_of(value))
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    return f"replay.missing({f'an input of type {type(value).__name__}'!r})"
+
+
+def _known(x: Tensor) -> str:
+    """The values themselves, of a small constant."""
+    if not _is_real(x) or x.requires_grad or x.is_complex() or x.numel() > MOST or not x.is_contiguous():
+        return ""
+    with unset_fake_temporarily():
+        values = x.detach().cpu()
+        values = values.double() if x.dtype.is_floating_point else values
+        if not values.isfinite().all():
+            return ""
+        return f'torch.tensor({values.tolist()!r}, dtype={x.dtype}, device="{x.device}")'
+
+
+def _random(x: Tensor, about: float, requires_grad: bool) -> str:
+    shape, stride = ([hint_of(n) for n in of] for of in (x.shape, x.stride()))
+    if x.dtype == torch.uint8 and shape == list(torch.get_rng_state().shape):
+        return f"replay.{RngState()!r}"
+    options = f", about={about:g}" if about else ""
+    options += ", requires_grad=True" if requires_grad else ""
+    return f'replay.{Random.__name__}({shape}, {stride}, {x.dtype}, "{x.device}"{options})'
+
+
+_POSITIVE = re.compile(r"scale|made|numbers|_sq|square|running_var|step")
+"""Names of what is above zero."""
+_AMAX = 512
+"""More than matmuls of normal numbers give, and little enough for FP8 to tell such numbers apart."""
+
+
+def _about(x: Tensor, name: str) -> float:
+    """Of a real tensor whether it is positive; of another what its name says."""
+    if not x.dtype.is_floating_point:
+        return 0
+    if _is_real(x):
+        with unset_fake_temporarily():
+            return float(x.numel() > 0 and bool((x.detach().float() >= 0).all()))
+    return _AMAX if "amax" in name else float(bool(_POSITIVE.search(name)))
+
+
+def _is_plain(x: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of this process alone: a DTensor has parts on other ranks."""
+    return isinstance(x, Tensor) and not isinstance(x, (DTensor, Fp8Shard, GatheredWeight))
+
+
+def _is_real(x: Tensor) -> bool:
+    return not isinstance(x, FakeTensor) and x.layout == torch.strided
+
+
+def _attributes(module: fx.GraphModule) -> Iterator[tuple[str, Any]]:
+    """What graphs read of their modules, but for graphs: the name from `module` on, and the value."""
+    seen: set[str] = set()
+    for path, part in _graphs(module):
+        for node in part.graph.nodes:
+            name = f"{path}.{node.target}" if path else str(node.target)
+            if node.op != "get_attr" or name in seen:
+                continue
+            seen.add(name)
+            value: Any = part
+            for step in str(node.target).split("."):
+                value = getattr(value, step, None)
+            if not isinstance(value, fx.GraphModule):
+                yield name, value

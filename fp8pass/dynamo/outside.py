@@ -1,0 +1,518 @@
+"""Find the matmuls that run outside of compiled graphs, each with its place, and why it is not compiled.
+
+Dynamo never calls a backend for code that it skips, so passes see nothing of it. `Outside` sees it run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import FunctionCtx
+from torch.optim import Optimizer
+
+from fp8pass import hardware
+from fp8pass._torch import (
+    RUNS_BACKWARD,
+    OpOverload,
+    TorchDispatchMode,
+    all_compilations,
+    compilations,
+    current_graph_task_id,
+    disabled_by,
+    dynamo_config,
+    graph_break_reasons,
+    kernel_keys,
+    pytree,
+)
+from fp8pass.dynamo.products import Product, is_recurrent, products_of
+from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.graph.rule import MAX_BATCHES, LeftOut, Reject
+from fp8pass.graph.verdict import Gemm
+from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
+from fp8pass.module_tensors import named_tensors
+from fp8pass.names import PACKAGE, base_name, module_path, short, source_of, without_wrappers
+from fp8pass.options.config import Config
+from fp8pass.quant.grouped import FALLBACK, FALLBACK_BACKWARD
+from fp8pass.recipes import Kind, Schedule
+from fp8pass.report.report import last_line, reason_of
+from fp8pass.roofline import predicted_speedup
+
+OUTSIDE = ("outside", "custom op", "recurrent")
+"""The rules of matmuls that the recipe wants, and that run where nothing of fp8pass is."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_RUNS_GRAPHS = tuple(
+    str(Path(folder, file))
+    for folder, file in (
+        (PACKAGE, "graph/annotation.py"),
+        (PACKAGE, "backend.py"),
+        (PACKAGE, "runtime/compiled_graph.py"),
+        (PACKAGE, "runtime/update_graph.py"),
+        (_TORCH, "_functorch/_aot_autograd"),
+        (_TORCH, "_dynamo/convert_frame.py"),
+    )
+)
+"""Files whose functions run compiled graphs, or compile them."""
+_OF_MODE = (str(Path(_TORCH, "_compile.py")), str(Path(_TORCH, "_dynamo/eval_frame.py")), str(Path(_TORCH, "_ops.py")))
+"""Files of what is between an op and the mode that sees it."""
+_OF_TORCH = ("aten", "prims", "prim", "profiler", "inductor", "fp8pass", "c10d", "_c10d_functional", "fsdp")
+"""Namespaces of ops that multiply nothing but what they say, or that nobody looks into here."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line that ran: of which function, and where that begins. disables: what runs without Dynamo from here on, and
+    what the user gave as the reason."""
+
+    file: str
+    line: int
+    name: str
+    first_line: int
+    disables: tuple[Any, str] | None = None
+
+    @property
+    def is_users(self) -> bool:
+        """Whether neither torch nor fp8pass has it."""
+        return not self.file.startswith((_TORCH, PACKAGE, "<"))
+
+    def __str__(self) -> str:
+        return f"{base_name(self.file)}:{self.line}"
+
+
+@dataclass
+class _Place:
+    """Where an op ran: the lines that led there, and the modules, innermost first.
+
+    node: of the graph that it ran in. in_function: whether it ran in the forward of an `autograd.Function` from which
+    gradients are wanted, where none are recorded. Reentrant checkpoints and custom ops are such functions, too.
+    """
+
+    lines: list[_Line] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    in_graph: bool = False
+    node: fx.Node | None = None
+    in_optimizer: bool = False
+    in_function: bool = False
+
+    @property
+    def users_lines(self) -> list[_Line]:
+        """The user's."""
+        return [line for line in self.lines if line.is_users]
+
+
+@dataclass
+class _CustomOp:
+    """A custom op that is running, and the tensors that it was given."""
+
+    name: str
+    tensors: list[Tensor]
+
+
+@dataclass
+class _Found:
+    """A matmul that ran. needs_gradients: of its factors. times: that it ran, in a recurrent layer."""
+
+    gemm: Gemm
+    product_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    device: torch.device
+    by_columns: tuple[bool, bool]
+    needs_gradients: tuple[bool, bool]
+    place: _Place
+    op: str
+    is_recurrent: bool
+    custom_op: str = ""
+    times: int = 1
+
+    def repeat(self, needs_gradients: tuple[bool, bool]) -> None:
+        """It ran once more: the first time step has a state of zeros, which needs no gradient, and others have."""
+        self.times += 1
+        self.needs_gradients = tuple(map(max, self.needs_gradients, needs_gradients))  # type: ignore[assignment]
+
+
+class Outside(TorchDispatchMode):
+    """Within it, each matmul is noted that runs outside of compiled graphs, in this thread and in its backwards.
+
+    roots: the modules by whose parameters a matmul is named that runs in no module.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = _Names(roots)
+        self._found: list[_Found] = []
+        self._steps: dict[Any, _Found] = {}
+        self._custom_op: _CustomOp | None = None
+        self._begin: FrameType | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: under any other mode Dynamo compiles nothing."""
+        return True
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, matmuls are noted."""
+        self._begin = sys._getframe(2)
+        try:
+            with all_compilations(), self:
+                yield
+                _remember()
+        finally:
+            self._begin = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and note what it multiplies."""
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        is_below_autograd = torch.is_inference_mode_enabled() or self._custom_op is not None
+        if is_below_autograd and func._can_decompose():
+            with self:  # elsewhere autograd takes ops apart before they come here
+                return func.decompose(*args, **kwargs)
+        if func.namespace not in _OF_TORCH and self._custom_op is None:
+            return self._run_custom(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if products := products_of(func, args, result):
+            place = self._place(enters_graphs=is_recurrent(func) or self._hides_matmuls)
+            for product in products if place is not None else ():
+                self._note(func, product, place)  # type: ignore[arg-type]
+        return result
+
+    @property
+    def _hides_matmuls(self) -> bool:
+        """Whether a custom op is running that graphs have no verdict on."""
+        return self._custom_op is not None and self._custom_op.name not in (FALLBACK, FALLBACK_BACKWARD)
+
+    def _run_custom(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run a custom op's kernel with this mode on, which sees what the kernel calls."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        keys = kernel_keys(tensors)
+        if keys is None:
+            return func(*args, **kwargs)
+        self._custom_op = _CustomOp(func._schema.name, tensors)
+        try:
+            with self:
+                return func.redispatch(keys, *args, **kwargs)
+        finally:
+            self._custom_op = None
+
+    def _place(self, enters_graphs: bool) -> _Place | None:
+        """Return where an op runs; None for what autograd itself computes, and within a graph or its compilation.
+
+        enters_graphs: within a graph it returns a place, too.
+        """
+        place, in_backward = _Place(), current_graph_task_id() != -1
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename in _OF_MODE:
+            frame = frame.f_back
+        while frame is not None and frame is not self._begin and not (in_backward and frame.f_code is RUNS_BACKWARD):
+            if frame.f_code.co_filename.startswith(_RUNS_GRAPHS):
+                place.in_graph = True
+                if not enters_graphs:
+                    return None
+            _add(place, frame)
+            frame = frame.f_back
+        if in_backward and (enters_graphs or not place.users_lines):
+            return None  # it follows from the forward
+        return place
+
+    def _note(self, func: OpOverload, product: Product, place: _Place) -> None:
+        op = func._schema.name.partition("::")[2]
+        name = self._names.of(place, op, product)
+        is_step = bool(place.modules) and isinstance(place.modules[0], nn.RNNBase)
+        step = (id(place.modules[0]), name, product.m, product.k, product.n) if is_step else None
+        if step in self._steps:
+            self._steps[step].repeat(self._need_gradients(product, place))
+            return
+        source = source_of(place.node) if place.node is not None else next(map(str, place.users_lines), "")
+        m, k, n, batches = map(_number, (product.m, product.k, product.n, product.batches))
+        a, b, out = map(short, product.dtypes)
+        found = _Found(
+            Gemm("output", name, m, k, n, (a, b, out), source, batches),
+            product.dtypes,
+            product.a.device,
+            product.by_columns,
+            self._need_gradients(product, place),
+            place,
+            op,
+            is_recurrent(func),
+            self._custom_op.name if self._custom_op is not None else "",
+        )
+        self._found.append(found)
+        if step is not None:
+            self._steps[step] = found
+
+    def _need_gradients(self, product: Product, place: _Place) -> tuple[bool, bool]:
+        """Return of which of its factors the backward will compute the gradient."""
+        if current_graph_task_id() != -1 or not (torch.is_grad_enabled() or place.in_function):
+            return False, False
+        hidden = place.in_function and not torch.is_grad_enabled()
+        computed = hidden or product.a.requires_grad or product.b.requires_grad
+
+        def needs(x: Tensor) -> bool:
+            parameter = self._names.parameter_of(x)
+            return x.requires_grad or (hidden if parameter is None else parameter.requires_grad)
+
+        return (computed if product.computed else needs(product.a)), needs(product.b)
+
+    def forget(self) -> None:
+        """Let go of the modules: what Dynamo keeps may have a method of this."""
+        self._names = _Names(())
+        self._found.clear()
+        self._steps.clear()
+
+    def path_of(self, x: Any) -> str:
+        """Return the path of a parameter in the module that it belongs to, of those that run; "" for anything else."""
+        return self._names.path_of(x) if isinstance(x, nn.Parameter) else ""
+
+    def gemms(self, config: Config) -> list[Gemm]:
+        """Return a verdict on each matmul that ran, and on the two of its backward, in the order of graphs."""
+        if isinstance(config.recipe, Schedule):
+            config = config.at_step(config.recipe.phases[-1][0])
+        reasons = _Reasons()
+        forward = [replace(f.gemm, batches=_times(f.gemm.batches, f.times)) for f in self._found]
+        verdicts = [self._verdict(f, config, reasons) for f in self._found]
+        gemms = [replace(g, rule=v.rule, reason=str(v)) for g, v in zip(forward, verdicts, strict=True)]
+        for f, g in reversed(list(zip(self._found, list(gemms), strict=True))):
+            gemms += _backward(f, g)
+        return gemms
+
+    def _verdict(self, found: _Found, config: Config, reasons: _Reasons) -> Reject:
+        try:
+            _check_wanted(found, config)
+        except Reject as declined:
+            return declined
+        if found.custom_op:
+            what = (
+                "multiplied within the custom op" if found.place.in_graph else "multiplied outside of any graph, within"
+            )
+            return Reject("custom op", f"{what} {found.custom_op}, which no compiler looks into")
+        outside = "" if found.place.in_graph else f"outside of any graph: {reasons.of(found.place)}"
+        if found.is_recurrent:
+            kernel = f"in the kernel {found.op}, which has no form in FP8"
+            return Reject("recurrent", f"{kernel}; {outside}" if outside else kernel)
+        return Reject("outside", outside)
+
+
+def _add(place: _Place, frame: FrameType) -> None:
+    """Take note of a frame that led to an op."""
+    code = frame.f_code
+    if code is fx.Interpreter.run_node.__code__ and place.node is None:
+        place.node = frame.f_locals["n"]
+    if code.co_argcount:
+        first = frame.f_locals.get(code.co_varnames[0])
+        place.in_optimizer |= isinstance(first, Optimizer)
+        place.in_function |= isinstance(first, FunctionCtx) and any(first.needs_input_grad)  # type: ignore[attr-defined]
+        if isinstance(first, nn.Module) and not (place.modules and place.modules[-1] is first):
+            place.modules.append(first)
+    place.lines.append(_Line(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, disabled_by(frame)))
+
+
+def _check_wanted(found: _Found, config: Config) -> None:
+    """Raise Reject for a matmul that would not be in FP8 either if it were compiled."""
+    gemm = found.gemm
+    sizes = [x for x in (gemm.batches, gemm.M, gemm.K, gemm.N) if isinstance(x, int)]
+    if found.place.in_optimizer:
+        raise LeftOut("update", "in an optimizer's step: what an optimizer computes stays in high precision")
+    if config.recipe is None:
+        raise LeftOut("recipe", "the recipe is None: what you quantize yourself runs in FP8, and only in a graph")
+    if any(dtype not in HIGH_PRECISION for dtype in found.product_dtypes[:2]):
+        types = " and ".join(gemm.dtypes[:2])
+        raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
+    if len(sizes) < 4:
+        return
+    batches, m, k, n = sizes
+    one_by_one = found.is_recurrent or found.times > 1
+    check_sizes(Sizes(1 if one_by_one else batches, m, k, n), MAX_BATCHES, "")
+    recipe = recipe_of(gemm.name, config, m, k, n)
+    if (target := hardware.target_of(found.device, config.target)) is None:
+        return
+    gain = predicted_speedup(target, m, k, n, recipe, found.product_dtypes[2].itemsize, any(found.needs_gradients))
+    if gain is not None and gain < config.min_speedup:
+        raise LeftOut(
+            "min_speedup",
+            f"predicted speed-up on {target.name} is {gain:.2f}, below min_speedup={config.min_speedup:g}, if it were "
+            "compiled",
+        )
+
+
+def _backward(found: _Found, gemm: Gemm) -> list[Gemm]:
+    """Return the matmuls of its backward, as autograd computes them: transposed where the factor is."""
+    m, k, n = gemm.M, gemm.K, gemm.N
+    a, b, out = gemm.dtypes
+    of_a, of_b = found.by_columns
+    by_weight = ((n, m, k), (out, a, b)) if of_b else ((k, m, n), (a, out, b))
+    by_input = ((k, n, m), (b, out, a)) if of_a else ((m, n, k), (out, b, a))
+    needs_a, needs_b = found.needs_gradients
+    backward: list[tuple[Kind, bool, Any]] = [("grad_weight", needs_b, by_weight), ("grad_input", needs_a, by_input)]
+    return [
+        replace(gemm, kind=kind, M=sizes[0], K=sizes[1], N=sizes[2], dtypes=dtypes)
+        for kind, needed, (sizes, dtypes) in backward
+        if needed
+    ]
+
+
+def _number(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _times(batches: int | str, times: int) -> int | str:
+    return batches * times if isinstance(batches, int) else batches
+
+
+class _Names:
+    """Names matmuls outside of graphs as they are named within."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = list(roots)
+        self._known: set[int] = set()
+        self._modules: dict[int, dict[int, str]] = {}
+        self._parameters: dict[int, tuple[str, Tensor]] = {}
+        self._by_storage: dict[int, tuple[str, Tensor]] = {}
+
+    def of(self, place: _Place, op: str, product: Product) -> str:
+        """Return the path of the layer or parameter that it multiplies with; else that of the module, and the op."""
+        root = place.modules[-1] if place.modules else None
+        if root is not None:
+            self._learn(root)
+        paths = self._modules[id(root)] if root is not None else {}
+        path = paths.get(id(place.modules[0]), "") if place.modules else ""
+        if place.modules and isinstance(place.modules[0], nn.Linear) and path:
+            return path
+        for operand in (product.b, product.a):
+            if (known := self._of_parameter(operand)) is not None:
+                return known[0].removesuffix(".weight")
+        if place.node is not None:
+            stack = list((place.node.meta.get("nn_module_stack") or {"": ("", None)}).values())
+            path = module_path(stack[-1][0])
+        return f"{path}.{op}" if path else op
+
+    def path_of(self, x: Tensor) -> str:
+        """Return the path of the parameter that a tensor is, or is a view of; "" if it is neither."""
+        known = self._of_parameter(x)
+        return "" if known is None else known[0]
+
+    def parameter_of(self, x: Tensor) -> Tensor | None:
+        """Return the parameter that a tensor is, or is a view of; None if it is neither."""
+        known = self._of_parameter(x)
+        return None if known is None else known[1]
+
+    def _learn(self, root: nn.Module) -> None:
+        if id(root) in self._modules:
+            return
+        self._modules[id(root)] = {id(m): without_wrappers(name) for name, m in root.named_modules()}
+        for name, x in named_tensors(root):
+            if isinstance(x, nn.Parameter):
+                self._parameters.setdefault(id(x), (without_wrappers(name), x))
+                if (storage := _storage(x)) is not None:
+                    self._by_storage.setdefault(storage, (without_wrappers(name), x))
+
+    def _of_parameter(self, x: Tensor) -> tuple[str, Tensor] | None:
+        for root in self._roots:
+            self._learn(root)
+        base = x if x._base is None else x._base
+        if (known := self._parameters.get(id(base))) is not None:
+            return known
+        storage = _storage(x)  # where autograd does not see views
+        return None if storage is None else self._by_storage.get(storage)
+
+
+def _storage(x: Tensor) -> int | None:
+    """Return where a plain tensor's memory begins; None for any other."""
+    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.device.type == "meta":
+        return None
+    return x.untyped_storage().data_ptr() or None
+
+
+_OWN_MODULES = ", and Dynamo begins none in torch's own modules, as Sequential: put them into a module of yours"
+
+
+class _Reasons:
+    """Why Dynamo did not compile what ran, as far as it says so."""
+
+    def of(self, place: _Place) -> str:
+        """Return the reason for a place: the first that a line has from the op on outwards."""
+        if dynamo_config.disable:
+            return "compilation is switched off, by TORCHDYNAMO_DISABLE or torch._dynamo.config.disable"
+        for i, line in enumerate(place.lines):
+            if line.disables is not None and (said := self._disabled(*line.disables, place.lines[i + 1 :])):
+                return said
+            if (failed := _given_up.get((line.file, line.first_line, line.name))) is not None:
+                return f"Dynamo can't compile {line.name} ({base_name(line.file)}:{line.first_line}): {failed}"
+            if broken := self._break_at(line):
+                inside = "" if any(x.is_users for x in place.lines[: i + 1]) else _OWN_MODULES
+                return f"the graph breaks at {broken}{inside}"
+        return "Dynamo compiled none of the functions that led here, and does not say why"
+
+    def _disabled(self, function: Any, why: str, around: Sequence[_Line]) -> str:
+        """Return why a function runs without Dynamo; "" for a checkpoint in whose call no graph breaks."""
+        if function.__module__ == "torch.utils.checkpoint":
+            caller = next((line for line in around if line.is_users), None)
+            broken = "" if caller is None else self._break_at(caller)
+            return f"in the checkpointed region at {caller}, where the graph breaks at {broken}" if broken else ""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return f"{name} is under torch.compiler.disable" + (f": {why}" if why else "")
+
+    def _break_at(self, line: _Line) -> str:
+        """Return where, within a line, a graph breaks, and why; "" if none does."""
+        for why in graph_break_reasons:
+            at = why.user_stack[0] if why.user_stack else None
+            if at is not None and (at.filename, at.lineno) == (line.file, line.line):
+                return f"{last_line(why.user_stack)}: {reason_of(why).rstrip('.')}"
+        return ""
+
+
+_given_up: dict[tuple[str, int, str], str] = {}
+"""{file, first line and name of a function: why Dynamo could not compile it}. It tries each only once."""
+
+
+def _remember() -> None:
+    wrappers = str(Path(_TORCH, "_dynamo"))  # whose code many functions share: what is true of one is not of another
+    for c in compilations():
+        if c.fail_reason and not c.has_guarded_code and not str(c.co_filename).startswith(wrappers):
+            _given_up[str(c.co_filename), int(c.co_firstlineno or 0), str(c.co_name)] = _first_line(c.fail_reason)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].rstrip(".")
+
+
+def missed(gemms: Sequence[Gemm]) -> list[Gemm]:
+    """Return those that would run in FP8 if they were compiled."""
+    return [g for g in gemms if g.rule in OUTSIDE]
+
+
+def raise_if_missed(gemms: Sequence[Gemm]) -> None:
+    """Raise Fp8Error if any would run in FP8 if it were compiled."""
+    for g in missed(gemms):
+        where = f" at {g.source}" if g.source else ""
+        raise Fp8Error(
+            f"strict: {g.kind} of {g.name or 'a matmul'}{where}, [{g.M}, {g.K}] by [{g.K}, {g.N}], does not run in "
+            f"FP8: {g.reason}. Leave it out with filter=, or drop strict."
+        )
+
+
+def warn_of(gemms: list[Gemm], where: str, strict: bool) -> list[Gemm]:
+    """Return what a step multiplied outside of graphs, after a warning. Raises Fp8Error under `strict`.
+
+    where: the step, and its line.
+    """
+    if strict:
+        raise_if_missed(gemms)
+    if found := missed(gemms):
+        names = list(dict.fromkeys(g.name for g in found))
+        more = ", ..." if len(names) > 3 else ""
+        warn_once(
+            f"fp8pass: {len(found)} matmuls of {where} ran in high precision, outside of what is compiled "
+            f"({', '.join(names[:3])}{more}): {found[0].reason}. The step's `report` has all of them"
+        )
+    return gemms

@@ -1,0 +1,57 @@
+"""What a legal graph is, checked after every pass that changed one.
+
+A pass must leave a graph that lints, in which every node that it made says of itself what it computes: shape, strides,
+dtype and device in `meta["val"]`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.builder import Computed, all_of, compute_val, fake_mode_of, laid_out_alike
+from fp8pass.node_meta import MADE_BY
+
+
+def verify(graph: fx.Graph, computed: Computed | None = None) -> None:
+    """Raise AssertionError, naming the node, unless the graph is legal.
+
+    computed: nodes whose values were computed or checked before, and are not again unless something of theirs is
+    another object now; is added to.
+    """
+    graph.lint()
+    mode = fake_mode_of(graph)
+    computed = {} if computed is None else computed
+    for node in graph.nodes:
+        if node.op != "call_function" or MADE_BY not in node.meta:
+            continue
+        state = all_of(node)
+        known = computed.get(node, ())
+        if len(known) == len(state) and all(map(operator.is_, known, state)):
+            continue
+        says, really = node.meta["val"], compute_val(node, mode)
+        assert _alike(says, really), (
+            f"{node.meta[MADE_BY]} made {node.name} = {node.target} and says it is {_describe(says)}; it is "
+            f"{_describe(really)}"
+        )
+        computed[node] = state
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Return whether both are the same to whoever reads them. Equal texts need no guard on symbolic sizes."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _describe(a) != _describe(b):
+        return (a.dtype, a.device) == (b.dtype, b.device) and laid_out_alike(a, b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return bool(_describe(a) == _describe(b))
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(tuple(value.shape)), str(value.stride()), str(value.device)
+    if isinstance(value, (list, tuple)):
+        return [_describe(v) for v in value]
+    return type(value).__name__

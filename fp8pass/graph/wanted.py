@@ -1,0 +1,64 @@
+"""Check whether a matmul is one that FP8 is for: by its sizes, by the recipe and by the filter.
+
+The annotate pass asks for matmuls of a graph, and `Outside` for those that run outside of any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8pass.graph.rule import MAX_BATCHES, LeftOut, Reject
+from fp8pass.options.config import Config
+from fp8pass.recipes import Recipe
+
+HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+"""Lists the types that FP8 replaces."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`batches` products of [M, K] by [K, N]. Ints or SymInts."""
+
+    batches: Any
+    m: Any
+    k: Any
+    n: Any
+
+
+def recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
+    """Return the recipe of the matmul of this name. Raises LeftOut if the recipe or the filter does not want it."""
+    recipe, why = config.recipe_of(name)
+    if recipe is None:
+        raise LeftOut("recipe", why)
+    if reason := config.leaves_out(name, m, k, n):
+        raise LeftOut("filter", reason)
+    return recipe
+
+
+def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
+    """Raise Reject or LeftOut for sizes that no kernel takes. not_grouped: of experts, why none takes all at once."""
+    for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
+        if hint(size) is None:
+            raise Reject(
+                "data-dependent size",
+                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region",
+            )
+        if isinstance(size, int) and size == 0:
+            raise LeftOut("empty", f"{letter}=0: the matmul is empty")
+        if isinstance(size, int) and size == 1:
+            raise LeftOut("vector", f"{letter}=1: no matrix product, each operand element is used once")
+    if not isinstance(s.batches, int) or s.batches > max_batches:
+        count = s.batches if isinstance(s.batches, int) else "a varying number of"
+        raise LeftOut(
+            "batches",
+            f"{count} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
+            f"than {MAX_BATCHES} launches would cost more than FP8 gains{not_grouped}",
+        )
+
+
+def hint(size: Any) -> Any:
+    """Return an example of a size, without a guard on it; None if there is none."""
+    return size if isinstance(size, int) else size.node.hint

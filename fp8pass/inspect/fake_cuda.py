@@ -1,0 +1,449 @@
+"""A GPU that is not there: Inductor generates its code, and Triton compiles it, on a machine that has none.
+
+Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. Changes torch and
+Triton all over, so it belongs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass import hardware
+from fp8pass._torch import (
+    COMPOSITE,
+    FakeTensorMode,
+    GraphLowering,
+    TracingContext,
+    Virtualized,
+    device_interface,
+    ensure_device_guard,
+    functorch_config,
+    inductor_compile_fx,
+    inductor_config,
+    inductor_debug,
+    inductor_post_grad,
+    pytree,
+    torch_triton,
+    triton_helpers,
+)
+from fp8pass.errors import Fp8Error
+from fp8pass.hardware import Target
+from fp8pass.inspect.inspector import Compiled
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>); }
+"""
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+# What CUDA says of each: streaming multiprocessors, threads and bytes of shared memory of each, memory and L2 in bytes.
+_SIZES = {
+    "a100": (108, 2048, 167936, 80 << 30, 40 << 20),
+    "sm_89": (142, 1536, 102400, 48 << 30, 96 << 20),
+    "h100": (132, 2048, 233472, 80 << 30, 50 << 20),
+    "h200": (132, 2048, 233472, 141 << 30, 50 << 20),
+    "b200": (148, 2048, 233472, 180 << 30, 126 << 20),
+}
+_NEAREST = {(8, 0): "a100", (8, 9): "sm_89", (9, 0): "h100", (10, 0): "b200"}
+
+
+def properties(target: Target) -> types.SimpleNamespace:
+    """What `torch.cuda.get_device_properties` says of the GPU; of one without a name here, that of its architecture."""
+    multiprocessors, threads, shared, memory, cache = _SIZES.get(target.name) or _SIZES[_NEAREST[target.capability]]
+    major, minor = target.capability
+    return types.SimpleNamespace(
+        name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=multiprocessors,
+        regs_per_multiprocessor=65536, warp_size=32, max_threads_per_multi_processor=threads,
+        max_threads_per_block=1024, total_memory=memory, L2_cache_size=cache, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared - 1024, shared_memory_per_multiprocessor=shared, gcnArchName="",
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
+    """Within it, attributes have other values. values: (owner, name, value)."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _load_guard() -> None:
+    """A device guard that does nothing, without which a CPU build refuses fake CUDA tensors. CUDA builds have one."""
+    if torch.version.cuda is not None:
+        return
+    if shutil.which("g++") is None:
+        raise Fp8Error(
+            "a torch without CUDA needs a C++ compiler to pretend a GPU: install g++, or a CUDA build of torch"
+        )
+    folder, root = Path(tempfile.mkdtemp()), Path(torch.__path__[0])
+    (folder / "guard.cpp").write_text(GUARD)
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "guard.cpp", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+    subprocess.run([*command, "-o", "guard.so"], cwd=folder, check=True)
+    ctypes.CDLL(str(folder / "guard.so"))
+    shutil.rmtree(folder)
+
+
+def _interface(target: Target) -> type[device_interface.DeviceInterface]:
+    found, zero = properties(target), staticmethod(lambda *_: 0)
+    nothing, yes = staticmethod(lambda *_: None), staticmethod(lambda *_, **__: True)
+    major, minor = target.capability
+
+    class Interface(device_interface.CudaInterface):
+        class device:
+            def __init__(self, *_: Any) -> None: ...
+            def __enter__(self) -> None: ...
+            def __exit__(self, *_: Any) -> None: ...
+
+        class Worker:
+            get_device_properties = staticmethod(lambda _=None: found)
+            current_device = zero
+
+        get_device_properties = staticmethod(lambda _=None: found)
+        current_device = exchange_device = maybe_exchange_device = get_raw_stream = zero
+        device_count = staticmethod(lambda: 1)
+        is_available = is_bf16_supported = is_triton_capable = yes
+        raise_if_triton_unavailable = set_device = synchronize = nothing
+        get_compute_capability = staticmethod(lambda _=None: 10 * major + minor)
+
+    return Interface
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` as CUDA does it: FlashAttention-2, or what takes masks and float32.
+
+    Where the tensors of a graph are on the CPU, it would become the CPU's kernel.
+    """
+    aten, width = torch.ops.aten, query.shape[-1]
+    if query.dim() != 4 or query.dtype == torch.float64:
+        result = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+        return result[0]  # type: ignore[no-any-return]
+    scale = width**-0.5 if scale is None else scale
+    padded = [torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
+    flash = attn_mask is None and query.dtype != torch.float32 and width == value.shape[-1] <= 256
+    if flash:
+        result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
+    else:
+        heads = [x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) if enable_gqa else x for x in padded]
+        if attn_mask is not None:
+            shape = (*query.shape[:-1], key.shape[-2])
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+            attn_mask = attn_mask.to(query.dtype).expand(shape)
+        result = aten._scaled_dot_product_efficient_attention(
+            *heads, attn_mask, True, dropout_p, is_causal, scale=scale
+        )
+    return result[0][..., : value.shape[-1]]  # type: ignore[no-any-return]
+
+
+def _importers_of(function: Callable[..., Any]) -> list[Any]:
+    """Return the modules that have it by its name: Inductor's, if they are there already, have each their own."""
+    return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(function.__name__) is function]
+
+
+class Pretended:
+    """The GPU, once installed in this process."""
+
+    def __init__(self, target: Target) -> None:
+        """Install device guard, device interface and Triton driver. Raises Fp8Error without Triton or a compiler."""
+        try:
+            from triton.backends.compiler import GPUTarget
+            from triton.runtime import driver
+        except ImportError:
+            raise Fp8Error("inspecting needs Triton, which generates the kernels: pip install triton") from None
+        self.target = target
+        self.properties = properties(target)
+        self.gpu_target = gpu_target = GPUTarget("cuda", 10 * target.capability[0] + target.capability[1], 32)
+        interface = _interface(target)
+
+        class Driver:
+            get_current_target = staticmethod(lambda: gpu_target)
+            get_active_torch_device = staticmethod(lambda: GPU)
+            get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+            is_active = staticmethod(lambda: True)
+            get_device_interface = staticmethod(lambda: interface)
+            get_benchmarker = staticmethod(lambda: None)
+
+        _load_guard()
+        ensure_device_guard()
+        device_interface.init_device_reg()
+        for name in ("cuda", "cuda:0"):
+            device_interface.register_interface_for_device(name, interface)
+        driver.set_active(Driver())
+        torch.ops.aten.scaled_dot_product_attention.default.py_impl(COMPOSITE)(_attention)
+
+    @contextlib.contextmanager
+    def there(self) -> Iterator[None]:
+        """Within it, torch.cuda answers as if the GPU were there."""
+        with replaced(
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "device_count", lambda: 1),
+            (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "get_device_properties", lambda _=None: self.properties),
+            (torch.cuda, "get_device_capability", lambda _=None: self.target.capability),
+            (torch.version, "cuda", "12.9"),
+            *((module, "has_triton", lambda: True) for module in _importers_of(torch_triton.has_triton)),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def compiles(self, instead: Callable[..., Any] | None = None) -> Iterator[list[Generated]]:
+        """Within it, Inductor compiles for the GPU whatever graph it is given, and what it compiles returns garbage.
+
+        Collects the generated code, one item per graph. The tensors of the graphs are fake ones on the CPU. instead:
+        called with Inductor's arguments for each graph, in place of all that.
+        """
+        found: list[Generated] = []
+
+        def compile_one(
+            module: fx.GraphModule,
+            inputs: Sequence[Any],
+            *_: Any,
+            is_backward: bool = False,
+            is_inference: bool = False,
+            **__: Any,
+        ) -> Callable[..., Any]:
+            generated = self.generate(module, inputs, is_backward, is_inference)
+            found.append(generated)
+            return returns(generated.outputs)
+
+        with (
+            inductor_config.patch(fx_graph_cache=False, compile_threads=1),
+            functorch_config.patch(enable_autograd_cache=False),
+            replaced(
+                (inductor_compile_fx, "_compile_fx_inner", instead or compile_one), (hardware, "pretended_device", GPU)
+            ),
+        ):
+            yield found
+
+    def compile_kernels(self, code: str) -> dict[str, Compiled]:
+        """Compile every Triton kernel of the generated code to a cubin, in the first of its configurations."""
+        import triton
+        from triton.compiler import ASTSource
+
+        found = {}
+        for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, flags=re.DOTALL):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / f"{name}.py"
+                file.write_text(source)
+                spec = importlib.util.spec_from_file_location(name, file)
+                assert spec is not None and spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                with self.there():
+                    spec.loader.exec_module(module)
+                tuner = getattr(module, name)
+                choice = tuner.configs[0]
+                constants = {**tuner.triton_meta.get("constants", {}), **choice.kwargs}
+                signature = {**tuner.triton_meta["signature"], **dict.fromkeys(choice.kwargs, "constexpr")}
+                signature = {n: signature[n] for n in tuner.fn.arg_names if n in signature}
+                ast = ASTSource(tuner.fn, signature, constants, tuner.triton_meta["configs"][0])
+                options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+                kernel = triton.compile(ast, target=self.gpu_target, options=options)
+                found[name] = _compiled(kernel.asm["ptx"], kernel.asm["cubin"], len(tuner.configs), Path(folder))
+        return found
+
+    def generate(
+        self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
+    ) -> Generated:
+        """The code of a graph of fake CPU tensors, which becomes one of the GPU's."""
+        # a graph may have no inputs, of constants say
+        values = itertools.chain(inputs, (n.meta.get("val") for n in module.graph.nodes))
+        mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
+        with mode:
+            on_gpu = [_moved(v) for v in inputs]
+        for node, value in zip((n for n in module.graph.nodes if n.op == "placeholder"), on_gpu, strict=True):
+            node.meta["val"] = value
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                node.args, node.kwargs = pytree.tree_map(_moved, (node.args, node.kwargs))
+        with self.there(), Virtualized.set_fake_mode(mode):
+            inductor_post_grad.view_to_reshape(module)
+            with mode:
+                inductor_compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
+            inductor_compile_fx.record_original_output_strides(module)
+            inductor_post_grad.post_grad_passes(module, is_inference)
+            lowering = _Lowering(
+                module,
+                example_inputs=on_gpu,
+                shape_env=mode.shape_env,
+                is_backward=is_backward,
+                is_inference=is_inference,
+            )
+            handlers = Virtualized.set_graph_handler(lowering), Virtualized.set_extern_kernel_nodes([])
+            with handlers[0], handlers[1], Virtualized.set_debug_handler(inductor_debug.DebugContext()):
+                with mode:
+                    lowering.run(*on_gpu)
+                code = lowering.codegen()[0].value
+        return Generated(code, is_backward, is_inference, module, lowering, lowering.launches, _n_returned())
+
+
+@contextlib.contextmanager
+def fakes() -> Iterator[FakeTensorMode]:
+    """Within it, new tensors are fake ones, which take no memory, and models of them convert to other types.
+
+    A conversion swaps parameters for others, and refuses those with weak references; fake tensors always have one.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced((weakref, "getweakrefs", lambda _: [])):
+        yield mode
+
+
+@dataclass
+class Generated:
+    """The code of one graph. launches: of Inductor's kernels, in order. n_returned: outputs that are the caller's."""
+
+    code: str
+    is_backward: bool
+    is_inference: bool
+    module: fx.GraphModule
+    lowering: GraphLowering
+    launches: list[Launch]
+    n_returned: int
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Fake tensors and numbers."""
+        nodes: Any = self.module.graph.output_node().args[0]
+        return [o.meta["val"] if isinstance(o, fx.Node) else o for o in nodes]
+
+    @property
+    def bytes_saved(self) -> int:
+        """Of a forward: what it keeps for the backward beyond the caller's outputs, parameters and other inputs."""
+        kept = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _tensors(self.outputs)}
+        inputs = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
+        for x in _tensors([*inputs, *self.outputs[: self.n_returned]]):
+            kept.pop(x.untyped_storage()._cdata, None)
+        return 0 if self.is_backward else sum(kept.values())
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch. node: of Inductor's scheduler. name: the Triton kernel's, or of an op that reduces partial results.
+
+    scratch: bytes of partial results that the op reads, and that the kernel before it has written.
+    """
+
+    name: str
+    node: Any
+    scratch: int = 0
+
+
+_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z_]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[a-z](\d+)\b")
+_ASYNCHRONOUS = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^]]*\], (\w+)")
+
+
+def widths(ptx: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the loads from global memory and the stores to it: the bits of one thread's, widest first."""
+    found: dict[str, set[int]] = {"ld": set(), "st": set()}
+    for kind, vector, bits in _ACCESS.findall(ptx):
+        found[kind].add(int(vector or 1) * int(bits))
+    found["ld"] |= {8 * int(size, 0) for size in _ASYNCHRONOUS.findall(ptx)}
+    loads, stores = (tuple(sorted(bits, reverse=True)) for bits in found.values())
+    return loads, stores
+
+
+def resources(report: str) -> tuple[int, int]:
+    """(registers, bytes of local memory) of one thread, as cuobjdump reports them. What is spilled is on the stack."""
+    used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    return used["REG"], used["STACK"] + used["LOCAL"]
+
+
+def _compiled(ptx: str, cubin: bytes, configurations: int, folder: Path) -> Compiled:
+    import triton
+
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(file)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return Compiled(*widths(ptx), *resources(report), configurations)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def _n_returned() -> int:
+    """How many outputs the forward that is being compiled has for its caller; those for the backward come behind."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    return metadata.num_forward_returns if metadata else 0
+
+
+_PARTIAL = re.compile(r"\bworkspace_\d+\[.*?\]\.view\((\d+), (\d+)\)\.(\w+)\(dim=0\)")
+
+
+class _Lowering(GraphLowering):
+    """Notes which of the scheduler's nodes each launch is of."""
+
+    def init_wrapper_code(self, *args: Any, **kwargs: Any) -> None:
+        """Make the writer of code, and listen to it."""
+        super().init_wrapper_code(*args, **kwargs)
+        self.launches: list[Launch] = []
+        wrapper = self.wrapper_code
+        call, write = wrapper.generate_kernel_call, wrapper.writeline
+
+        def note_call(name: str, *args: Any, **kwargs: Any) -> Any:
+            self.launches.append(Launch(name, self.scheduler.current_node))
+            return call(name, *args, **kwargs)
+
+        def note_line(line: Any) -> Any:
+            if isinstance(line, str) and (partial := _PARTIAL.search(line)):
+                node, (parts, width, reduction) = self.scheduler.current_node, partial.groups()
+                self.launches.append(Launch(f"aten.{reduction}", node, 4 * int(parts) * int(width)))
+                if ".to(" in line or ".copy_(" in line:
+                    self.launches.append(Launch("aten.copy_", node))
+            return write(line)
+
+        wrapper.generate_kernel_call, wrapper.writeline = note_call, note_line
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=GPU)
+    return GPU if value == CPU and isinstance(value, torch.device) else value
+
+
+def returns(outputs: Sequence[Any]) -> Callable[..., Any]:
+    """What stands for compiled code: returns uninitialized tensors like `outputs`."""
+
+    def call(_: Any) -> list[Any]:
+        return [
+            torch.empty_strided(o.size(), o.stride(), dtype=o.dtype) if isinstance(o, Tensor) else o for o in outputs
+        ]
+
+    call._boxed_call = True
+    return call

@@ -1,0 +1,188 @@
+"""`fp8pass inspect`: what a training step would do on a GPU, found on a machine that has none.
+
+The compiling is done in a process of its own, `process.py`, which pretends that the GPU is there. All times
+are predictions of `roofline.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8pass.errors import Fp8Error
+from fp8pass.fields import choose
+from fp8pass.hardware import TARGETS
+from fp8pass.options.config import make_config
+
+OPTIMIZERS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
+PEERS = ("torchao:tensorwise", "torchao:rowwise", "torchao:rowwise_with_gw_hp")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A Triton kernel as machine code, in the first of the `configurations` that Inductor would try on the GPU.
+
+    loads, stores: widths in bits of the instructions that access global memory, for one thread, widest first.
+    registers: of a thread. spilled: bytes of local memory of a thread.
+    """
+
+    loads: tuple[int, ...]
+    stores: tuple[int, ...]
+    registers: int
+    spilled: int
+    configurations: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a training step, or one call of ATen.
+
+    graph: "forward" or "backward", numbered from the second graph on. kind: "triton", "gemm", or "extern" for another
+    op of ATen. name: of the Triton kernel or the op. what: what it computes. modules: where in the model that is.
+    bytes_read, bytes_written: as Inductor's scheduler counts them, each tensor once. scratch: bytes of partial results
+    written for the next kernel or read from the one before, not in the other two. seconds: a prediction.
+    """
+
+    graph: str
+    kind: str
+    name: str
+    what: str
+    modules: str
+    bytes_read: int
+    bytes_written: int
+    scratch: int
+    seconds: float
+    compiled: Compiled | None = None
+
+    @property
+    def bytes_moved(self) -> int:
+        """Read and written, without scratch."""
+        return self.bytes_read + self.bytes_written
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train the model. bytes_saved: what forward keeps for backward but for parameters and inputs."""
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    bytes_saved: int
+    notes: tuple[str, ...] = ()
+
+    def of(self, *kinds: str) -> list[Kernel]:
+        """The kernels of some kinds."""
+        return [k for k in self.kernels if k.kind in kinds]
+
+    @property
+    def gemm_bytes(self) -> int:
+        """Read and written by matmuls."""
+        return sum(k.bytes_moved for k in self.of("gemm"))
+
+    @property
+    def rest_bytes(self) -> int:
+        """Read and written by everything else, without scratch."""
+        return sum(k.bytes_moved for k in self.of("triton", "extern"))
+
+    @property
+    def launches(self) -> int:
+        """Of Triton kernels."""
+        return len(self.of("triton"))
+
+    @property
+    def extern_launches(self) -> int:
+        """Calls of ATen that are no matmuls."""
+        return len(self.of("extern"))
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, if kernels run one behind the other without gaps: a prediction."""
+        return sum(k.seconds for k in self.kernels)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found. runs: fp8pass, then BF16, the same model through plain Inductor, then the peer."""
+
+    spec: str
+    target: str
+    torch: str
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...] = ()
+
+    def run(self, name: str) -> Run:
+        """The run of that name. Raises KeyError if there is none."""
+        found = {run.name: run for run in self.runs}
+        return found[name]
+
+
+def inspect(
+    spec: str,
+    target: str = "h100",
+    recipe: str = "delayed",
+    *,
+    peer: str | None = None,
+    optimizer: str | None = None,
+    ptx: bool = False,
+    machine: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Inspection:
+    """Compile the training step of `spec` for a GPU that need not be there.
+
+    spec: "module:factory", a callable without arguments that returns `(model, *inputs)`; the current directory can be
+    imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. optimizer: see OPTIMIZERS;
+    its update is compiled too, with FP8 copies of weights. ptx: compile every Triton kernel to machine code, for
+    `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them. Raises ValueError for unknown
+    names, Fp8Error where something is missing or the model can't be traced.
+    """
+    if machine is None:
+        choose("target", target, tuple(TARGETS))
+    if peer is not None:
+        choose("peer", peer, PEERS)
+    if optimizer is not None:
+        choose("optimizer", optimizer, OPTIMIZERS)
+    if ":" not in spec:
+        raise ValueError(f"{spec!r} names no model: write module:factory, a callable that returns (model, *inputs)")
+    options = {**(options or {}), "recipe": recipe}
+    make_config(options)
+    request = {
+        "spec": spec, "target": target, "peer": peer, "optimizer": optimizer, "ptx": ptx,
+        "machine": str(machine) if machine else None, "options": options,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        paths = [str(Path.cwd()), *(p for p in sys.path if p)]
+        caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"), folder)
+        fixed = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}  # the same answer every time
+        environment = {**os.environ, **fixed, **caches}
+        command = [sys.executable, "-m", "fp8pass.inspect.process", json.dumps(request), str(answer)]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        found = json.loads(answer.read_text()) if answer.exists() else {}
+    if "error" in found:
+        raise Fp8Error(found["error"])
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+        raise Fp8Error(f"{spec} could not be compiled for {target}: {last}")
+    return _inspection(found)
+
+
+def _inspection(found: dict[str, Any]) -> Inspection:
+    return Inspection(**{**found, "runs": tuple(map(_run, found["runs"])), "notes": tuple(found["notes"])})
+
+
+def _run(found: dict[str, Any]) -> Run:
+    return Run(**{**found, "kernels": tuple(map(_kernel, found["kernels"])), "notes": tuple(found["notes"])})
+
+
+def _kernel(found: dict[str, Any]) -> Kernel:
+    compiled = found["compiled"]
+    if compiled is None:
+        return Kernel(**found)
+    lists = {name: tuple(compiled[name]) for name in ("loads", "stores")}
+    return Kernel(**{**found, "compiled": Compiled(**{**compiled, **lists})})

@@ -1,0 +1,298 @@
+"""What each kernel of generated code does, moves and takes: rows of `fp8pass inspect`.
+
+Reads Inductor's scheduler after it has generated code: see `fake_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass._torch import (
+    BaseSchedulerNode,
+    ForeachKernelSchedulerNode,
+    MemoryDep,
+    NopKernelSchedulerNode,
+    Virtualized,
+)
+from fp8pass.graph.builder import is_tensor
+from fp8pass.hardware import Target
+from fp8pass.inductor.combo_kernels import SMALL
+from fp8pass.inspect.fake_cuda import Generated, Launch
+from fp8pass.inspect.inspector import Kernel
+from fp8pass.names import module_path
+from fp8pass.node_meta import MADE_BY
+from fp8pass.roofline import gemm_seconds, memory_seconds
+from fp8pass.scaling import FP8_DTYPES
+
+ATTENTION_SHARE = 0.35
+"""Of the BF16 peak, what FlashAttention-2 reaches on an H100, as the paper of FlashAttention-3 says in its abstract."""
+
+aten = torch.ops.aten
+
+
+def kernel_rows(generated: Generated, graph: str, target: Target) -> list[Kernel]:
+    """All kernels of one graph, in the order they run in."""
+    with Virtualized.set_graph_handler(generated.lowering):
+        nodes = [n for n in generated.lowering.scheduler.nodes if not isinstance(n, NopKernelSchedulerNode)]
+        order = {node: i for i, node in enumerate(generated.module.graph.nodes)}
+        return [row for node in nodes for row in _rows(node, generated.launches, graph, order, target)]
+
+
+def _rows(
+    node: BaseSchedulerNode, launches: Sequence[Launch], graph: str, order: dict[fx.Node, int], target: Target
+) -> Iterator[Kernel]:
+    read, written = _bytes(node)
+    origins = _origins(node, order)
+    if node.is_extern():
+        if origin := _extern_op(node, origins):
+            yield _extern(origin, graph, read, written, target)
+        return
+    mine = [launch for launch in launches if launch.node is node]
+    if not mine:  # the second half of a reduction that the kernel before it does in another way
+        return
+    scratch = sum(launch.scratch for launch in mine)
+    first = Kernel(
+        graph, "triton", mine[0].name, _what(node, order), _modules(origins), read, written, scratch,
+        memory_seconds(target, read + written + scratch),
+    )  # fmt: skip
+    yield first
+    for launch in mine[1:]:  # counted by the scheduler with the first
+        op = launch.name.startswith("aten.")
+        what = f"{launch.name.removeprefix('aten.')} of partial results" if op else f"{first.what}, continued"
+        yield replace(
+            first, kind="extern" if op else "triton", name=launch.name, what=what, bytes_read=0, bytes_written=0,
+            scratch=launch.scratch, seconds=memory_seconds(target, launch.scratch),
+        )  # fmt: skip
+
+
+def _parts(node: BaseSchedulerNode) -> Sequence[BaseSchedulerNode]:
+    """The kernels of a group that `combo_kernels.py` made one launch of; another kernel alone."""
+    return node.snodes if isinstance(node, ForeachKernelSchedulerNode) else [node]
+
+
+def _bytes(node: BaseSchedulerNode) -> tuple[int, int]:
+    """(read, written): of a group the sums over its kernels, since what one writes no other reads."""
+    read, written = zip(*map(_bytes_of_one, _parts(node)), strict=True)
+    return sum(read), sum(written)
+
+
+def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
+    """(read, written): the terms of `get_read_write_buffers_sizes`. What a kernel writes it need not read again.
+
+    A kernel depends on the whole of an input that it writes into, also where it reads nothing of it.
+    """
+    moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    own = {dep.name for dep in node.read_writes.writes}
+    written = sum(size for name, size in moved.items() if name in own)
+    read = {dep.name for dep in node.read_writes.reads if node.is_extern() or isinstance(dep, MemoryDep)}
+    return sum(size for name, size in moved.items() if name in read - own), written
+
+
+def _origins(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The nodes of the graph that a kernel computes, in the graph's order."""
+    found = {o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()}
+    return sorted((o for o in found if o in order), key=order.__getitem__)
+
+
+# --- GEMMs, attention, other ops of ATen
+
+
+def _extern_op(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> fx.Node | None:
+    """The graph's node of a call of ATen; None for what only takes such a call's outputs apart."""
+    if type(node.node).__name__ == "MultiOutput":
+        return None
+    origin = node.node.get_origin_node() if node.node is not None else None
+    return origin or (origins[-1] if origins else None)
+
+
+def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) -> Kernel:
+    name = str(op.target).removesuffix(".default")
+    if (gemm := _gemm(op)) is not None:
+        kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
+        read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers
+    else:
+        kind, what, seconds = (
+            "extern",
+            _called(op) or name.removeprefix("aten."),
+            memory_seconds(target, read + written),
+        )
+        if "scaled_dot_product" in name:
+            seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * ATTENTION_SHARE))
+    return Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    batches: int
+    m: int
+    k: int
+    n: int
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    scaling: str
+
+    def text(self) -> str:
+        """Its size and types in words."""
+        times = f"{self.batches} x " if self.batches > 1 else ""
+        kinds = f"{_short(self.a)} x {_short(self.b)}" if self.a.itemsize == 1 else _short(self.a)
+        return f"{times}[{self.m}, {self.k}] x [{self.k}, {self.n}] {kinds}{f' {self.scaling}' if self.scaling else ''}"
+
+    def seconds(self, target: Target) -> float:
+        """Predicted."""
+        scaling = self.scaling or "tensorwise"
+        return self.batches * gemm_seconds(target, self.m, self.k, self.n, self.a, self.out.itemsize, scaling)
+
+
+_MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
+
+
+def _gemm(op: fx.Node) -> _Gemm | None:
+    name = getattr(op.target, "__name__", "").partition(".")[0]
+    first = _MATRICES.get(name)
+    if first is None or getattr(op.target, "namespace", "") != "aten":
+        return None
+    a, b = (_val(op.args[i]) for i in (first, first + 1))
+    scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else "rowwise" if "scaled" in name else ""
+    batches = a.shape[0] if a.dim() == 3 else 1
+    m, k = a.shape[-2:]
+    if "grouped" in name and a.dim() == 2:  # on average; a group has its rows, or its part of the sum
+        batches = len(_val(op.args[4 if scaling else 2]))
+        m, k = (-(-m // batches), k) if b.dim() == 3 else (m, -(-k // batches))
+    return _Gemm(batches, m, k, b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
+
+
+def _scaling(scale: Tensor, a: Tensor) -> str:
+    """The recipe's word for what one scale belongs to."""
+    if scale.numel() == 1:
+        return "tensorwise"
+    if scale.dtype == torch.float8_e8m0fnu:
+        return "mxfp8"
+    return "rowwise" if scale.numel() == a.shape[0] else "blockwise"
+
+
+def _val(node: Any) -> Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _attention_flops(op: fx.Node) -> float:
+    """Of all GEMMs in attention: two in forward, five in backward; half of each if it is causal."""
+    names = [a.name for a in op.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    q, k, v = (_val(given[name]) for name in ("query", "key", "value"))
+    one = 2 * math.prod(q.shape[:-1]) * k.shape[-2]
+    forward, backward = one * (q.shape[-1] + v.shape[-1]), one * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return (backward if "backward" in str(op.target) else forward) * (0.5 if given.get("is_causal") else 1)
+
+
+# --- words
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+    return names.get(dtype) or str(dtype).removeprefix("torch.float8_").removeprefix("torch.").removesuffix("fn")
+
+
+_QUIET = {
+    "Linear", "_qdq_operand", "_scaled_mm", "_to_copy", "_unsafe_view", "abs", "addmm", "alias", "amax", "as_strided",
+    "baddbmm", "bfloat16", "bitwise_and", "bmm", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone",
+    "constant_pad_nd", "contiguous", "convert_element_type", "copy_", "detach", "empty", "eq", "expand", "fill",
+    "flatten", "float", "full", "full_like", "getitem", "gt", "inductor_force_stride_order", "linear", "lt", "matmul",
+    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply",
+    "qdq_gradient", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "route", "scalar_tensor", "select",
+    "slice", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "trampoline_autograd_apply",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros_like",
+}  # fmt: skip
+"""Movement, conversions and the parts of quantizing: `_what` says of those what a kernel reads and writes."""
+_CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+
+
+def _what(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> str:
+    """In a few words; of a group those of its kernels, and how many have each."""
+    counts = Counter(word for part in _parts(node) for word in _words(part, _origins(part, order)))
+    return ", ".join(f"{word} x {n}" if n > 1 else word for word, n in counts.items())
+
+
+def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
+    """The user's functions, what becomes of the scales' state, and the FP8 that is made."""
+    computed = [o for o in origins if o.target not in _CONSTANTS]
+    read, written = _bytes(node)
+    if read <= SMALL and any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
+        ends = any(part.is_reduction() for part in node.get_nodes())
+        return ["last stage of amax, scales, records"] if ends else ["scales"]
+    words = list(dict.fromkeys(filter(None, map(_word, computed))))
+    reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
+    if "max" in reductions and BEGIN_STEP not in words:
+        words.append("last stage of amax" if max(read, written) <= SMALL and written < 16 else "amax")
+    made = _fp8_made(node)
+    if (reductions or not made) and any(o.target is aten.reciprocal.default and not _word(o) for o in computed):
+        words.append("scales")
+    words += made
+    return words or ["scales" if written <= 16 else "copy"]
+
+
+def _reduction(node: BaseSchedulerNode) -> str:
+    """The kind of a reduction: "max", "sum", ..."""
+    return str(getattr(getattr(node.node, "data", None), "reduction_type", ""))
+
+
+def _fp8_made(node: BaseSchedulerNode) -> list[str]:
+    """What becomes of FP8: quantized, or copied where nothing else is read; twice where one copy is transposed."""
+    moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    types = {name: Virtualized.graph.get_dtype(name) for name in moved}
+    own = {dep.name for dep in node.read_writes.writes}
+    verb = "copy" if all(types[name].itemsize == 1 for name in moved if name not in own) else "quantize"
+    made = [types[name] for name in moved if name in own]
+    return [f"{verb} {_short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
+
+
+LAST_STAGE = "batch_amaxes"
+"""The pass whose kernels end amaxes, and make and record what comes of them."""
+BEGIN_STEP = "begin step"
+_STATE = {"begin_step": BEGIN_STEP, "usable": BEGIN_STEP}
+"""Functions of delayed scaling's state."""
+
+
+def _word(origin: fx.Node) -> str:
+    called = "records" if origin.meta.get(MADE_BY) == "batch_records" else _called(origin)
+    return _STATE.get(called, called)
+
+
+_NAME = re.compile(r"<(?:built-in )?(?:function|method|class) '?([\w.]+)")
+_NUMBER = re.compile(r"_\d+$")
+
+
+def _called(origin: fx.Node) -> str:
+    """The function in the user's graph that a node comes from; "" for movement, conversions and quantizing."""
+    if origin.meta.get(MADE_BY):
+        return ""
+    backward = origin.meta.get("partitioner_tag") == "is_backward"
+    stack, history = origin.meta.get("fwd_source_fn_stack"), origin.meta.get("from_node")
+    if backward and stack:
+        name = _NUMBER.sub("", stack[-1][0])
+    elif history and (match := _NAME.match(str(history[0].target))):
+        name = match[1].rpartition(".")[2]
+    else:
+        name = str(origin.meta.get("original_aten") or origin.target).removeprefix("aten.").partition(".")[0]
+    name = name.removesuffix("_backward")
+    return "" if name in _QUIET else f"{name} backward" if backward else name
+
+
+def _modules(origins: Sequence[fx.Node]) -> str:
+    """The modules that the nodes come from, at most three."""
+    found: dict[str, None] = {}
+    for origin in origins:
+        stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack") or {}
+        if stack and (path := module_path(list(stack.values())[-1][0])):
+            found[path] = None
+    return ", ".join(list(found)[:3]) + (", ..." if len(found) > 3 else "")

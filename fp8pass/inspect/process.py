@@ -1,0 +1,201 @@
+"""The process behind `inspector.inspect`: pretends that the GPU is there, and compiles the model for it.
+
+Run as `python -m fp8pass.inspect.process REQUEST ANSWER`: the request as JSON, the path of a file for the answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8pass._torch import pytree
+from fp8pass.backend import compile_graph
+from fp8pass.errors import Fp8Error
+from fp8pass.hardware import TARGETS, Target
+from fp8pass.inspect.fake_cuda import Generated, Pretended, fakes
+from fp8pass.inspect.inspector import Inspection, Kernel, Run
+from fp8pass.inspect.kernels import kernel_rows
+from fp8pass.options.config import WEIGHT_CACHES, make_config
+from fp8pass.roofline import load_machine
+from fp8pass.states.slots import SlotGroup, registry
+
+_BUILT = (
+    "It is built with fake tensors on the CPU, which have sizes but no values: the factory can load no weights and "
+    "look at no value"
+)
+_TRACED = "torch.compile(model, fullgraph=True)(*inputs) on the CPU, with its backward, shows where"
+_NAMED = tuple(
+    f"{kind.__name__}: " for kind in (AttributeError, Fp8Error, KeyError, RuntimeError, TypeError, ValueError)
+)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to train the model: how it is called, what is done to the model, and the arguments of `torch.compile`."""
+
+    name: str
+    prepare: Callable[[Any], Any]
+    backend: str
+    options: dict[str, Any] | None = None
+
+
+@dataclass
+class _Work:
+    """What is being done, and what the user can do if it fails."""
+
+    answer: Path
+    doing: str
+    advice: str = ""
+
+    def failed(self, _: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+        """As `sys.excepthook`: one line for the user."""
+        self.answer.write_text(json.dumps({"error": self.line(error)}))
+
+    def line(self, error: BaseException) -> str:
+        """What went wrong and what to do next."""
+        lines = [line.strip() for line in str(error).splitlines()]
+        said = next((line for line in lines if line and not line.endswith("raised:")), "")
+        if isinstance(error, Fp8Error):
+            return said
+        reason = said if said.startswith(_NAMED) else f"{type(error).__name__}: {said}"
+        return ". ".join(part.rstrip(".") for part in (f"{self.doing}: {reason}", self.advice) if part)
+
+
+def main(request: dict[str, Any], answer: Path) -> None:
+    """Compile what is asked for; write an `Inspection` as JSON, or {"error": one line}."""
+    spec = request["spec"]
+    work = _Work(answer, f"{request['machine']} is no machine file")
+    sys.excepthook = work.failed
+    target = load_machine(request["machine"]) if request["machine"] else TARGETS[request["target"]]
+    TARGETS[target.name] = target
+    work.doing, work.advice = f"{spec} can't be imported", "Write module:factory, of the current directory or installed"
+    factory = _factory(spec)
+    gpu = Pretended(target)
+    registry.on_new.append(_has_history)
+    notes: list[str] = []
+    runs = []
+    for way in _ways(request, target, notes):
+        work.doing, work.advice = f"{spec} can't be compiled with {way.name} for {target.name}", _TRACED
+        runs.append(_run(gpu, way, factory, request["ptx"], work, request["optimizer"]))
+    found = Inspection(spec, target.name, torch.__version__, tuple(runs), tuple(notes))
+    answer.write_text(json.dumps(asdict(found)))
+
+
+def _has_history(group: SlotGroup) -> None:
+    """State counts as if the first step, which compiles nothing, was behind it."""
+    group.warm = True
+
+
+def _factory(spec: str) -> Callable[[], Any]:
+    module, _, name = spec.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    if not callable(found):
+        raise Fp8Error(f"{spec} is no callable: write module:factory, a function that returns (model, *inputs)")
+    factory: Callable[[], Any] = found
+    return factory
+
+
+def _ways(request: dict[str, Any], target: Target, notes: list[str]) -> Iterator[_Way]:
+    options = {**request["options"], "target": target.name}
+    if request["optimizer"] is not None:
+        options.setdefault("weight_cache", WEIGHT_CACHES[-1])
+    yield _Way(f"fp8pass {options['recipe']}", lambda model: model, "fp8pass", options)
+    yield _Way("bf16", lambda model: model, "inductor")
+    if request["peer"] is None:
+        return
+    package, _, recipe = request["peer"].partition(":")
+    if importlib.util.find_spec(package) is None:
+        notes.append(f"{package} is not installed, so not compared with: pip install {package}")
+        return
+    yield _Way(f"{package} {recipe}", lambda model: _torchao(model, recipe), "inductor")
+
+
+def _torchao(model: Any, recipe: str) -> Any:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if not isinstance(model, nn.Module):
+        raise Fp8Error("torchao converts modules: let the factory return an nn.Module, or drop --compare")
+    return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def _run(
+    gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
+) -> Run:
+    torch.compiler.reset()
+    with fakes(), gpu.compiles() as found, warnings.catch_warnings(record=True) as caught:
+        traced = replace(work)
+        work.doing, work.advice = "the model can't be built", _BUILT
+        model, *inputs = _built(factory)
+        model = way.prepare(model)
+        work.doing, work.advice = traced.doing, traced.advice
+        _backward(_compiled(model, way)(*inputs))
+        if optimizer is not None:
+            _update(model, optimizer, way)
+    if not found:
+        raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
+    kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
+    notes = dict.fromkeys(str(w.message) for w in caught if str(w.message).startswith("fp8pass: "))
+    return Run(way.name, tuple(kernels), sum(graph.bytes_saved for graph in found), tuple(notes))
+
+
+def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
+    built = factory()
+    if not isinstance(built, tuple) or len(built) < 2 or not callable(built[0]):
+        raise Fp8Error(f"the factory returned {type(built).__name__}: let it return a tuple (model, *inputs)")
+    model, *inputs = built
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    for x in (*tensors, *pytree.tree_leaves(inputs)):
+        if isinstance(x, Tensor) and x.device.type != "cpu":
+            raise Fp8Error(f"the factory returned a tensor on {x.device}: leave the model and its inputs on the CPU")
+    return built
+
+
+def _update(model: Any, name: str, way: _Way) -> None:
+    """The update, as it is from the second step on: with state."""
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=True)  # as it is on GPUs
+    _compiled(optimizer.step, way)()
+
+
+def _compiled(function: Any, way: _Way) -> Any:
+    if way.options is None:
+        return torch.compile(function, backend=way.backend)
+    return torch.compile(function, backend=functools.partial(compile_graph, config=make_config(way.options)))
+
+
+def _backward(result: Any) -> None:
+    """Backward of the sum of all results that have a gradient."""
+    sums = [x.sum() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+    if sums:
+        torch.stack([x.float() for x in sums]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _names(found: list[Generated]) -> list[str]:
+    """What each graph is called."""
+    names, counts = [], Counter[str]()
+    for graph in found:
+        kind = "backward" if graph.is_backward else "update" if graph.is_inference else "forward"
+        counts[kind] += 1
+        names.append(kind if counts[kind] == 1 else f"{kind} {counts[kind]}")
+    return names
+
+
+def _kernels(gpu: Pretended, graph: Generated, name: str, ptx: bool) -> list[Kernel]:
+    rows = kernel_rows(graph, name, gpu.target)
+    compiled = gpu.compile_kernels(graph.code) if ptx else {}
+    return [replace(row, compiled=compiled.get(row.name)) for row in rows]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,96 @@
+"""`fp8pass inspect` as tables: drawn by rich on a terminal, if it is installed, and plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from fp8pass.inspect.inspector import Inspection, Kernel, Run
+
+Rows = list[tuple[str, ...]]
+MEGABYTE = 1e6
+
+
+def show(found: Inspection) -> None:
+    """Print every kernel of fp8pass and of the peer, and the totals of all runs."""
+    print(f"{found.spec}, one training step for {found.target}, compiled by torch {found.torch} without a GPU.")
+    print("Bytes are those of the compiler's own count. All times are predictions, not measurements.")
+    for run in found.runs:
+        if run.name != "bf16":
+            _print(run.name, *kernel_table(run))
+    _print("totals", *totals_table(found))
+    for note in (*found.notes, *(note for run in found.runs for note in run.notes)):
+        print(note)
+
+
+def kernel_table(run: Run) -> tuple[Sequence[str], Rows]:
+    """Heads and rows: a row per kernel. A "<" in a head is of a column of text."""
+    heads = ["<graph", "<what", "<in", "read MB", "written MB", "predicted us"]
+    if any(k.compiled for k in run.kernels):
+        heads += ["load bits", "store bits", "registers", "spilled B"]
+    return heads, [_row(k)[: len(heads)] for k in run.kernels]
+
+
+def _row(k: Kernel) -> tuple[str, ...]:
+    c = k.compiled
+    facts = (_widths(c.loads), _widths(c.stores), str(c.registers), str(c.spilled)) if c else ("",) * 4
+    return (
+        k.graph, k.what, k.modules, f"{k.bytes_read / MEGABYTE:.2f}", f"{k.bytes_written / MEGABYTE:.2f}",
+        f"{k.seconds * 1e6:.1f}", *facts,
+    )  # fmt: skip
+
+
+def _widths(bits: Sequence[int]) -> str:
+    return "/".join(map(str, bits))
+
+
+def totals_table(found: Inspection) -> tuple[Sequence[str], Rows]:
+    """Heads and rows: a row per run."""
+    heads = (
+        "<", "GEMM MB", "rest MB", "GEMMs", "Triton launches", "other launches", "saved for backward MB",
+        "predicted ms", "GEMMs ms", "predicted speedup",
+    )  # fmt: skip
+    bf16 = found.run("bf16").seconds
+    return heads, [_total(run, bf16) for run in found.runs]
+
+
+def _total(run: Run, bf16: float) -> tuple[str, ...]:
+    gemms = run.of("gemm")
+    return (
+        run.name, f"{run.gemm_bytes / MEGABYTE:.0f}", f"{run.rest_bytes / MEGABYTE:.0f}", str(len(gemms)),
+        str(run.launches), str(run.extern_launches), f"{run.bytes_saved / MEGABYTE:.0f}", f"{run.seconds * 1e3:.3f}",
+        f"{sum(k.seconds for k in gemms) * 1e3:.3f}", f"{bf16 / run.seconds:.2f}",
+    )  # fmt: skip
+
+
+def text_table(heads: Sequence[str], rows: Rows) -> str:
+    """Columns apart by two spaces, numbers to the right."""
+    names = [head.removeprefix("<") for head in heads]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            f"{cell:<{width}}" if head.startswith("<") else f"{cell:>{width}}"
+            for head, cell, width in zip(heads, cells, widths, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(names), *map(line, rows)])
+
+
+def _print(title: str, heads: Sequence[str], rows: Rows) -> None:
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            table = Table(title=title, title_justify="left")
+            for head in heads:
+                table.add_column(head.removeprefix("<"), justify="left" if head.startswith("<") else "right")
+            for row in rows:
+                table.add_row(*row)
+            Console().print(table)
+            return
+    print(f"\n{title}\n{text_table(heads, rows)}")

@@ -1,0 +1,240 @@
+"""Name patterns of options that match nothing: an error with the nearest names, or a warning where not all is known.
+
+A pattern is held to the names of all modules, parameters and matmuls of a whole model, not of one graph: graphs of a
+model may be several, and come one by one. The whole is the outermost module that holds the one whose forward Dynamo
+compiles, so a block or a bucket may lack what the whole has. Of a function that is compiled, and of the stage of a
+pipeline, the rest is not known: there it is a warning.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+from torch import fx, nn
+
+from fp8pass._torch import compiled_scope, pipeline_call
+from fp8pass.errors import warn_once
+from fp8pass.fields import nearest
+from fp8pass.module_tensors import unwrapped
+from fp8pass.names import MATMULS, Names, parts_of, without_wrappers
+from fp8pass.options.config import Config
+from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
+
+ROLES = {role for factors in FACTORS.values() for role in factors}
+_NUMBER = re.compile(r"(_\d+)?(~\d+)?$")
+FILTER, MONITOR, STATIC = "filter", "monitor", "StaticScaling"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of an option. earlier: those of the same dict of recipes, of which the first that matches counts."""
+
+    option: str
+    text: str
+    earlier: tuple[str, ...] = ()
+
+    def matches(self, name: str) -> bool:
+        """Return whether it matches what has this name, a slot of that, or something that is in it."""
+        if self.option == MONITOR:
+            text = _NUMBER.sub("", self.text)
+            return any(matches(f"{name}.{role}", each) for role in ROLES for each in (self.text, text))
+        if self.option == STATIC:
+            layers = [part.rpartition(".")[0] for part in parts_of(self.text)]
+            return any(layer == name or layer.endswith(f".{name}") for layer in layers)
+        return matches(name, self.text)
+
+    def is_reached(self, name: str) -> bool:
+        """Return whether it matches this name, and none before it does."""
+        return self.matches(name) and not any(matches(name, text) for text in self.earlier)
+
+    def is_in(self, names: Set[str]) -> bool:
+        """Return whether it is reached by any of these names."""
+        return (self.stem in names and self.is_reached(self.stem)) or any(map(self.is_reached, names))
+
+    @property
+    def stem(self) -> str:
+        """The pattern without the role that a slot's name ends in."""
+        stem, _, last = self.text.rpartition(".")
+        return stem if stem and _NUMBER.sub("", last) in ROLES else self.text
+
+    def why(self, names: Set[str], of: str) -> str:
+        """Return what is wrong with a pattern that no name reaches. of: whose names these are."""
+        if hidden := [name for name in sorted(names) if self.matches(name)]:
+            first = next(text for text in self.earlier if matches(hidden[0], text))
+            return (
+                f"{self.option}: {self.text!r} is never reached in {of}, for {first!r}, which comes before it, matches "
+                f"{hidden[0]!r}, too: write {self.text!r} first"
+            )
+        nothing = "belongs to" if self.option == STATIC else "matches"
+        slots = {f"*.{role}" for role in ROLES} if self.option == MONITOR else set()
+        near = nearest(self.stem, sorted(_like(names) | slots), n=3)
+        return f"{self.option}: {self.text!r} {nothing} no module or matmul of {of}{near}"
+
+
+def patterns_of(config: Config) -> Iterator[Pattern]:
+    """Return all patterns of a configuration."""
+    if isinstance(config.filter, Sequence):
+        yield from (Pattern(FILTER, text) for text in config.filter)
+    if not isinstance(config.monitor, bool):
+        yield from (Pattern(MONITOR, text) for text in config.monitor)
+    recipe = config.recipe
+    for plan in [plan for _, plan in recipe.phases] if isinstance(recipe, Schedule) else [recipe]:
+        rules = plan.rules if isinstance(plan, ByModule) else ()
+        texts = tuple(text for text, _ in rules)
+        yield from (Pattern("recipe", text, texts[:i]) for i, text in enumerate(texts))
+        for each in (plan, *(recipe for _, recipe in rules)):
+            if isinstance(each, StaticScaling):
+                yield from (Pattern(STATIC, slot) for slot in each.scales)
+
+
+def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> None:
+    """While Dynamo compiles a frame: raise ValueError for a pattern that matches nothing in the model that it is of.
+
+    Warn once of those that may match something which is not seen from there, and of those that have no effect in this
+    graph, for names begin in it with another module. judged: `check_models` has been called.
+    """
+    patterns = list(patterns_of(config))
+    if not patterns:
+        return
+    graph_names = Names([n for n in graph.nodes if n.op == "placeholder"])
+    roots = graph_names.roots
+    locals_with_roots = {root.partition(".")[0] for root in roots}
+    scope = {name: value for name, value in compiled_scope().items() if name in {*locals_with_roots, "self"}}
+    modules = _modules_in(scope)
+    here = {name for prefix, m in modules for name in _named(_path_in(graph_names, prefix), m)}
+    missing = [pattern for pattern in patterns if not pattern.is_in(here)]
+    if not modules or not missing:
+        return
+    own = modules[0][1] if len(modules) == 1 else dict(modules).get("self")
+    holders = _holders(own) if own is not None else []
+    other = {name for prefix, m in modules for place in ("", prefix) for name in _named(place, m)}
+    if own is not None:
+        other.update(name for holder in holders for name in _of_parts_like(own, holder))
+    everything = here.union(other, *map(names_of, holders))
+    if not judged:
+        is_whole = isinstance(scope.get("self"), nn.Module) and pipeline_call() is None
+        of = type(unwrapped((own, *holders)[-1])).__name__ if is_whole else "what is compiled"
+        _tell(missing, everything, of, _refuse if is_whole else _warn)
+    for pattern in missing:
+        if pattern.option != STATIC and pattern.is_in(other):
+            modules_of_it = (name for name in here if name.rpartition(".")[2] not in MATMULS)
+            like = sorted(modules_of_it, key=lambda name: (len(name), name))[:3]
+            of = type(own).__name__ if own is not None else " and ".join(sorted(roots))
+            warn_once(
+                f"fp8pass: {pattern.option}: {pattern.text!r} has no effect in a graph of {of}, where names are like "
+                f"{', '.join(map(repr, like))}"
+            )
+
+
+def check_models(config: Config, models: Iterable[nn.Module], scope: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a pattern that matches nothing in these models.
+
+    scope: what the function that calls them knows by which name; names in a graph of several models begin so.
+    """
+    patterns = list(patterns_of(config))
+    modules = [*(("", model) for model in models), *_modules_in(scope)] if patterns else []
+    names = {name for prefix, m in modules for name in _named(prefix, m)}
+    _tell(patterns, names, where, _refuse)
+
+
+def scope_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function that is called with these knows by which name."""
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    scope: dict[str, Any] = {}
+    if inspect.isfunction(plain):
+        scope = {name: plain.__globals__[name] for name in plain.__code__.co_names if name in plain.__globals__}
+        cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
+        scope |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    return {**scope, **inspect.signature(function).bind(*args, **kwargs).arguments}
+
+
+def names_of(module: nn.Module) -> set[str]:
+    """Return what graphs call the modules, parameters and matmuls of a module."""
+    paths = {without_wrappers(name) for name, _ in module.named_modules(remove_duplicate=False)}
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    parameters = {without_wrappers(name).removesuffix(".weight") for name, _ in tensors}
+    products = {name for path in paths for name in _under(path, MATMULS)}
+    return (paths | parameters | products) - {""}
+
+
+def _tell(patterns: Sequence[Pattern], names: Set[str], of: str, tell: Callable[[str], None]) -> None:
+    missing = [pattern for pattern in patterns if not pattern.is_in(names)]
+    if missing:
+        tell(". ".join(pattern.why(names, of) for pattern in missing[:3]))
+
+
+def _refuse(what: str) -> None:
+    raise ValueError(what)
+
+
+def _warn(what: str) -> None:
+    warn_once(f"fp8pass: {what}; there may be more than is seen from here")
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that a module is in, from the inside out."""
+    holders: dict[int, list[nn.Module]] = {}
+    for holder in gc.get_objects():
+        if issubclass(type(holder), nn.Module):
+            for held in vars(holder).get("_modules", {}).values():
+                holders.setdefault(id(held), []).append(holder)
+    found = {id(module): module}
+    for each in (todo := [module]):
+        new = {id(holder): holder for holder in holders.get(id(each), ()) if id(holder) not in found}
+        found.update(new)
+        todo += new.values()
+    return todo[1:]
+
+
+def _of_parts_like(part: nn.Module, holder: nn.Module) -> Iterator[str]:
+    """Return the names that a holder gives to what is in a part, and in others of its kind, which share its code."""
+    for path, module in holder.named_modules(remove_duplicate=False):
+        if type(module) is type(part):
+            yield from _named(without_wrappers(path), part)
+
+
+def _modules_in(scope: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+    """Return the modules among named values, and those that they hold directly, with their names."""
+    held = [(name, _held(value)) for name, value in scope.items()]
+    return [
+        *((name, value) for name, value in scope.items() if isinstance(value, nn.Module)),
+        *((f"{name}.{key}", x) for name, of in held for key, x in of.items() if isinstance(x, nn.Module)),
+    ]
+
+
+def _held(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, nn.Module):
+        return {}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else getattr(value, "__dict__", {})
+
+
+def _named(path: str, module: nn.Module) -> set[str]:
+    """Return what is called how where a module has this path; "" for the root."""
+    return {*_under(path, names_of(module)), path} - {""}
+
+
+def _path_in(names: Names, place: str) -> str:
+    """Return what a graph calls a module that is at this place in its frame: "model", "args.0", "block.up"."""
+    root = place if place in names.roots else place.partition(".")[0]
+    path = place.removeprefix(root).removeprefix(".")
+    return ".".join(part for part in (names.relative(root), path) if part)
+
+
+def _under(prefix: str, names: Iterable[str]) -> Iterator[str]:
+    """Return names as they are where they are below a prefix; "" for none."""
+    return (f"{prefix}.{name}" if prefix else name for name in names)
+
+
+def _like(names: Set[str]) -> Set[str]:
+    """Return names and patterns that one may have meant: with any number in it, or of whatever ends in a name."""
+    names = {name for name in names if name.rpartition(".")[2] not in MATMULS}
+    numbered = {re.sub(r"\b\d+\b", "*", name) for name in names}
+    return names | numbered | {f"*.{name.rpartition('.')[2]}" for name in names if "." in name}

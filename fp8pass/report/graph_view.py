@@ -1,0 +1,378 @@
+"""Graphs as data: what a page needs to draw them, and the generated kernels that their nodes run in.
+
+Nothing is kept of a graph but names, shapes and who reads whom; and only within `draw`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from fp8pass._torch import (
+    GraphLowering,
+    Virtualized,
+    functorch_config,
+    inductor_config,
+    kernel_nodes,
+    make_boxed_func,
+)
+from fp8pass.graph.builder import multiplies, op_name
+from fp8pass.graph.verdict import Gemm
+from fp8pass.names import module_path, short, source_of
+from fp8pass.node_meta import GEMM, MADE_BY
+from fp8pass.report.report import KernelCode, Op, OpKind, Part, Picture
+from fp8pass.scaling import FP8_DTYPES
+
+MOVEMENT = frozenset(
+    (
+        "alias", "as_strided", "clone", "contiguous", "convert_element_type", "detach", "diagonal", "empty",
+        "expand", "full", "full_like", "getitem", "inductor_force_stride_order", "lift_fresh_copy", "permute",
+        "reshape", "scalar_tensor", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
+        "unbind", "unfold", "unsqueeze", "view",
+    )
+)  # fmt: skip
+"""Ops that compute nothing: they rearrange, take apart, convert, or make a constant."""
+_WIDE = 1 << 16
+"""A tensor with at least so many elements is no scale, no amax and no history."""
+
+
+class Drawing:
+    """Collects pictures. kernels: whether Inductor generates code, and which kernel each node runs in."""
+
+    def __init__(self, kernels: bool) -> None:
+        self.kernels = kernels
+        self.pictures: list[Picture] = []
+        self._number = -1
+        self._arguments = 0
+        self._verdicts: dict[str, Gemm] = {}
+        self._of_graph: dict[int, list[Gemm]] = {}
+        self._named: list[tuple[_Place, Op, Gemm]] = []
+        self._unnamed: list[tuple[_Place, Op, Part]] = []
+
+    def begin(self, arguments: int) -> None:
+        """What follows is of Dynamo's next graph, which has so many arguments; those behind them are state."""
+        self._number, self._arguments = self._number + 1, arguments
+        self._verdicts = {}
+
+    @contextmanager
+    def tentative(self, keeps: Callable[[BaseException], bool]) -> Iterator[None]:
+        """Within it, what is drawn stays only if nothing is raised, or an error that `keeps` is true of."""
+        before = {name: copy.copy(value) for name, value in vars(self).items()}
+        before["_of_graph"] = {number: [*gemms] for number, gemms in self._of_graph.items()}
+        try:
+            yield
+        except BaseException as error:
+            if not keeps(error):
+                vars(self).update(before)
+            raise
+
+    def verdicts(self, gemms: Mapping[fx.Node, Gemm]) -> None:
+        """Those of the joint graph at hand."""
+        self._verdicts |= {node.name: gemm for node, gemm in gemms.items()}
+        self._of_graph.setdefault(self._number, []).extend(gemms.values())
+
+    def add(self, graph: fx.Graph, part: Part) -> Picture:
+        """Draw a graph."""
+        picture = Picture(self._number, part, _ops(graph, self._arguments))
+        for op, node in zip(picture.ops, graph.nodes, strict=True):
+            if op.kind != "gemm":
+                continue
+            gemm = self._verdicts.get(node.meta.get(GEMM, "")) if part != "before" else None
+            if gemm is not None:
+                self._named.append((_Place(self._number, op.module, op.source, _sizes_of(gemm)), op, gemm))
+            else:
+                self._unnamed.append((_Place(self._number, op.module, op.source, _sizes(node)), op, part))
+        self.pictures.append(picture)
+        return picture
+
+    def generated(self, graph: fx.Graph, part: Part, code: str) -> None:
+        """Draw a graph of which Inductor has generated the code."""
+        picture = self.add(graph, part)
+        runs_in: dict[str, list[int]] = {}
+        for kernel in dict.fromkeys(re.findall(r"# \[Provenance debug handles\] (\S+)", code)):
+            for name in kernel_nodes(kernel):
+                runs_in.setdefault(name, []).append(len(picture.kernels))
+            picture.kernels.append(KernelCode(kernel.rpartition(":")[0], kernel_code(code, kernel)))
+        _set_kernels(picture, runs_in)
+
+    def finish(self, gemms: Sequence[Gemm]) -> list[Picture]:
+        """The pictures, in which matmuls have the position that they have in `gemms`."""
+        position = {id(g): i for i, g in enumerate(gemms)}
+        for _, op, gemm in self._named:
+            op.gemm = position.get(id(gemm))
+        self._find_replaced(position)
+        self._find_users()
+        return self.pictures
+
+    def _find_replaced(self, position: Mapping[int, int]) -> None:
+        """What Inductor put in the place of a matmul, an addmm say: by graph, line and size the one that is missing."""
+        found = {id(gemm) for _, _, gemm in self._named}
+        for place, op, part in self._unnamed:
+            missing = (g for g in self._of_graph.get(place.number, ()) if id(g) not in found and id(g) in position)
+            same = next((g for g in missing if (g.source, _sizes_of(g)) == (place.source, place.sizes)), None)
+            if part != "before" and same is not None:
+                op.gemm = position[id(same)]
+                found.add(id(same))
+                self._named.append((place, op, same))
+
+    def _find_users(self) -> None:
+        """What the user's own matmuls became, in order by module, line and size: none where several became one."""
+        became: dict[_Place, list[int]] = {}
+        for place, op, _ in self._named:
+            same = became.setdefault(place, [])
+            if op.gemm is not None and op.gemm not in same:  # one matmul with batches is several
+                same.append(op.gemm)
+        for place, op, part in self._unnamed:
+            if part == "before" and became.get(place):
+                op.gemm = became[place].pop(0)
+
+
+class _Place(NamedTuple):
+    """Of a matmul: Dynamo's graph, module, line, and (batches, M, K, N)."""
+
+    number: int
+    module: str
+    source: str
+    sizes: tuple[str, ...]
+
+
+def _sizes_of(gemm: Gemm) -> tuple[str, ...]:
+    return _padded(gemm.batches, gemm.M, gemm.K, gemm.N)
+
+
+def _sizes(matmul: fx.Node) -> tuple[str, ...]:
+    """(batches, M, K, N)."""
+    first = 1 if _label(matmul) in ("addmm", "baddbmm") else 0
+    a, b = (matmul.args[i].meta["val"].shape for i in (first, first + 1))  # type: ignore[union-attr]
+    return _padded(a[0] if len(a) == 3 else 1, a[-2], a[-1], b[-1])
+
+
+def _padded(batches: Any, *sizes: Any) -> tuple[str, ...]:
+    """Sizes as text, as they are in FP8: the user's and what became of them compare equal."""
+    return str(batches), *(str(-(-size // 16) * 16) if isinstance(size, int) else str(size) for size in sizes)
+
+
+_drawing: ContextVar[Drawing | None] = ContextVar("fp8pass_drawing", default=None)
+
+
+@contextmanager
+def draw(kernels: bool = False) -> Iterator[Drawing]:
+    """Within it, every graph that is compiled is drawn, its backward at once and not when it is first needed.
+
+    kernels: let Inductor generate the code of each graph, and compile none of it: what it returns runs op by op.
+    """
+    drawing = Drawing(kernels)
+    token = _drawing.set(drawing)
+    try:
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            yield drawing
+    finally:
+        _drawing.reset(token)
+
+
+def drawn() -> Drawing | None:
+    """Whoever collects pictures."""
+    return _drawing.get()
+
+
+def part_of(graph: fx.Graph) -> Part:
+    """Whether a graph, cut off a joint one, is the forward or the backward."""
+    return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
+
+
+# --- generated code
+
+
+class _Generated(BaseException):
+    """The code is there. No Exception, which Inductor takes for a failure of its own."""
+
+
+def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Inductor's `inner_compile`; where kernels are drawn, one that ends when their code is generated."""
+    found = drawn()
+    if found is None or not found.kernels:
+        return inner_compile
+
+    def take(code: str) -> None:
+        module = Virtualized.graph.module
+        assert isinstance(module, fx.GraphModule)
+        graph = module.graph
+        found.generated(graph, part_of(graph), code)
+        raise _Generated
+
+    def generate(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        before = GraphLowering.save_output_code
+        GraphLowering.save_output_code = take
+        try:
+            with inductor_config.patch({"fx_graph_cache": False, "trace.provenance_tracking_level": 2}):
+                return inner_compile(module, example_inputs, **kwargs)
+        except _Generated:
+            return make_boxed_func(module.forward)
+        finally:
+            GraphLowering.save_output_code = before
+
+    return generate
+
+
+_FUSED = re.compile(r"(cpp|triton)_(?!tem)")
+"""Names of kernels that are no matmul: templates of Triton are."""
+
+
+def _set_kernels(picture: Picture, runs_in: Mapping[str, Sequence[int]]) -> None:
+    """The first kernel that Inductor names each op with; of a matmul or attention the call that it is.
+
+    Inductor may name a call after the movement that lays its result out, and a fused kernel after a matmul.
+    """
+    found = [list(runs_in.get(op.name, ())) for op in picture.ops]
+    for i in reversed(range(len(picture.ops))):
+        op = picture.ops[i]
+        if op.kind == "movement":
+            for source in op.inputs:
+                found[source] += found[i]
+    for op, kernels in zip(picture.ops, found, strict=True):
+        calls = [i for i in kernels if not _FUSED.match(picture.kernels[i].name)]
+        if op.kind in ("gemm", "attention"):
+            op.kernel = next(iter(calls or kernels), None)
+        elif op.kind != "input":
+            op.kernel = next(iter(kernels), None)
+
+
+def kernel_code(code: str, kernel: str) -> str:
+    """The definition of a kernel in generated code, or of a call of ATen the line that calls it; "" if there is none.
+
+    kernel: "name:number", as Inductor's comments have it.
+    """
+    name = re.escape(kernel.rpartition(":")[0])
+    definition = rf"(?:^#[^\n]*\n)*^{name} = async_compile\.\w+\(.*?'''(?:, [^\n]*)?\)$"
+    if found := re.search(definition, code, re.MULTILINE | re.DOTALL):
+        return found[0]
+    call = rf"(?:^ *#[^\n]*\n)*^ *# \[Provenance debug handles\] {re.escape(kernel)}\n[^\n]*"
+    found = re.search(call, code, re.MULTILINE)
+    return textwrap.dedent(found[0]) if found else ""
+
+
+# --- nodes
+
+
+def _ops(graph: fx.Graph, arguments: int) -> list[Op]:
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    kinds: dict[fx.Node, OpKind] = {}
+    for node in graph.nodes:
+        kinds[node] = _kind(node, kinds, arguments)
+    ops = [
+        Op(
+            name=node.name,
+            label=_label(node),
+            kind=kinds[node],
+            module=_module(node),
+            source=source_of(node),
+            shape=_shape(node.meta.get("val")),
+            made_by=node.meta.get(MADE_BY, ""),
+            inputs=[position[x] for x in node.all_input_nodes],
+        )
+        for node in graph.nodes
+    ]
+    _place(ops)
+    return ops
+
+
+def _place(ops: Sequence[Op]) -> None:
+    """What passes made in a backward is where its readers are, or else where what it reads is."""
+    for op in reversed(ops):
+        for i in op.inputs:
+            if ops[i].made_by and not ops[i].module:
+                ops[i].module = op.module
+    for op in ops:
+        if op.made_by and not op.module:
+            op.module = next((ops[i].module for i in op.inputs if ops[i].module), "")
+
+
+def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpKind:
+    if node.op == "placeholder":
+        return "state" if _position(node) >= arguments else "input"
+    if node.op == "output":
+        return "output"
+    name = _label(node)
+    if multiplies(node):
+        return "gemm"
+    if "scaled_dot_product" in name or name == "flex_attention":
+        return "attention"
+    if name == "amax" or (name == "abs" and all(_label(user) == "amax" for user in node.users)):
+        return "amax"
+    if _makes_fp8(node):
+        return "quantize"
+    if name in MOVEMENT:
+        return "movement"
+    read = {kinds[x] for x in _sources(node)}
+    if read == {"movement"}:
+        return "movement"  # made of constants
+    if _is_small(node) and read & {"state", "amax"} and read <= {"state", "amax", "movement"}:
+        return "state"
+    return "compute"
+
+
+def _position(placeholder: fx.Node) -> int:
+    """Among the arguments of the joint graph, from AOTAutograd's names; -1 of what forward hands to backward."""
+    if found := re.fullmatch(r"primals_(\d+)", placeholder.name):
+        return int(found[1]) - 1
+    found = re.fullmatch(r"arg(\d+)_1", placeholder.name)
+    return int(found[1]) if found else -1
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """What a node reads, movement taken off."""
+    for source in node.all_input_nodes:
+        while _label(source) in MOVEMENT and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        yield source
+
+
+def _makes_fp8(node: fx.Node) -> bool:
+    """Whether its result is FP8, and what it reads is not, nor has been before it was padded, say."""
+    if not any(x.dtype in FP8_DTYPES for x in _tensors(node)) or not node.all_input_nodes:
+        return False
+    source = node
+    while source is node or (_label(source) in (*MOVEMENT, "constant_pad_nd") and source.all_input_nodes):
+        source = source.all_input_nodes[0]
+        if any(x.dtype in FP8_DTYPES for x in _tensors(source)):
+            return False
+    return True
+
+
+def _is_small(node: fx.Node) -> bool:
+    """Whether it can be a scale, an amax or a history, or a write into one."""
+    return all(isinstance(x.numel(), int) and x.numel() < _WIDE for x in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [x for x in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(x, Tensor)]
+
+
+def _label(node: fx.Node) -> str:
+    """The op, without its namespace and overload; of an input its name."""
+    if node.op != "call_function":
+        return node.name if node.op in ("placeholder", "get_attr") else node.op
+    return op_name(node)
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the innermost module that it comes from, "" if none; a backward has its forward's."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return module_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def _shape(value: Any) -> str:
+    """ "bf16[8192, 4096]"; of several tensors the first."""
+    if isinstance(value, (list, tuple)):
+        return f"{_shape(value[0])}, ..." if value else ""
+    if not isinstance(value, Tensor):
+        return "" if value is None else str(value)
+    return f"{short(value.dtype)}[{', '.join(map(str, value.shape))}]"

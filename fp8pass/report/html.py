@@ -1,0 +1,117 @@
+"""`Report.to_html`: one page with everything in it. The page itself is page.html; here is what it shows, as JSON.
+
+Whatever is written more than once, and in a graph of 200 layers nearly everything is, is a number in a list of texts.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8pass.graph.verdict import Gemm
+from fp8pass.report.report import RECOMPUTED, Picture, Report
+
+CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr")
+"""What a row of numerics may hold beside slot and step."""
+
+
+def page(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """The page as text. See `Report.to_html`."""
+    data = json.dumps(page_data(report, numerics), separators=(",", ":"), allow_nan=False)
+    template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    parts = {"<!--summary-->": html.escape(report.summary()), "/*data*/": script_safe(data)}
+    for marker, text in parts.items():
+        head, found, tail = template.partition(marker)
+        assert found, marker
+        template = head + text + tail
+    return template
+
+
+def script_safe(text: str) -> str:
+    """JSON that means the same, and in which no script ends: names come from users."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+class _Texts:
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    def all(self) -> list[str]:
+        return list(self._numbers)
+
+
+def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """What the page shows, as JSON can hold it: no NaN, no infinity."""
+    texts = _Texts()
+    return {
+        "torch": torch.__version__,
+        "summary": report.summary(),
+        "flops": report.flops,
+        "fp8_flops": report.fp8_flops,
+        "graphs": report.graphs,
+        "gemms": [_gemm(g, texts) for g in report.gemms],
+        "pictures": [_picture(p, texts) for p in report.pictures],
+        "breaks": [str(b) for b in report.breaks],
+        "recompiles": [str(r) for r in report.recompiles],
+        "notes": [*report.notes, *report.faults],
+        "error": report.error,
+        "numerics": None if numerics is None else _numerics(numerics),
+        "texts": texts.all(),
+    }
+
+
+def _gemm(g: Gemm, texts: _Texts) -> list[Any]:
+    batches = "" if g.batches == 1 else f"{g.batches} × "
+    note = "; ".join(filter(None, (g.note, RECOMPUTED if g.recomputed else "")))
+    words = (
+        g.name or "-", g.kind, f"{batches}{g.M} × {g.K} × {g.N}", " @ ".join(g.dtypes[:2]) + f" → {g.dtypes[2]}",
+        g.scaling, g.status, g.rule, g.reason, note, g.source,
+    )  # fmt: skip
+    return [*map(texts, words), g.flops, g.predicted_speedup]
+
+
+def _picture(p: Picture, texts: _Texts) -> dict[str, Any]:
+    ops = [
+        [*map(texts, (o.name, o.label, o.kind, o.module, o.source, o.shape, o.made_by)), o.inputs, o.gemm, o.kernel]
+        for o in p.ops
+    ]
+    return {
+        "number": p.number,
+        "part": p.part,
+        "ops": ops,
+        "kernels": [[texts(k.name), texts(k.code)] for k in p.kernels],
+    }
+
+
+def _numerics(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By slot: {"slot", "step": [...], and of `CHARTS` those that any row has: [number or null, ...]}."""
+    slots: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        for name in ("slot", "step"):
+            if row.get(name) is None:
+                raise ValueError(f"a row of numerics has no {name!r}: {dict(row)}")
+        slots.setdefault(str(row["slot"]), []).append(row)
+    found = []
+    for slot, of in slots.items():
+        of.sort(key=lambda row: row["step"])
+        charts = {name: [_finite(row.get(name)) for row in of] for name in CHARTS}
+        shown = {name: values for name, values in charts.items() if any(v is not None for v in values)}
+        found.append({"slot": slot, "step": [int(row["step"]) for row in of], **shown})
+    return found
+
+
+def _finite(value: Any) -> float | None:
+    """A number that JSON has, of 6 digits; None for any other."""
+    number = math.nan if value is None else float(value)
+    return float(f"{number:.6g}") if math.isfinite(number) else None

@@ -1,0 +1,44 @@
+"""`Report.show`: drawn by rich on a terminal, if it is installed, and plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8pass.report.report import Report
+
+RIGHT = ("M x K x N", "predicted")
+
+
+def show(report: Report) -> None:
+    """Print a report."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            draw(report, Console())
+            return
+    print(report)
+
+
+def draw(report: Report, console: object) -> None:
+    """Print it to rich's console: what runs in FP8 green, what was declined yellow."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    assert isinstance(console, Console)
+    heads, *rows = report.rows()
+    table = Table(header_style="bold")
+    for head in heads:
+        table.add_column(head, justify="right" if head in RIGHT else "left", overflow="fold")
+    for gemm, row in zip(report.gemms, rows, strict=True):
+        colour = "green" if gemm.status == "rewritten" else "yellow"
+        status = heads.index("status")
+        table.add_row(*(Text(cell, style=colour if i == status else "") for i, cell in enumerate(row)))
+    console.print(table)
+    for line in report.footnotes():
+        console.print(Text(line), highlight=False)

@@ -1,0 +1,245 @@
+"""FP8 copies of weights, kept from one optimizer step to the next, so that no forward has to make them.
+
+A copy is the numbers that the forward would have made: of the weight as it is, with the scale that the next step will
+begin with. An update that is compiled with us writes it along with the weight (`update_graph.py`). Whoever else changes
+a weight counts up its version, or gives it other memory: then the copy is made again before it is used. So it is where
+steps come that no update has prepared, for their scale may be another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import scaling
+from fp8pass._torch import before_eager_optimizers
+from fp8pass.graph.annotation import Cached
+from fp8pass.quant import ops
+from fp8pass.states.slots import SlotGroup
+
+
+class Fp8Weight:
+    """The FP8 copy of a weight f[N, K], which is one parameter or several, one below the other. For all graphs.
+
+    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph wants it. group, index: where its scale_inv and the amax of
+    what it was made of are, in `SlotTensors.made` of the graph that was called last.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = tuple(map(weakref.ref, parts))
+        self._made_of: Any = None
+        before_eager_optimizers(_forget)
+        first = parts[0]
+        shape = sum(p.shape[0] for p in parts), first.shape[1]
+        with torch.inference_mode(False), torch.no_grad():
+            self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
+        self.x_t: Tensor | None = None
+        rows = [p.shape[0] for p in parts]
+        self._places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
+        self.copies = [self.x_q.narrow(0, *place) for place in self._places]
+        self.transposes: list[Tensor] = []
+        self.group: SlotGroup | None = None
+        self.index = -1
+        self._behind = 0
+        """How many steps have begun since the one that the copy was made for."""
+        self._unchanged = 0
+        """How many steps have begun since the weight was changed."""
+        self._changes = 0
+        self._was_written = False
+        """Whether a compiled update has made it anew, since `settle` was called last."""
+        self.refreshed = 0
+        """How often it was made by kernels of its own."""
+        self.expected = 1
+        """How often of these there was no other way: no update has come for this step, or it knew no scale."""
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The parameters."""
+        parts = [ref() for ref in self._parts]
+        assert all(p is not None for p in parts), "the parameters are gone"
+        return parts  # type: ignore[return-value]
+
+    def is_of(self, parts: Sequence[Tensor]) -> bool:
+        """Whether it is of these parameters, and not of others, gone by now, whose ids they have."""
+        return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
+
+    def has_part(self, ids: Set[int]) -> bool:
+        """Whether one of its parameters has one of these ids."""
+        return any(id(ref()) in ids for ref in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, beyond that of the weight itself."""
+        return sum(x.nbytes for x in (self.x_q, self.x_t) if x is not None)
+
+    def inputs(self, transposed: bool) -> list[Tensor]:
+        """What a graph that reads the weight is called with."""
+        return [self.x_q, self.x_t] if transposed and self.x_t is not None else [self.x_q]
+
+    def transpose(self) -> None:
+        """From now on there is a transposed copy. Both are to be made again."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.x_t = torch.empty(self.x_q.shape[::-1], dtype=scaling.E4M3, device=self.x_q.device)
+        self.transposes = [self.x_t.narrow(1, *place) for place in self._places]
+        self.forget()
+
+    def use_in(self, group: SlotGroup, index: int) -> None:
+        """The graph of this group is called next."""
+        if self.group is not None and self.group is not group:
+            with torch.no_grad():
+                group.tensors.made[:, index].copy_(self.group.tensors.made[:, self.index])
+        self.group, self.index = group, index
+
+    def begin_step(self) -> None:
+        """A step begins that reads it, and rolls its history."""
+        self._behind += 1
+        self._unchanged += 1
+
+    def is_fresh(self) -> bool:
+        """Whether it is a copy of the weight as it is now, by the scale of the step that has begun, or the next one."""
+        return self._is_of_now() and (self._behind <= 0 or self._scale_stays())
+
+    def _is_of_now(self) -> bool:
+        return self._made_of is not None and self._made_of == self._now()
+
+    def _scale_stays(self) -> bool:
+        """Whether the history is known to hold nothing but the amax of the weight as it is now."""
+        assert self.group is not None
+        recipe = self.group.table.delayed
+        always = self._changes == 1 and self.group.loads == 0 and isinstance(recipe.amax_compute_algo, str)
+        return always or self._unchanged > recipe.amax_history_len + 1
+
+    def _made(self) -> None:
+        self._made_of = self._now()
+        self._unchanged = 0
+        self._changes += 1
+
+    def written(self) -> None:
+        """A compiled update has made it anew. With a slot that has no history yet there was no scale to make it by."""
+        assert self.group is not None
+        has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
+        self._made()
+        self._behind = -1
+        self._was_written = True
+        if not has_scale:
+            self.forget()
+            self.expected += 1
+
+    def settle(self) -> None:
+        """See the function."""
+        if not self._was_written:
+            self.forget()
+        self._was_written = False
+
+    def forget(self) -> None:
+        """Make it again before it is used."""
+        self._made_of = None
+
+    def _now(self) -> Any:
+        assert self.group is not None
+        return [(p._version, p.data_ptr()) for p in self.parts], self.group.table.recipe, self.group.loads
+
+    def refresh(self, begins: bool = True) -> None:
+        """Make it again, op by op. begins: for the step that has just begun; otherwise for the next one."""
+        group = self.group
+        assert group is not None
+        recipe, t = group.table.delayed, group.tensors
+        with torch.inference_mode(False), torch.no_grad():
+            parts = [p.detach() for p in self.parts]
+            scales = ops.next_scales(recipe, group.table.n_forward, t.scale, t.amax_history, t.amax_weights)
+            amax = torch.stack([scaling.amax(p) for p in parts]).amax()
+            own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, recipe.margin)
+            scales = torch.where(scales == 0, own, scales)
+            ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
+            amaxes = [amax if i == self.index else None for i in range(len(scales))]
+            ops.write_made(t.made, scales, amaxes)
+        if self._is_of_now():
+            self.expected += 1
+        else:
+            self._made()
+        self._behind = 0 if begins else -1
+        self.refreshed += 1
+
+
+def _forget(optimizer: torch.optim.Optimizer) -> None:
+    """Whatever an optimizer does that runs op by op, it makes its weights' copies stale.
+
+    There are optimizers, of other people, that write into `p.data`, of which versions know nothing.
+    """
+    if len(_weights):
+        for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
+            weight.forget()
+
+
+_weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
+_made = itertools.count()
+_newest = next(_made)
+
+
+def cached_weights(
+    cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup], repeats: bool = False
+) -> list[Tensor]:
+    """What a graph takes of the FP8 copies of weights, which are made first where they are not those of the weights.
+
+    repeats: a forward runs again, in its backward.
+    """
+    inputs: list[Tensor] = []
+    for c in cached:
+        weight = _of(c, [args[i] for i in c.positions], groups[c.table])
+        begins = not repeats and not groups[c.table].holds(c.slot)
+        if begins:
+            weight.begin_step()
+        if not weight.is_fresh():
+            weight.refresh(begins)
+        inputs += weight.inputs(c.transposed)
+    return inputs
+
+
+def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
+    weight = group.weights.get(c)
+    if weight is None:
+        key = (group.keys()[c.slot], *map(id, parts))
+        weight = _weights.get(key)
+        if weight is None or not weight.is_of(parts):
+            weight = _weights[key] = Fp8Weight(parts)
+            _count_up()
+        if c.transposed and weight.x_t is None:
+            weight.transpose()
+            _count_up()
+        group.weights[c] = weight
+    weight.use_in(group, c.slot - group.table.n_forward)
+    return weight
+
+
+def _count_up() -> None:
+    global _newest
+    _newest = next(_made)
+
+
+def newest() -> int:
+    """A number that changes when there is a copy more: `weights_of` need not be asked again while it does not."""
+    return _newest
+
+
+def weights_of(tensors: Sequence[Tensor]) -> list[Fp8Weight]:
+    """The FP8 copies of weights that consist of any of these, in the order in which they were first used."""
+    ids = set(map(id, tensors))
+    return [w for w in list(_weights.values()) if w.has_part(ids)]
+
+
+def settle(tensors: Sequence[Tensor]) -> None:
+    """A training step of these is over. A copy that no compiled update has made anew may be of what was before it."""
+    for weight in weights_of(tensors):
+        weight.settle()
+
+
+def cached_example(c: Cached, parts: Sequence[Tensor]) -> list[Tensor]:
+    """What a graph is compiled for: the inputs of an `Fp8Weight` of parameters like these."""
+    rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
+    shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]
+    return [torch.empty(s, dtype=scaling.E4M3, device=parts[0].device) for s in shapes]

@@ -1,0 +1,543 @@
+"""Delayed scaling on many ranks: one MAX all-reduce per step gives every rank the amaxes, and so the scales, of all.
+
+before  backward ends         each rank has recorded the amaxes of its own part of the batch, or of the tensor
+        all_reduce(MAX)       of all slots of all graphs in one vector, while the optimizer runs
+after   next forward          copies the result to the slots, and rolls their histories: alike on every rank
+
+Amaxes travel as the bits of float32 in int32, which are ordered as the numbers are: -1, nothing, below 0, and NaN above
+infinity, so that no backend's idea of the maximum of NaN matters. The vector is laid out as all ranks have agreed in
+the first step; until then nobody knows that the others have the same slots, or come at all, and they meet in the
+group's store, which does not wait for ever. A rank whose slots change later says so in front of the vector.
+
+What is in the vector is what ran, in the order in which it ran, and not what is there: when Python lets go of a model
+that nobody needs any more, or whether a rank keeps one, is not the same on all ranks. Slots that are in it stay until
+all ranks have let go of them.
+
+A collective that not all ranks call is met by one of somebody else's. So none depends on what a rank alone knows: each
+takes part at the end of each backward, if its graphs have no slots, too. A forward, which one rank may call to look at
+something, starts none: what it has recorded, without a backward, goes with the next step's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8pass import scaling
+from fp8pass._torch import (
+    Store,
+    before_eager_optimizers,
+    current_graph_task_id,
+    ddp_joins,
+    pipeline_call,
+    queue_callback,
+    store_of,
+    timeout_of,
+)
+from fp8pass.errors import Fp8Error, gone_on_after
+from fp8pass.options.config import Reduction
+from fp8pass.states.slots import SlotGroup, registry
+
+log = logging.getLogger(__name__)
+
+HEADER = 2
+"""Elements in front of the amaxes: whether this rank's slots have changed, 0 or 1, and the same negated. After the
+reduction: whether any rank's have; and whether all ranks' have, negated."""
+WARN_AFTER = 30
+"""Seconds that a rank waits for the others in the first step before it says so."""
+
+
+@dataclass
+class _Pending:
+    """A reduction that has been started. parts: of the vector, in which tensors they are to end."""
+
+    work: Any
+    vector: Tensor
+    parts: Sequence[Tensor | None]
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A graph's slots in the vector. row: what ranks compare of them; size: how many amaxes they have."""
+
+    group: weakref.ref[SlotGroup]
+    row: list[Any]
+    size: int
+
+    def is_there(self) -> bool:
+        """Return whether this rank still has the instance."""
+        group = self.group()
+        return group is not None and group.alive()
+
+
+class Reducer:
+    """The reductions over one group, of all slots on one device."""
+
+    def __init__(self, what: Reduction, device: torch.device) -> None:
+        self._what = what
+        self._device = device
+        self._number = 0
+        """How many reducers there were before for this group and kind of device: the same on all ranks."""
+        self._group: dist.ProcessGroup | None = None
+        self._agreed: list[_Part] | None = None
+        """The vector: the same on all ranks."""
+        self._running: dict[SlotGroup, None] = {}
+        """Holds what has run since the last reduction was started, in that order, if its instance is gone, too."""
+        self._new: dict[SlotGroup, bool] = {}
+        """Holds what has run and is not in the vector; true where a backward has come: all ranks must have it."""
+        self._agreements = 0
+        self._pending: _Pending | None = None
+        self._headers: tuple[Tensor, Tensor] | None = None
+        self._last_header: Tensor | None = None
+        """Of the reduction before, on the CPU, or on its way there."""
+        self._task = -1
+        self._takes_part = False
+        """A backward of a graph without slots has been; others may have some in its place."""
+        self._steps = 0
+        self._lock = threading.RLock()
+
+    def is_active(self) -> bool:
+        """Whether there are other ranks."""
+        return self._process_group() is not None
+
+    def watch(self, result: Any, groups: Sequence[SlotGroup], may_end: bool = True) -> None:
+        """Behind the forward of a graph with these: its backward will record amaxes, too.
+
+        groups: none, if the graph has no slots; other ranks' may. may_end: the end of its backward may be the step's.
+        Raises Fp8Error where ranks may have unequally many batches.
+        """
+        if ddp_joins():
+            raise Fp8Error(
+                "under DistributedDataParallel.join() a rank may end before the others, who would wait for its amaxes: "
+                "set reduce_amax=False, or give all ranks equally many batches"
+            )
+        hook = functools.partial(self._in_backward, [weakref.ref(g) for g in groups], may_end)
+        found = differentiable(result)
+        for x in found:
+            x.register_hook(hook)  # type: ignore[no-untyped-call]
+        for group in groups:
+            group.recorded = True
+            group.unreduced |= not found
+        self.runs(groups)
+
+    def runs(self, groups: Sequence[SlotGroup]) -> None:
+        """Take note that graphs with these run: they take part in the next reduction."""
+        with self._lock:
+            self._running.update(dict.fromkeys(groups))
+
+    # in a step that is compiled, Dynamo would take it for code of the user's
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _in_backward(self, refs: Sequence[weakref.ref[SlotGroup]], may_end: bool, _: Tensor) -> None:
+        groups = [group for ref in refs if (group := ref()) is not None]
+        with self._lock:
+            self._finish()
+            self._takes_part |= not groups
+            for group in groups:
+                group.unreduced = True
+            self.runs(groups)
+            if may_end and self._task != (task := current_graph_task_id()):
+                self._task = task
+                queue_callback(self._after_backward)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_backward(self) -> None:
+        self._task = -1
+        if not _postponed and not any(group.goes_on for group in self._running):
+            self.launch()
+
+    def launch(self) -> None:
+        """Start a reduction, if anything has been recorded since the last one. Every rank does this alike.
+
+        Raises Fp8Error, on every rank, if they have different slots.
+        """
+        with self._lock:
+            news = any(group.unreduced for group in self._running) or self._takes_part
+            if not news or (process_group := self._process_group()) is None:
+                return
+            self._finish()
+            self._takes_part = False
+            self._add_new()
+            for group in self._groups():
+                if not group.begun:
+                    group.roll()  # other ranks may have called it, and what is on its way is of the step behind that
+                group.begun = group.recorded = group.unreduced = False
+            if self._agreed is None or self._says_changed(self._last_header):
+                self._agree(process_group)
+            self._steps += 1
+            if self._steps % self._what.interval == 0:
+                self._start(process_group)
+
+    def _add_new(self) -> None:
+        """Add what has run to what is not in the vector, if it is not. From here on nothing has run."""
+        known = {part.group() for part in self._agreed or ()}
+        for group in self._running:
+            if group not in known:
+                self._new[group] = self._new.get(group, False) or group.unreduced
+        self._running.clear()
+
+    def finish(self) -> None:
+        """Wait for a reduction that has been started, and give the slots what it found."""
+        with self._lock:
+            self._finish()
+
+    def _groups(self) -> list[SlotGroup]:
+        return [g for g in registry.groups() if g.reduces == self._what and g.table.device == self._device]
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        """None where there are no other ranks."""
+        group = self._what.process_group()
+        if group is not self._group:
+            same = (r for (_, device), r in _reducers.items() if device.type == self._device.type and r is not self)
+            self._number = sum(r._group is group for r in same)
+            self._group, self._agreed, self._pending, self._last_header = group, None, None, None
+            self._running.clear()
+            self._new.clear()
+        return group
+
+    def _start(self, process_group: dist.ProcessGroup) -> None:
+        changed = bool(self._new)
+        self._send(process_group, changed)
+        if changed and self._all_changed():
+            self._finish()
+            self._agree(process_group)
+            self._send(process_group, changed=False)
+
+    @torch.no_grad()
+    def _send(self, process_group: dist.ProcessGroup, changed: bool) -> None:
+        """Start the reduction of what has been agreed upon."""
+        assert self._agreed is not None
+        parts: list[Tensor | None] = []
+        sizes: list[int] = []
+        for part in self._agreed:
+            group = part.group()
+            found = [] if group is None else _amaxes(group, self._what.interval)
+            parts += found or [None]
+            sizes += [len(x) for x in found] or [part.size]
+        amaxes = [
+            torch.full((n,), scaling.NOTHING, device=self._device) if x is None else x
+            for x, n in zip(parts, sizes, strict=True)
+        ]
+        vector = torch.empty(HEADER + sum(sizes), dtype=torch.int32, device=self._device)
+        values = torch.cat(amaxes) if amaxes else torch.empty(0, device=self._device)
+        # a NaN may have a sign, and would be below all numbers then
+        vector[HEADER:].view(torch.float32).copy_(torch.where(values < 0, values, values.abs()))
+        vector[:HEADER].copy_(self._header(changed))
+        work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=process_group, async_op=True)
+        self._pending = _Pending(work, vector, parts, sizes)
+
+    def _header(self, changed: bool) -> Tensor:
+        """On the device, to which a copy in each step would wait for it."""
+        if self._headers is None:
+            same, other = ([0, 0], [1, -1])
+            self._headers = (
+                torch.tensor(same, dtype=torch.int32, device=self._device),
+                torch.tensor(other, dtype=torch.int32, device=self._device),
+            )
+        return self._headers[changed]
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.work.wait()
+        self._last_header = pending.vector[:HEADER].to("cpu", non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        values = torch.split(pending.vector[HEADER:].view(torch.float32), list(pending.sizes))
+        pairs = [(to, new) for to, new in zip(pending.parts, values, strict=True) if to is not None]
+        if pairs:
+            torch._foreach_copy_([to.data for to, _ in pairs], [new for _, new in pairs])
+
+    def _all_changed(self) -> bool:
+        """Whether all ranks have slots that are not in the vector that was sent. Waits for it."""
+        self._finish()
+        return self._says_changed(self._last_header) and int(self._last_header[1]) == -1  # type: ignore[index]
+
+    def _says_changed(self, header: Tensor | None) -> bool:
+        """Whether any rank had. Of the step before: it is long over, and there is nothing to wait for."""
+        if header is None:
+            return False
+        if self._device.type == "cuda":
+            self._copied.synchronize()
+        return int(header[0]) == 1
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What is reduced
+
+    def _agree(self, process_group: dist.ProcessGroup) -> None:
+        """Put what is new into the vector, and take out what no rank has any more.
+
+        Raises Fp8Error, on every rank, if they have trained different things.
+        """
+        before, new, self._new = self._agreed or [], self._new, {}
+        told = {
+            "there": [part.is_there() for part in before],
+            "new": [[self._row(group), is_trained] for group, is_trained in new.items()],
+        }
+        by_rank = self._told(process_group, told)
+        try:
+            trained_only = _trained_only([part.row for part in before], [of["new"] for of in by_rank])
+        except Fp8Error as error:
+            if gone_on_after:
+                raise Fp8Error(f"{error}. On rank {dist.get_rank()}: {'; '.join(gone_on_after)}") from error
+            raise
+        kept = [part for part, *there in zip(before, *(of["there"] for of in by_rank), strict=True) if any(there)]
+        added = [group for group, is_trained in new.items() if is_trained or not trained_only]
+        self._agreed = kept + [_Part(weakref.ref(group), self._row(group), self._size(group)) for group in added]
+        self._last_header = None
+
+    def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:
+        """Tell all ranks something; return what each has told."""
+        self._agreements += 1
+        if dist.get_backend(process_group) == "fake":  # a dry run of a large world: there are no others to agree with
+            return [mine]
+        limit = timeout_of(process_group, self._device)
+        return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
+
+    def _row(self, group: SlotGroup) -> list[Any]:
+        return [list(group.table.names), repr(group.table.recipe), group.table.n_weights, group.stage]
+
+    def _size(self, group: SlotGroup) -> int:
+        return sum(map(len, _amaxes(group, self._what.interval)))
+
+
+def _trained_only(before: list[Any], new: Sequence[Sequence[tuple[Any, bool]]]) -> bool:
+    """Return whether only what has had a backward is to come into the vector: if the rest is not alike on all ranks.
+
+    For a rank alone may look at something, and makes no backward. before: the rows that are in the vector; new: those
+    that are not, by rank, with whether they have had one. Raises Fp8Error if ranks have trained different things.
+    """
+    if _are_alike([[row for row, _ in rows] for rows in new]):
+        return False
+    if _are_alike([[row for row, is_trained in rows if is_trained] for rows in new]):
+        return True
+    raise Fp8Error(_difference([[*before, *(row for row, _ in rows)] for rows in new]))
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+class NotCome(Fp8Error):
+    """Not all ranks have come to say which slots they have."""
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Of what a graph returns, what has a backward."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [x for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
+
+
+def _amaxes(group: SlotGroup, interval: int) -> list[Tensor]:
+    """The running amaxes of a graph's slots, and those of the steps before that have not been reduced, f32[...]."""
+    t = group.tensors
+    # rows of a history of other length would not be there on all ranks alike; a recipe has the same length everywhere
+    return [t.amax_forward, t.amax_weights, t.amax_backward, *t.amax_history[: interval - 1].unbind(0)]
+
+
+def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: timedelta) -> list[Any]:
+    """Tell all ranks something, as JSON; return what each has told.
+
+    name: of the meeting, the same on all ranks. limit: of the time that it may take. Asks no collective of them, which
+    would hang if one did not come. Raises NotCome then.
+    """
+    text = json.dumps(mine)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    store = store_of(process_group, f"fp8pass/{name}")
+    rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+    store.set(f"here/{rank}", digest)
+    store.set(digest, text)
+    if store.add("count", 1) == ranks:
+        store.set("all", "")
+    _wait(store, rank, ranks, limit.total_seconds())
+    # no longer than a hash for each rank; of what is different there are few
+    digests = [store.get(f"here/{r}").decode() for r in range(ranks)] if rank == 0 else []
+    if rank == 0:
+        store.set("digests", json.dumps(digests))
+    digests = json.loads(store.get("digests"))
+    told = {d: json.loads(text if d == digest else store.get(d)) for d in dict.fromkeys(digests)}
+    return [told[d] for d in digests]
+
+
+def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
+    """Until all ranks are here; no longer than `limit` seconds. Raises NotCome that names those that are not."""
+    begin = time.monotonic()
+    warned = False
+    while True:
+        waited = time.monotonic() - begin
+        try:
+            store.wait(["all"], timedelta(seconds=max(min(WARN_AFTER, limit - waited), 0.01)))
+            break
+        except dist.DistStoreError as error:
+            absent = [r for r in range(ranks) if r != rank and not store.check([f"here/{r}"])]
+            absent = absent or [r for r in range(ranks) if r != rank]  # one that ended while it came
+            waited = time.monotonic() - begin
+            if waited >= limit:
+                store.set("gone", str(rank))
+                raise NotCome(
+                    f"rank {rank} has waited {waited:.0f} s for {_ranks(absent)} to say which FP8 slots they have. Do "
+                    "they train the same model, compiled with fp8pass? If only some ranks do, pass their group or mesh "
+                    "as amax_group, or reduce_amax=False"
+                ) from error
+            if not warned:
+                log.warning("%.0f s in the first FP8 step: still waiting for %s", waited, _ranks(absent))
+            warned = True
+    if store.check(["gone"]):
+        gone = store.get("gone").decode()
+        raise NotCome(f"rank {gone} has waited for rank {rank} to say which FP8 slots it has, and has given up")
+
+
+def _difference(layouts: Sequence[Any]) -> str:
+    """What is different, of layouts by rank."""
+    stages = [sorted({row[-1] for row in layout if row[-1] is not None}) for layout in layouts]
+    if any(mine != stages[0] for mine in stages):
+        return _difference_of_stages(stages)
+    have: dict[str, list[int]] = {}
+    for rank, layout in enumerate(layouts):
+        for name in dict.fromkeys(n for names, *_ in layout for n in names):
+            have.setdefault(name, []).append(rank)
+    advice = (
+        "Compile the same model with the same options on all ranks. Where their batches differ in size, a rank may "
+        "decline a matmul for its own few rows: use equal batches, or set reduce_amax=False"
+    )
+    some = {name: ranks for name, ranks in have.items() if len(ranks) < len(layouts)}
+    if some:
+        listed = "; ".join(f"{name!r} only on {_ranks(ranks)}" for name, ranks in list(some.items())[:5])
+        more = f"; and {len(some) - 5} more" if len(some) > 5 else ""
+        return f"ranks have different FP8 slots, so that their amaxes can't be reduced: {listed}{more}. {advice}"
+    reference = layouts[0]
+    for rank, layout in enumerate(layouts):
+        for mine, theirs in zip(reference, layout, strict=False):
+            if mine != theirs:
+                what = f"under {mine[1]} on rank 0 and under {theirs[1]} on rank {rank}"
+                if mine[1] == theirs[1]:
+                    what = f"in another order, or in other graphs, on rank 0 than on rank {rank}"
+                return f"the FP8 slots from {_first_difference(mine, theirs)!r} on are {what}. {advice}"
+    counts = ", ".join(str(len(layout)) for layout in layouts)
+    last = max(layouts, key=len)[-1]
+    return f"ranks have different numbers of graphs with FP8 slots ({counts}), the last with {last[0][0]!r}. {advice}"
+
+
+def _difference_of_stages(stages: Sequence[Sequence[int]]) -> str:
+    have: dict[int, list[int]] = {}
+    for rank, mine in enumerate(stages):
+        for stage in mine:
+            have.setdefault(stage, []).append(rank)
+    listed = "; ".join(f"stage {stage} only on {_ranks(ranks)}" for stage, ranks in sorted(have.items())[:5])
+    return (
+        f"ranks have different stages of a pipeline, whose amaxes can't be reduced together: {listed}. Pass the group "
+        "or mesh of the ranks that share a stage as amax_group, data and tensor parallel, or set reduce_amax=False"
+    )
+
+
+def _first_difference(mine: Any, theirs: Any) -> str:
+    pairs = zip(mine[0], theirs[0], strict=False)
+    return str(next((a for a, b in pairs if a != b), mine[0][0]))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All reducers of the process
+
+
+_reducers: dict[tuple[Reduction, torch.device], Reducer] = {}
+_postponed = 0
+"""How many `postponed` are open."""
+
+
+def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
+    """What reduces the slots of a graph on this device; None where there are no other ranks."""
+    reducer = _reducers.get((reduces, device))
+    if reducer is None:
+        reducer = _reducers[reduces, device] = Reducer(reduces, device)
+        before_eager_optimizers(_before_optimizer)
+    return reducer if reducer.is_active() else None
+
+
+def begins(group: SlotGroup) -> None:
+    """Before a graph rolls its slots, if it does: here a step ends whose end nothing told, or that has no backward."""
+    reducer = reducer_of(group.reduces, group.table.device) if group.reduces is not None else None
+    if reducer is not None and group.unreduced and group.rolls:
+        reducer.launch()
+        reducer.finish()
+    continues(group)
+
+
+def continues(group: SlotGroup) -> None:
+    """Take note that a graph runs, in a step that has begun."""
+    group.begun = True
+    if group.reduces is not None and (reducer := reducer_of(group.reduces, group.table.device)) is not None:
+        reducer.runs([group])
+
+
+def awaits_backward(group: SlotGroup) -> bool:
+    """Whether slots can't roll yet: a forward has recorded, perhaps on this rank alone, and no backward has come."""
+    return group.recorded and not group.unreduced
+
+
+def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:
+    """A graph without slots, in whose place another rank may have one with slots."""
+
+    def taking_part(*args: Any) -> Any:
+        result, call = run(*args), pipeline_call()
+        if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
+            return result
+        # the device that its slots would be on: inputs may come from another
+        device = next((x.device for x in differentiable(result)), None)
+        if device is not None and (reducer := reducer_of(reduces, device)) is not None:
+            reducer.watch(result, [], may_end=call is None)
+        return result
+
+    return taking_part
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[None]:
+    """Within it, the end of a backward is not that of the step, which an optimizer, or this context's end is."""
+    global _postponed
+    _postponed += 1
+    try:
+        yield
+    except BaseException:
+        _postponed -= 1  # and no collective, to which the other ranks may never come
+        raise
+    _postponed -= 1
+    if not _postponed:
+        launch()
+
+
+def launch() -> None:
+    """The step is over, as far as amaxes go: start what is to be reduced."""
+    for reducer in list(_reducers.values()):
+        reducer.launch()
+
+
+def finish() -> None:
+    """Wait for what has been started."""
+    for reducer in list(_reducers.values()):
+        reducer.finish()
+
+
+def _before_optimizer(_: torch.optim.Optimizer) -> None:
+    launch()

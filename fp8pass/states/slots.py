@@ -1,0 +1,497 @@
+"""State of delayed and static scaling: who owns it, and where it lives. `checkpoint.py` saves it.
+
+A compiled graph has T slots, one per quantized tensor, named by module path and role (`layers.0.mlp.up.weight`). Dynamo
+reuses one compiled graph for every instance of a class, so a graph owns no state: it takes the state tensors as inputs,
+and `StateRegistry.of` picks them at each call by the identity of the tensors that the instance owns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass import scaling
+from fp8pass.options.config import Reduction
+from fp8pass.quant import ops
+from fp8pass.quant.monitor_ops import Ring
+from fp8pass.quant.ops import SlotTensors
+from fp8pass.recipes import DelayedScaling, StaticScaling
+
+Entry = dict[str, Tensor]
+PARTS = ("scale", "amax_history", "amax")
+"""What an `Entry`, the state of one slot, consists of: f32[], f32[H] and f32[]."""
+
+clock = itertools.count(1)
+"""Tells which of two calls was the later one."""
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """The slots of one compiled graph: what its state looks like, for whichever instance.
+
+    names: T slots: those of F forward tensors, of W weights whose FP8 copies are kept, and of gradients. n_forward: F;
+    n_weights: W; fp8_max: largest value of each slot's format.
+    owned: paths, relative to the graph's root, of the inputs that belong to the instance: parameters, or else buffers.
+    anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
+    places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
+    training: whether the graph records at all. records: for each slot whether it does; the others never have a history.
+    code: identifies the compiled code, in a table without slots. reduces: how ranks share the amaxes; None: not at all.
+    """
+
+    names: tuple[str, ...]
+    n_forward: int
+    fp8_max: tuple[float, ...]
+    recipe: DelayedScaling | StaticScaling
+    device: torch.device
+    owned: tuple[str, ...]
+    anchors: tuple[int, ...]
+    places: tuple[str, ...]
+    training: bool
+    records: tuple[bool, ...] = ()
+    code: str = ""
+    n_weights: int = 0
+    reduces: Reduction | None = None
+
+    @classmethod
+    def counter(cls, owned: tuple[str, ...], code: str) -> SlotTable:
+        """A table without slots: the steps of its groups are all that matters."""
+        return cls((), 0, (), DelayedScaling(), torch.device("cpu"), owned, (), (), training=True, code=code)
+
+    @property
+    def delayed(self) -> DelayedScaling:
+        """The recipe of a table of delayed scaling."""
+        assert isinstance(self.recipe, DelayedScaling), self.recipe
+        return self.recipe
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the slots have a history, and not only a scale."""
+        return isinstance(self.recipe, DelayedScaling)
+
+    def forward_names(self) -> frozenset[str]:
+        """Of the slots that a forward uses: the same for training and evaluation."""
+        return frozenset(self.names[: self.n_forward + self.n_weights])
+
+    def new_tensors(self) -> SlotTensors:
+        """State without history: see `SlotTensors`."""
+        total, forward, weights, device = len(self.names), self.n_forward, self.n_weights, self.device
+        return SlotTensors(
+            scale=torch.zeros(total, device=device),
+            amax_history=torch.zeros(self.delayed.amax_history_len if self.remembers else 0, total, device=device),
+            amax_forward=torch.full((forward,), scaling.NOTHING, device=device),
+            amax_backward=torch.full((total - forward - weights,), scaling.NOTHING, device=device),
+            held=torch.zeros(total, dtype=torch.bool, device=device),
+            amax_weights=torch.full((weights,), scaling.NOTHING, device=device),
+            made=torch.zeros(2, weights, device=device),
+        )
+
+    def inputs(self, tensors: SlotTensors) -> list[Tensor]:
+        """What a graph with this table is called with."""
+        return tensors.inputs() if self.remembers else [torch.stack([tensors.scale, tensors.scale.reciprocal()])]
+
+
+@dataclass(eq=False)
+class SlotGroup:
+    """The state of one instance for one slot table."""
+
+    table: SlotTable
+    owned: tuple[weakref.ref[Tensor], ...]
+    tensors: SlotTensors
+    relatives: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
+    """Groups of other graphs that hold some of the same slots: of evaluation, or of a second entry point."""
+    used: int = 0
+    """When this group's graph was last called in training, by `clock`."""
+    seen: int = 0
+    """The newest `used` of a relative that this group has taken in."""
+    ahead: int = 0
+    """Forwards without gradients, of checkpointed regions, that no backward has repeated yet."""
+    neighbours: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
+    """Groups of other graphs that belong to some of the same tensors."""
+    steps: int = 0
+    """How many steps the instance has begun with this graph."""
+    step: int = 0
+    """The number of the step that it began last, of those that the instance has begun with any graph."""
+    returned: int = 0
+    """The newest such step in which a backward of this graph has come."""
+    recorded: bool = False
+    """A forward has recorded amaxes that ranks share since the last reduction over ranks was started."""
+    begun: bool = False
+    """A forward has begun, or gone on with, a step since then."""
+    awaiting: int = 0
+    """How many forwards in a row went on with the step of the one before, only because no backward had come."""
+    unreduced: bool = False
+    """And its backward has come, or never will: they may be reduced."""
+    goes_on: bool = False
+    """The forward that began last is one of several that are one step."""
+    stage: int | None = None
+    """The stage of a pipeline that the instance was in last."""
+    has_rank_of_its_own: bool = False
+    """No other rank has that stage."""
+    warm: bool = False
+    """No slot is cold; once true, the device is not asked again."""
+    cold_names: frozenset[str] | None = None
+    """The slots that were cold when the device was asked last; None before."""
+    loads: int = 0
+    """How often slots have been set from outside."""
+    cold_since: int | None = None
+    """The step in which a slot was found cold first."""
+    held: tuple[bool, ...] = ()
+    """What `tensors.held` holds; () for all false."""
+    flags: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)
+    """What `held` has been, on the device."""
+    again: SlotTensors | None = None
+    """See `for_repetition`."""
+    fixed: list[Tensor] | None = None
+    """`inputs` of a static recipe."""
+    weights: dict[Any, Any] = field(default_factory=dict)
+    """Parameters in FP8, by what the graph knows them by: see `static.frozen_weights` and `weights.cached_weights`."""
+    ring: Ring | None = None
+    """What the numerics monitor has counted; of a table without slots."""
+
+    @property
+    def reduces(self) -> Reduction | None:
+        """How ranks share its amaxes; None: not at all. The default group has no other rank with a pipeline's stage."""
+        reduces = self.table.reduces
+        return None if reduces is not None and reduces.group is None and self.has_rank_of_its_own else reduces
+
+    def keys(self) -> list[tuple[Any, ...]]:
+        """What identifies each slot, whatever graph it is in.
+
+        A parameter is one tensor wherever it is used. What it is multiplied with is another tensor at another line of
+        the user's: two halves of a forward may call one layer on very different inputs.
+        """
+        table, ids = self.table, tuple(map(id, self.owned_tensors()))
+        rows = zip(table.names, table.anchors, table.places, strict=True)
+        return [
+            (table.recipe, place, ids[anchor], name.rpartition(".")[2])
+            if anchor >= 0
+            else (table.recipe, place, ids, name)
+            for name, anchor, place in rows
+        ]
+
+    def owned_tensors(self) -> list[Tensor | None]:
+        """The instance's tensors, None where they are gone."""
+        return [ref() for ref in self.owned]
+
+    def alive(self) -> bool:
+        """Whether the instance that this is the state of still exists."""
+        return all(ref() is not None for ref in self.owned)
+
+    def cold(self) -> list[str]:
+        """The slots that have no scale in the step that has just begun, or goes on. Waits for the device."""
+        cold = (self._rolled_scale() == 0).tolist()
+        rows = zip(self.table.names, cold, self.table.records, strict=True)
+        names = [name for name, is_cold, records in rows if is_cold and records]
+        self.warm, self.cold_names = not names, frozenset(names)
+        if names and self.cold_since is None:
+            self.cold_since = self.steps
+        return names
+
+    @torch.no_grad()
+    def _rolled_scale(self) -> Tensor:
+        """f32[T], 0 where there will be none: an amax alone makes no scale, if the history holds a NaN, say."""
+        t = self.tensors
+        if not self.table.remembers:
+            return t.scale
+        recipe, amax = self.table.delayed, torch.where(t.held, scaling.NOTHING, self.amax())
+        scale, _ = scaling.roll_history(
+            t.scale, t.amax_history, amax, torch.ones_like(amax), algo=recipe.amax_compute_algo, margin=recipe.margin
+        )
+        return scale
+
+    def has_scale(self, slot: int) -> bool:
+        """Whether the slot is known to have one. Does not ask the device."""
+        return self.warm or (self.cold_names is not None and self.table.names[slot] not in self.cold_names)
+
+    @property
+    def cold_steps(self) -> int:
+        """How many steps some slot has been cold, or forwards that may never see the end of one."""
+        return 0 if self.cold_since is None else self.steps - self.cold_since + 1 + self.awaiting
+
+    def hold(self, held: Sequence[bool]) -> None:
+        """Slots whose step goes on, and whose history does not roll at the next call; () for none."""
+        held = tuple(held) if any(held) else ()
+        if held != self.held:
+            self.held = held
+            if held not in self.flags:  # a copy from the CPU would wait for the device, twice in each accumulated step
+                flags = held or [False] * len(self.table.names)
+                self.flags[held] = torch.tensor(flags, device=self.table.device)
+            self.tensors.held.copy_(self.flags[held])
+
+    @property
+    def rolls(self) -> bool:
+        """Whether any slot rolls at the next call."""
+        return not self.held or not all(self.held)
+
+    def holds(self, slot: int) -> bool:
+        """Whether the step of the slot goes on."""
+        return bool(self.held) and self.held[slot]
+
+    @torch.no_grad()
+    def begin_trained_step(self, begin: Callable[[SlotGroup], None]) -> None:
+        """Roll the slots that this group, of evaluation, shares with training: its forward is one of training.
+
+        begin: decides which slots roll.
+        """
+        newest = self._trained()
+        if newest is None:
+            begin(self)
+            if self.table.remembers:
+                self.roll()  # what a load brought; `begin_repeated` rolls what of it the graph that trains has
+        else:
+            begin(newest)
+            *state, amax_weights, made = newest.tensors
+            ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
+            newest.used = next(clock)
+
+    def count(self, joins: bool = False) -> None:
+        """Begin a step with this graph. joins: another graph of the instance is known to have begun it already.
+
+        Else it is the one that another began, unless this graph has had that, or a backward has come in it.
+        """
+        self.steps += 1
+        newest = self.newest_step()
+        is_over = self.step == newest or any(g.returned == newest for g in self._around())
+        self.step = newest + (is_over and not joins)
+
+    def newest_step(self) -> int:
+        """Return the number of the step that any graph of the instance began last."""
+        return max(g.step for g in self._around())
+
+    def _around(self) -> list[SlotGroup]:
+        with registry.lock:
+            return [self, *self.neighbours]
+
+    def begin_repeated(self) -> None:
+        """Before a forward is repeated: if that is the group's first call, its step began without it, so roll now."""
+        if self.table.training and not self.used:
+            self.roll()
+            self.steps += 1
+            self.step = self.newest_step()
+            self.used = self.seen = next(clock)
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """Without a forward, which would say what it uses of kept copies: that is recorded where there was one."""
+        self.hold(())
+        *state, amax_weights, made = self.tensors
+        nothing = torch.full_like(made, scaling.NOTHING)
+        ops.begin_step(self.table.delayed, *state, *((amax_weights, nothing) if len(amax_weights) else ()))
+
+    def for_repetition(self) -> SlotTensors:
+        """What a forward that the backward repeats is called with: nothing rolls, and its amaxes are forgotten.
+
+        At the same addresses each time, or else CUDA graphs would be recorded for every repetition. Without records the
+        graph keeps the scales themselves for its backward, and needs some of its own.
+        """
+        t = self.tensors
+        if self.again is None or not self.table.training:
+            self.again = t._replace(
+                scale=t.scale.clone(),
+                amax_forward=torch.empty_like(t.amax_forward),
+                amax_weights=torch.empty_like(t.amax_weights),
+                held=torch.ones_like(t.held),
+            )
+        self.again.scale.copy_(t.scale)
+        for amax in (self.again.amax_forward, self.again.amax_weights):
+            amax.fill_(scaling.NOTHING)
+        return self.again
+
+    def for_rehearsal(self) -> SlotTensors:
+        """As `for_repetition`, for a forward whose backward is to record nothing either."""
+        return self.for_repetition()._replace(
+            amax_backward=torch.full_like(self.tensors.amax_backward, scaling.NOTHING)
+        )
+
+    def catch_up(self) -> bool:
+        """Whether a backward repeats what ran ahead without gradients, and recorded nothing."""
+        ahead = next((g for g in (self, *self._kin()) if g.ahead), None)
+        if ahead is not None:
+            ahead.ahead -= 1
+        return ahead is not None
+
+    def _kin(self) -> list[SlotGroup]:
+        with registry.lock:
+            return list(self.relatives)
+
+    def is_trained(self) -> bool:
+        """Whether no slot is cold in the graph that trains these."""
+        trained = self._trained()
+        return not self.table.remembers or (trained is not None and trained.warm)
+
+    def _trained(self) -> SlotGroup | None:
+        """The newest group of a training graph that shares slots with this one."""
+        return max((r for r in self._kin() if r.table.training), key=lambda r: r.used, default=None)
+
+    def amax(self) -> Tensor:
+        """The running amax of all slots, a copy: f32[T]."""
+        return torch.cat(self._amaxes())
+
+    def _amaxes(self) -> list[Tensor]:
+        """In the order of the slots."""
+        return [self.tensors.amax_forward, self.tensors.amax_weights, self.tensors.amax_backward]
+
+    def begin(self) -> None:
+        """Before every call: bring in what other graphs have learnt since about the slots they share with this one."""
+        newer = [r for r in self._kin() if r.used > self.seen]
+        for other in sorted(newer, key=lambda r: r.used):
+            self._take(other)
+            self.seen = other.used
+            self.warm &= other.warm
+            self.recorded |= other.recorded
+            self.unreduced |= other.unreduced
+        if self.table.training:
+            self.used = self.seen = next(clock)
+
+    @torch.no_grad()
+    def _take(self, other: SlotGroup) -> None:
+        """Copy scale and history of the common slots; a running amax moves over to the one that will roll it."""
+        mine_, theirs_ = self._common(other.keys())
+        self.tensors.scale[mine_] = other.tensors.scale[theirs_]
+        self.tensors.amax_history[:, mine_] = other.tensors.amax_history[:, theirs_]
+        if self.table.training:
+            amax, their_amax = self.amax(), other.amax()
+            amax[mine_] = torch.maximum(amax[mine_], their_amax[theirs_])
+            their_amax[theirs_] = scaling.NOTHING
+            self.set_amax(amax)
+            other.set_amax(their_amax)
+
+    def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """The slots that are among `keys`: their places here, and there."""
+        there = {key: i for i, key in enumerate(keys)}
+        pairs = [(i, there[key]) for i, key in enumerate(self.keys()) if key in there]
+        here, elsewhere = torch.tensor(pairs, device=self.table.device, dtype=torch.long).reshape(-1, 2).unbind(1)
+        return here, elsewhere
+
+    def copy_slots(self, keys: Sequence[Any], values: Tensor, into: Tensor) -> None:
+        """Copy `values`, one for each key, to where these slots are in `into` f32[T]."""
+        here, there = self._common(keys)
+        into[here] = values[there]
+
+    def set_amax(self, amax: Tensor) -> None:
+        """Replace the running amax of all slots, f32[T]."""
+        mine = self._amaxes()
+        for part, new in zip(mine, torch.split(amax, [len(part) for part in mine]), strict=True):
+            part.copy_(new)
+
+    def inputs(self) -> list[Tensor]:
+        """What the graph is called with."""
+        if self.table.remembers:
+            return self.tensors.inputs()
+        if self.fixed is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.fixed = self.table.inputs(self.tensors)
+        return self.fixed
+
+    def read(self) -> dict[str, Entry]:
+        """The entries of all slots, copied."""
+        t, amax = self.tensors, self.amax()
+        columns = zip(self.table.names, t.scale.clone(), t.amax_history.t().clone(), amax, strict=True)
+        return {name: dict(zip(PARTS, parts, strict=True)) for name, *parts in columns}
+
+    @torch.no_grad()
+    def write(self, entries: Mapping[str, Entry], anew: bool = False) -> None:
+        """Set slots. A history of another length keeps its newest entries.
+
+        Then, and if `anew`, the scale follows from the history.
+        """
+        t, amax = self.tensors, self.amax()
+        for slot, name in enumerate(self.table.names):
+            if name in entries:
+                scale, history, amax[slot] = (entries[name][part].to(t.scale.device) for part in PARTS)
+                if anew or len(history) != len(t.amax_history):
+                    history = scaling.resized_history(history, len(t.amax_history))
+                    scale = self._scale_of(history, slot, scale)
+                t.scale[slot], t.amax_history[:, slot] = scale, history
+        self.set_amax(amax)
+        self.warm, self.cold_since, self.cold_names = False, None, None
+        self.loads += 1
+
+    def _scale_of(self, history: Tensor, slot: int, keep: Tensor) -> Tensor:
+        recipe = self.table.delayed
+        amax = scaling.amax_of_history(history.unsqueeze(1), recipe.amax_compute_algo)[0]
+        return scaling.scale_from_amax(amax, self.table.fp8_max[slot], keep, recipe.margin)
+
+
+class StateRegistry:
+    """All state of the process. One lock: backends may be called from several threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.on_new: list[Callable[[SlotGroup], None]] = []
+        """Called with every new group; may raise Fp8Error, and then there is none."""
+        self.on_step: list[Callable[[SlotGroup], None]] = []
+        """Called with a group before each of its training forwards."""
+        self._groups: list[SlotGroup] = []
+        self._of: dict[tuple[int, ...], tuple[SlotTable, SlotGroup]] = {}
+
+    def of(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup:
+        """The state of the instance that owns these tensors, for a graph with this table."""
+        key = (id(table), *map(id, owned))
+        found = self._of.get(key)
+        if found is None or not _same(found[1], owned):
+            with self.lock:
+                found = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
+        return found[1]
+
+    def _find(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup | None:
+        """The group of another compilation of the same code, for another batch size say."""
+        return next((g for g in self._groups if _same(g, owned) and g.table == table), None)
+
+    def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup:
+        self._groups = [g for g in self._groups if g.alive()]
+        self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
+        with torch.no_grad(), torch.inference_mode(False):
+            group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+        group.steps = max(self.step_of(owned) - 1, 0)  # the step that others may have begun is to be counted here too
+        keys, mine = set(group.keys()), set(map(id, owned))
+        for other in self._groups:
+            if not mine.isdisjoint(map(id, other.owned_tensors())):
+                group.neighbours.add(other)
+                other.neighbours.add(group)
+            if keys & set(other.keys()):
+                group.relatives.add(other)
+                other.relatives.add(group)
+        self._groups.append(group)
+        try:
+            for restore in self.on_new:
+                restore(group)
+        except BaseException:
+            self._groups.remove(group)
+            raise
+        return group
+
+    def step_of(self, owned: Sequence[Tensor]) -> int:
+        """How many steps any graph has begun with some of these tensors."""
+        mine = set(map(id, owned))
+        with self.lock:
+            return max((g.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors())), default=0)
+
+    def drop(self, tables: Sequence[SlotTable]) -> None:
+        """Forget the state of graphs with these tables, which are not called any more."""
+        with self.lock:
+            self.keep([g for g in self._groups if not any(g.table is table for table in tables)])
+
+    def keep(self, groups: Sequence[SlotGroup]) -> None:
+        """Forget all groups but these."""
+        with self.lock:
+            self._groups, self._of = list(groups), {}
+
+    def groups(self) -> list[SlotGroup]:
+        """All groups whose instances still exist, oldest first."""
+        with self.lock:
+            return [g for g in self._groups if g.alive()]
+
+
+def _same(group: SlotGroup, owned: Sequence[Tensor]) -> bool:
+    return len(group.owned) == len(owned) and all(r() is t for r, t in zip(group.owned, owned, strict=True))
+
+
+registry = StateRegistry()

@@ -1,0 +1,278 @@
+"""What a step of delayed scaling is: which calls of a compiled graph begin one, go on with one, or repeat one.
+
+a training forward                               begins a step
+in `with accumulate(module):`                    the first begins it, the others go on
+under `no_sync` of DistributedDataParallel       it goes on, up to the first forward that is not
+of a stage of `torch.distributed.pipelining`     it goes on, up to the first microbatch that it has had already
+where ranks share amaxes                         it goes on while no backward has come: see `amax_reduction.py`
+without gradients                                reads the scales
+activation checkpointing around compiled code    the forward begins a step; when the backward repeats it, it sees
+                                                 the scales that it saw then
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8pass._torch import (
+    CheckpointFunction,
+    PipelineCall,
+    _CheckpointFrame,
+    current_graph_task_id,
+    ddp_goes_on,
+    pipeline_call,
+    top_saved_tensors_hooks,
+)
+from fp8pass.module_tensors import ids_of, unwrapped
+from fp8pass.states.amax_reduction import awaits_backward, begins, postponed
+from fp8pass.states.scale_state import ScaleState
+from fp8pass.states.slots import SlotGroup, registry
+
+
+@dataclass(eq=False)
+class _Step:
+    """Several forwards that are one step. begun: what it has begun: slots, and graphs of instances."""
+
+    begun: set[Hashable] = field(default_factory=set)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Accumulation(_Step):
+    """owned, foreign: ids of tensors that are known to be the module's, or not."""
+
+    module: nn.Module
+    owned: set[int] = field(default_factory=set)
+    foreign: set[int] = field(default_factory=set)
+
+    def owns(self, tensor: int) -> bool:
+        """Whether the tensor of this id is the module's. Some of those come into being in its first forward."""
+        if tensor not in self.owned and tensor not in self.foreign:
+            self.owned = ids_of(self.module)
+            if tensor not in self.owned:
+                self.foreign.add(tensor)
+        return tensor in self.owned
+
+
+@dataclass(eq=False)
+class _PipelineStep(_Step):
+    """The step that a stage of a pipeline is in. microbatches: those that it has had in it. newest: the latest."""
+
+    microbatches: set[int] = field(default_factory=set)
+    newest: int = -1
+
+    def take(self, microbatch: int, graph: Hashable, of: int | None) -> None:
+        """A graph is called for a microbatch; for one that has been there already, in the next step.
+
+        of: how many microbatches there are. Where there is only one, the graph has to have been called already, too.
+        """
+        is_newest = microbatch == self.newest and not (of == 1 and graph in self.begun)
+        if microbatch in self.microbatches and not is_newest:
+            self.begun.clear()
+            self.microbatches.clear()
+        self.microbatches.add(microbatch)
+        self.newest = microbatch
+
+
+_accumulations: list[_Accumulation] = []
+_pipeline_steps: weakref.WeakKeyDictionary[Any, _PipelineStep] = weakref.WeakKeyDictionary()
+"""By stage."""
+_held: Counter[ScaleState] = Counter()
+
+
+@contextmanager
+def accumulate(module: Any) -> Iterator[None]:
+    """Within it, all forwards and backwards of a module, compiled or not, are one step of delayed scaling.
+
+    The microbatches of one optimizer step: their amaxes merge by max, and the history rolls once. Within another
+    `accumulate` that covers the module it changes nothing. It holds for all threads. Raises TypeError for what is not a
+    module.
+    """
+    module = unwrapped(module)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
+    mine = _Accumulation(module=module)
+    states = [m for m in module.modules() if isinstance(m, ScaleState)]
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(_holding(state))
+        stack.enter_context(postponed())
+        _accumulations.append(mine)
+        stack.callback(_accumulations.remove, mine)
+        yield
+
+
+@contextmanager
+def _holding(state: ScaleState) -> Iterator[None]:
+    if not _held[state]:
+        state.begin_accumulation()
+    _held[state] += 1
+    try:
+        yield
+    finally:
+        _held[state] -= 1
+        if not _held[state]:
+            del _held[state]
+            state.end_accumulation()
+
+
+def is_rehearsal() -> bool:
+    """Whether a forward is of no step: a stage of a pipeline finds out what it returns."""
+    call = pipeline_call()
+    return call is not None and call.microbatch is None
+
+
+def begin_step(group: SlotGroup) -> None:
+    """Before a training forward: let the slots roll whose step this begins, and hold the others."""
+    call = pipeline_call()
+    if call is not None and call.microbatch is None:
+        return
+    for tell in registry.on_step:
+        tell(group)
+    step = _step_of_pipeline(call, group)
+    # of all forwards that a pipeline makes of a module in DDP, none is outside of no_sync
+    goes_on, group.goes_on = group.goes_on and step is None, step is None and ddp_goes_on()
+    holds = goes_on or awaits_backward(group)
+    if step is None and not _accumulations:
+        group.hold([holds] * len(group.table.names))
+        if not holds:
+            group.count()
+        group.awaiting = group.awaiting + 1 if holds and not goes_on else 0
+        begins(group)
+        return
+    slots, graph = _covered(group, step)
+    group.hold([holds or (of is not None and key in of.begun) for key, of in slots])
+    key, of = graph
+    if not holds and (of is None or key not in of.begun):
+        group.count(joins=of is not None and any(_key(g) in of.begun for g in group.neighbours))
+    _begin(slots, graph)
+    begins(group)
+
+
+def join_step(group: SlotGroup) -> None:
+    """What is running belongs to a step that has begun: nothing of the group rolls before that ends."""
+    if _accumulations:
+        _begin(*_covered(group))
+
+
+_Covered = tuple[Hashable, _Step | None]
+
+
+def _begin(slots: Sequence[_Covered], graph: _Covered) -> None:
+    for key, of in (*slots, graph):
+        if of is not None:
+            of.begun.add(key)
+
+
+def _covered(group: SlotGroup, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
+    """Each slot, and the graph as a whole, with the outermost accumulation of a module that it belongs to."""
+    ids = [id(t) for t in group.owned_tensors()]
+    whole = next((a for a in _accumulations if all(map(a.owns, ids))), otherwise)
+    anchors = zip(group.keys(), group.table.anchors, strict=True)
+    slots: list[_Covered] = [
+        (key, whole if anchor < 0 else next((a for a in _accumulations if a.owns(ids[anchor])), otherwise))
+        for key, anchor in anchors
+    ]
+    return slots, (_key(group), whole)
+
+
+def _key(group: SlotGroup) -> Hashable:
+    """Of a graph and its instance."""
+    return (group.table.names, group.table.code, *(id(t) for t in group.owned_tensors()))
+
+
+def _step_of_pipeline(call: PipelineCall | None, group: SlotGroup) -> _PipelineStep | None:
+    """The step of the stage that makes the call. Tells the group which one that is."""
+    if call is None or call.microbatch is None:
+        group.stage, group.has_rank_of_its_own = None, False
+        return None
+    group.stage, group.has_rank_of_its_own = call.stage.stage_index, call.has_rank_of_its_own
+    step = _pipeline_steps.setdefault(call.stage, _PipelineStep())
+    step.take(call.microbatch, _key(group), call.stage.chunks)
+    return step
+
+
+class Pass(Enum):
+    """What a call inside a checkpointed region is."""
+
+    FIRST = "a forward, with gradients"
+    AHEAD = "the forward of a reentrant region, without gradients, which its backward will repeat with them"
+    REPEATED = "run again by the backward"
+
+
+@dataclass
+class Region:
+    """One call of `torch.utils.checkpoint.checkpoint`, what it called, and how far each repetition of it has come."""
+
+    forwards: dict[Hashable, list[Any]] = field(default_factory=dict)
+    repeated: Counter[Hashable] = field(default_factory=Counter)
+
+    def remember(self, key: Hashable, forward: Any) -> None:
+        """A call in the forward of the region. key: of the graph and the instance."""
+        self.forwards.setdefault(key, []).append(forward)
+
+    def next_forward(self, key: Hashable) -> Any:
+        """What was remembered of the call that is now repeated; None if the region has seen none."""
+        token = (key, current_graph_task_id())
+        position = self.repeated[token]
+        self.repeated[token] += 1
+        forwards = self.forwards.get(key, [])
+        return forwards[position] if position < len(forwards) else None
+
+
+def checkpointed_region() -> tuple[Region, Pass] | None:
+    """The checkpointed region that is running, and in which way; None outside of any."""
+    trains, in_backward = torch.is_grad_enabled(), current_graph_task_id() != -1
+    contexts = [] if trains and not in_backward else _contexts_of_stack()
+    if not trains:
+        # one that was entered with gradients will be repeated; its own forward has none
+        ahead = None if in_backward else next((c for c in contexts if c.next_functions), None)
+        return None if ahead is None else (_region_of(ahead), Pass.AHEAD)
+    owner = _frame_of_hooks() or next(iter(contexts), None)
+    return None if owner is None else (_region_of(owner), Pass.REPEATED if in_backward else Pass.FIRST)
+
+
+def _region_of(owner: Any) -> Region:
+    if not hasattr(owner, "fp8pass_region"):
+        owner.fp8pass_region = Region()
+    region: Region = owner.fp8pass_region
+    return region
+
+
+def _frame_of_hooks() -> Any:
+    """Of a region with use_reentrant=False: what its hooks for saved tensors know it by."""
+    hooks: Any = top_saved_tensors_hooks(False)
+    if hooks is None:
+        return None
+    cells = getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ()
+    contents = (cell.cell_contents for cell in cells if cell != _EMPTY)
+    found = (c() if isinstance(c, weakref.ref) else c for c in contents)
+    return next((c for c in found if isinstance(c, _CheckpointFrame)), None)
+
+
+_EMPTY = CellType()
+
+
+_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+
+
+def _contexts_of_stack() -> list[Any]:
+    """Of regions with use_reentrant=True, inner ones first: the contexts of the autograd Functions that they are."""
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code in _REENTRANT:
+            found.append(frame.f_locals["ctx"])
+        frame = frame.f_back
+    return found

@@ -1,0 +1,140 @@
+"""Put what a `torch.compiler.nested_compile_region` does in the place of each call, named after that call's modules.
+
+before   y = invoke_subgraph(body, "subgraph_1", x, layers.1.w)[0]
+         z = invoke_subgraph(body, "subgraph_1", y, layers.2.w)[0]
+after    y = linear(x, layers.1.w)
+         z = linear(y, layers.2.w)
+changes  nothing: this is the graph of the same model without the mark
+
+Dynamo traces a region when it is first called, and lets later calls run the same body, whose nodes name the modules of
+the first. torch traces a body's backward as a graph of its own, where no pass of the joint graph comes. FP8 needs
+forward and backward in one graph, and a state for each layer; for that, the time of compilation that the mark would
+have saved is given up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fp8pass._torch import INVOKE_SUBGRAPH
+from fp8pass.graph.annotation import CHECKPOINT, copy_to_edit
+from fp8pass.names import Path, path_of, source_name, source_of_path
+
+
+def inline_regions(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of Dynamo's graph in which no region is called; the same object if none is."""
+    if not any(n.target is INVOKE_SUBGRAPH for part in _parts(module) for n in part.graph.nodes):
+        return module
+    module = copy_to_edit(module)
+    sources = {p: source_name(p) for p in _inputs(module)}
+    _Inliner().visit(module, module.graph.nodes, {p: path_of(source) for p, source in sources.items() if source})
+    module.delete_all_unused_submodules()
+    for part in _parts(module):
+        part.graph.lint()
+        part.recompile()
+    return module
+
+
+class _Inliner:
+    def __init__(self) -> None:
+        self.traced: dict[str, list[Path | None]] = {}
+        """By the name of a body: the paths of the module that called it first, and of what was handed to it then."""
+
+    def visit(self, module: fx.GraphModule, nodes: Iterable[fx.Node], paths: Mapping[fx.Node, Path]) -> None:
+        """Inline what `nodes` of `module` call, in the order in which Dynamo traced them. paths: of its inputs."""
+        for node in list(nodes):
+            if node.target is INVOKE_SUBGRAPH:
+                self.visit(module, self._inline(module, node, paths), paths)
+                continue
+            for body in _bodies(module, node):
+                handed = zip(_inputs(body), _args(node)[1:], strict=True) if node.target is CHECKPOINT else ()
+                self.visit(body, body.graph.nodes, {inner: paths[x] for inner, x in handed if x in paths})
+
+    def _inline(self, module: fx.GraphModule, call: fx.Node, paths: Mapping[fx.Node, Path]) -> list[fx.Node]:
+        """Put the nodes of the body in the place of the call; return them."""
+        holder, name, *operands = _args(call)
+        body = getattr(module, holder.target)
+        given: list[Path | None] = [_innermost(call), *(paths.get(x) for x in operands)]
+        renames = _renames(self.traced.setdefault(name, given), given)
+        twin: dict[fx.Node, Any] = dict(zip(_inputs(body), operands, strict=True))
+        inner = [n for n in body.graph.nodes if n.op not in ("placeholder", "output")]
+        with module.graph.inserting_before(call):
+            for node in inner:
+                twin[node] = copy = module.graph.node_copy(node, twin.__getitem__)
+                _rename(copy, renames)
+                if node.op == "get_attr":  # a copy for each call: what is done to one is done to it alone
+                    copy.target = _add(module, getattr(body, str(node.target)), renames)
+        results = fx.map_arg(_args(body.graph.output_node())[0], twin.__getitem__)
+        for user in list(call.users):  # getitem
+            user.replace_all_uses_with(results[_args(user)[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(call)
+        if not holder.users:
+            module.graph.erase_node(holder)
+        return [twin[node] for node in inner]
+
+
+def _inputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _args(node: fx.Node) -> Any:
+    return node.args
+
+
+def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graph and all graphs in it."""
+    return (part for part in module.modules() if isinstance(part, fx.GraphModule))
+
+
+def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
+    """Yield the graphs that a higher-order op, of checkpointing or control flow, runs."""
+    holders = (x for x in node.all_input_nodes if x.op == "get_attr")
+    bodies = (getattr(module, str(holder.target), None) for holder in holders)
+    return (body for body in bodies if isinstance(body, fx.GraphModule))
+
+
+def _add(module: fx.GraphModule, attribute: Any, renames: Mapping[Path, Path]) -> str:
+    """Give the module an attribute, of a graph a copy; return its name."""
+    name = next(name for i in itertools.count() if not hasattr(module, name := f"inlined_{i}"))
+    if isinstance(attribute, fx.GraphModule):
+        attribute = copy_to_edit(attribute)
+        for node in (n for part in _parts(attribute) for n in part.graph.nodes):
+            _rename(node, renames)
+    setattr(module, name, attribute)
+    return name
+
+
+def _innermost(node: fx.Node) -> Path | None:
+    """The path of the module that calls."""
+    stack = node.meta.get("nn_module_stack")
+    return path_of(list(stack.values())[-1][0]) if stack else None
+
+
+def _renames(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[Path, Path]:
+    """{where the body was traced: where it is called}, as what both calls were given has it.
+
+    Of layers.1.up.weight and layers.2.up.weight that is {layers.1: layers.2}: what both end with is the body's own.
+    """
+    found: dict[Path, Path] = {}
+    for old, new in zip(traced, given, strict=True):
+        if old is None or new is None:
+            continue
+        while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        found.setdefault(old, new)
+    return found
+
+
+def _rename(node: fx.Node, renames: Mapping[Path, Path]) -> None:
+    """Put the node into the modules of this call, where it is in those of the body's first."""
+    stack = {}
+    for key, (source, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        path = path_of(source)
+        start = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in renames), None)
+        stack[key] = (source_of_path((*renames[start], *path[len(start) :])) if start else source), kind
+    node.meta["nn_module_stack"] = stack

@@ -1,0 +1,119 @@
+"""What quantization does to each tensor is counted, next to where it is quantized: see `fp8pass/monitor_ops.py`.
+
+before   x_ = qdq_operand(x, q, scales, amax)
+         y_ = qdq_gradient(y, q, scales, amax)
+after    graph(..., numerics_forward: f32[F, 9], numerics_backward: f32[T-F, 9])
+         watch_operand(x, q, numerics_forward, 0, scales, amax)
+         x_ = qdq_operand(x, q, scales, amax)
+         y_ = qdq_gradient(y, q, scales, amax)
+         y_2 = watch_gradient(y_, (q,), numerics_backward, (0,), scales, amax)
+changes  no number of the model
+
+Runs on Dynamo's annotated graph, where gradients are enabled. Without it, nothing of the monitor is in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.graph.annotation import CHECKPOINT, Annotation
+from fp8pass.options.config import Config
+from fp8pass.passes.common.state_inputs import Region, state_input, thread
+from fp8pass.quant import monitor_ops, ops
+from fp8pass.quant.monitor_ops import WATCHED, WatchTable
+
+FORWARD: dict[Any, Callable[..., Any]] = {
+    ops.qdq_operand: monitor_ops.watch_operand,
+    ops.operand: monitor_ops.watch_operand,
+    ops.cached_operand: monitor_ops.watch_cached,
+}
+BACKWARD = (ops.qdq_gradient, ops.route)
+INPUTS = ("numerics_forward", "numerics_backward")
+
+
+def watch(annotation: Annotation, config: Config) -> Annotation:
+    """Watch what `config.monitor` names, in place. The tables are in the order of the graph."""
+    if not config.monitor or not torch.is_grad_enabled():
+        return annotation
+    parts = list(_parts(annotation.module))
+    found = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
+    forward = [(p, n) for p, n in found if n.target in FORWARD]
+    backward = [(p, n) for p, n in found if n.target in BACKWARD]
+    if not found:
+        return annotation
+    inputs = _inputs(parts, {p for p, _ in found})
+    for i, (part, node) in enumerate(forward):
+        _watch_operand(node, inputs[part]["numerics_forward"], i)
+    gradients = 0
+    for part, node in backward:
+        _watch_gradient(node, inputs[part]["numerics_backward"], gradients)
+        gradients += len(node.meta[WATCHED])
+    for part, _ in parts:
+        part.graph.lint()
+        part.recompile()
+    watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
+    device = found[0][1].meta["example_value"].device
+    return replace(annotation, watched=WatchTable(watched, len(forward), device, config.monitor_steps))
+
+
+def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | None]]:
+    """The graph, and the regions of activation checkpointing in it, outer ones first, each in the order of its call."""
+    todo: list[tuple[fx.GraphModule, Region | None]] = [(module, None)]
+    while todo:
+        part, region = todo.pop(0)
+        yield part, region
+        for call in [n for n in part.graph.nodes if n.target is CHECKPOINT]:
+            body = getattr(part, str(call.args[0].target))
+            todo.append((body, Region(part.graph, call, body)))
+
+
+def _watches(node: fx.Node, config: Config) -> bool:
+    if node.target not in FORWARD and node.target not in BACKWARD:
+        return False
+    if WATCHED not in node.meta:  # the user's own `in_qdq` or `out_qdq`, which has no slot to be counted under
+        return False
+    return any(config.monitors(w.name) for w in node.meta[WATCHED]) and not any(
+        isinstance(a, ops.Observe) for a in node.args
+    )
+
+
+def _inputs(
+    parts: Sequence[tuple[fx.GraphModule, Region | None]], wanted: set[fx.GraphModule]
+) -> dict[fx.GraphModule, dict[str, fx.Node]]:
+    """The inputs of each part; regions are handed those of the graph around them."""
+    graphs = {part.graph: part for part, _ in parts}
+    for part, region in reversed(parts):  # what is handed on inwards
+        if part in wanted and region is not None:
+            wanted = {*wanted, graphs[region.outer]}
+    inputs: dict[fx.GraphModule, dict[str, fx.Node]] = {}
+    for part, region in parts:
+        if region is None:
+            inputs[part] = {name: state_input(part.graph, f"fp8pass_{name}") for name in INPUTS}
+        elif part in wanted:
+            inputs[part] = thread(region, inputs[graphs[region.outer]], "")
+    return inputs
+
+
+def _watch_operand(node: fx.Node, counted: fx.Node, index: int) -> None:
+    x, quantizer, *state = node.args
+    with node.graph.inserting_before(node):
+        node.graph.call_function(FORWARD[node.target], (x, quantizer, counted, index, *state))
+
+
+def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
+    quantizers = list(dict.fromkeys(a for a in node.args if isinstance(a, ops.Quantizer)))
+    state = node.args[_FIRST_STATE[node.target] :]
+    indices = tuple(range(first, first + len(quantizers)))
+    with node.graph.inserting_after(node):
+        args = (node, tuple(quantizers), counted, indices, *state)
+        new = node.graph.call_function(monitor_ops.watch_gradient, args)
+    new.meta.update({k: v for k, v in node.meta.items() if k != WATCHED})
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+_FIRST_STATE: dict[Any, int] = {ops.qdq_gradient: 2, ops.route: 5}

@@ -1,0 +1,76 @@
+"""The scale states that the user's `in_qdq` and `out_qdq` name become state that the graph is called with.
+
+before   s: f32[] = begin_use(scale, amax_history, amax, ..., key, float8_e5m2)      rolls if a backward has run
+         y_ = qdq_gradient(y, s, amax, step_ended, held, key, float8_e5m2)           its backward ends the step
+after    s: f32[] = begin_graph(scale, amax_history, amax, ..., key, float8_e5m2)    rolls: each call is a step
+         y_ = qdq_gradient(y, ByState(...), s, amax_late)                            its backward only records
+changes  when a step ends, to each call of the graph; later uses of a state in the graph take the scale of the first
+
+Runs on Dynamo's graph, behind the annotate pass. `amax_late` is the buffer `amax` once more, as an input of its own:
+see `fp8pass.quant.ops.SlotTensors.inputs`. Uses in the bodies of control flow and checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fp8pass.graph.annotation import Annotation, copy_to_edit
+from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.quant import ops
+from fp8pass.states import scale_state
+
+
+def lift_scale_states(annotation: Annotation) -> Annotation:
+    """A copy in which every call is a step of the states that it uses; the same object if it uses none."""
+    if not any(n.target is scale_state.begin_use for n in annotation.module.graph.nodes):
+        return annotation
+    module = copy_to_edit(annotation.module)
+    lifter = _Lifter(module.graph)
+    for node in list(module.graph.nodes):
+        lifter.visit(node)
+    module.graph.lint()
+    module.recompile()
+    return replace(annotation, module=module, late=lifter.late, states=lifter.states)
+
+
+class _Lifter:
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self.begun: dict[fx.Node, fx.Node] = {}
+        """By `amax`, which stands for the state: its scale in this graph."""
+        self.late: list[int] = []
+        self.states: list[tuple[int, ...]] = []
+        self.inputs: dict[fx.Node, fx.Node] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        """Replace the node if it stands for a use of a state."""
+        args: Any = node.args
+        if node.target is scale_state.begin_use:
+            self._begin(node, amax=args[2])
+        elif node.target is scale_state.qdq_operand:
+            x, scale, amax, *_, key, dtype = args
+            node.target, node.args = ops.qdq_operand, (x, scale_state.quantizer(key, dtype), scale, amax)
+        elif node.target is scale_state.qdq_gradient:
+            y, scale, amax, *_, key, dtype = args
+            node.target, node.args = ops.qdq_gradient, (y, scale_state.quantizer(key, dtype), scale, self._late(amax))
+
+    def _begin(self, node: fx.Node, amax: fx.Node) -> None:
+        if amax in self.begun:
+            node.replace_all_uses_with(self.begun[amax])
+            self.graph.erase_node(node)
+        else:
+            node.target = scale_state.begin_graph
+            self.begun[amax] = node
+            scale, amax_history, _, _, step_ended, held, *_ = node.args
+            state = scale, amax_history, amax, step_ended, held
+            self.states.append(tuple(map(self.placeholders.index, state)))
+
+    def _late(self, amax: fx.Node) -> fx.Node:
+        if amax not in self.inputs:
+            self.late.append(self.placeholders.index(amax))
+            self.inputs[amax] = state_input(self.graph, f"fp8pass_amax_late_{len(self.inputs)}")
+        return self.inputs[amax]

@@ -1,0 +1,241 @@
+"""Linear layers that read one tensor become one: queries, keys and values; gate and up.
+
+before   q: bf16[..., Q] = linear(x: bf16[..., K], w_q: bf16[Q, K]);  k = linear(x, w_k);  v = linear(x, w_v)
+after    y: bf16[..., Q + R + R] = linear(x, cat([w_q, w_k, w_v]))
+         q, k, v = split(y, [Q, R, R], -1);  v = contiguous(v)
+changes  the numbers: the weights share a scale, and so do the gradients of the results. The gradient of x is summed up
+         in float32, within a matmul, where it would be a sum of bfloat16s
+
+Three launches become one, forward and backward, and the gradient of x is written once instead of once for each layer.
+Cats of quantized tensors are kernels' business (quantize_tiles.py): nothing is written twice.
+
+A result that only elementwise ops read, or views of it, is read in place. Any other reader gets a copy, for it may
+depend on strides, or be saved for backward, which would keep all of y alive; but not attention that reads all of them.
+
+Runs on Dynamo's graph, as a part of the annotate pass.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fp8pass._torch import MODE_CHANGES, FakeTensor, TorchDispatchMode, is_alias_of, pytree
+from fp8pass.hardware import Target
+from fp8pass.names import Names
+from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, spelling_of
+from fp8pass.recipes import DelayedScaling, DynamicScaling, Recipe
+from fp8pass.roofline import memory_seconds, merged_seconds_saved, predicted_speedup
+
+ONE_SCALE = (DelayedScaling, DynamicScaling)
+"""Recipes under which a merged tensor is quantized as a whole: not their subclasses, which calibrate."""
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """A linear layer that its recipe takes. sizes: M, K, N."""
+
+    node: fx.Node
+    recipe: Recipe
+    sizes: tuple[int, int, int]
+
+    @property
+    def weight(self) -> fx.Node:
+        """[N, K]."""
+        weight = argument(self.node, LINEAR.b)
+        assert isinstance(weight, fx.Node)
+        return weight
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """[N]."""
+        bias = argument(self.node, LINEAR.bias)
+        return bias if isinstance(bias, fx.Node) else None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Siblings, in the graph's order, and those of them whose results are copied."""
+
+    siblings: list[Sibling]
+    copied: list[bool]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pattern.
+
+
+def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling | None]) -> list[Family]:
+    """Layers that read one tensor under one recipe, with parameters of their own that nothing else reads or writes."""
+    found: dict[Hashable, list[Sibling]] = {}
+    stretch = 0
+    for node in graph.nodes:
+        # what is written in between may be what one of them reads; modes are those of the place
+        stretch += mutates(node) or node.target in MODE_CHANGES
+        if spelling_of(node) is LINEAR and (sibling := taken(node)) is not None and _is_alone(sibling, names):
+            found.setdefault((stretch, *_alike(sibling)), []).append(sibling)
+    several = [of for of in found.values() if len(of) > 1]
+    return [Family(of, _copied([s.node for s in of])) for of in several]
+
+
+def _is_alone(sibling: Sibling, names: Names) -> bool:
+    parameters = [p for p in (sibling.weight, sibling.bias) if p is not None]
+    if type(sibling.recipe) not in ONE_SCALE or sibling.sizes[2] % 16:
+        return False
+    return all(names.is_owned(p) and len(p.users) == 1 and type(_example(p)) in _PLAIN for p in parameters)
+
+
+_PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
+"""Parameters that are one tensor: not those of torch.distributed, say."""
+
+
+def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
+    """What siblings have in common."""
+    weight, bias = _example(sibling.weight), sibling.bias
+    of_bias = None if bias is None else (_example(bias).dtype, _example(bias).requires_grad)
+    x = argument(sibling.node, LINEAR.a)
+    return x, sibling.recipe, sibling.sizes[1], weight.dtype, weight.device, weight.requires_grad, of_bias
+
+
+def _copied(results: list[fx.Node]) -> list[bool]:
+    """Which results are to be copied out of the merged one, for what reads them."""
+    merged = _merged([_example(r) for r in results])
+    readers = [_readers(r, merged) for r in results]
+    if all(of == {F.scaled_dot_product_attention} for of in readers):
+        return [False] * len(results)
+    return [bool(of) for of in readers]
+
+
+@torch.no_grad()
+def _readers(result: fx.Node, merged: Tensor) -> set[Any]:
+    """What reads `result`, or views of it, as it would be within `merged`, and is not elementwise."""
+    values: dict[fx.Node, Any] = {result: merged.narrow(-1, 0, _example(result).shape[-1])}
+    found: set[Any] = set()
+    todo = sorted(result.users)
+    while todo:  # in the graph's order, so that all views that one reads are known
+        reader = heapq.heappop(todo)
+        if reader in values:
+            continue
+        if (value := _value(reader, values)) is None:
+            found.add(reader.target)
+        elif _is_part(value, merged):
+            values[reader] = value
+            for user in reader.users:
+                heapq.heappush(todo, user)
+    return found
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What `node` computes, given what some nodes are now; None if it does something that may depend on strides."""
+    if node.op not in ("call_function", "call_method") or mutates(node):
+        return None
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["example_value"]))
+        function: Any = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+        with _OnlyElementwise():  # type: ignore[no-untyped-call]
+            return function(*args[isinstance(node.target, str) :], **kwargs)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # no such view, for one
+        return None
+
+
+class _OnlyElementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises RuntimeError for what is neither elementwise nor a view."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        harmless = func.is_view or torch.Tag.pointwise in func.tags or func in _LIKE_ELEMENTWISE
+        if not harmless and func.namespace != "prim":  # the latter ask where a tensor is, and the like
+            raise RuntimeError(f"{func} may depend on strides")
+        return func(*args, **(kwargs or {}))
+
+
+_aten = torch.ops.aten
+_LIKE_ELEMENTWISE = {_aten.cat.default, _aten.clone.default, _aten._to_copy.default, _aten._unsafe_view.default}
+
+
+def _is_part(value: Any, merged: Tensor) -> bool:
+    return any(isinstance(x, Tensor) and is_alias_of(x, merged) for x in pytree.tree_leaves(value))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Check: only refuses.
+
+
+def should_merge(family: Family, target: Target | None, wanted: bool | None, min_speedup: float) -> bool:
+    """Whether one call is faster than several by prediction, or else by the user's word, and is itself taken.
+
+    As in training: what evaluates the model is to share its scales.
+    """
+    if target is None:
+        return bool(wanted)
+    first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
+    (m, k, _), size = first.sizes, _example(first.node).element_size()
+    speedup = predicted_speedup(target, m, k, sum(widths), first.recipe, size)
+    if speedup is None or speedup < min_speedup:
+        return False
+    copies = sum(memory_seconds(target, 2 * m * n * size) for n, c in zip(widths, family.copied, strict=True) if c)
+    saved = merged_seconds_saved(target, m, k, widths, first.recipe, size) - copies
+    return saved > 0 or bool(wanted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite: only builds.
+
+
+def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
+    """One call in the place of the siblings; returns it."""
+    nodes, widths = [s.node for s in family.siblings], [s.sizes[2] for s in family.siblings]
+    meta = {**nodes[0].meta, "nn_module_stack": _merged_stack(family, names)}
+    with graph.inserting_before(nodes[0]):
+        weight = _cat(graph, [s.weight for s in family.siblings], meta)
+        biases = [s.bias for s in family.siblings if s.bias is not None]
+        bias = _cat(graph, biases, meta) if biases else None
+        y = graph.call_function(F.linear, (argument(nodes[0], LINEAR.a), weight, bias))
+        y.meta = {**meta, "example_value": _merged([_example(n) for n in nodes])}
+        parts = graph.call_method("split", (y, widths, -1))
+        for i, (node, copied) in enumerate(zip(nodes, family.copied, strict=True)):
+            part = graph.call_function(operator.getitem, (parts, i))
+            if copied:
+                part = graph.call_method("clone", (part,), {"memory_format": torch.contiguous_format})
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+    names.merge(weight, [s.weight for s in family.siblings])
+    for node in nodes:
+        graph.erase_node(node)
+    return y
+
+
+def _merged_stack(family: Family, names: Names) -> dict[Any, Any]:
+    """Where the first sibling is in the model, with all their names in the place of its own, for reports."""
+    name, *_ = parts = [names.of(s.node, LINEAR.name, [s.weight])[0].rpartition(".")[2] for s in family.siblings]
+    stack = dict(family.siblings[0].node.meta.get("nn_module_stack") or {})
+    if stack:
+        key, (path, kind) = list(stack.items())[-1]
+        for own in (f"['{name}']", f".{name}"):
+            if path.endswith(own):
+                stack[key] = f"{path.removesuffix(own)}['{'+'.join(parts)}']", kind
+    return stack
+
+
+def _cat(graph: fx.Graph, parameters: list[fx.Node], meta: dict[str, Any]) -> fx.Node:
+    cat = graph.call_function(torch.cat, (parameters,))
+    cat.meta = {**meta, "example_value": _merged([_example(p) for p in parameters], 0)}
+    return cat
+
+
+def _merged(examples: list[Tensor], dim: int = -1) -> Tensor:
+    """What the cat of them is an example of, made without adding them to a graph of autograd's."""
+    with torch.no_grad():
+        return torch.cat(examples, dim).requires_grad_(examples[0].requires_grad)
+
+
+def _example(node: fx.Node) -> Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, Tensor), node
+    return value

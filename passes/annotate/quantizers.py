@@ -1,0 +1,110 @@
+"""Which quantizers a recipe puts around a matmul call: one for each factor of each of its three matmuls.
+
+    output         input       @ weight            contracts K
+    grad_input     grad_output @ weight            contracts N
+    grad_weight    input       @ grad_output       contracts M
+
+Tensorwise recipes quantize a tensor once for both matmuls that it is in; the others along what each of them contracts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fp8pass.graph.rule import LeftOut, Reject
+from fp8pass.passes.common.matmul_calls import Dims
+from fp8pass.quant import ops
+from fp8pass.recipes import (
+    FACTORS,
+    BlockwiseScaling,
+    Calibration,
+    DelayedScaling,
+    DynamicScaling,
+    Kind,
+    MXFP8Scaling,
+    Recipe,
+    Role,
+    RowwiseScaling,
+    StaticScaling,
+)
+
+BLOCK, MX_BLOCK = 128, 32
+
+Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]
+"""Of the two factors; None for one that stays as it is, as only trials of `fp8pass.bisect` have it."""
+
+
+def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool) -> Pair | Reject:
+    """What quantizes the two factors of one matmul, or why it stays in high precision.
+
+    tensors: examples; record: whether amaxes count.
+    """
+    if kind in recipe.high_precision:
+        return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
+    if isinstance(recipe, (StaticScaling, Calibration)) and kind != "output":
+        return LeftOut("not calibrated", "static scales are for inference; no gradient was calibrated")
+    if dims.has_groups and kind == "grad_weight":
+        assert isinstance(recipe, RowwiseScaling), recipe
+        rows: object = tensors["input"].shape[0]
+        if not isinstance(rows, int):
+            return Reject(
+                "symbolic size", f"M={rows} varies: how far groups are moved apart must be known: dynamic=False"
+            )
+        return tuple(ops.Groupwise(recipe, recipe.dtype(role)) for role in FACTORS[kind])  # type: ignore[return-value]
+    factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
+    try:
+        first, second = (_quantizer(recipe, role, tensors[role], along, record) for role, along in factors)
+    except Reject as reject:
+        return reject
+    return first, second
+
+
+def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
+    """Whether no matmul stays in high precision, and every tensor is quantized in one way for all that read it."""
+    if len(found) < (len(FACTORS) if trains else 1):
+        return False
+    ways: dict[Role, set[ops.Quantizer | None]] = {}
+    for kind, pair in found.items():
+        for role, quantizer in zip(FACTORS[kind], pair, strict=True):
+            ways.setdefault(role, set()).add(quantizer)
+    return all(len(of) == 1 and None not in of for of in ways.values())
+
+
+def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:
+    dtype = recipe.dtype(role)
+    if isinstance(recipe, Calibration):
+        return ops.Observe(recipe, dtype)
+    if isinstance(recipe, DelayedScaling):
+        return ops.Delayed(recipe, dtype, slot=-1, index=-1, bootstrap=not record, record=record)
+    if isinstance(recipe, StaticScaling):
+        return ops.Static(recipe, dtype, slot=-1)
+    if isinstance(recipe, DynamicScaling):
+        return ops.Dynamic(recipe, dtype)
+    if isinstance(recipe, RowwiseScaling):
+        return ops.Rowwise(recipe, dtype, contracted)
+    if isinstance(recipe, MXFP8Scaling):
+        _check_blocks(recipe, role, x, contracted, MX_BLOCK)
+        return ops.Blockwise(recipe, dtype, MX_BLOCK, dims=contracted)
+    assert isinstance(recipe, BlockwiseScaling), recipe
+    if role == "weight" and x.dim() == 2:
+        for dim in (0, 1):
+            _check_blocks(recipe, role, x, (dim,), BLOCK, f"{x.shape[dim]} rows or columns to cut into squares")
+        return ops.Blockwise(recipe, dtype, BLOCK, square=True)
+    _check_blocks(recipe, role, x, contracted, BLOCK)
+    return ops.Blockwise(recipe, dtype, BLOCK, dims=contracted)
+
+
+def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int, cut: str = "") -> None:
+    """Blocks must come out even; a size that is not known when the graph is compiled may not. cut: into what."""
+    size: Any = math.prod(x.shape[d] for d in along)
+    known = size if isinstance(size, int) else size.node.maybe_as_int()
+    what = cut or f"{size} elements along the sum"
+    shape = f"{recipe.name} scales blocks of {block}, and {role} {list(x.shape)}"
+    if known is None:
+        raise Reject("block size", f"{shape} has {what}, which is not known when the graph is compiled")
+    if known % block:
+        advice = "choose such a size, or another recipe for this module"
+        raise Reject("block size", f"{shape} has {what}, no multiple of {block}; {advice}")

@@ -1,0 +1,269 @@
+"""What is quantized behind a collective is quantized in front of it, and what was dequantized in front of it, behind.
+
+before   x: bf16[n M, K] = wait_tensor(all_gather_into_tensor(x_local: bf16[M, K]))
+         x_q: f8[n M, K] = to(clamp(x * scale, -448, 448), f8)
+         new             = amax(abs(x))                                recorded, and the next scale follows from it
+after    q_local: f8[M, K] = to(clamp(x_local * scale, -448, 448), f8)
+         x_q: f8[n M, K] = view(wait_tensor(all_gather_into_tensor(view(q_local, u8))), f8)
+         new             = amax(abs(x_local))                          all ranks' are reduced once per step
+or
+before   x = wait_tensor(all_gather_into_tensor(to(x_q, f32) * scale_inv))
+after    x = to(view(wait_tensor(all_gather_into_tensor(view(x_q, u8))), f8), f32) * scale_inv
+changes  nothing, as long as the scale is the same on all ranks of the group; half of the bytes travel, or fewer.
+         Gradients of biases, sums over gathered rows, become sums of the ranks' sums: in another order. Where the amax
+         of a tensor made all of it NaN for one NaN or infinity, that makes NaN of its own element, which travels; and
+         where each rank recorded 0, or nothing, for all of it, now only the rank does that has the element
+
+all_gather_into_tensor, all_to_all_single and broadcast: they move elements and change none. Bytes travel as u8, which
+every backend has; where Inductor makes one op of a matmul and its collective (async tensor parallel), FP8 as such,
+which is what it looks for. A scale is the same on all ranks if it comes of `ops.shared`, of constants, or of an
+all-reduce. That of dynamic scaling follows from the gathered tensor; it then follows from an amax that is reduced over
+the group. Only what is recorded for a scale of `ops.shared` may be this rank's amax: any other reader gets that of the
+whole, from a reduction over the group, or from the rank that broadcasts; of what an all-to-all brings there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass import scaling
+from fp8pass._torch import hint_of, micro_pipelines
+from fp8pass.graph.builder import Builder, val
+from fp8pass.graph.rule import Context, Reject
+from fp8pass.graph.verdict import Gemm
+from fp8pass.passes.collectives.chains import (
+    COLLECTIVES,
+    WAIT,
+    Dequantized,
+    Gathered,
+    between,
+    c10d,
+    capture_dequantized,
+    capture_gathered,
+    data_of,
+    marked,
+    quantized_by,
+    scales_of,
+    unmarked,
+)
+from fp8pass.passes.collectives.shared_scales import (
+    check_dequantized,
+    check_gathered,
+    group_of,
+    unpoisoned,
+    uses_of_amaxes,
+)
+from fp8pass.passes.common.patterns import MOVEMENT, as_node, at, aten, dtype_name, dtype_of, first, move_before
+from fp8pass.quant import sharded
+from fp8pass.quant.ops import SHARED
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self.builder = Builder(graph, name)
+
+    def gathered(self, found: Gathered) -> None:
+        """Quantize in front."""
+        at_, x = found.collective, first(found.collective)
+        poisons = self._replace_amaxes(found)
+        for old in found.sums:
+            self._reduce_sum(old, x, at_)
+        one = found.quantizes[0]
+        move_before(at_, scales_of(one.ops))
+        if poisons:
+            (x,) = self.builder.inline(at_, marked, x)
+        whole = self._sent(found, self._again(at_, one.ops, {one.source: x})[one.ops[-1]])
+        for quantize in found.quantizes:
+            old = quantize.ops[-1]
+            path = between(found.wait, quantize.source, found.moved)
+            x_q = self._again(old, path, {found.wait: whole})[quantize.source]
+            old.replace_all_uses_with(self._laid_out(old, x_q, old))
+
+    def dequantized(self, found: Dequantized) -> None:
+        """Dequantize behind."""
+        at_, group = found.collective, group_of(found.collective)
+        scales = {a: unpoisoned(a, group) for a in scales_of(found.ops)}
+        if any(new is not old for old, new in scales.items()):
+            self._mark(found.x_q)
+        x_q = found.x_q
+        for op in found.ops:
+            if op.target in MOVEMENT:
+                x_q = self.builder.emit(at_, op.target, x_q, *op.args[1:], **op.kwargs)
+        whole = self._sent(found, x_q)
+        for op in found.ops:
+            if op.target not in MOVEMENT:
+                whole = self._again(found.wait, [op], {**scales, as_node(data_of(op)): whole})[op]
+        found.wait.replace_all_uses_with(self._laid_out(found.wait, whole, found.wait))
+
+    def _sent(self, found: Gathered | Dequantized, x_q: fx.Node) -> fx.Node:
+        """`x_q` through the collective."""
+        at_, emit, dtype = found.collective, self.builder.emit, val(x_q).dtype
+        x_q = self._laid_out(at_, x_q, first(at_))  # collectives take what is contiguous
+        if micro_pipelines(group_of(at_)):  # Inductor looks for FP8 itself, and may have no such collective left
+            return emit(found.wait, WAIT, emit(at_, at_.target, x_q, *at_.args[1:]))
+        bits = emit(at_, aten.view.dtype, x_q, torch.uint8)
+        sent = emit(at_, at_.target, bits, *at_.args[1:])
+        return emit(found.wait, aten.view.dtype, emit(found.wait, WAIT, sent), dtype)
+
+    def _again(self, before: fx.Node, ops: Iterable[fx.Node], known: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The same ops, on what is known to stand for their arguments: what stands for them, too."""
+        for op in ops:
+            args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: known.get(n, n))
+            known[op] = self.builder.emit(before, op.target, *args, **kwargs)
+        return known
+
+    def _laid_out(self, before: fx.Node, x: fx.Node, like: fx.Node) -> fx.Node:
+        """`x` with the strides of `like`: elementwise ops copied what was a slice, or expanded."""
+        if _same_strides(x, like):
+            return x
+        x = self.builder.emit(before, aten.clone.default, x)
+        if not _same_strides(x, like):
+            x = self.builder.emit(before, aten.clone.default, x, memory_format=torch.contiguous_format)
+        assert _same_strides(x, like), (x, like, val(x).stride(), val(like).stride())
+        return x
+
+    def _replace_amaxes(self, found: Gathered) -> bool:
+        """Put this rank's amax, or that of the whole, in the place of that of the gathered tensor.
+
+        Returns whether anything was poisoned.
+        """
+        uses = uses_of_amaxes(found)
+        known: dict[tuple[str, torch.dtype], fx.Node] = {}
+        for use in uses:
+            if use.how == "poison":
+                for where in list(use.user.users):
+                    where.replace_all_uses_with(as_node(where.args[1]))
+                continue
+            key = use.how, val(use.amax).dtype
+            if key not in known:
+                known[key] = self._amax(found.collective, *key)
+            use.user.replace_input_with(use.amax, known[key])
+        return any(use.how == "poison" for use in uses)
+
+    def _amax(self, collective: fx.Node, of: str, dtype: torch.dtype) -> fx.Node:
+        """Of what goes in. of: "part", this rank's; "whole", all ranks'."""
+        # one rank may send nothing, and records that; refused, its collective would not be that of the others
+        may_be_empty = not statically_known_true(val(first(collective)).numel() > 0)
+
+        def amax(x: Tensor) -> Tensor:
+            rows = x.abs().amax(-1) if statically_known_true(x.shape[-1] > 0) else x.abs()
+            if may_be_empty:
+                rows = torch.cat([rows.flatten(), rows.new_full([1], scaling.NOTHING)])
+            found = rows.amax().float()
+            if collective.target is c10d.broadcast.default:
+                found = c10d.wait_tensor(c10d.broadcast(found, *collective.args[1:]))
+            elif of == "whole":
+                found = sharded.amax_over(found, (group_of(collective),))
+            return found.to(dtype)
+
+        (found,) = self.builder.inline(collective, amax, first(collective))
+        return found
+
+    def _reduce_sum(self, old: fx.Node, local: fx.Node, collective: fx.Node) -> None:
+        """The sum of all ranks' sums, f32 on its way, in the place of that over the gathered rows."""
+        shape, dtype, group = val(old).shape, val(old).dtype, group_of(collective)
+
+        def of_rows(x: Tensor) -> Tensor:
+            return x.float().sum(list(range(x.dim() - 1)))
+
+        def as_before(x: Tensor) -> Tensor:
+            return x.reshape(shape).to(dtype)
+
+        (mine,) = self.builder.inline(collective, of_rows, local)
+        emit = self.builder.emit
+        total = emit(old, WAIT, emit(old, c10d.all_reduce.default, mine, "sum", group))
+        (new,) = self.builder.inline(old, as_before, total)
+        old.replace_all_uses_with(new)
+
+    def _mark(self, x_q: fx.Node) -> None:
+        """Quantize `x_q` of a tensor that is `marked`, if it is not already."""
+        ops = quantized_by(x_q)
+        assert ops is not None
+        data = as_node(data_of(ops[0]))
+        if unmarked(data) is data:
+            (new,) = self.builder.inline(ops[0], marked, data)
+            ops[0].replace_input_with(data, new)
+
+
+def _same_strides(x: fx.Node, y: fx.Node) -> bool:
+    return all(statically_known_true(m == n) for m, n in zip(val(x).stride(), val(y).stride(), strict=True))
+
+
+class QuantizeCollectives:
+    """All of a graph."""
+
+    name = "quantize_collectives"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite what can be; what is quantized behind a collective, and can't be in front, has a note."""
+        applied = before = after = 0
+        while True:  # behind one collective may be another
+            found, notes = applied, []
+            for node in [n for n in graph.nodes if n.target in COLLECTIVES]:
+                numel = _numel(node)
+                size = numel * val(node).element_size()
+                try:
+                    if self._rewrite(graph, node, context.gemms):
+                        applied, before, after = applied + 1, before + size, after + numel
+                        _erase(graph, node)
+                except Reject as refusal:
+                    notes.append(f"{at(node)} sends {dtype_name(dtype_of(node))}: {refusal}")
+            if applied == found:
+                break
+        context.notes += notes
+        if applied:
+            sizes = f", {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB" if before else ""
+            context.notes.append(f"{applied} collectives bring FP8{sizes}")
+        for node in [n for n in graph.nodes if n.target is SHARED]:
+            node.replace_all_uses_with(first(node))
+            graph.erase_node(node)
+        return applied
+
+    def _rewrite(self, graph: fx.Graph, node: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> bool:
+        rewriter, refusal = _Rewriter(graph, self.name), None
+        try:
+            if (gathered := capture_gathered(node, gemms)) is not None:
+                check_gathered(gathered)
+                rewriter.gathered(gathered)
+                return True
+        except Reject as reason:
+            refusal = reason  # what goes in may be FP8 all the same
+        if (dequantized := capture_dequantized(node)) is not None:
+            check_dequantized(dequantized)
+            rewriter.dequantized(dequantized)
+            return True
+        if refusal is not None:
+            raise refusal
+        return False
+
+
+def _erase(graph: fx.Graph, collective: fx.Node) -> None:
+    """The collective, what is made of what it brought, and what that alone was made of: nobody reads it any more."""
+    behind, todo = {collective}, [collective]
+    while todo:
+        new = [n for n in todo.pop().users if n not in behind]
+        behind.update(new)
+        todo += new
+    inputs: dict[fx.Node, None] = {}
+    for node in sorted(behind, reverse=True):
+        inputs.update(dict.fromkeys(node.all_input_nodes))
+        graph.erase_node(node)
+    todo = [n for n in inputs if n not in behind]
+    while todo:
+        node = todo.pop()
+        if not node._erased and not node.users and not node.is_impure():
+            todo += node.all_input_nodes
+            graph.erase_node(node)
+
+
+def _numel(node: fx.Node) -> int:
+    """Of the sizes that it was traced with, where they vary; 0 if they depend on data."""
+    sizes: Any = val(node).shape
+    hinted = all(isinstance(n, int) or n.node.has_hint() for n in sizes)
+    return math.prod(int(hint_of(n)) for n in sizes) if hinted else 0

@@ -1,0 +1,34 @@
+"""What grouped FP8 matmuls take: the check that annotate and the rewrite share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8pass import hardware
+from fp8pass.graph.rule import Reject
+from fp8pass.passes.common.patterns import dtype_name
+from fp8pass.quant import grouped
+
+MAX_GROUPS = 1023
+"""https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledGroupMM.cu"""
+
+
+def why_no_kernel(experts: Tensor, dtype: torch.dtype, target: hardware.Target | None) -> Reject | None:
+    """What is against a grouped FP8 matmul of [M, K] or [G, M, K] by [G, K, N], and against its gradients.
+
+    dtype: of the result, which that of the operands may differ from under autocast.
+    """
+    if reason := hardware.why_no_grouped_kernel(experts.device, target):
+        return Reject("no kernel", reason)
+    if dtype is not torch.bfloat16:
+        types = dtype_name(dtype)
+        return Reject(
+            "grouped type", f"the result is {types}; grouped FP8 matmuls write bfloat16, and replace no other"
+        )
+    sizes = f"experts {list(experts.shape)}"
+    if any(not isinstance(size, int) or size % grouped.ALIGNMENT for size in experts.shape[1:]):
+        return Reject("grouped size", f"{sizes}: grouped FP8 matmuls need K and N that are multiples of 16")
+    if not isinstance(experts.shape[0], int) or experts.shape[0] > MAX_GROUPS:
+        return Reject("grouped size", f"{sizes}: grouped FP8 matmuls take up to {MAX_GROUPS} groups")
+    return None

@@ -1,0 +1,234 @@
+"""State as inputs of the annotated graph: what a recipe remembers of each tensor that its quantizers see.
+
+before   x_ = qdq_operand(x, Delayed(slot=-1))
+after    graph(..., scale: f32[T], amax_history: f32[H, T], amax_forward: f32[F], amax_backward: f32[T-F], held: b8[T],
+               amax_backward_late: f32[T-F])
+         scales = begin_step(scale, amax_history, amax_forward, amax_backward, held)
+         x_ = qdq_operand(x, Delayed(slot=3, index=3), usable(scales), amax_forward)
+changes  nothing: it says where the numbers live
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass import scaling
+from fp8pass._torch import ConstantSource
+from fp8pass.graph.annotation import STATE_INPUTS, Cached, Frozen
+from fp8pass.options.config import Reduction
+from fp8pass.quant import ops
+from fp8pass.recipes import DelayedScaling, Role, StaticScaling
+from fp8pass.states.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class Region:
+    """A graph within the graph, of activation checkpointing: `call`, in the graph `outer`, runs `body`."""
+
+    outer: fx.Graph
+    call: fx.Node
+    body: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What an operand is an FP8 copy of: inputs of the graph, one below the other. transposed: see `Cached`."""
+
+    parts: tuple[fx.Node, ...]
+    transposed: bool
+
+
+@dataclass
+class Slot:
+    """A quantizer in the arguments of `node` that waits for its place in the state. anchor, place: see `SlotTable`."""
+
+    name: str
+    role: Role
+    anchor: int
+    place: str
+    quantizer: ops.Stateful
+    node: fx.Node
+
+
+def lift_state(
+    graph: fx.Graph,
+    slots: list[Slot],
+    regions: list[Region],
+    owned: tuple[str, ...],
+    device: torch.device | None,
+    reduces: Reduction | None,
+) -> list[SlotTable]:
+    """Give the graph the state inputs of each recipe, and every quantizer its place in them.
+
+    regions: outer ones before inner ones; their bodies get as inputs of their own what is read in there. reduces: how
+    ranks share what is recorded.
+    """
+    by_recipe: dict[DelayedScaling | StaticScaling, list[Slot]] = {}
+    for slot in slots:
+        by_recipe.setdefault(slot.quantizer.recipe, []).append(slot)
+    tables: list[SlotTable] = []
+    for recipe, of_recipe in by_recipe.items():
+        assert device is not None
+        twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe)) is not None}
+        for i, twin in twins.items():
+            twin.name = min(twin.name, of_recipe[i].name, key=len)  # without a number, if one has none
+        own = [s for i, s in enumerate(of_recipe) if i not in twins]
+        ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s)))
+        table = SlotTable(
+            names=tuple(s.name for s in ordered),
+            n_forward=sum(s.role != "grad_output" and not _is_kept(s) for s in ordered),
+            n_weights=sum(map(_is_kept, ordered)),
+            fp8_max=tuple(scaling.fp8_max(s.quantizer.dtype) for s in ordered),
+            recipe=recipe,
+            device=device,
+            owned=owned,
+            anchors=tuple(s.anchor for s in ordered),
+            places=tuple(s.place for s in ordered),
+            training=any(map(_records, ordered)),
+            records=tuple(map(_records, ordered)),
+            reduces=reduces if any(map(_records, ordered)) else None,
+        )
+        places = {id(s): i for i, s in enumerate(ordered)}
+        places |= {id(of_recipe[i]): places[id(twin)] for i, twin in twins.items()}
+        suffix = f"_{len(tables)}" if tables else ""
+        _place(graph, table, [(s, places[id(s)]) for s in of_recipe], regions, suffix, reduces)
+        tables.append(table)
+    return tables
+
+
+def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -> list[Frozen]:
+    """Give the graph an input for each parameter that is quantized in advance, behind all others.
+
+    by_columns: the nodes whose matmul sums over the first dimension of the parameter.
+    """
+    positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    found: list[Frozen] = []
+    for node in [n for n in graph.nodes if n.target is ops.frozen_operand]:
+        weight, quantizer, *rest = node.args
+        table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
+        node.args = (state_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
+        found.append(Frozen(positions[weight], table, quantizer.slot, node in by_columns))
+    return found
+
+
+def cache(
+    graph: fx.Graph, tables: list[SlotTable], regions: list[Region], weights: dict[fx.Node, Weight]
+) -> list[Cached]:
+    """Give the graph inputs for the FP8 copy of each weight, behind all others, and regions what they read of them.
+
+    weights: what the operands are copies of.
+    """
+    positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    inputs: dict[Cached, dict[str, fx.Node]] = {}
+    read: dict[fx.Graph, dict[fx.Node, Cached]] = {}
+    for node, weight in weights.items():
+        quantizer: Any = node.args[1]
+        table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
+        of = Cached(tuple(positions[p] for p in weight.parts), table, quantizer.slot, weight.transposed)
+        if of not in inputs:
+            names = (f"weight_{len(inputs)}_{part}" for part in ("x_q", "x_t")[: 1 + of.transposed])
+            inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
+        read.setdefault(node.graph, {})[node] = of
+    within = {graph: inputs}
+    for region in regions:
+        wanted = {of for body in _bodies(region, regions) for of in read.get(body, {}).values()}
+        outer = {of: names for of, names in within[region.outer].items() if of in wanted}
+        handed = thread(region, {name: node for names in outer.values() for name, node in names.items()}, "")
+        within[region.body.graph] = {of: {name: handed[name] for name in names} for of, names in outer.items()}
+    for body, nodes in read.items():
+        for node, of in nodes.items():
+            node.args = (*node.args, *within[body][of].values())
+    return list(inputs)
+
+
+def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
+    """The region's own and those of the regions in it."""
+    found = {region.body.graph}
+    for other in regions:  # outer ones come first
+        if other.outer in found:
+            found.add(other.body.graph)
+    return found
+
+
+def _is_kept(slot: Slot) -> bool:
+    """Whether the slot is of a weight whose FP8 copy is kept."""
+    return slot.node.target is ops.cached_operand
+
+
+def _records(slot: Slot) -> bool:
+    return isinstance(slot.quantizer, ops.Delayed) and slot.quantizer.record
+
+
+def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
+    """Of a parameter that is read without gradients too: the slot of where it is read with them."""
+    if _records(slot) or slot.place or slot.role == "grad_output":
+        return None
+    same = (o for o in others if _records(o) and (o.anchor, o.place, o.role) == (slot.anchor, "", slot.role))
+    return next(same, None)
+
+
+def _place(
+    graph: fx.Graph,
+    table: SlotTable,
+    slots: list[tuple[Slot, int]],
+    regions: list[Region],
+    suffix: str,
+    reduces: Reduction | None,
+) -> None:
+    names = (*ops.INPUTS, *(ops.WEIGHT_INPUTS if table.n_weights else ())) if table.remembers else ("scales",)
+    inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
+    read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late", "made")}
+    if table.remembers:
+        read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+        if reduces is not None and reduces.interval == 1 and (group := reduces.process_group()) is not None:
+            with graph.inserting_after(read["scales"]):
+                read["scales"] = graph.call_function(ops.shared, (read["scales"], group.group_name))
+        if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
+            with graph.inserting_after(read["scales"]):
+                read["usable"] = graph.call_function(ops.usable, (read["scales"],))
+    within = {graph: read}
+    for region in regions:
+        within[region.body.graph] = thread(region, within[region.outer], suffix)
+    for slot, i in slots:
+        of, first_gradient = within[slot.node.graph], table.n_forward + table.n_weights
+        backward = i >= first_gradient
+        placed: ops.Stateful
+        if isinstance(slot.quantizer, ops.Static):
+            placed, state = replace(slot.quantizer, slot=i), [of["scales"]]
+        elif _is_kept(slot):
+            placed, state = replace(slot.quantizer, slot=i, index=i - table.n_forward), [of["made"]]
+        else:
+            placed = replace(slot.quantizer, slot=i, index=i - first_gradient if backward else i)
+            begun = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
+            state = [of["usable" if begun else "scales"], of["amax_backward_late" if backward else "amax_forward"]]
+        args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
+        slot.node.args = args
+
+
+def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:
+    """Hand state on into the body of a region; returns what it is called there."""
+    region.call.args = (*region.call.args, *outer.values())
+    region.body.meta[STATE_INPUTS] = region.body.meta.get(STATE_INPUTS, 0) + len(outer)
+    return {name: state_input(region.body.graph, f"fp8pass_{name}{suffix}") for name in outer}
+
+
+def state_input(graph: fx.Graph, name: str) -> fx.Node:
+    """A new input of the graph, behind all others."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    node._dynamo_source = ConstantSource(node.name)
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
+    return node
+
+
+def _begin_step(graph: fx.Graph, recipe: Any, inputs: dict[str, fx.Node]) -> fx.Node:
+    state = [inputs[name] for name in ops.SlotTensors._fields if name in inputs]
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.call_function(ops.begin_step, (recipe, *state))

@@ -1,0 +1,77 @@
+"""Find the function transforms of torch.func in Dynamo's graph, and what runs inside each.
+
+_vmap_increment_nesting(8, 'error')       opens a region
+x = _add_batch_dim(batch, 0, 1)           one example, as what follows sees it: its dimension of 8 does not show
+y = matmul(x, w)                          inside `vmap`
+ys = _remove_batch_dim(y, 1, 8, 0)
+_vmap_decrement_nesting()                 closes it: `ys` is a tensor like any other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fp8pass.graph.rule import Reject
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A kind of region of Dynamo's graph, by the names of the calls that open and close it.
+
+    why: what there makes FP8 impossible, and what the user can do, for "inside torch.func.vmap, ...".
+    """
+
+    name: str
+    opened_by: str
+    closed_by: str
+    why: str
+
+
+DERIVED = (
+    "whose derivative is taken in the forward and differentiated in the backward: quantization has no second "
+    "derivative; take the first with backward()"
+)
+"""Why no matmul of a derivative that the forward takes is in FP8."""
+VMAP = Transform(
+    "torch.func.vmap",
+    "_vmap_increment_nesting",
+    "_vmap_decrement_nesting",
+    "where tensors do not show the dimension that is mapped over, and each example would have a scale of its own; "
+    "write that dimension as one of the matmul's",
+)
+TRANSFORMS = (
+    VMAP,
+    Transform("torch.func.grad or vjp", "_grad_increment_nesting", "_grad_decrement_nesting", DERIVED),
+    Transform("torch.func.jvp", "_jvp_increment_nesting", "_jvp_decrement_nesting", DERIVED),
+    Transform("torch.autograd.forward_ad", "_enter_dual_level", "_exit_dual_level", DERIVED),
+)
+_OPENING = {t.opened_by: t for t in TRANSFORMS}
+_CLOSING = {t.closed_by: t for t in TRANSFORMS}
+
+
+def transforms(graph: fx.Graph, around: tuple[Transform, ...] = ()) -> dict[fx.Node, tuple[Transform, ...]]:
+    """Return the transforms that each node is inside of, the outermost first, for nodes that are inside of any.
+
+    around: those that the graph itself is inside of.
+    """
+    found: dict[fx.Node, tuple[Transform, ...]] = {}
+    inside = around
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name in _OPENING:
+            inside = *inside, _OPENING[name]
+        if inside:
+            found[node] = inside
+        if name in _CLOSING and inside[len(around) :]:
+            last = max(i for i, t in enumerate(inside) if t is _CLOSING[name])
+            inside = inside[:last]
+    return found
+
+
+def held_by(inside: Sequence[Transform]) -> Reject:
+    """Return why a matmul inside of these transforms, the outermost first, is declined."""
+    transform = VMAP if VMAP in inside else inside[0]
+    return Reject("torch.func", f"inside of {transform.name}, {transform.why}")

@@ -1,0 +1,239 @@
+"""The last stages of amaxes that are needed at the same time become one, which records them as well.
+
+before   amax_0: f32[] = amax(rows_0: bf16[R])             ... for every slot
+         s_0: f32[]    = where(is_finite(amax_0), reciprocal(scale_0), nan)
+         y             = _scaled_mm(x_q, w_q, s_0, s_1)
+         copy_(amaxes: f32[F], merge_amax(before: f32[F], cat([amax_0, amax_1, ...])))
+after    amax: f32[n]  = amax(fp8pass.rows([rows_0, rows_1, ...]), 1)
+         s: f32[n]     = where(is_finite(amax), reciprocal(fp8pass.joined([scale_0, ...])), nan)
+         y             = _scaled_mm(x_q, w_q, s[0], s[1])
+         copy_(amaxes[:n], merge_amax(before[:n], amax))
+changes  nothing
+
+One group for each depth: operands of the same matmuls, and of others that do not wait for these. A weight waits for
+what it is multiplied with, so that not all weights of a model are quantized at its beginning.
+
+Runs on the graphs of forward and backward, after they were cut apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.rule import Context
+from fp8pass.node_meta import RECORDED
+from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first, move_before
+from fp8pass.quant.kernel_ops import JOINED, ROWS
+from fp8pass.scaling import is_finite, merge_amax
+
+MOST = 8
+"""Slots in one group: each program of its kernel asks of each whether that is its own."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One record. index: its entry. whole: the amax; partial: what it is taken of. inverse: its scale_inv."""
+
+    index: int
+    whole: fx.Node
+    partial: fx.Node
+    inverse: fx.Node
+    depth: int = 0
+
+    @property
+    def scale(self) -> fx.Node:
+        """f32[]."""
+        return first(as_node(self.inverse.args[1]))
+
+
+@dataclass(frozen=True)
+class Match:
+    """The records that one `copy_` writes."""
+
+    copy: fx.Node
+    slots: list[Slot]
+
+    @property
+    def before(self) -> fx.Node:
+        """Return the running amaxes of the step that the new ones are merged into, f32[F]."""
+        return first(as_node(self.copy.args[1]))
+
+    @property
+    def on_nonfinite(self) -> str:
+        """Return what a record makes of an amax that is NaN or infinite."""
+        return str(as_node(self.copy.args[1]).meta[RECORDED])
+
+
+def match(copy: fx.Node) -> Match | None:
+    """The records of a graph; None where not every slot is of the form above, once."""
+    if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
+        return None
+    new = as_node(copy.args[1].args[1])
+    while new.target is not aten.cat.default:
+        sources = [a for a in new.args if is_tensor(a) and val(a).dim() == 1 and dtype_of(a) != torch.bool]
+        if len(sources) != 1:
+            return None
+        new = as_node(sources[0])
+    parts: Any = new.args[0]
+    slots = [_slot(i, first(p)) if p.target is aten.unsqueeze.default else None for i, p in enumerate(parts)]
+    found = [s for s in slots if s is not None]
+    return Match(copy, found) if len(found) == len(slots) else None
+
+
+def _slot(index: int, amax: fx.Node) -> Slot | None:
+    whole = amax
+    if whole.target in CASTS:
+        whole = first(whole)
+    if whole.target is not aten.amax.default or val(whole).dim() or len(whole.args) > 1:
+        return None
+    finite = [u for u in amax.users if u.target is aten.lt.Scalar and u.args[1] == math.inf]
+    inverses = [u for of in finite for u in of.users if u.target is aten.where.self and u.args[0] is of]
+    inverses = [u for u in inverses if as_node(u.args[1]).target is aten.reciprocal.default]
+    known = all(isinstance(size, int) for size in val(first(whole)).shape)
+    return Slot(index, amax, first(whole), inverses[0]) if len(inverses) == 1 and known else None
+
+
+class BatchAmaxes:
+    """All records of a graph."""
+
+    name = "batch_amaxes"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every match; return in how many groups."""
+        applied = 0
+        for node in list(graph.nodes):
+            if (found := match(node)) is not None and found.slots:
+                groups = _groups(graph, found.slots)
+                _Rewriter(context.builder(graph, self.name), found).rewrite(groups)
+                applied += len(groups)
+        applied += _all_as_matrices(graph, context)
+        if applied:
+            graph.eliminate_dead_code()
+        return applied
+
+
+def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
+    """By depth: that of the tensor, or of what it is first multiplied with.
+
+    So what reads an element of a group first is at that depth or deeper, and nothing that the group is made of is.
+    """
+    by_inverse = {s.inverse: s for s in slots}
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = max((depths[n] for n in node.all_input_nodes), default=0) + (node in by_inverse)
+    for slot in slots:
+        slot.depth = depths[slot.inverse]
+    needed = {slot: max(slot.depth, min(depths[user] for user in slot.inverse.users)) for slot in slots}
+    found = []
+    for depth in sorted(set(needed.values())):
+        group = [s for s in slots if needed[s] == depth]
+        found += [group[i : i + MOST] for i in range(0, len(group), MOST)]
+    return found
+
+
+class _Rewriter:
+    def __init__(self, build: Builder, m: Match) -> None:
+        self.m = m
+        self.build = build
+
+    def rewrite(self, groups: list[list[Slot]]) -> None:
+        for group in groups[1:]:
+            self._scales(group)
+        amaxes = [self._last_stage(group) for group in groups]
+        if all(group[-1].index + 1 - group[0].index == len(group) for group in groups):
+            for group, amax in zip(groups, amaxes, strict=True):
+                self._record(group, amax)
+        else:
+            self._record_at_once(groups, amaxes)
+        self.m.copy.graph.erase_node(self.m.copy)
+
+    def _scales(self, group: list[Slot]) -> None:
+        """Give a group a vector of its own scales, so that the kernels of equal layers are equal: compiled once.
+
+        An element of the scales of all slots would be a number in the code of each kernel. Not where a scale is made of
+        an amax of this step: that all others would wait for.
+        """
+        scales = list(dict.fromkeys(slot.scale for slot in group))
+        if any(scale.target is not aten.select.int for scale in scales):
+            return
+        users = {user for scale in scales for user in scale.users if user.op != "output"}
+        at = min(users)
+        move_before(at, scales)
+        vector = self.build.emit(at, JOINED, scales)
+        vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])
+        for i, scale in enumerate(scales):
+            element = self.build.emit(at, aten.select.int, vector, 0, i)
+            scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
+
+    def _last_stage(self, group: list[Slot]) -> fx.Node:
+        """The amaxes of a group, f32[n]; what read scales reads elements of one vector.
+
+        Stands at the end of the graph where only its outputs are read by a backward.
+        """
+        at = min([self.m.copy, *(user for slot in group for user in slot.inverse.users)])
+        sources = [slot.partial for slot in group], [slot.scale for slot in group]
+        move_before(at, [*sources[0], *sources[1]])
+        amax, scale_inv = self.build.inline(at, _last_stage, *sources[0], *sources[1])
+        elements = [self.build.emit(at, aten.select.int, scale_inv, 0, i) for i in range(len(group))]
+        for slot, element in zip(group, elements, strict=True):
+            slot.inverse.replace_all_uses_with(element)
+        return amax
+
+    def _record(self, group: list[Slot], amax: fx.Node) -> None:
+        """Write the amaxes of a group, whose slots follow one another, into their part of the buffer."""
+        copy = self.m.copy
+        part = group[0].index, group[-1].index + 1
+        old, into = (self.build.emit(copy, aten.slice.Tensor, x, 0, *part) for x in (self.m.before, first(copy)))
+        self.build.emit(copy, aten.copy_.default, into, self._merged(old, amax))
+
+    def _record_at_once(self, groups: list[list[Slot]], amaxes: list[fx.Node]) -> None:
+        """Write the amaxes of all groups, whose slots alternate, by one kernel at the end.
+
+        It is made anew: the old one may stand before matmuls that need a scale, and so before the amaxes.
+        """
+        copy, elements = self.m.copy, {}
+        for group, amax in zip(groups, amaxes, strict=True):
+            for i, slot in enumerate(group):
+                elements[slot.index] = self.build.emit(copy, aten.select.int, amax, 0, i)
+        in_order = [elements[slot.index] for slot in self.m.slots]
+        self.build.emit(copy, aten.copy_.default, first(copy), self._merged(self.m.before, *in_order))
+
+    def _merged(self, before: fx.Node, *amaxes: fx.Node) -> fx.Node:
+        """The running amaxes f32[n] of the step merged with a vector of new ones, or with n that are to be one."""
+
+        def merge(before: Tensor, *new: Tensor) -> Tensor:
+            return merge_amax(before, torch.stack(new) if new[0].dim() == 0 else new[0], self.m.on_nonfinite)
+
+        (value,) = self.build.inline(self.m.copy, merge, before, *amaxes)
+        return value
+
+
+def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
+    """Give matmuls their scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
+    matrices: dict[fx.Node, fx.Node] = {}
+    matmuls = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
+    for matmul in matmuls:
+        scales = [as_node(a) for a in matmul.args[2:4]]
+        if all(s.target is not aten.select.int for s in scales):
+            continue
+        for scale in scales:
+            if val(scale).dim() == 0 and scale not in matrices:
+                build = context.builder(graph, BatchAmaxes.name)
+                at = min(user for user in scale.users if user.target is aten._scaled_mm.default)
+                matrices[scale] = build.emit(at, aten.reshape.default, scale, [1, 1])
+        matmul.args = (*matmul.args[:2], *(matrices.get(s, s) for s in scales), *matmul.args[4:])
+    return len(matrices)
+
+
+def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The amax of each partial, f32[n], and 1 / its scale, NaN where that is not finite. inputs: partials, scales."""
+    partials, scales = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
+    amax = ROWS(partials).amax(1)
+    return amax, torch.where(is_finite(amax), JOINED(scales).reciprocal(), float("nan"))

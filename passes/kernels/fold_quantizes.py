@@ -1,0 +1,68 @@
+"""Quantizing is one node. Inductor takes its time by the node, and other passes look for nodes.
+
+before   wide: f32[...] = convert_element_type(x: bf16[...], float32)        unless x is float32; integers stay cast
+         scaled         = wide * scale
+         x_q: f8[...]   = convert_element_type(clamp_max(clamp_min(scaled, -448), 448), float8_e4m3fn)
+after    x_q: f8[...]   = fp8pass.quantize(x, scale, float8_e4m3fn)
+changes  nothing: Inductor is told to generate the same
+
+Runs on the graphs of forward and backward, after they were cut apart.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fp8pass.graph.builder import is_tensor, val
+from fp8pass.graph.rule import Context
+from fp8pass.passes.common.patterns import CASTS, aten, dtype_of, first, prims
+from fp8pass.quant.kernel_ops import QUANTIZE
+from fp8pass.scaling import FP8_DTYPES, fp8_max
+
+
+class Match(NamedTuple):
+    """`x_q = quantize(x, scale)`, as `scaling.quantize` is traced."""
+
+    x_q: fx.Node
+    x: fx.Node
+    scale: fx.Node
+
+
+def match(x_q: fx.Node) -> Match | None:
+    """The steps of `scaling.quantize`, backwards; of each but the cast to float32 nothing else reads the result."""
+    dtype = dtype_of(x_q)
+    if x_q.target is not prims.convert_element_type.default or dtype not in FP8_DTYPES:
+        return None
+    node, limit = first(x_q), fp8_max(dtype)
+    for target, bound in ((aten.clamp_max.default, limit), (aten.clamp_min.default, -limit)):
+        if node.target is not target or node.args[1:] != (bound,) or len(node.users) > 1:
+            return None
+        node = first(node)
+    scale = node.args[1] if node.target is aten.mul.Tensor and dtype_of(node) == torch.float32 else None
+    if not is_tensor(scale) or dtype_of(scale) != torch.float32 or len(node.users) > 1:
+        return None
+    x = first(node)
+    if val(x).shape != val(x_q).shape:
+        return None
+    if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2 and val(first(x)).is_floating_point():
+        x = first(x)  # counts, masks and one-hot rows are nothing that `quantize` takes
+    return Match(x_q, x, scale)
+
+
+class FoldQuantizes:
+    """All of a graph."""
+
+    name = "fold_quantizes"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every match."""
+        found = [m for node in graph.nodes if (m := match(node)) is not None]
+        if found:
+            build = context.builder(graph, self.name)
+            for x_q, x, scale in found:
+                build.replace(x_q, build.emit(x_q, QUANTIZE, x, scale, val(x_q).dtype))
+            graph.eliminate_dead_code()
+        return len(found)

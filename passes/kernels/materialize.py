@@ -1,0 +1,101 @@
+"""What several kernels read is computed once, and in one piece.
+
+before   amax: f32[T] = cat([amax_forward: f32[F], amax_backward: f32[T - F]])
+         scale: f32[T] = where(...);  copy_(scale_buffer, scale)
+after    amax          = fp8pass.joined([amax_forward, amax_backward])
+         scale         = force_stride_order(where(...));  copy_(scale_buffer, scale)
+before   x_q: f8[M, K]      = quantize(x);  y = _scaled_mm(x_q, ...);  z = _scaled_mm(x_q, ...)
+after    x_q                = force_stride_order(quantize(x))
+changes  nothing
+
+Inductor would quantize anew for each matmul, whose operands have to have a certain layout. A cat of inputs is a launch
+of its own, which an elementwise op is not. And what is written to a buffer Inductor would compute again in every kernel
+that reads an element of it, from the buffer as it was, which then has to be kept.
+
+Runs on the graphs of forward and backward, after they were cut apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.rule import Context
+from fp8pass.node_meta import ONE_STAGE
+from fp8pass.passes.common.patterns import CASTS, VIEWS, aten, dtype_of, readers
+from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
+from fp8pass.scaling import FP8_DTYPES
+
+MOST = 1 << 12
+"""Elements of a vector that is worth it."""
+MOST_PARTS = 8
+MOST_AMAXES = 1 << 21
+"""Of the histories of 2,048 slots in 1,024 steps."""
+
+
+class Materialize:
+    """Vectors of slots, and operands of several matmuls."""
+
+    name = "materialize"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite all of them."""
+        cats = [n for n in graph.nodes if _is_small_cat(n)]
+        written = [v for n in graph.nodes if (v := _vector(n)) is not None]
+        build = context.builder(graph, self.name)
+        for cat in cats:
+            build.replace(cat, build.emit(cat, JOINED, cat.args[0]))
+        shared = [n for n in graph.nodes if _is_shared_operand(n)]
+        for value in dict.fromkeys([*(v for v in written if v not in cats), *shared]):
+            self._make_here(build, value)
+        for node in filter(_is_small_amax, graph.nodes):
+            node.meta[ONE_STAGE] = True
+        return len(cats) + len(written) + len(shared)
+
+    def _make_here(self, build: Builder, value: fx.Node) -> None:
+        made = build.emit(value.next, FORCE_STRIDE_ORDER, value, list(val(value).stride()))
+        value.replace_all_uses_with(made, delete_user_cb=lambda user: user > made)  # not what its strides are read by
+
+
+def _is_small_cat(node: fx.Node) -> bool:
+    if node.target is not aten.cat.default or val(node).dim() != 1:
+        return False
+    if val(node).dtype.is_floating_point and val(node).dtype.itemsize == 1:
+        return False  # for float8, Inductor has no `where`
+    parts: Any = node.args[0]
+    return len(parts) <= MOST_PARTS and _is_small(val(node)) and len({val(p).dtype for p in parts}) == 1
+
+
+def _is_small_amax(node: fx.Node) -> bool:
+    """Of a history, or of the amaxes of rows or columns."""
+    return node.target is aten.amax.default and val(node.args[0]).numel() <= MOST_AMAXES and val(node).numel() <= MOST
+
+
+def _vector(node: fx.Node) -> fx.Node | None:
+    """A small value that is computed in the graph, and that `node` reads a part of or writes to an input."""
+    if node.target is aten.copy_.default and is_tensor(node.args[1]) and len(node.args[1].users) > 1:
+        value = node.args[1]
+    elif node.target in (aten.select.int, aten.slice.Tensor) and is_tensor(node.args[0]):
+        value = node.args[0]
+    else:
+        return None
+    computed = value.op == "call_function" and value.target is not FORCE_STRIDE_ORDER
+    if not computed or val(value).dim() == 0 or not _is_small(val(value)):
+        return None
+    return value if val(value).is_contiguous() else None  # not one number expanded: the gradient of a sum, sliced
+
+
+def _is_shared_operand(node: fx.Node) -> bool:
+    """Whether this is the cast to float8 of what several matmuls read."""
+    return node.target in {QUANTIZE, *CASTS} and dtype_of(node) in FP8_DTYPES and len(_matmuls(node)) > 1
+
+
+def _matmuls(x_q: fx.Node) -> set[fx.Node]:
+    return {u for u in readers(x_q, lambda n: n.target in VIEWS) if u.target is aten._scaled_mm.default}
+
+
+def _is_small(x: Tensor) -> bool:
+    return isinstance(x.numel(), int) and x.numel() <= MOST

@@ -1,0 +1,105 @@
+"""An optimizer's `_foreach_` ops leave out the large tensors, which get ops of their own.
+
+before   updated       = _foreach_addcdiv([p_0: bf16[N, K], p_1: bf16[K]], [m_0, m_1], [d_0, d_1], -0.001)
+         x_q           = quantize(updated[0])
+after    updated_0     = addcdiv(p_0, m_0, d_0, value=-0.001)
+         updated       = _foreach_addcdiv([p_1], [m_1], [d_1], -0.001)
+         x_q           = quantize(updated_0)
+changes  nothing
+
+Inductor puts all tensors of a `_foreach_` op into one launch, and nothing that reduces or transposes into that: whoever
+quantizes a weight would read it once more. For small tensors one launch is what is wanted.
+
+Runs on graphs of updates that quantize, once they are in ATen ops.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+from fp8pass._torch import OpOverload
+from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.rule import Context
+from fp8pass.inductor.combo_kernels import SMALL
+from fp8pass.passes.common.foreach import SPLITS
+from fp8pass.passes.common.patterns import aten, dtype_of
+from fp8pass.scaling import FP8_DTYPES
+
+
+def match(node: fx.Node) -> str:
+    """The op that a `_foreach_` op is of each tensor; "" for any other node."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return ""
+    name = node.target._schema.name.removeprefix("aten::")
+    base = name.removeprefix("_foreach_")
+    # with a tensor that has a number for each
+    odd = base in ("addcdiv", "addcmul") and node.target._overloadname == "Tensor"
+    return base if name != base and base in SPLITS and not odd else ""
+
+
+def large(node: fx.Node) -> list[int]:
+    """Which of the tensors are large, those that something else reads than by position aside."""
+    if any(u.target is not operator.getitem for u in node.users):
+        return []
+    lists = [a for a in node.args if isinstance(a, (list, tuple)) and all(map(is_tensor, a))]
+    count = len(lists[0])
+    sizes = [max(val(a[i]).nbytes for a in lists) for i in range(count)]
+    return [i for i, size in enumerate(sizes) if size > SMALL]
+
+
+class SplitForeach:
+    """All of a graph."""
+
+    name = "split_foreach"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every op that has large tensors, if the graph quantizes."""
+        found = [n for n in graph.nodes if match(n)]
+        if not found or not any(dtype_of(n) in FP8_DTYPES for n in graph.nodes if n.op == "call_function"):
+            return 0
+        build, applied = context.builder(graph, self.name), 0
+        for node in found:
+            if apart := large(node):
+                _rewrite(build, node, match(node), apart)
+                applied += 1
+        return applied
+
+
+def _rewrite(build: Builder, node: fx.Node, op: str, apart: list[int]) -> None:
+    lists = [a for a in node.args if isinstance(a, (list, tuple))]
+    others = [i for i in range(len(lists[0])) if i not in apart]
+    rest = None
+    if others:
+        args = [[a[i] for i in others] if isinstance(a, (list, tuple)) else a for a in node.args]
+        rest = build.emit(node, node.target, *args, **node.kwargs)
+    of_each = {i: _one(build, node, op, i) for i in apart}
+    for user in list(node.users):
+        i = user.args[1]
+        if i in of_each:
+            new = of_each[i]  # type: ignore[index]
+        else:
+            assert rest is not None
+            new = build.emit(user, operator.getitem, rest, others.index(i))  # type: ignore[arg-type]
+        build.replace(user, new)
+    build.graph.erase_node(node)
+
+
+def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
+    """The op on the i-th tensor of each list."""
+    args = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
+    tensors = [a for a in args if is_tensor(a)]
+
+    def computed(*given: Tensor) -> Tensor:
+        more = iter(given)
+        values: list[Any] = [next(more) if is_tensor(a) else a for a in args]
+        kwargs = dict(node.kwargs)
+        if op in ("addcdiv", "addcmul") and len(values) > 3:  # positional on lists only
+            kwargs["value"] = values.pop()
+        result: Tensor = getattr(aten, op)(*values, **kwargs)
+        return result
+
+    (result,) = build.inline(node, computed, *tensors)
+    return result

@@ -1,0 +1,215 @@
+"""Two dequantizes with a scale for each block, and a matmul, become one scaled matmul, where there is a kernel for it.
+
+    before   a: bf16[M, K] = dequantize_blocks(a_q: f8e4m3fn[M, K], a_scale_inv: f32[M, K/128])
+             b: bf16[K, N] = permute(dequantize_blocks(b_q: f8e4m3fn[N, K], b_scale_inv: f32[N/128, K/128]))
+             y: bf16[M, N] = mm(a, b)
+    after    y: bf16[M, N] = _scaled_mm(a_q, permute(b_q), a_scale_inv by columns, permute(b_scale_inv), out_dtype=bf16)
+
+changes  nothing but rounding: scales are copied into the layouts that cuBLASLt takes them in
+
+Blocks are 1x128, 128x128, or 1x32 with scales in e8m0, which are laid out in tiles of 128 rows by 4 blocks. What can't
+be shown to fit a kernel is declined, and stays a multiplication of the same FP8 values in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass._torch import FakeTensorMode
+from fp8pass.graph.builder import Builder, compute, val
+from fp8pass.graph.rule import Context, Reject
+from fp8pass.hardware import target_of, why_no_block_kernel
+from fp8pass.names import short
+from fp8pass.passes.common.patterns import ADDING_MATMULS, MATMULS, at, aten, dtype_name, prims
+from fp8pass.passes.rewrite.list_matmuls import operands
+from fp8pass.passes.rewrite.operands import UNSCALED, Dequantize, dequantize
+from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
+from fp8pass.scaling import E4M3
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One operand as rows [R, K] that the matmul sums along, which are `x_q` or its transpose.
+
+    transposed: whether x_q has K first. size: elements per block along K; square: whether blocks have as many rows.
+    """
+
+    x_q: fx.Node
+    scale_inv: fx.Node
+    transposed: bool
+    size: int
+    square: bool
+
+    @property
+    def is_e8m0(self) -> bool:
+        """Whether the scales are codes of e8m0: those of MXFP8."""
+        return val(self.scale_inv).dtype == torch.uint8
+
+    @property
+    def rows(self) -> int:
+        """M or N."""
+        return int(val(self.x_q).shape[1 if self.transposed else 0])
+
+    @property
+    def k(self) -> int:
+        """K."""
+        return int(val(self.x_q).shape[0 if self.transposed else 1])
+
+
+def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
+    """Capture of an operand, whose dimension `dim` is summed. Raises Reject if its blocks do not lie along that."""
+    assert dq.blocks is not None
+    assert isinstance(dq.x_q, fx.Node)
+    node, x_q = dq.blocks, val(dq.x_q)
+    if dq.scale != UNSCALED or dq.rows is not None:
+        raise Reject("scale", f"{at(node)} has a scale for each block, and is scaled once more")
+    if dq.dtype is not E4M3 or not x_q.is_contiguous() or not all(isinstance(size, int) for size in x_q.shape):
+        what = f"{dtype_name(dq.dtype)} {list(x_q.shape)} with strides {list(x_q.stride())}"
+        raise Reject("block layout", f"{at(node)} dequantizes {what}, not float8_e4m3fn in rows of a fixed size")
+    moved = dq.moved(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), {})
+    moved = val(moved) if isinstance(moved, fx.Node) else moved
+    rows, columns = x_q.shape
+    along = (rows, columns) if dim == -1 else (columns, rows)
+    strides = (columns, 1) if dim == -1 else (1, columns)
+    if moved.dim() == 3 and moved.shape[0] == 1:
+        moved = moved.select(0, 0)
+    if moved.dim() != 2:
+        raise Reject("batches", f"{at(node)} has a scale for each block, and is one of {moved.shape[0]} matrices")
+    if moved.untyped_storage()._cdata != x_q.untyped_storage()._cdata:
+        raise Reject("block layout", f"{at(node)} is laid out anew before the matmul, and its blocks are not")
+    scale_inv = node.args[1]
+    assert isinstance(scale_inv, fx.Node)
+    height, width = rows // int(val(scale_inv).shape[0]), columns // int(val(scale_inv).shape[1])
+    if (tuple(moved.shape), moved.stride()) == (along, strides):
+        return Blocks(dq.x_q, scale_inv, False, width, height == width)
+    if height == width and (tuple(moved.shape), moved.stride()) == (along[::-1], strides[::-1]):
+        return Blocks(dq.x_q, scale_inv, True, width, True)
+    raise Reject("block layout", f"{at(node)} has blocks of {height}x{width} that do not lie along the sum")
+
+
+def match(captured: Sequence[Dequantize | None], mode: FakeTensorMode) -> tuple[Blocks, Blocks]:
+    """Both operands of a matmul."""
+    dq_a, dq_b = captured
+    if dq_a is None or dq_b is None or dq_a.blocks is None or dq_b.blocks is None:
+        raise Reject("block layout", "one operand has a scale for each block, and the other has not")
+    return blocks(dq_a, -1, mode), blocks(dq_b, -2, mode)
+
+
+def check(a: Blocks, b: Blocks, node: fx.Node, target: str | None) -> None:
+    """Raise Reject if there is no kernel for two operands with such blocks, on this device, for `node`."""
+    device = val(node).device
+    kind = "mxfp8" if a.is_e8m0 else "blockwise"
+    sizes = f"[{a.rows}, {a.k}] by [{a.k}, {b.rows}]"
+    if (a.size, a.is_e8m0) != (b.size, b.is_e8m0):
+        raise Reject("block layout", f"blocks of {a.size} can't be multiplied with blocks of {b.size}")
+    if reason := why_no_block_kernel(kind, device, target_of(device, target)):
+        raise Reject("no kernel", f"{reason}; the same FP8 values are multiplied in high precision")
+    if node.target in ADDING_MATMULS:
+        raise Reject("form", f"{at(node)} adds a matrix to the product")
+    if a.rows % 16 or b.rows % 16:
+        raise Reject("block size", f"{sizes}: kernels with scales for blocks need M and N that are multiples of 16")
+    if kind == "mxfp8":
+        return
+    if a.square and b.square:
+        raise Reject("block layout", f"{sizes}: both operands have 128x128 blocks, for which there is no kernel")
+    if (a.square or b.square) and a.k % 512:
+        raise Reject("block size", f"{sizes}: with 128x128 blocks, kernels take scales only for K a multiple of 512")
+    if a.k == a.size:
+        raise Reject("block size", f"{sizes} has one block along K, which kernels take for a scale per row")
+
+
+class BlockwiseMM:
+    """Before detection by tensor or row, which does not know blocks."""
+
+    name = "blockwise_mm"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite what there is a kernel for; the other matmuls of such operands get their reasons."""
+        if not any(node.target is DEQUANTIZE_BLOCKS for node in graph.nodes):
+            return 0
+        applied, build = 0, context.builder(graph, self.name)
+        for node, gemm in context.gemms.items():
+            if node.target not in MATMULS:
+                continue
+            captured = [_try_dequantize(operand) for operand in operands(node)]
+            if all(dq is None or dq.blocks is None for dq in captured):
+                continue
+            try:
+                a, b = match(captured, build.mode)
+                check(a, b, node, context.config.target)
+            except Reject as reject:
+                gemm.rule, gemm.reason, gemm.quantized = reject.rule, str(reject), None not in captured
+            else:
+                build.replace(node, _scaled(build, node, a, b))
+                gemm.status, gemm.rule, gemm.reason, gemm.fast_accum = "rewritten", "", "", False
+                gemm.dtypes = short(E4M3), short(E4M3), gemm.dtypes[2]
+                applied += 1
+        graph.eliminate_dead_code()
+        return applied
+
+
+def _try_dequantize(operand: fx.Node) -> Dequantize | None:
+    try:
+        return dequantize(operand)
+    except Reject:
+        return None
+
+
+def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
+    """The product that `node` stands for, in front of it."""
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return build.emit(node, target, *args, **kwargs)
+
+    def rows(x: Blocks) -> fx.Node:
+        if not x.transposed:
+            return x.x_q
+        turned = emit(aten.permute.default, x.x_q, [1, 0])
+        return emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
+
+    dtype = val(node).dtype
+    out_dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+    layout_a, layout_b = (tiles, tiles) if a.is_e8m0 else (_layout_of_a(a), _layout_of_b(b))
+    (scale_a,), (scale_b,) = build.inline(node, layout_a, a.scale_inv), build.inline(node, layout_b, b.scale_inv)
+    columns = emit(aten.permute.default, rows(b), [1, 0])
+    # no fast accumulation: these kernels add up in float32
+    y = emit(aten._scaled_mm.default, rows(a), columns, scale_a, scale_b, None, None, out_dtype, False)
+    y = y if out_dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
+    return y if val(node).dim() == 2 else emit(aten.view.default, y, list(val(node).shape))
+
+
+def _by_columns(scale_inv: Tensor) -> Tensor:
+    """The same f32[R, C], laid out with R contiguous."""
+    return scale_inv.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def _layout_of_a(a: Blocks) -> Any:
+    """[M, K/128] by columns; of square blocks [M/128, K/128] by rows."""
+    if not a.square:
+        return _by_columns
+    return (
+        (lambda s: s.t().clone(memory_format=torch.contiguous_format)) if a.transposed else (lambda s: s.view(s.shape))
+    )
+
+
+def _layout_of_b(b: Blocks) -> Any:
+    """[K/128, N] by rows; of square blocks [K/128, N/128] by columns."""
+    if not b.square:
+        return lambda s: s.t().clone(memory_format=torch.contiguous_format)
+    return _by_columns if b.transposed else (lambda s: s.t())
+
+
+def tiles(codes: Tensor) -> Tensor:
+    """e8m0 codes u8[R, C] as e8m0[R' * C'], R padded to 128 and C to 4: cuBLASLt's layout of scales for 1x32 blocks.
+
+    The code of row r and block c is at ((r // 128) * C'/4 + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4.
+    """
+    rows, columns = codes.shape
+    tall, wide = -(-rows // 128), -(-columns // 4)
+    padded = torch.nn.functional.pad(codes, (0, wide * 4 - columns, 0, tall * 128 - rows))
+    return padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)

@@ -1,0 +1,223 @@
+"""Capture of what follows a matmul and belongs into its kernel.
+
+    y * s, y / s, any number of them         into the scale of the first operand, unless Inductor fuses them for free
+    y + bias[N]                              into the kernel's bias, where its type is the output's, bfloat16 or float16
+    y.to(narrower)                           the kernel's output type
+    clamp(y, -max, max).to(f8)               float8 output; the kernel saturates
+
+Reshapes, copies and wider casts may stand in between. Only a chain of single users is followed: what else reads an
+intermediate result needs it, and so no scale can depend on the product that it scales. A scale behind a bias or a clamp
+is never moved in front of it. What stays outside (ReLU, GELU, matrix biases, amax) Inductor fuses into one kernel.
+
+`_scaled_mm`'s own `scale_result` is not used: Inductor drops it, and CPUs divide by it where cuBLASLt multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass.graph.builder import is_tensor, val
+from fp8pass.graph.rule import Reject
+from fp8pass.hardware import output_saturates
+from fp8pass.passes.common.patterns import (
+    CASTS,
+    COPIES,
+    DIVIDING,
+    MULTIPLYING,
+    RESHAPES,
+    at,
+    aten,
+    constant,
+    dtype_name,
+    first,
+    is_wide_cast,
+    readers,
+)
+from fp8pass.passes.rewrite.operands import Scale, scaled_input
+from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES, fp8_max
+
+HALF = (torch.bfloat16, torch.float16)
+_LOWER = {aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default}
+_UPPER = {aten.clamp_max.default, aten.clamp_max.Tensor, aten.minimum.default}
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What the kernel does after multiplying, in this order.
+
+    end: the node that the rewritten matmul takes the place of. dtype: of `end`. reshapes: those on the way there.
+    scale: what the FP8 product is multiplied with, all in all. bias: a vector over N, any number of leading 1s.
+    low, high: the clamp. note: why a conversion to float8 that follows stayed outside.
+    """
+
+    end: fx.Node
+    dtype: torch.dtype
+    scale: Scale
+    bias: fx.Node | None = None
+    low: float | None = None
+    high: float | None = None
+    reshapes: tuple[fx.Node, ...] = ()
+    note: str = ""
+
+
+def epilogue(
+    matmul: fx.Node, scale: Scale, bias: fx.Node | None, operand_dtypes: tuple[torch.dtype, torch.dtype]
+) -> Epilogue:
+    """As much of what follows `matmul` as one `_scaled_mm` of these operands can do.
+
+    scale: of both operands. bias: what `matmul` itself adds; if the result has none, it goes behind the kernel.
+    """
+    taken = Epilogue(matmul, val(matmul).dtype, scale)
+    so_far: Epilogue | None = taken
+    if bias is not None:
+        so_far = replace(taken, bias=_source_of_cast(bias)) if _is_vector(bias, matmul, matmul) else None
+    while so_far is not None:
+        if so_far.dtype in FP8_DTYPES and so_far.end is not matmul:
+            why = _why_no_fp8_output(matmul, so_far, operand_dtypes)
+            return replace(taken, note=why) if why else so_far
+        if _fits_kernel(matmul, so_far) and (so_far.scale == scale or _is_worth(matmul, so_far)):
+            taken = so_far
+        so_far = None if so_far.dtype in FP8_DTYPES else _next(matmul, so_far)
+    return taken
+
+
+def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
+    """The chain with one more op in it; None where it ends."""
+    if len(so_far.end.users) != 1:
+        return None
+    (node,) = so_far.end.users
+    clamped = so_far.low is not None or so_far.high is not None
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    if node.target in RESHAPES:
+        return replace(so_far, end=node, reshapes=(*so_far.reshapes, node))
+    if node.target in COPIES and val(node).stride() == val(so_far.end).stride():
+        return replace(so_far, end=node)
+    if is_wide_cast(node) or _is_quantizing_cast(node):
+        return replace(so_far, end=node, dtype=val(node).dtype)
+    if node.target in _LOWER or node.target in _UPPER:
+        return _clamped(so_far, node)
+    if (node.target in MULTIPLYING or node.target in DIVIDING) and so_far.bias is None and not clamped:
+        return _scaled(so_far, node)
+    if node.target is aten.add.Tensor and so_far.bias is None and not clamped:
+        return _biased(matmul, so_far, node)
+    return None
+
+
+def _is_quantizing_cast(node: fx.Node) -> bool:
+    to_fp8 = node.target in CASTS and val(node).dtype in FP8_DTYPES
+    return to_fp8 and val(node).device == val(first(node)).device
+
+
+def _scaled(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
+    try:
+        x, factor = scaled_input(node)
+    except Reject:
+        return None  # an ordinary multiplication, by a gate for example
+    if x is not so_far.end or factor is x or val(x).shape != val(node).shape:
+        return None
+    scale = so_far.scale.times(factor, divide=node.target in DIVIDING)
+    return replace(so_far, end=node, dtype=val(node).dtype, scale=scale) if scale.fits_float32() else None
+
+
+def _biased(matmul: fx.Node, so_far: Epilogue, node: fx.Node) -> Epilogue | None:
+    x, y = node.args
+    bias = y if x is so_far.end else x
+    if (
+        not is_tensor(bias)
+        or bias is so_far.end
+        or node.kwargs.get("alpha", 1) != 1
+        or not _is_vector(bias, matmul, so_far.end)
+    ):
+        return None
+    if val(node).shape != val(so_far.end).shape:
+        return None
+    return replace(so_far, end=node, dtype=val(node).dtype, bias=_source_of_cast(bias))
+
+
+def _is_vector(bias: fx.Node, matmul: fx.Node, product: fx.Node) -> bool:
+    """Whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of the matmul."""
+    n = val(matmul).shape[-1]
+    shape, columns = val(bias).shape, val(product).shape[-1]
+    is_row = len(shape) > 0 and all(statically_known_true(size == 1) for size in shape[:-1])
+    return is_row and statically_known_true(shape[-1] == n) and statically_known_true(columns == n)
+
+
+def _source_of_cast(bias: fx.Node) -> fx.Node:
+    """A bias that was widened, as it was before: kernels take no float32 bias."""
+    widened = is_wide_cast(bias) and val(first(bias)).dtype in HALF and val(bias).dtype == torch.float32
+    return first(bias) if widened else bias
+
+
+def _clamped(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
+    bounds = [constant(a) for a in node.args if a is not so_far.end]
+    if len(bounds) != 1 or bounds[0] is None or val(node).shape != val(so_far.end).shape:
+        return None
+    clamped = replace(so_far, end=node, dtype=val(node).dtype)
+    if node.target in _LOWER:
+        return replace(clamped, low=bounds[0]) if so_far.low is None else None
+    return replace(clamped, high=bounds[0]) if so_far.high is None else None
+
+
+def _fits_kernel(matmul: fx.Node, e: Epilogue) -> bool:
+    """Whether a kernel can end here, without writing more bytes than the matmul did."""
+    if e.low is not None or e.high is not None or e.dtype.itemsize > val(matmul).dtype.itemsize:
+        return False
+    if e.end.target in RESHAPES or not val(e.end).is_contiguous():
+        return False
+    return e.bias is None or (val(e.bias).dtype == e.dtype and e.dtype in HALF and _in_one_piece(e.bias))
+
+
+def _in_one_piece(bias: fx.Node) -> bool:
+    """Kernels read a bias through a bare pointer: it has no gaps, and begins where tensors begin."""
+    value = val(bias)
+    return value.is_contiguous() and statically_known_true(value.storage_offset() * value.itemsize % 16 == 0)
+
+
+def _is_worth(matmul: fx.Node, e: Epilogue) -> bool:
+    """Whether folding a scale saves a pass over the result, or costs nothing.
+
+    Multiplying scales is a launch of its own, and what Inductor fuses with the scaling anyway is free there.
+    """
+    free = len(e.scale.multiplied) <= 1 and not e.scale.divided and (e.scale.number == 1 or not e.scale.multiplied)
+    return free or e.dtype.itemsize < val(matmul).dtype.itemsize or not any(map(_is_fused, readers(e.end, _is_layout)))
+
+
+def _is_layout(node: fx.Node) -> bool:
+    return node.target in {*RESHAPES, *COPIES, *CASTS}
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """Whether Inductor makes one kernel of `node` and an elementwise op in front of it."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+
+
+def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch.dtype, torch.dtype]) -> str:
+    """Why the conversion to float8 can't be the kernel's; "" if it can."""
+    dtype, limit = dtype_name(e.dtype), fp8_max(e.dtype)
+    outside = f"{at(e.end)} converts to {dtype} behind the kernel"
+    if e.low is None and e.high is None:
+        return f"{outside}: it is not clamped to ±{limit:g}, and a cast may overflow where the kernel saturates"
+    if (e.low, e.high) != (-limit, limit):
+        return f"{outside}: it is clamped to [{_bound(e.low)}, {_bound(e.high)}], and {dtype} ends at ±{limit:g}"
+    if operand_dtypes == (E4M3, E4M3) and e.dtype is E5M2:
+        return f"{outside}: no kernel multiplies float8_e4m3fn by float8_e4m3fn into float8_e5m2"
+    if not output_saturates(val(matmul).device, e.dtype):
+        return f"{outside}: the {val(matmul).device.type} kernel of torch {torch.__version__} does not saturate {dtype}"
+    if e.bias is not None and val(e.bias).dtype not in HALF:
+        return f"{outside}: its bias is {dtype_name(val(e.bias).dtype)}, and kernels take bfloat16 and float16"
+    if e.bias is not None and not _in_one_piece(e.bias):
+        return f"{outside}: its bias {e.bias.name} is a part of a tensor that kernels can't point to"
+    if not val(e.end).is_contiguous():
+        return f"{outside}: it is laid out with strides {list(val(e.end).stride())}"
+    return ""
+
+
+def _bound(x: float | None) -> Any:
+    return "-" if x is None else f"{x:g}"

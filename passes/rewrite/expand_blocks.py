@@ -1,0 +1,53 @@
+"""Dequantization by blocks, or by groups, that became no scaled matmul becomes the ATen ops that it stands for.
+
+before   x: bf16[R, C] = dequantize_blocks(x_q: f8e4m3fn[R, C], scale_inv: f32[R, C/128], bf16)
+after    x: bf16[R, C] = view(to(to(view(x_q, [R, 1, C/128, 128]), f32) * view(scale_inv, [R, 1, C/128, 1]), bf16),
+                              [R, C])
+and the rows that `rows_apart` names to move groups of rows apart
+changes  nothing: it is the op's own formula, which Inductor can fuse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, fx
+
+from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass.graph.builder import Builder
+from fp8pass.graph.rule import Context
+from fp8pass.quant.grouped import DEQUANTIZE_GROUPS, ROWS_APART, dequantized_groups, rows_apart_formula
+from fp8pass.quant.ops import DEQUANTIZE_BLOCKS, dequantized_blocks
+
+_FORMULAS: dict[object, Callable[..., Tensor]] = {
+    DEQUANTIZE_BLOCKS: dequantized_blocks,
+    DEQUANTIZE_GROUPS: dequantized_groups,
+    ROWS_APART: rows_apart_formula,
+}
+
+
+class ExpandBlocks:
+    """Op by op."""
+
+    name = "expand_blocks"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Expand every such op; returns how many there were."""
+        found = [n for n in graph.nodes if n.target in _FORMULAS]
+        for node in found:
+            _expand(context.builder(graph, self.name), node)
+        return len(found)
+
+
+def _expand(build: Builder, node: fx.Node) -> None:
+    inputs = node.all_input_nodes
+
+    def formula(*tensors: Tensor) -> Tensor:
+        known = dict(zip(inputs, tensors, strict=True))
+        return _FORMULAS[node.target](*fx.map_arg(node.args, known.__getitem__))
+
+    (result,) = build.inline(node, formula, *inputs)
+    if node.target is ROWS_APART:  # into memory, where Inductor would compute it anew for each element that it reads
+        result = build.emit(node, FORCE_STRIDE_ORDER, result, [1])
+    node.replace_all_uses_with(result)
+    build.graph.erase_node(node)

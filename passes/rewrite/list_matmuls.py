@@ -1,0 +1,286 @@
+"""List every matmul of the joint graph, so that none goes without a verdict.
+
+Rewrites nothing. Each `mm`, `addmm`, `bmm`, `baddbmm` gets a `Gemm`: which of the three products of a layer it is, the
+module it belongs to, its sizes and the user's line. It is declined until a later pass rewrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass._torch import OpOverload
+from fp8pass.graph.annotation import Choice
+from fp8pass.graph.builder import val
+from fp8pass.graph.rule import Context, LeftOut, Reject
+from fp8pass.graph.verdict import Gemm
+from fp8pass.names import short, source_of
+from fp8pass.node_meta import GEMM, SAVED
+from fp8pass.passes.common.patterns import (
+    ADDING_MATMULS,
+    ALL_MATMULS,
+    CASTS,
+    COPIES,
+    DIVIDING,
+    MULTIPLYING,
+    RESHAPES,
+    at,
+    aten,
+    changes_places,
+    feeds_matmul,
+    first,
+    has_one_element,
+    one_number,
+    readers,
+)
+from fp8pass.passes.common.transforms import DERIVED
+from fp8pass.passes.rewrite.operands import is_dequantizing
+from fp8pass.quant.grouped import FALLBACK, FALLBACK_BACKWARD
+from fp8pass.recipes import Kind
+
+
+class _Forward(NamedTuple):
+    """What a matmul of the forward multiplies: [M, K] of one tensor by [K, N] of another."""
+
+    a: fx.Node
+    b: fx.Node
+    m: Any
+    n: Any
+
+
+class ListMatmuls:
+    """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`.
+
+    update: the graph is one of an optimizer's, in which no matmul is to run in FP8. declined: why none of any graph is,
+    after a fault of fp8pass.
+    """
+
+    name = "list_matmuls"
+
+    def __init__(self, choices: list[Choice], update: bool = False, declined: str = "") -> None:
+        self.choices = choices
+        self.update = update
+        self.declined = declined
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Fill `context.gemms`."""
+        context.notes += [] if self.update else _unread_dequantizes(graph)
+        backward = backward_nodes(graph)
+        forward: dict[int | None, list[_Forward]] = {}
+        for node in graph.nodes:
+            for at_node, of_fallback, factors, sizes in _of_fallback(node):
+                index = _custom(node).get("fp8pass")
+                gemm = self._gemm(at_node, of_fallback, index, factors, sizes, context.config.recipe)
+                context.gemms[at_node] = gemm
+            if node.target not in ALL_MATMULS:
+                continue
+            a, b = operands(node)
+            index = _custom(node).get("fp8pass")
+            roots = root(a), root(b)
+            kind: Kind = "output"
+            if node in backward:
+                kind = _custom(node).get("fp8pass_kind") or "output"
+                if kind == "output":
+                    kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []))
+            else:
+                forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
+            sizes = (*val(a).shape, val(b).shape[-1])
+            context.gemms[node] = self._gemm(node, kind, index, (a, b), sizes, context.config.recipe)
+            node.meta[GEMM] = node.name
+        return 0
+
+    def _gemm(
+        self,
+        node: fx.Node,
+        kind: Kind,
+        index: int | None,
+        factors: tuple[fx.Node, fx.Node],
+        sizes: Sequence[Any],
+        recipe: object,
+    ) -> Gemm:
+        """Return the verdict so far. sizes: M, K and N, after that of the batches if there are any."""
+        a, b = factors
+        choice = self.choices[index] if index is not None else Choice("", source_of(node))
+        *batch, m, k, n = sizes
+        if index is None and self.declined:
+            choice.rule, choice.reason = "internal", self.declined
+        elif index is None and recipe is not None:
+            reject = _OF_UPDATE if self.update else _why_unknown(node)
+            choice.rule, choice.reason = reject.rule, str(reject)
+        declined = choice.declined.get(kind)
+        return Gemm(
+            kind=kind,
+            name=choice.name,
+            M=_number(m),
+            K=_number(k),
+            N=_number(n),
+            dtypes=(_dtype(a), _dtype(b), _dtype(node)),
+            source=choice.source or source_of(node),
+            batches=_number(batch[0]) if batch else 1,
+            scaling=choice.scaling if declined is None else "",
+            rule=choice.rule if declined is None else declined.rule,
+            reason=choice.reason if declined is None else str(declined),
+            fast_accum=kind in choice.fast_accum,
+            choice=index,
+            predicted_speedup=choice.predicted_speedup,
+        )
+
+
+def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, Any, Any]]]:
+    """Yield what transformers' custom op of experts multiplies: the result's node, which of a layer's products it is,
+    its factors, and M, K and N."""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    if name not in (FALLBACK, FALLBACK_BACKWARD):
+        return
+    x, w, _, *gradient = node.args
+    assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+    m, (_, k, n) = val(x).shape[0], val(w).shape
+    if name == FALLBACK:
+        yield node, "output", (x, w), (m, k, n)
+        return
+    (g,) = gradient
+    assert isinstance(g, fx.Node)
+    for result in node.users:  # a tuple's parts
+        if result.args[1] == 0:
+            yield result, "grad_input", (g, w), (m, n, k)
+        else:
+            yield result, "grad_weight", (x, g), (k, m, n)
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The two factors of an `mm`, `addmm`, `bmm` or `baddbmm` node."""
+    first = 1 if node.target in ADDING_MATMULS else 0
+    a, b = node.args[first], node.args[first + 1]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    return a, b
+
+
+def added(node: fx.Node) -> fx.Node | None:
+    """What an `addmm` or `baddbmm` node adds to the product."""
+    bias = node.args[0] if node.target in ADDING_MATMULS else None
+    assert bias is None or isinstance(bias, fx.Node)
+    return bias
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a gradient coming in."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if tangent or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def save_for_backward(graph: fx.Graph, chosen: Callable[[fx.Node, set[fx.Node]], bool]) -> int:
+    """Mark nodes of the forward that the backward is to read and not to compute again; returns how many are new.
+
+    chosen: asked of a node and all nodes of the backward.
+    """
+    backward = backward_nodes(graph)
+    new = [n for n in graph.nodes if n not in backward and SAVED not in n.meta and chosen(n, backward)]
+    for node in new:
+        node.meta[SAVED] = True
+    return len(new)
+
+
+def _unread_dequantizes(graph: fx.Graph) -> list[str]:
+    """A sentence for every FP8 tensor that is dequantized for no matmul."""
+    notes = []
+    for node in filter(is_dequantizing, graph.nodes):
+        found = readers(node, changes_places)
+        if not found or _is_scale(node) or feeds_matmul(node):
+            continue
+        names = " and ".join(map(_name, found[:3]))
+        matmuls = "no mm, addmm, bmm or baddbmm, which are all that runs in FP8"
+        notes.append(f"{at(first(node))} is dequantized for {names}, and for {matmuls}")
+    return list(dict.fromkeys(notes))
+
+
+def _is_scale(node: fx.Node) -> bool:
+    """A scale that is itself FP8."""
+    scaled = (u for u in node.users if u.target in MULTIPLYING or u.target in DIVIDING)
+    return has_one_element(node) and not all(map(has_one_element, scaled))
+
+
+def _name(node: fx.Node) -> str:
+    return "the graph's output" if node.op == "output" else at(node)
+
+
+_CLAMP = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
+_WHOLE = {*RESHAPES, *COPIES, *CASTS, *MULTIPLYING, *DIVIDING, *_CLAMP, aten.permute.default, aten.expand.default}
+"""Ops that keep all of a tensor; a part of one is a tensor of its own, as q, k and v are."""
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The tensor that an operand shows: views, casts, scales and clamps taken off, so quantization as well."""
+    while node.target in _WHOLE:
+        source = node.args[0]
+        scales = node.target in MULTIPLYING or node.target in DIVIDING
+        if not isinstance(source, fx.Node) or (scales and one_number(node.args[1]) is None):
+            break
+        node = source
+    return node
+
+
+def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward]) -> Kind:
+    """grad_weight multiplies with the forward's first operand and contracts M; grad_input with its second, and N."""
+    found: list[tuple[bool, Kind]] = []
+    for f in forward:
+        if f.b in roots and f.a is not f.b:
+            found.append((_equal(contracted, f.n), "grad_input"))
+        if f.a in roots:
+            found.append((_equal(contracted, f.m), "grad_weight"))
+    return max(found, key=lambda kind: kind[0], default=(False, "output"))[1]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(statically_known_true(a == b))
+
+
+def _custom(node: fx.Node) -> dict[str, Any]:
+    """What the annotate pass left on the call that this node comes of."""
+    custom = node.meta.get("custom")
+    return custom if isinstance(custom, dict) else {}
+
+
+_OF_UPDATE = LeftOut("update", "in an update of parameters: what an optimizer computes stays in high precision")
+
+
+def _why_unknown(node: fx.Node) -> Reject:
+    """Return why a matmul that the annotate pass has not seen is declined."""
+    origin = _origin(node)
+    if origin == str(node.target):
+        return Reject("region", "inside a graph of its own, which fp8pass does not enter; compile its inside by itself")
+    if origin == "_autograd_grad":
+        return Reject("torch.func", f"of a gradient of torch.func, {DERIVED}")
+    if origin.startswith("linalg_") or origin in _LINEAR_ALGEBRA:
+        return LeftOut("linear algebra", f"part of {origin}, which needs all digits of what it multiplies")
+    return Reject("composite", f"comes from {origin}, which fp8pass does not quantize; write it as a matmul")
+
+
+_LINEAR_ALGEBRA = frozenset(
+    {"cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "lu", "lu_solve", "norm", "orgqr", "ormqr"}
+    | {"pca_lowrank", "pinverse", "qr", "svd", "svd_lowrank", "triangular_solve"}
+)
+"""Those whose names do not begin with linalg: solvers, factorizations, and differences of nearly equal numbers."""
+
+
+def _origin(node: fx.Node) -> str:
+    """The function that the user called."""
+    for key in ("source_fn_stack", "fwd_source_fn_stack"):
+        if stack := node.meta.get(key):
+            function = stack[-1][1]
+            return getattr(function, "__name__", str(function))
+    return str(node.target)
+
+
+def _number(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _dtype(node: fx.Node) -> str:
+    return short(val(node).dtype)

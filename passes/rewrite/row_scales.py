@@ -1,0 +1,129 @@
+"""Scales that differ between the rows of an operand, which `_scaled_mm` takes as f32[M, 1] and f32[1, N].
+
+    before   x: bf16[B, S, K] = x_q: f8[B, S, K] * scale_inv: f32[B, S, 1];  mm(view(x, [B*S, K]), ...)
+    after    rows: f32[B*S] = select(view(expand(scale_inv, [B, S, K]), [B*S, K]), dim=1, index=0)
+
+The scale goes the way of the tensor: expanded to its shape, it takes all the movement that follows. It can be taken out
+of the sum if it does not change along it, which strides prove: only views keep the 0 of an expanded dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp8pass._torch import FakeTensorMode
+from fp8pass.graph.builder import compute, is_tensor, val
+from fp8pass.graph.rule import Reject
+from fp8pass.passes.common import view_ops
+from fp8pass.passes.common.patterns import DIVIDING, MULTIPLYING, at, aten, first, fp8_behind, one_number, prims
+from fp8pass.passes.common.view_ops import Emit
+
+
+@dataclass(frozen=True)
+class RowScale:
+    """A multiplication or division, `node`, of a tensor by `factor`; moves: the movement behind it, innermost first."""
+
+    node: fx.Node
+    factor: fx.Node
+    moves: tuple[fx.Node, ...]
+
+    def check(self, dim: int, mode: FakeTensorMode) -> None:
+        """Raise Reject if the scale may change along the dimension `dim`, over which the matmul sums."""
+        found = self._without(dim, mode)
+        if found is None:
+            raise Reject("scale shape", f"{self._name()}, which may change along the sum")
+        rows, whole = found
+        if len(_known(rows)) < rows.dim() - 1 or not (whole or _is_static(val(self.node))):
+            raise Reject("scale shape", f"{self._name()}, of a symbolic size")
+
+    def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
+        """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M]."""
+        found = self._without(dim, mode)
+        assert found is not None, self
+        rows, whole = found
+        if whole:  # nothing but sizes of 1 came and went
+            shape = [size if isinstance(size, int) else -1 for size in rows.shape]
+            return emit(aten.reshape.default, self._factor(emit), shape)
+        return emit(aten.select.int, self._spread(self._factor(emit), emit), dim, 0)
+
+    def _without(self, dim: int, mode: FakeTensorMode) -> tuple[torch.Tensor, bool] | None:
+        """`moved`, on fake tensors, and whether it has the elements of the factor in their order.
+
+        None if it can't be shown to be one number along `dim`.
+        """
+
+        def on_fakes(target: Any, *args: Any, **kwargs: Any) -> Any:
+            return compute(mode, target, args, kwargs)
+
+        factor = self._factor(on_fakes)
+        spread = self._spread(factor, on_fakes)
+        if not statically_known_true(spread.stride(dim) == 0):
+            return None
+        rows = spread.select(dim, 0)
+        same = rows.is_contiguous() and statically_known_true(rows.numel() == factor.numel())
+        view = rows.untyped_storage()._cdata == factor.untyped_storage()._cdata
+        return rows, view and same and factor.is_contiguous() and statically_known_true(rows.storage_offset() == 0)
+
+    def _factor(self, emit: Emit) -> Any:
+        """f32; or f64, which stays so until it has been multiplied with the tensor's own scale."""
+        dtype = torch.float64 if val(self.factor).dtype == torch.float64 else torch.float32
+        scale = emit(prims.convert_element_type.default, self.factor, dtype)
+        return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
+
+    def _spread(self, factor: Any, emit: Emit) -> Any:
+        """The scale in the operand's shape."""
+        scale = emit(aten.expand.default, factor, list(val(self.node).shape))
+        for node in self.moves:
+            if node.target in (aten.view.default, aten.reshape.default):
+                scale = self._viewable(scale, node.args[1], emit)
+            scale = view_ops.move(node, scale, torch.float32, emit)
+        return scale
+
+    def _viewable(self, scale: Any, shape: Any, emit: Emit) -> Any:
+        """`scale`, laid out so that a view of this shape exists, and as many dimensions as can be are repeated."""
+        value = val(scale) if isinstance(scale, fx.Node) else scale
+        if view_ops.is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
+            return scale
+        if not _is_static(value):
+            raise Reject("scale shape", f"{self._name()}, of a symbolic size, and is rearranged")
+        repeated = [d for d, stride in enumerate(value.stride()) if stride == 0 and value.shape[d] != 1]
+        for keep in (repeated, *([r for r in repeated if r != d] for d in repeated)):
+            small = [1 if d in keep else size for d, size in enumerate(value.shape)]
+            if view_ops.is_view(torch.empty(small, device="meta").expand(value.shape), shape):
+                for d in keep:
+                    scale = emit(aten.slice.Tensor, scale, d, 0, 1)
+                scale = emit(aten.clone.default, scale, memory_format=torch.contiguous_format)
+                return emit(aten.expand.default, scale, list(value.shape))
+        return scale
+
+    def _name(self) -> str:
+        return f"{at(self.node)} scales by a tensor of shape {list(val(self.factor).shape)}"
+
+
+def _known(x: torch.Tensor) -> list[int]:
+    return [size for size in x.shape if isinstance(size, int)]
+
+
+def _is_static(x: torch.Tensor) -> bool:
+    return len(_known(x)) == x.dim()
+
+
+def scaled_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The FP8 side of a multiplication or division, and a scale that only some of its dimensions have; or None."""
+    x, y = node.args
+    if node.target in MULTIPLYING and is_tensor(x) and fp8_behind(x) is None:
+        x, y = y, x
+    if not (is_tensor(x) and is_tensor(y)) or fp8_behind(y) is not None:
+        return None
+    while y.target is aten.expand.default:
+        y = first(y)
+    if one_number(y) is not None:
+        return None
+    real = not val(y).dtype.is_complex and val(y).device == val(x).device
+    broadcasts = val(y).dim() < val(x).dim() or any(isinstance(size, int) and size == 1 for size in val(y).shape)
+    return (x, y) if real and broadcasts and val(x).shape == val(node).shape else None

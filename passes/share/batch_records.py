@@ -1,0 +1,135 @@
+"""All the records of a graph become one update of its amax vector.
+
+before   r0: f32[T] = record(amax: f32[T], amax_0: f32[], index=0, "evict")
+         r1: f32[T] = record(r0, amax_1: f32[], index=1, "evict")
+         ...
+         copy_(amax, rT)
+after    new: f32[T] = stack([amax_0, amax_1, ...])
+         copy_(amax, merge_amax(amax, new, "evict"))
+changes  nothing: entries are merged independently, so T launches become a few whatever T is
+
+So with what the numerics monitor counts: record_numerics(numerics: f32[T, 9], new: f32[9], index).
+
+Also pins what the forward writes into the state: the backward must read the values of its own forward, and recomputing
+them there would start from buffers that have moved on.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8pass.graph.builder import Builder, val
+from fp8pass.graph.rule import Context
+from fp8pass.node_meta import RECORDED
+from fp8pass.passes.common.patterns import aten
+from fp8pass.passes.rewrite.list_matmuls import backward_nodes
+from fp8pass.quant import monitor_ops
+from fp8pass.quant.monitor_ops import RECORD_NUMERICS
+from fp8pass.quant.ops import RECORD
+from fp8pass.scaling import NOTHING, merge_amax
+
+
+class BatchRecords:
+    """One chain of records per amax tensor: one in forward, one in backward."""
+
+    name = "batch_records"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Batch every chain of records; pin the forward's results. Returns how many chains there were."""
+        _drop_copies(graph)
+        chains = _chains(graph)
+        for chain in chains:
+            _batch(context.builder(graph, self.name), chain)
+        if chains:
+            graph.eliminate_dead_code()
+        _pin(graph)
+        return len(chains)
+
+
+def _is_record(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target in (RECORD, RECORD_NUMERICS)
+
+
+def _drop_copies(graph: fx.Graph) -> None:
+    """`copy(buffer, x)` between records is x: what functionalization leaves of `buffer.copy_(x)`."""
+    for node in graph.nodes:
+        if node.target is aten.copy.default and _is_record(node.args[1]):
+            node.replace_all_uses_with(node.args[1])
+
+
+def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The records, one list per chain, in order."""
+    chains: dict[fx.Node, list[fx.Node]] = {}
+    for node in filter(_is_record, graph.nodes):
+        previous = node.args[0]
+        chain = chains.pop(previous, [])
+        chains[node] = [*chain, node]
+    return list(chains.values())
+
+
+def _batch(build: Builder, chain: list[fx.Node]) -> None:
+    """Replace the chain by one vector update, or by one per use where the same slot is used several times."""
+    last = chain[-1]
+    amax, _, _, *how = chain[0].args
+    assert isinstance(amax, fx.Node)
+    merged = functools.partial(merge_amax, on_nonfinite=str(how[0])) if how else monitor_ops.merge
+
+    def update(amax: Any, *new: Any) -> Any:
+        return merged(amax, torch.stack(new))
+
+    rounds = _rounds(chain)
+    for uses in rounds:
+        new = [uses.get(i) or _nothing(build, last, amax) for i in range(val(amax).shape[0])]
+        (amax,) = build.inline(last, update, amax, *new)
+    if len(rounds) == 1 and how:
+        amax.meta[RECORDED] = str(how[0])
+    last.replace_all_uses_with(amax)
+
+
+def _rounds(chain: list[fx.Node]) -> list[dict[int, fx.Node]]:
+    """The amaxes by index, in a new dict whenever an index comes again."""
+    rounds: list[dict[int, fx.Node]] = [{}]
+    for node in chain:
+        new, index = node.args[1:3]
+        assert isinstance(new, fx.Node) and isinstance(index, int)
+        if index in rounds[-1]:
+            rounds.append({})
+        rounds[-1][index] = new
+    return rounds
+
+
+def _nothing(build: Builder, before: fx.Node, amax: fx.Node) -> fx.Node:
+    """What records nothing, for a slot that this graph only reads: under no_grad, say."""
+    shape, value = ([], NOTHING) if val(amax).dim() == 1 else ([monitor_ops.N], 0.0)
+    return build.emit(before, aten.full.default, shape, value, dtype=torch.float32, device=val(amax).device)
+
+
+def _pin(graph: fx.Graph) -> None:
+    """Save what the forward writes into its inputs, if the backward needs it, instead of computing it again."""
+    backward = backward_nodes(graph)
+    for node in graph.nodes:
+        if node.target is aten.copy_.default and node not in backward:
+            _must_save(node.args[1])
+        elif node.target is aten.select.int and _is_usable(node.args[0]) and node.args[0] not in backward:
+            _must_save(node.args[0])  # the scales of all slots: made once, in the forward
+
+
+def _is_usable(node: Any) -> bool:
+    """Whether this is what `ops.usable` returns."""
+    if not isinstance(node, fx.Node) or node.target is not aten.where.self or val(node).dim() != 1:
+        return False
+    cold: Any = node.args[0]
+    return cold.target is aten.eq.Scalar and cold.args == (node.args[2], 0)
+
+
+def _must_save(node: Any) -> None:
+    """`copy(buffer, x)` is x: pin both, or the backward would take the one from the buffer again."""
+    if isinstance(node, fx.Node) and node.op == "call_function":
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.target is aten.copy.default:
+            _must_save(node.args[1])

@@ -1,0 +1,90 @@
+"""Transposed FP8 copies that the backward needs are written in the forward, where that moves fewer bytes.
+
+before   w_q: f8[N, K] = quantize(w: bf16[N, K])           forward, read by `_scaled_mm`
+         w_t: f8[K, N] = clone(permute(w_q))                read by the backward only: the partitioner would quantize
+                                                            `w` once more there, since `w` is at hand
+after    w_t is marked to be saved: Inductor writes it with w_q, in the one kernel that reads `w`
+changes  nothing but when it is computed
+
+Saving costs one byte per element of memory between forward and backward. It is not done where the backward reads what
+the copy is made of anyway, elementwise, and so makes it for no more than its own bytes: the operand of a layer behind
+an activation function, whose gradient needs the same tensors. Nor in regions of activation checkpointing, nor of
+weights that FSDP gathers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass.graph.rule import Context
+from fp8pass.node_meta import GATHERED
+from fp8pass.passes.common.patterns import (
+    VIEWS,
+    aten,
+    dtype_of,
+    first,
+    has_one_element,
+    is_elementwise,
+    readers,
+    sources,
+)
+from fp8pass.passes.rewrite.list_matmuls import save_for_backward
+from fp8pass.scaling import FP8_DTYPES
+
+
+class SaveTransposes:
+    """Marks nodes; builds none."""
+
+    name = "save_transposes"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Mark every copy for which `check` has nothing against it."""
+        return save_for_backward(graph, lambda copy, backward: match(copy, backward) and check(copy, backward))
+
+
+def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether `copy` is a transposed copy, for the backward, of an FP8 tensor that the forward multiplies."""
+    if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
+        return False
+    if first(copy).target is not aten.permute.default or not all(u in backward for u in _readers(copy)):
+        return False
+    return any(u.target is aten._scaled_mm.default and u not in backward for u in _readers(_source(copy)))
+
+
+def check(copy: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether saving moves fewer bytes, and nobody has asked for the memory."""
+    x_q = _source(copy)
+    if (x_q.meta.get("custom") or {}).get(GATHERED):
+        return False  # kept whole, it would take the memory that FSDP saves
+    return "recompute" not in x_q.meta and not all(_is_read_anyway(n, x_q, backward) for n in _made_of(x_q))
+
+
+def _source(copy: fx.Node) -> fx.Node:
+    """The FP8 tensor that is copied."""
+    node = first(copy)
+    while node.target in VIEWS and dtype_of(first(node)) in FP8_DTYPES:
+        node = first(node)
+    return node
+
+
+def _readers(x_q: fx.Node) -> list[fx.Node]:
+    """What reads an FP8 tensor, directly or as a view."""
+    return readers(x_q, lambda n: n.target in VIEWS)
+
+
+def _made_of(x_q: fx.Node) -> list[fx.Node]:
+    """What has to be read from memory to compute `x_q` elementwise; scales aside."""
+    found = sources(x_q, lambda n: is_elementwise(n) and not has_one_element(n))
+    return [n for n in found if not has_one_element(n)]
+
+
+def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether an elementwise op of the backward reads `node`: in a kernel that can make the copy as well.
+
+    Statistics of a norm are reductions, and a kernel that has them is one that comes late: behind the norm's backward.
+    """
+    if torch.Tag.reduction in getattr(node.target, "tags", ()):
+        return False
+    reading = readers(node, lambda n: n is not x_q and n not in backward and is_elementwise(n))
+    return any(n in backward and is_elementwise(n) for n in reading)

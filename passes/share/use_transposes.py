@@ -1,0 +1,42 @@
+"""A weight that came with its transposed copy is not transposed again.
+
+before   w: f8[N, K]   = fp8pass.with_transpose(w_q, w_t: f8[K, N])
+         t: f8[K, N]   = clone(permute(w, [1, 0]))                 where a matmul sums over N
+after    w is w_q, t is w_t
+changes  nothing: `w_t` is that copy
+
+Both are written when the weight changes: see `fp8pass.weights`.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8pass.graph.builder import val
+from fp8pass.graph.rule import Context
+from fp8pass.passes.common.patterns import as_node, aten, first
+from fp8pass.quant.ops import WITH_TRANSPOSE
+
+
+def match(node: fx.Node) -> list[fx.Node]:
+    """The transposed copies of what `with_transpose` gives, in the layout of the one that it was given."""
+    x_t = as_node(node.args[1])
+    turned = [u for u in node.users if u.target is aten.permute.default and u.args[1] == [1, 0]]
+    copies = [u for t in turned for u in t.users if u.target is aten.clone.default and first(u) is t]
+    return [c for c in copies if val(c).stride() == val(x_t).stride()]
+
+
+class UseTransposes:
+    """All of a graph."""
+
+    name = "use_transposes"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Take the op out, wherever it is."""
+        found = [n for n in graph.nodes if n.target is WITH_TRANSPOSE]
+        for node in found:
+            for copy in match(node):
+                copy.replace_all_uses_with(as_node(node.args[1]))
+            node.replace_all_uses_with(first(node))
+        graph.eliminate_dead_code()
+        return len(found)

@@ -1,0 +1,249 @@
+"""The moments of an optimizer are read from, and written to, 8 and 16 bits.
+
+before   exp_avg: f32[N, K] = get_attr
+         exp_avg.lerp_(grad, 0.1); p.addcdiv_(exp_avg, denom)
+after    x: f32[N, K]       = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
+         x.lerp_(grad, 0.1); p.addcdiv_(x, denom)
+         s: f32[n]          = next_moment_scales(kinds, numbers)
+         write_numbers(numbers, s, [write_moment("first", x, x_q, s, 0), ...])
+changes  the moments, to those that 8 bits hold, or 16 of a square root
+
+Moments are known by what the update does with them, not by name: what becomes a polynomial of degree 2 in itself and
+the gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is, and so
+does what the parameters are copied from, or what is made of them as they have become.
+
+Runs on Dynamo's graph of an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8pass._torch import FakeTensor, FakeTensorMode
+from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.names import source_name
+from fp8pass.passes.common.foreach import expand_foreach
+from fp8pass.passes.common.patterns import aten, prims
+from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.passes.update.write_weights import example, places
+from fp8pass.quant import ops
+from fp8pass.quant.moments import LEAST, Fp8Moment
+from fp8pass.runtime.update_key import Moment, Place
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pattern: only reads.
+
+
+def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]:
+    """Which of the tensors that an update writes are moments, and of which kind."""
+    stored = {place: example(module, node) for node, place in places(module.graph).items()}
+    found = [Moment(p, x.kind, x.dtype) for p in written if isinstance(x := stored[p], Fp8Moment)]
+    if all(isinstance(stored[p], Fp8Moment) or not _is_candidate(stored[p]) for p in written):
+        return found
+    graph, new = _in_aten(module, written)
+    inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    degrees = _Degrees()
+    gradients = {n for name, n in inputs.items() if name.startswith("grad")}
+    parameters = {value for place, (_, value) in new.items() if stored[place].requires_grad}
+    copied = set(map(_copied, parameters))
+    for place, (old, value) in new.items():
+        size = stored[place]
+        if isinstance(size, Fp8Moment) or not _is_candidate(size):
+            continue
+        made_of, degree = _above(value), degrees(value)
+        if old in gradients or old not in made_of or not made_of & gradients or _only_grows(old, value):
+            continue
+        if made_of & parameters or value in copied:  # an average of parameters, or what they are rounded from
+            continue
+        has_root = any(u.target in _ROOTS for u in _below(value))
+        if degree == 1 and not has_root:
+            found.append(Moment(place, "first", size.dtype))
+        elif degree == 2 and has_root and size.dtype == torch.float32:
+            found.append(Moment(place, "second", size.dtype))
+    return found
+
+
+def _is_candidate(x: Tensor) -> bool:
+    return not x.requires_grad and x.is_floating_point() and x.numel() >= LEAST
+
+
+def _in_aten(module: fx.GraphModule, written: Sequence[Place]) -> tuple[fx.Graph, dict[Place, tuple[fx.Node, fx.Node]]]:
+    """The update in ATen ops without writes, and of each written tensor what it was and what it becomes."""
+    module = copy_to_edit(module)
+    expand_foreach(module.graph)
+    module.recompile()
+    values = {place: example(module, node) for node, place in places(module.graph).items()}
+    kinds = {place: _kind(module, node) for node, place in places(module.graph).items()}
+    known = {place: x for place, x in values.items() if isinstance(x, Tensor)}
+    modes = [x.fake_mode for x in known.values() if isinstance(x, FakeTensor)]
+
+    def update(**tensors: Tensor) -> list[Tensor]:
+        given = dict(zip(known, tensors.values(), strict=True))
+        _On(module, given).run(enable_io_processing=False)
+        return [given[place] for place in written]
+
+    with modes[0] if modes else FakeTensorMode(), torch.no_grad():
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in known.values()]
+        names = [f"{kinds[place]}_{i}" for i, place in enumerate(known)]
+        traced = make_fx(functionalize(lambda *xs: update(**dict(zip(names, xs, strict=True)))))(*fakes)
+    inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    for node, name in zip(inputs, names, strict=True):
+        node.name = name
+    of = dict(zip(known, inputs, strict=True))
+    results: Any = traced.graph.output_node().args[0]
+    return traced.graph, {place: (of[place], value) for place, value in zip(written, results, strict=True)}
+
+
+def _kind(module: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "placeholder" and source_name(node).endswith(".grad"):
+        return "grad"
+    return "other"
+
+
+class _On(fx.Interpreter):
+    """Runs a graph on given tensors."""
+
+    def __init__(self, module: fx.GraphModule, given: Mapping[Place, Tensor]) -> None:
+        super().__init__(module)
+        self.given = given
+        self.places = places(module.graph)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Numbers are those of the graph."""
+        if n in self.places:
+            return self.given.get(self.places[n], example(self.module, n))
+        known = n.meta.get("example_value")
+        return 1.0 if isinstance(known, (torch.SymFloat, torch.SymInt)) else super().run_node(n)
+
+
+_ROOTS = {aten.sqrt.default, aten.rsqrt.default}
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.maximum.default, aten.where.self}
+_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar}
+_SAME = {aten.neg.default, aten._to_copy.default, aten.clone.default, aten.add.Scalar}
+_CONSTANTS = {aten.full_like.default, aten.ones_like.default, aten.zeros_like.default}
+
+
+class _Degrees:
+    """Of polynomials in the tensors that an update is given: 1 for a sum of their multiples, inf for anything else."""
+
+    def __init__(self) -> None:
+        self.known: dict[fx.Node, float] = {}
+
+    def __call__(self, x: object) -> float:
+        """Numbers, and tensors of one, are constants."""
+        if not isinstance(x, fx.Node) or _is_number(x) or x.target in _CONSTANTS:
+            return 0
+        if x not in self.known:
+            self.known[x] = 1 if x.op == "placeholder" else self._of_op(x)
+        return self.known[x]
+
+    def _of_op(self, x: fx.Node) -> float:
+        degrees = [self(a) for a in x.args]
+        if x.target in _SUMS or x.target in _SAME:
+            return max(degrees)
+        if x.target in _PRODUCTS:
+            return sum(degrees)
+        if x.target is aten.pow.Tensor_Scalar and x.args[1] == 2:
+            return 2 * degrees[0]
+        if x.target is aten.addcmul.default:
+            return max(degrees[0], degrees[1] + degrees[2])
+        if x.target is prims.fma.default:
+            return max(degrees[0] + degrees[1], degrees[2])
+        if x.target is aten.copy.default:
+            return degrees[1]
+        if x.target in (aten.lerp.Scalar, aten.lerp.Tensor):
+            return max(degrees[:2]) + (degrees[2] if len(degrees) > 2 else 0)
+        if x.target is aten.div.Tensor and degrees[1] == 0:
+            return degrees[0]
+        return math.inf if any(map(self, x.all_input_nodes)) else 0
+
+
+def _only_grows(old: fx.Node, value: fx.Node) -> bool:
+    """Whether the tensor is itself and something more: Adagrad's sum, to which 16 bits could soon add nothing."""
+    if value.target is aten.copy.default and isinstance(value.args[1], fx.Node):
+        value = value.args[1]
+    if value.target not in (aten.add.Tensor, aten.addcmul.default, prims.fma.default):
+        return False
+    first, *rest = reversed(value.args) if value.target is prims.fma.default else value.args
+    return first is old and not any(old in _above(n) for n in rest if isinstance(n, fx.Node))
+
+
+def _is_number(x: fx.Node) -> bool:
+    """Whether it is a tensor of one number; an op on lists has many."""
+    return isinstance(x.meta["val"], Tensor) and x.meta["val"].dim() == 0
+
+
+def _copied(value: fx.Node) -> fx.Node:
+    """What a tensor is copied from, if it is."""
+    while value.target in (aten.copy.default, aten._to_copy.default, aten.clone.default):
+        value = value.args[value.target is aten.copy.default]  # type: ignore[assignment]
+    return value
+
+
+def _above(node: fx.Node) -> set[fx.Node]:
+    found, todo = {node}, [node]
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in found and not _is_number(n)]
+        found.update(new)
+        todo += new
+    return found
+
+
+def _below(node: fx.Node, steps: int = 3) -> set[fx.Node]:
+    """What is made of a node, in a few steps: a root comes soon, behind a maximum or a correction of bias."""
+    found, near = set(), {node}
+    for _ in range(steps):
+        near = {u for n in near for u in n.users if u.op == "call_function"}
+        found |= near
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite: only builds.
+
+
+def read_moments(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
+    """Read moments from what is stored of them, ahead of everything else. Returns the nodes that stand for them.
+
+    Behind the inputs come `numbers`, and `x_q` of each: see `Fp8Moment`.
+    """
+    numbers = state_input(graph, "fp8pass_numbers")
+    stored = [state_input(graph, f"fp8pass_moment_{i}") for i in range(len(moments))]
+    nodes: dict[Place, list[fx.Node]] = {}
+    for node, place in places(graph).items():
+        nodes.setdefault(place, []).append(node)
+    decoded, after = [], max([numbers, *stored])
+    for i, (m, x_q) in enumerate(zip(moments, stored, strict=True)):
+        with graph.inserting_after(after):
+            after = graph.call_function(ops.decode_moment, (m.kind, x_q, numbers, i, m.dtype))
+        for node in nodes[m.place]:
+            node.replace_all_uses_with(after)
+            if node.op == "get_attr":
+                graph.erase_node(node)
+        decoded.append(after)
+    return decoded
+
+
+def write_moments(
+    graph: fx.Graph, moments: Sequence[Moment], decoded: Sequence[fx.Node], skipped: fx.Node | None
+) -> None:
+    """Store the moments at the end of the graph. decoded: what `read_moments` returned.
+
+    skipped: b8[], whether they are to stay what they are; None: never.
+    """
+    kinds = tuple(m.kind for m in moments)
+    numbers = decoded[0].args[2]
+    with graph.inserting_before(graph.output_node()):
+        scales = graph.call_function(ops.next_moment_scales, (kinds, numbers, skipped))
+        amaxes = [
+            graph.call_function(ops.write_moment, (kind, x, x.args[1], scales, i))
+            for i, (kind, x) in enumerate(zip(kinds, decoded, strict=True))
+        ]
+        graph.call_function(ops.write_numbers, (numbers, scales, amaxes))
