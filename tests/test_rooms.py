@@ -1,0 +1,87 @@
+"""The rooms of the code: what each may import, how many files lie at the top, and names that would shadow public ones."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+import rooms
+
+import fp8pass
+
+FLOORS = (
+    ("errors", "fields", "node_meta"),
+    ("scaling", "versions"),
+    ("_torch", "recipes"),
+    ("hardware", "inductor", "module_tensors", "names", "quant"),
+    ("options", "roofline"),
+    ("fsdp", "states"),
+    ("graph",),
+    ("report", "passes.common"),
+    ("dump", "dynamo", "passes.annotate", "passes.collectives", "passes.kernels", "passes.rewrite"),
+    ("faults", "passes.share"),
+    ("runtime",),
+    ("passes", "passes.update"),
+    ("pipeline",),
+    ("backend", "calibration"),
+    ("inspect", "training_step"),
+    ("debug",),
+    ("fp8pass",),
+    ("demo",),
+    ("cli",),
+)
+"""From the ground. A room imports from floors below its own alone, and nothing from beside it."""
+LAZY = {
+    ("fp8pass.report.report", "fp8pass.report.html"): "`Report.to_html` is public, and the page is made of reports",
+    ("fp8pass.report.report", "fp8pass.report.table"): "so is `Report.show`",
+}
+"""Imports within functions, each with its reason. Only these may close a circle."""
+
+
+def test_a_room_imports_from_floors_below_it() -> None:
+    floor = {room: number for number, level in enumerate(FLOORS) for room in level}
+    arrows = rooms.between_rooms()
+    assert set(arrows) == set(floor)
+    assert [f"{a} imports {b}" for a, others in arrows.items() for b in sorted(others) if floor[b] >= floor[a]] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    found = rooms.imports()
+    assert {(i.importer, i.imported) for i in found if i.lazy} == set(LAZY)
+    arrows: dict[str, list[str]] = {}
+    for importer, imported, lazy in found:
+        if not lazy:
+            arrows.setdefault(importer, []).append(imported)
+    assert rooms.circles(arrows) == []
+
+
+def test_a_circle_is_found() -> None:
+    arrows = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": []}
+    assert rooms.circles(arrows) == [["a", "b", "c"]]
+    assert rooms.floors({"a": ["b"], "b": ["d"], "c": ["d"], "d": []}) == [["d"], ["b", "c"], ["a"]]
+
+
+def test_few_files_lie_outside_of_rooms() -> None:
+    assert len(list((rooms.ROOT / "fp8pass").glob("*.py"))) <= 20
+    assert len(list((rooms.ROOT / "passes").glob("*.py"))) <= 2
+
+
+FOLDERS = sorted(r for r in {*rooms.between_rooms()} - {"fp8pass", "passes"} if (rooms.ROOT / rooms.folder(r)).is_dir())
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_a_room_says_what_lives_in_it(room: str) -> None:
+    """In its `__init__`, which holds nothing else."""
+    tree = ast.parse((rooms.ROOT / rooms.folder(room) / "__init__.py").read_text())
+    said = ast.get_docstring(tree) or ""
+    assert len(tree.body) == 1
+    assert re.fullmatch(r"[^\n]+\n\nMay import: [^\n]+\nDoes not live here: [^\n]+", said), said
+
+
+def test_no_file_is_named_like_a_public_function() -> None:
+    """`fp8pass.state` is a function: a folder of that name could not be imported from."""
+    functions = {name for name in fp8pass.__all__ if not inspect.ismodule(getattr(fp8pass, name))}
+    names = {part for module in rooms.modules() for part in module.split(".")[1:]}
+    assert names & functions == set()
