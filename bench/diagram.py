@@ -8,13 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import NamedTuple
 
-from fp8pass.options.config import Config
-from fp8pass.pipeline import dynamo_passes, kernel_passes, passes
-
-BEFORE_ANNOTATE = ["inline_regions", "inline_composites", "merge_siblings"]
-"""What the annotate pass begins with."""
-ON_UPDATES = ["quantize_moments", "skip_nonfinite", "write_weights"]
-"""What runs on the graph of an optimizer's update, in the place of the others on Dynamo's graph."""
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
 
 WIDTH, MARGIN, LINE, GAP = 860, 20, 26, 30
 LABELS = 250  # width of the left column: what the graph is
@@ -60,16 +54,16 @@ def stages() -> list[Stage]:
         Stage(
             "Dynamo's graph",
             ("of a forward: annotated (blue);", "of an update: rewritten (yellow)"),
-            (*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config(monitor=True)))),
-            tuple(ON_UPDATES),
+            tuple(p.name for p in DYNAMO),
+            tuple(p.name for p in UPDATE),
         ),
         Stage("AOTAutograd", ("autograd is traced, functions become ATen ops",)),
-        Stage("joint graph", ("forward and backward in one:", "about numbers"), tuple(p.name for p in passes([]))),
+        Stage("joint graph", ("forward and backward in one:", "about numbers"), tuple(p.name for p in JOINT)),
         Stage("partitioner", ("cut in two; what the backward needs is saved, FP8 where there is FP8",)),
         Stage(
             "forward, backward, update",
             ("each by itself: about kernels,", "not about numbers"),
-            tuple(p.name for p in kernel_passes()),
+            tuple(p.name for p in KERNELS),
         ),
         Stage("Inductor", ("fused kernels: Triton on a GPU, C++ on a CPU; torch._scaled_mm for matmuls",)),
     ]

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from diagram import BEFORE_ANNOTATE, ON_UPDATES, svg
+from diagram import svg
 
-from fp8pass.options.config import Config
-from fp8pass.pipeline import dynamo_passes, kernel_passes, passes
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,12 +52,9 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Name and first docstring line of every pass, in order."""
-    on_dynamos = [*BEFORE_ANNOTATE, *(name for name, _ in dynamo_passes(Config(monitor=True)))]
-    graphs = dict.fromkeys(on_dynamos, "Dynamo's graph")
-    graphs |= dict.fromkeys(ON_UPDATES, "Dynamo's graph of an update")
-    graphs |= {p.name: "joint graph" for p in passes([])} | {
-        p.name: "forward, backward, update" for p in kernel_passes()
-    }
+    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE, "joint graph": JOINT}
+    stages |= {"forward, backward, update": KERNELS}
+    graphs = {p.name: graph for graph, passes in stages.items() for p in passes}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
     for name, graph in graphs.items():
         doc = ast.get_docstring(ast.parse((file := next((ROOT / "passes").rglob(f"{name}.py"))).read_text())) or ""

@@ -435,8 +435,7 @@ def fill(row: Row, make: Callable[[], Subject]) -> None:
 @contextlib.contextmanager
 def without_passes() -> Iterator[None]:
     """Within it, the annotated graph is lowered as it is: the reference, with the decompositions that ours has."""
-    passes, kernel_passes = "fp8pass.pipeline.passes", "fp8pass.pipeline.kernel_passes"
-    with mock.patch(passes, return_value=[]), mock.patch(kernel_passes, return_value=[]):
+    with mock.patch("fp8pass.pipeline.JOINT", ()), mock.patch("fp8pass.pipeline.KERNELS", ()):
         yield
 
 

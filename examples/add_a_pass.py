@@ -9,7 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8pass
 from fp8pass._torch import select_decomp_table
 from fp8pass.graph.builder import val
-from fp8pass.graph.rule import Context, Reject
+from fp8pass.graph.pass_base import Context
+from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verify import verify
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import CASTS, MULTIPLYING, aten, constant, dtype_name, dtype_of, first

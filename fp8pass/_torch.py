@@ -84,6 +84,7 @@ with required_names():
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
     from torch.fx.graph import CodeGen
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
     from torch.nn.modules.loss import _Loss as Loss
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -605,6 +606,7 @@ __all__ = [
     "ForeachKernelSchedulerNode",
     "FusedSchedulerNode",
     "GraphLowering",
+    "GraphTransformObserver",
     "HigherOrderOperator",
     "InductorChoices",
     "InductorError",

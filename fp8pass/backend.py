@@ -34,7 +34,6 @@ from fp8pass._torch import (
 )
 from fp8pass.dump.writer import Dump
 from fp8pass.dynamo.retry import take_note_of_graph
-from fp8pass.errors import faults_of
 from fp8pass.faults import FIRST, Attempt, Later, fall_back, left_out
 from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.verdict import Gemm
@@ -50,12 +49,10 @@ from fp8pass.pipeline import (
     annotated,
     annotated_update,
     behind,
-    dynamo_passes,
     gradients,
     known_to_caches,
     moments_of,
     real_inputs,
-    unannotated,
     warn_of_slow_matmuls,
     written,
 )
@@ -146,7 +143,11 @@ class _Graph:
     def compile(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
         """With dumps there, in one of several ways."""
         module, example_inputs, config = self.module, self.example_inputs, self.config
-        annotation = _annotated(module, example_inputs, config, dump, attempt)
+
+        def examples(annotation: Annotation) -> list[Any]:
+            return [*example_inputs, *_fake_state(annotation, example_inputs)]
+
+        annotation = annotated(module, config, attempt, dump, examples)
         state = _fake_state(annotation, example_inputs)
         later = Later(
             self.compile_later, attempt, config, dump, self.dump_of, functools.partial(self.exchange, annotation)
@@ -223,23 +224,6 @@ def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: 
     return run
 
 
-def _annotated(
-    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, dump: Dump, attempt: Attempt
-) -> Annotation:
-    """`annotated`, with dumps, of an attempt."""
-
-    def examples() -> list[Any]:  # of the annotation as it is by then
-        return [*example_inputs, *_fake_state(annotation, example_inputs)]
-
-    with faults_of("inline_regions"):
-        annotation = unannotated(module, attempt)
-    for name, run in dynamo_passes(config, attempt):
-        with dump.step("dynamo", name, annotation.module, examples) as step, faults_of(name):
-            annotation, step.applied = run(annotation)
-            step.module = annotation.module
-    return annotation
-
-
 def _update(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, places: Sequence[Place]
 ) -> Callable[..., Any]:
@@ -253,9 +237,7 @@ def _update(
             with mode or contextlib.nullcontext():
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             examples = [*args, *fakes]
-            with dump.step("dynamo", "update", module, lambda: examples) as step:
-                annotation = annotated_update(module, key, attempt)
-                step.module, step.applied = annotation.module, len(key.writes) + len(key.moments) + bool(key.keeps)
+            annotation = annotated_update(module, key, config, attempt, dump, examples)
             # not Dynamo's: gradients would be kept for ever
             return _lower(annotation, examples, config, dump, attempt)
 
@@ -272,7 +254,8 @@ def _update(
         with left_out("quantize_moments", config, "an update"):
             found = moments_of(module, places)
             # now, while moments can stay as they are
-            annotated_update(module, UpdateKey((), (), (), tuple(found)), Attempt(without=frozenset({"split_foreach"})))
+            without = Attempt(without=frozenset({"expand_foreach"}))
+            annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
             moments = found
     graph = UpdateGraph(module, places, skips, moments, compile_for, falling_back)
     examples = real_inputs(module)

@@ -1,7 +1,4 @@
-"""The passes over the joint graph, in order, and what happens around each of them.
-
-The one file that knows the order. `annotated` comes first: passes on Dynamo's graph, ahead of AOTAutograd.
-"""
+"""All passes, in order, and what happens around each of them. The one file that knows the order."""
 
 from __future__ import annotations
 
@@ -9,35 +6,40 @@ import functools
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, get_hash_for_files
+from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransformObserver, get_hash_for_files
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.graph.annotation import Annotation, Choice, copy_to_edit
 from fp8pass.graph.builder import multiplies
-from fp8pass.graph.rule import Context, LeftOut, Pass
+from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
+from fp8pass.graph.refusal import LeftOut
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
 from fp8pass.hardware import cpu_key
 from fp8pass.inductor.choices import ONE_AT_A_TIME
+from fp8pass.names import Names
 from fp8pass.node_meta import GEMM
 from fp8pass.options import overrides
 from fp8pass.options.config import Config
+from fp8pass.options.overrides import REQUIRED
 from fp8pass.passes import __file__ as passes_file
-from fp8pass.passes.annotate.annotate import annotate
-from fp8pass.passes.annotate.inline_regions import inline_regions
-from fp8pass.passes.annotate.insert_monitors import watch
-from fp8pass.passes.annotate.lift_scale_states import lift_scale_states
+from fp8pass.passes.annotate.annotate import Annotate
+from fp8pass.passes.annotate.inline_composites import InlineComposites
+from fp8pass.passes.annotate.inline_regions import InlineRegions
+from fp8pass.passes.annotate.insert_monitors import InsertMonitors
+from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
+from fp8pass.passes.annotate.merge_siblings import MergeSiblings
 from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
+from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
-from fp8pass.passes.common.foreach import expand_symbolic
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
@@ -54,130 +56,134 @@ from fp8pass.passes.share.batch_records import BatchRecords
 from fp8pass.passes.share.save_sums import SaveSums
 from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.passes.share.use_transposes import UseTransposes
-from fp8pass.passes.update.quantize_moments import moments_of as moments_of
-from fp8pass.passes.update.quantize_moments import read_moments, write_moments
+from fp8pass.passes.update.context import UpdateContext
+from fp8pass.passes.update.expand_foreach import ExpandForeach
+from fp8pass.passes.update.find_moments import moments_of as moments_of
+from fp8pass.passes.update.read_moments import ReadMoments
+from fp8pass.passes.update.skip_nonfinite import SkipNonfinite
 from fp8pass.passes.update.skip_nonfinite import gradients as gradients
-from fp8pass.passes.update.skip_nonfinite import skip_nonfinite
-from fp8pass.passes.update.write_weights import at_beginning, inputs_of_states, write_weights
-from fp8pass.passes.update.write_weights import real_inputs as real_inputs
-from fp8pass.passes.update.write_weights import written as written
+from fp8pass.passes.update.take_states import TakeStates
+from fp8pass.passes.update.write_moments import WriteMoments
+from fp8pass.passes.update.write_weights import WriteWeights
+from fp8pass.passes.update.written import real_inputs as real_inputs
+from fp8pass.passes.update.written import written as written
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report.graph_view import drawn, part_of
 from fp8pass.report.report import Report, publish
 from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
 
-DynamoPass = Callable[[Annotation], tuple[Annotation, int]]
+DYNAMO: tuple[Pass[DynamoContext], ...] = (
+    InlineRegions(),  # first: the others, and torch's autograd, take the graph to be in one piece
+    InlineComposites(),  # before whoever looks for matmuls, which are within them
+    WriteMatmuls(),  # likewise; after it, for composites have einsums
+    MergeSiblings(),  # before annotate, which gives merged weights one scale
+    Annotate(),
+    LiftScaleStates(),  # after it: its state inputs come before theirs
+    InsertMonitors(),  # last: it watches what they quantize
+)
+"""The passes over Dynamo's graph, before autograd: about what runs in FP8, by the user's functions and names."""
+
+UPDATE: tuple[Pass[UpdateContext], ...] = (
+    ExpandForeach(),  # first: the others look for what happens to single tensors
+    TakeStates(),  # before whoever reads or writes one
+    ReadMoments(),
+    SkipNonfinite(),  # after it: what it puts back are moments as they were read
+    WriteMoments(),  # after it, which says if they are to be written
+    WriteWeights(),  # last: it reads parameters as the update leaves them, put back or not
+)
+"""The passes over Dynamo's graph of an optimizer's update."""
+
+JOINT: tuple[Pass[Context], ...] = (
+    Canonicalize(),  # first: the others know one spelling of quantize and dequantize
+    ListMatmuls(),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
+    QuantizeCollectives(),  # before the rewrites look for what is dequantized after a collective
+    BlockwiseMM(),  # before ExpandBlocks, for it knows blocks by their op
+    GroupedMM(),  # likewise; and before ScaledMM, which would make a matmul of each group
+    ExpandBlocks(),
+    ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
+    UseTransposes(),  # after it, which lays operands out
+    SaveTransposes(),  # likewise; after UseTransposes, which takes out copies that need not be saved
+    SaveSums(),  # after the rewrites, which read the outputs of matmuls
+    BatchRecords(),  # last: dead quantizes have taken their records along
+)
+"""The passes over forward and backward in one graph: about numbers, and what the backward needs."""
+
+KERNELS: tuple[Pass[Context], ...] = (
+    SplitForeach(),  # first: what it splits off is quantized by ops that the others fold
+    FoldQuantizes(),  # before whoever looks for a quantize as one node
+    QuantizeTiles(),  # before BatchAmaxes: it makes the amaxes that are joined there
+    BatchAmaxes(),
+    Materialize(),  # after them, which change who reads what
+    EmulateMatmuls(),  # last: the others know `_scaled_mm`
+)
+"""The passes over forward, backward and update, each by itself: about kernels, not about numbers."""
+
+_ABOUT_RECIPES = ("inline_composites", "write_matmuls", "merge_siblings", "annotate")
+"""Passes that have nothing to do without a recipe."""
 
 
-def annotated(module: fx.GraphModule, config: Config) -> Annotation:
-    """Dynamo's graph with what the recipe inserts, nothing under recipe None, and the states that the user wrote."""
-    annotation = unannotated(module)
-    for _, run in dynamo_passes(config):
-        annotation, _ = run(annotation)
+def annotated(
+    module: fx.GraphModule,
+    config: Config,
+    attempt: Attempt = FIRST,
+    dump: Dump | None = None,
+    examples: Callable[[Annotation], Sequence[Any]] = lambda _: (),
+) -> Annotation:
+    """Return a copy of Dynamo's graph with what the recipe inserts, nothing under recipe None, and the user's states.
+
+    examples: of what the graph is called with, as it is by then, for dumps.
+    """
+    if attempt.form == "plain":
+        return Annotation(module, [], [])
+    annotation = Annotation(copy_to_edit(module), [], [])
+    names = Names(annotation.module.graph.find_nodes(op="placeholder"))
+    context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
+    todo = _dynamo_passes(config, attempt)
+    _run_all(todo, annotation.module, context, dump or Dump(), "dynamo", _lint, lambda: examples(annotation))
     return annotation
 
 
-def unannotated(module: fx.GraphModule, attempt: Attempt = FIRST) -> Annotation:
-    """Return Dynamo's graph as the passes on it begin with it."""
-    inlines = attempt.form != "plain" and attempt.runs("inline_regions")
-    return Annotation(inline_regions(module) if inlines else module, [], [])
+def _dynamo_passes(config: Config, attempt: Attempt) -> list[Pass[DynamoContext]]:
+    leave = {*attempt.without, *(() if config.monitor else (InsertMonitors.name,))}
+    if config.recipe is None:
+        leave.update(_ABOUT_RECIPES)
+    if attempt.form == "declined":  # annotate is left, to say why
+        leave.update({*_ABOUT_RECIPES, "insert_monitors"} - {"annotate"})
+    return [p for p in DYNAMO if p.name not in leave]
 
 
-def dynamo_passes(config: Config, attempt: Attempt = FIRST) -> list[tuple[str, DynamoPass]]:
-    """The order on Dynamo's graph: names, and what also returns how often something was applied."""
-    annotating = functools.partial(_annotate, config=config, declined=attempt.reason)
-    order: list[tuple[str, DynamoPass]] = [("annotate", annotating), ("lift_scale_states", _lift)]
-    if config.monitor and attempt.form == "fp8":
-        order.append(("insert_monitors", functools.partial(_watch, config=config)))
-    return [] if attempt.form == "plain" else [(name, run) for name, run in order if attempt.runs(name)]
+def annotated_update(
+    module: fx.GraphModule,
+    key: UpdateKey,
+    config: Config,
+    attempt: Attempt = FIRST,
+    dump: Dump | None = None,
+    examples: Sequence[Any] = (),
+) -> Annotation:
+    """Return a copy of Dynamo's graph of an update, with what writes FP8 copies of weights, and moments.
 
-
-def _annotate(of: Annotation, config: Config, declined: str) -> tuple[Annotation, int]:
-    """Return the annotation, and how many matmul calls it took. declined: why it is to take none, if so."""
-    annotation = of if config.recipe is None else annotate(of.module, config, declined)
-    for choice in annotation.choices:
-        if config.strict and choice.rule == "region":
-            raise Fp8Error(
-                f"strict: output of {choice.name} at {choice.source} does not run in FP8: {choice.reason}. Leave it "
-                "out with filter=, or drop strict."
-            )
-    return annotation, sum(choice.scaling != "" for choice in annotation.choices)
-
-
-def _lift(annotation: Annotation) -> tuple[Annotation, int]:
-    lifted = lift_scale_states(annotation)
-    return lifted, len(lifted.states)
-
-
-def _watch(annotation: Annotation, config: Config) -> tuple[Annotation, int]:
-    watching = watch(annotation, config)
-    return watching, len(watching.watched.watched) if watching.watched is not None else 0
-
-
-def annotated_update(module: fx.GraphModule, key: UpdateKey, attempt: Attempt = FIRST) -> Annotation:
-    """Dynamo's graph of an update of parameters, with what writes the FP8 copies of weights."""
+    examples: of what the graph is called with, in the end.
+    """
     if attempt.form == "plain":
         return Annotation(module, [], [], is_update=True)
     module = copy_to_edit(module)
-    graph = module.graph
-    if attempt.runs("split_foreach"):
-        with faults_of("split_foreach"):
-            expand_symbolic(graph)
-    with faults_of("write_weights"):
-        inputs = inputs_of_states(graph, key.states, skips=bool(key.keeps))
-    with faults_of("quantize_moments"):
-        decoded, skipped = read_moments(graph, key.moments) if key.moments else [], None
-    with faults_of("skip_nonfinite"):
-        if key.keeps:
-            names = "amax_forward", "amax_backward", "amax_weights"
-            amaxes = [of[name] for of in inputs for name in of if name in names]
-            moments = {m.place for m in key.moments}
-            others = at_beginning(graph, [place for place in key.keeps if place not in moments])
-            skipped = skip_nonfinite(graph, [*others, *decoded], amaxes)
-    with faults_of("quantize_moments"):
-        if key.moments:
-            write_moments(graph, key.moments, decoded, skipped)
-    with faults_of("write_weights"):
-        if key.writes:
-            write_weights(graph, key.states, inputs, key.writes)
-    graph.lint()
+    graph, todo = module.graph, [p for p in UPDATE if attempt.runs(p.name)]
+
+    def of_now() -> Sequence[Any]:
+        return examples[: len(graph.find_nodes(op="placeholder"))]
+
+    _run_all(todo, module, UpdateContext(config, key=key), dump or Dump(), "dynamo", _lint, of_now)
     module = copy_to_edit(module)  # without attributes that are not read any more
     module.recompile()
     return Annotation(module, [], [], is_update=True)
 
 
-def passes(choices: list[Choice]) -> list[Pass]:
-    """The order. choices: what the annotate pass made of each call."""
-    return [
-        Canonicalize(),  # first: the others know one spelling of quantize and dequantize
-        ListMatmuls(choices),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
-        QuantizeCollectives(),  # before what is dequantized behind a collective is looked for
-        BlockwiseMM(),
-        GroupedMM(),
-        ExpandBlocks(),  # after them, which know blocks and groups by the op
-        ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
-        UseTransposes(),  # behind it, which lays operands out
-        SaveTransposes(),
-        SaveSums(),
-        BatchRecords(),  # last: dead quantizes have taken their records along
-    ]
-
-
-def _passes(choices: list[Choice], is_update: bool, attempt: Attempt) -> list[Pass]:
-    if attempt.form == "fp8":
-        return update_passes() if is_update else passes(choices)
-    return [ListMatmuls(choices, declined=attempt.reason)] if attempt.form == "declined" else []
-
-
-def update_passes() -> list[Pass]:
-    """Of a graph that updates parameters."""
-    return [ListMatmuls([], update=True)]
-
-
-def kernel_passes() -> list[Pass]:
-    """The order of those that see forward and backward as graphs of their own: about kernels, not about numbers."""
-    return [SplitForeach(), FoldQuantizes(), QuantizeTiles(), BatchAmaxes(), Materialize(), EmulateMatmuls()]
+def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:
+    if attempt.form == "plain":
+        return []
+    only_listed = is_update or attempt.form == "declined"
+    return [p for p in JOINT if attempt.runs(p.name) and (not only_listed or p.name in REQUIRED)]
 
 
 class KernelPasses(CustomGraphPass):
@@ -201,11 +207,11 @@ class KernelPasses(CustomGraphPass):
         self.seen[part] += 1
         drawing = drawn()
         draws = drawing is not None and not drawing.kernels  # with kernels Inductor has the last word
-        todo = [p for p in kernel_passes() if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
+        todo = [p for p in KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
         if draws:  # what a GPU would run
-            todo = [p for p in todo if not isinstance(p, EmulateMatmuls)]
+            todo = [p for p in todo if p.name != EmulateMatmuls.name]
         with ONE_AT_A_TIME:
-            _run_all(todo, graph, Context(self.config), self.dump, f"{part}{number}")
+            _run_all(todo, _module_of(graph), Context(self.config), self.dump, f"{part}{number}", _verify)
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
 
@@ -227,7 +233,8 @@ class Pipeline(CustomGraphPass):
         self.config = config
         self.choices = choices
         self.attempt = attempt
-        self.passes = [p for p in _passes(choices, is_update, attempt) if attempt.runs(p.name)]
+        self.is_update = is_update
+        self.passes = _joint_passes(is_update, attempt)
         self.dump = dump or Dump()
         self.report = Report()
         self.gemms: dict[str, Gemm] = {}
@@ -245,8 +252,10 @@ class Pipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
-        context, started = Context(self.config), time.perf_counter()
-        _run_all(self.passes, graph, context, self.dump, f"joint.{self.parts}" if self.parts else "joint")
+        started = time.perf_counter()
+        context = Context(self.config, self.choices, self.attempt.reason, self.is_update)
+        part = f"joint.{self.parts}" if self.parts else "joint"
+        _run_all(self.passes, _module_of(graph), context, self.dump, part, _verify)
         if (drawing := drawn()) is not None:
             drawing.verdicts(context.gemms)
         self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
@@ -312,26 +321,53 @@ class _Both(CustomGraphPass):
         self.ours(graph)
 
 
-def _run_all(passes: list[Pass], graph: fx.Graph, context: Context, dump: Dump, part: str) -> None:
-    """Run passes in order. part: what the graph is called in dumps."""
+def _module_of(graph: fx.Graph) -> fx.GraphModule:
     module = graph.owning_module
     assert module is not None
+    return module
+
+
+def _run_all(
+    passes: Sequence[Pass[C]],
+    module: fx.GraphModule,
+    context: C,
+    dump: Dump,
+    part: str,
+    check: Callable[[fx.GraphModule, C], None],
+    examples: Callable[[], Sequence[Any]] = tuple,
+) -> None:
+    """Run passes in order. part: what the graph is called in dumps. check: runs after a pass that changed something."""
     trial = overrides.current()
     for p in passes:
-        if trial is not None and not trial.runs(p.name):
+        if trial is not None and not trial.runs(p.name, part):
             continue
-        with dump.step(part, p.name, module) as step:
-            step.applied = _run(p, graph, context)
+        with dump.step(part, p.name, module, examples) as step, faults_of(p.name):
+            step.applied = _run(p, module, context)
+            if step.applied:
+                check(module, context)
+            if step.applied and trial is not None:
+                trial.applied.add(p.name)
     module.recompile()
 
 
-def _run(p: Pass, graph: fx.Graph, context: Context) -> int:
-    """Run a pass, and check what it leaves. Returns how often it was applied."""
-    with faults_of(p.name):
-        applied = p.run(graph, context)
-        if applied:
-            verify(graph, context.computed)
-    return applied
+def _run(p: Pass[C], module: fx.GraphModule, context: C) -> int:
+    """Run a pass as torch runs its own: timed, with provenance, and not if `disabled_passes` names it."""
+    if p.name in REQUIRED:
+        return p.run(module.graph, context)
+    observer = GraphTransformObserver(module, p.name)
+    return observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0
+
+
+def _verify(module: fx.GraphModule, context: Context) -> None:
+    verify(module.graph, context.computed)
+
+
+def _lint(module: fx.GraphModule, context: Context) -> None:
+    """What can be told of Dynamo's graph, whose nodes have examples and not values: that it, and those in it, run."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            part.graph.lint()
+            part.recompile()
 
 
 def _raise_if_declined(context: Context, choices: list[Choice]) -> None:

@@ -22,13 +22,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
-from fp8pass.graph.rule import Context, Pass
+from fp8pass.graph.annotation import Annotation, copy_to_edit
+from fp8pass.graph.pass_base import Context, DynamoContext, Pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
+from fp8pass.names import Names
 from fp8pass.options.config import Config, make_config
 from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from fp8pass.passes.update.context import UpdateContext
 from fp8pass.report.report import Report, collect
+from fp8pass.runtime.update_key import UpdateKey
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -94,12 +98,12 @@ def capture(function: Callable[..., Any], *inputs: Any, device: str = "cpu", dyn
         return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
 
 
-def apply(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> list[Gemm]:
+def apply(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = None) -> list[Gemm]:
     """Run passes over a captured graph, verify it, and return the verdicts."""
     return list(run(module, *passes, config=config).gemms.values())
 
 
-def run(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> Context:
+def run(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = None) -> Context:
     """Run passes over a captured graph, verify it, and return what they have to say."""
     context = Context(config or Config(recipe=None))
     for p in passes:
@@ -109,10 +113,37 @@ def run(module: fx.GraphModule, *passes: Pass, config: Config | None = None) -> 
     return context
 
 
+def on_dynamos_graph(
+    module: fx.GraphModule, *passes: Pass[DynamoContext], config: Config | None = None
+) -> DynamoContext:
+    """Run passes over a copy of a graph of Dynamo's, and return what they share, with what they have made of it.
+
+    How often each was applied is in `notes`.
+    """
+    annotation = Annotation(copy_to_edit(module), [], [])
+    names = Names(annotation.module.graph.find_nodes(op="placeholder"))
+    context = DynamoContext(config or Config(), annotation=annotation, names=names)
+    for p in passes:
+        context.notes.append(f"{p.name} {p.run(annotation.module.graph, context)}")
+    annotation.module.graph.lint()
+    annotation.module.recompile()
+    return context
+
+
+def on_update(module: fx.GraphModule, key: UpdateKey, *passes: Pass[UpdateContext]) -> UpdateContext:
+    """Run passes over Dynamo's graph of an update, in place, and return what they share."""
+    context = UpdateContext(Config(), key=key)
+    for p in passes:
+        p.run(module.graph, context)
+    module.graph.lint()
+    module.recompile()
+    return context
+
+
 def detect(function: Callable[..., Any], *inputs: Any, **config: Any) -> tuple[fx.GraphModule, list[Gemm]]:
     """`function` captured, and its matmuls found and rewritten."""
     module = capture(function, *inputs)
-    return module, apply(module, ListMatmuls([]), ScaledMM(), config=Config(recipe=None, **config))
+    return module, apply(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None, **config))
 
 
 def text(module: fx.GraphModule) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fp8pass.graph.annotation import Annotation
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.annotate import annotate
+from fp8pass.pipeline import annotated as annotate
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from tests import oracle
@@ -88,8 +88,8 @@ qdq_operand: "f32[16, 32]" = fp8pass_quant_ops_qdq_operand(rms_norm, Delayed(rec
 qdq_operand_1: "f32[56, 32]" = fp8pass_quant_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), usable, fp8pass_amax_forward)
 linear_1: "f32[16, 56]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
 qdq_gradient: "f32[16, 56]" = fp8pass_quant_ops_qdq_gradient(linear_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=4, index=0, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
-_add_bias: "f32[16, 56]" = fp8pass_passes_annotate_annotate__add_bias(qdq_gradient, l_self_modules_up_parameters_bias_, torch.float32, 1)
-gelu: "f32[16, 56]" = torch._C._nn.gelu(_add_bias)
+add_bias: "f32[16, 56]" = fp8pass_quant_ops_add_bias(qdq_gradient, l_self_modules_up_parameters_bias_, torch.float32, 1)
+gelu: "f32[16, 56]" = torch._C._nn.gelu(add_bias)
 qdq_operand_2: "f32[16, 56]" = fp8pass_quant_ops_qdq_operand(gelu, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=2, index=2, bootstrap=False, record=True), usable, fp8pass_amax_forward)
 qdq_operand_3: "f32[32, 56]" = fp8pass_quant_ops_qdq_operand(l_self_modules_down_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=3, index=3, bootstrap=False, record=True), usable, fp8pass_amax_forward)
 hidden_1: "f32[16, 32]" = torch._C._nn.linear(qdq_operand_2, qdq_operand_3, None)
@@ -116,8 +116,8 @@ qdq_operand: "f32[16, 32]" = fp8pass_quant_ops_qdq_operand(l_args_0_, Dynamic(re
 qdq_operand_1: "f32[48, 32]" = fp8pass_quant_ops_qdq_operand(l_fn_parameters_weight_, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
 linear_1: "f32[16, 48]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
 qdq_gradient: "f32[16, 48]" = fp8pass_quant_ops_qdq_gradient(linear_1, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
-_add_bias: "f32[16, 48]" = fp8pass_passes_annotate_annotate__add_bias(qdq_gradient, l_fn_parameters_bias_, torch.float32, 1)
-return (_add_bias,)
+add_bias: "f32[16, 48]" = fp8pass_quant_ops_add_bias(qdq_gradient, l_fn_parameters_bias_, torch.float32, 1)
+return (add_bias,)
 """,
     )
 

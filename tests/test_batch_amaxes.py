@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import RECORDED
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes, Slot, _groups, match

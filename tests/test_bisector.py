@@ -19,7 +19,7 @@ import fp8pass
 from fp8pass import cli, pipeline
 from fp8pass.debug.bisector import Bisection, _smallest, all_finite
 from fp8pass.demo import demo
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context, DynamoContext
 from fp8pass.options.overrides import Unit, current, units_of
 from fp8pass.recipes import DelayedScaling
 from tests.harness import aten, compiled
@@ -252,19 +252,39 @@ class Doubles:
 
 
 def test_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes(choices: Any) -> list[Any]:
-        ours = real(choices)
-        ours.insert([p.name for p in ours].index("use_transposes"), Doubles())
-        return ours
-
-    real = pipeline.passes
-    monkeypatch.setattr(pipeline, "passes", passes)
+    ours = list(pipeline.JOINT)
+    ours.insert([p.name for p in ours].index("use_transposes"), Doubles())
+    monkeypatch.setattr(pipeline, "JOINT", tuple(ours))
     found = faulty(Once, recipe="dynamic")
     assert (found.verdict, found.pass_name) == ("pass", "doubles")
     assert "The pass doubles is the cause, not the numbers of FP8" in str(found)
     assert "Please report that the pass doubles is wrong" in str(found)
     assert not found.notes, "without that pass all is well"
     assert found.culprits and not found.culprits[0][0].operands, "the numbers are right"
+
+
+class WritesWrongMatmuls:
+    """Takes the place of a pass on Dynamo's graph: all that layers give is twice as large."""
+
+    name = "write_matmuls"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        calls = [n for n in graph.nodes if n.target is torch._C._nn.linear]
+        for node in calls:
+            with graph.inserting_after(node):
+                twice = graph.call_function(torch.mul, (node, 2.0))
+            twice.meta = dict(node.meta)
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user, twice=twice: user is not twice)
+        return len(calls)
+
+
+def test_a_pass_on_dynamos_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose numbers the annotated graph has, so that run eagerly it fails, too."""
+    ours = tuple(WritesWrongMatmuls() if p.name == "write_matmuls" else p for p in pipeline.DYNAMO)
+    monkeypatch.setattr(pipeline, "DYNAMO", ours)
+    found = faulty(Once, recipe="dynamic")
+    assert (found.verdict, found.pass_name, found.culprits) == ("pass", "write_matmuls", [])
+    assert "Please report that the pass write_matmuls is wrong" in str(found)
 
 
 def test_not_fp8() -> None:

@@ -68,7 +68,7 @@ def rewritten(case: str) -> tuple[fx.GraphModule, list[Any], tuple[Tensor, Tenso
     a, b = torch.randn(m, k).to(dtype), torch.randn(*((n, k) if b_is_rows else (k, n))).to(dtype)
     function = product(of_a, of_b, b_is_rows)
     module = capture(function, a, b)
-    context = run(module, ListMatmuls([]), BlockwiseMM(), config=Config(recipe=None, target=TARGET[of_a.recipe]))
+    context = run(module, ListMatmuls(), BlockwiseMM(), config=Config(recipe=None, target=TARGET[of_a.recipe]))
     return module, list(context.gemms.values()), (a, b), function
 
 
@@ -149,7 +149,7 @@ def test_elsewhere_it_stays_a_matmul_of_the_same_values(case: str) -> None:
         f"{name} kernels exist on {gpu} with CUDA {cuda} or later, not on cpu; the same FP8 values are multiplied in "
         "high precision"
     )
-    run(module, ListMatmuls([]), ExpandBlocks(), ScaledMM())
+    run(module, ListMatmuls(), ExpandBlocks(), ScaledMM())
     assert count(module, ops.DEQUANTIZE_BLOCKS) == 0
     assert torch.equal(module(*inputs), function(*inputs))
 
@@ -177,7 +177,7 @@ def test_refusals_leave_the_graph_alone(case: str) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
     before = text(capture(function, *inputs))
     module = capture(function, *inputs)
-    context = run(module, ListMatmuls([]), BlockwiseMM(), config=Config(recipe=None, target=target))
+    context = run(module, ListMatmuls(), BlockwiseMM(), config=Config(recipe=None, target=target))
     (gemm,) = context.gemms.values()
     assert gemm.status == "declined"
     assert re.search(reason, gemm.reason), gemm.reason

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8pass import scaling
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.passes.collectives.chains import COLLECTIVES, c10d, capture_dequantized, capture_gathered, scales_of
 from tests.harness import BF16, E4M3, aten, capture, fp8
 

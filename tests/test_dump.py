@@ -25,7 +25,7 @@ from fp8pass.dump.writer import Dump, _run_folder
 from fp8pass.errors import Fp8Error
 from fp8pass.options.config import Config
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
-from fp8pass.pipeline import KernelPasses, kernel_passes, passes
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, KernelPasses
 from fp8pass.recipes import DelayedScaling
 from tests.harness import capture, compiled, verdicts, without_caches
 from tests.models import Block, make
@@ -159,9 +159,9 @@ def test_what_is_written(lowering: str, tmp_path: Path, of_block: Path) -> None:
     layer, x = nn.Linear(32, 48), torch.randn(16, 32)
     of_run, n = (of_block, 6) if lowering == "eager" else (dumped(layer, x, tmp_path, lowering=lowering), 2)
     (folder,) = (of_run / "run_000").glob("graph_*")
-    joint, kernels = [f"joint.{p.name}" for p in passes([])], [p.name for p in kernel_passes()]
+    joint, kernels = [f"joint.{p.name}" for p in JOINT], [p.name for p in KERNELS]
     code = ["output_code"] if lowering == "inductor" else []
-    steps = ["dynamo.annotate", "dynamo.lift_scale_states", *joint]
+    steps = [*(f"dynamo.{p.name}" for p in DYNAMO if p.name != "insert_monitors"), *joint]
     parts = ("forward", "backward")
     if lowering == "inductor":
         steps += [f"{part}.{name}" for part in parts for name in (*kernels, *code)]
@@ -172,9 +172,9 @@ def test_what_is_written(lowering: str, tmp_path: Path, of_block: Path) -> None:
     assert {s.split(".", 1)[1] for s in stems} >= {*joint, *(f"{p}.{k}" for p in parts for k in kernels)}
     heads = {f: (folder / f).read_text().splitlines()[0] for f in files(folder) if f != "index.md"}
     assert all(re.search(r"made by .* in \d+\.\d m?s|the graph before \w+: applied", h) for h in heads.values()), heads
-    assert heads["008.joint.scaled_mm.after.py"].startswith(f"# made by scaled_mm: applied {n} times in ")
+    assert heads["012.joint.scaled_mm.after.py"].startswith(f"# made by scaled_mm: applied {n} times in ")
     assert f"{n} of {n} matmuls in FP8" in (folder / "report.txt").read_text()
-    diff = (folder / "008.joint.scaled_mm.diff").read_text()
+    diff = (folder / "012.joint.scaled_mm.diff").read_text()
     assert re.search(r"^\+.*_scaled_mm", diff, re.MULTILINE) and not re.search(r"^-.*_scaled_mm", diff, re.MULTILINE)
     index = (folder / "index.md").read_text()
     assert next(row for row in index.splitlines() if "scaled_mm.after" in row).endswith(" lines differ |")
@@ -250,17 +250,16 @@ def test_dumps_run_and_agree(kind: Callable[[], nn.Module], tmp_path: Path, of_b
     folder = of_block if kind is Block else dumped(make(kind), x, tmp_path, recipe=recipe)
     distances = {file.name: compare(file) for file in sorted(folder.rglob("*.before.py"))}
     assert len(distances) >= 2 + 9 + 6 * 2
-    annotated = distances.pop("000.dynamo.annotate.before.py")
-    if kind is ByUser:  # quantized already; and from here on a step ends with each call, which gives other scales
-        annotated = distances.pop("001.dynamo.lift_scale_states.before.py")
-    assert 1e-3 < annotated < FP8
+    # of `ByUser` it is quantized already; and then a step ends with each call, which gives other scales
+    changed = "001.dynamo.lift_scale_states" if kind is ByUser else "004.dynamo.annotate"
+    assert 1e-3 < distances.pop(f"{changed}.before.py") < FP8
     assert max(distances.values()) < ROUNDING, distances
 
 
 def test_dumps_of_another_recipe(tmp_path: Path) -> None:
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), recipe="rowwise")(torch.randn(16, 32)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
-    assert 1e-3 < distances.pop("000.dynamo.annotate.before.py") < FP8
+    assert 1e-3 < distances.pop("004.dynamo.annotate.before.py") < FP8
     assert max(distances.values()) < ROUNDING
 
 
@@ -269,8 +268,8 @@ def test_dumps_of_bfloat16(tmp_path: Path) -> None:
     run = compiled(nn.Linear(32, 48).bfloat16(), dump_dir=str(tmp_path))
     run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
-    assert 1e-3 < distances.pop("000.dynamo.annotate.before.py") < FP8
-    assert 1e-4 < distances.pop("008.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
+    assert 1e-3 < distances.pop("004.dynamo.annotate.before.py") < FP8
+    assert 1e-4 < distances.pop("012.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
     assert max(distances.values()) < ROUNDING, distances
 
 
@@ -301,15 +300,15 @@ def test_updates(tmp_path: Path) -> None:
     distances = {
         f"{f.parent.name.split('.', 1)[1]} {f.name}": compare(f)
         for f in sorted(tmp_path.rglob("*.before.py"))
-        if "graph" in f.parent.name and "dynamo.update" not in f.name
+        if "graph" in f.parent.name and ".update" not in f.parent.name
     }
     changed = {name for name, distance in distances.items() if distance > ROUNDING}
-    assert {name.split(" ")[1] for name in changed} == {"000.dynamo.annotate.before.py"}
+    assert {name.split(" ")[1] for name in changed} == {"004.dynamo.annotate.before.py"}
     assert all(distances[name] < FP8 for name in changed)
-    updates = sorted(tmp_path.rglob("*dynamo.update.before.py"))
+    updates = sorted(tmp_path.rglob("*dynamo.expand_foreach.before.py"))
     assert updates
     for file in updates:
-        before, after = results(file), results(file.with_name(file.name.replace("before", "after")))
+        before, after = results(file), results(next(file.parent.glob("*dynamo.write_weights.after.py")))
         parameters = [name for name in before if "params" in name]
         assert len(parameters) == 2
         for name in parameters:
@@ -334,7 +333,7 @@ def test_a_dump_alone(
         runpy.run_path(str(file), run_name="__main__")
         done = capsys.readouterr().out
     lines = done.splitlines()
-    assert re.match(r"008.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
+    assert re.match(r"012.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
     assert re.match(
         r"output 0 +float32\[16, 48\] +sum \S+, norm \S+, max \S+  (equal|relative distance \S+)$", lines[1]
     )
@@ -366,7 +365,7 @@ def test_what_has_no_text_says_so(tmp_path: Path) -> None:
     recipe = DelayedScaling(amax_compute_algo=lambda history: history.amax(0))
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), recipe=recipe)(torch.randn(16, 32)).sum().backward()
     with pytest.raises(NotImplementedError, match=r"this dump needs .*<lambda>, which can't be written down"):
-        results(next(tmp_path.rglob("000.dynamo.annotate.after.py")))
+        results(next(tmp_path.rglob("004.dynamo.annotate.after.py")))
     assert compare(next(tmp_path.rglob("*joint.scaled_mm.before.py"))) < ROUNDING
 
 
@@ -398,10 +397,10 @@ def test_a_fault_in_a_pass_keeps_the_dumps_and_names_them(tmp_path: Path, monkey
     (folder,) = (tmp_path / "run_000").glob("graph_*")
     assert str(folder) in str(e.value)
     assert str(e.value).count("The dumps so far are in") == 1
-    assert files(folder, "*.py")[-1] == "008.joint.scaled_mm.before.py"
-    head = (folder / "008.joint.scaled_mm.before.py").read_text().splitlines()[0]
+    assert files(folder, "*.py")[-1] == "012.joint.scaled_mm.before.py"
+    head = (folder / "012.joint.scaled_mm.before.py").read_text().splitlines()[0]
     assert head.startswith("# the graph before scaled_mm failed: a fault of fp8pass in its pass scaled_mm: 'broken'")
-    assert results(folder / "008.joint.scaled_mm.before.py")
+    assert results(folder / "012.joint.scaled_mm.before.py")
     assert "| failed: a fault of fp8pass" in (tmp_path / "run_000" / "index.md").read_text()
 
 

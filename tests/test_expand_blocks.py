@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.options.config import Config
 from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
 from fp8pass.quant import ops

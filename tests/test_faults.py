@@ -28,7 +28,7 @@ from fp8pass.quant import kernel_ops
 from fp8pass.report.report import Report, collect
 from tests.harness import compiled
 
-PASSES = [*pipeline.passes([]), *pipeline.kernel_passes()]
+PASSES: list[Any] = [*pipeline.JOINT, *pipeline.KERNELS]
 NAMES = [p.name for p in PASSES]
 IDLE = ("quantize_collectives", "blockwise_mm", "grouped_mm", "expand_blocks", "split_foreach")
 """Passes that find nothing in these graphs, for all of which stands canonicalize every day."""
@@ -129,12 +129,13 @@ def test_numbers_are_those_of_a_trial_without_the_pass(name: str, monkeypatch: p
     assert file.name.endswith(f".{name}.before.py") and file.exists()
 
 
-@pytest.mark.parametrize("name", [name for name, _ in pipeline.dynamo_passes(Config(monitor=True))])
+@pytest.mark.parametrize("name", [p.name for p in pipeline.DYNAMO])
 def test_training_goes_on_without_a_pass_on_dynamos_graph(
     name: str, in_fp8: list[Tensor], in_high_precision: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = name in faults.NEEDED
-    monkeypatch.setattr(pipeline, {"insert_monitors": "watch"}.get(name, name), planted)
+    (found,) = (p for p in pipeline.DYNAMO if p.name == name)
+    monkeypatch.setattr(type(found), "run", planted)
     numbers, report, (warning,) = train_with_fault(monitor=True)
     assert equal(numbers, in_high_precision if needed else in_fp8)
     assert f"its pass {name} on graph" in warning
@@ -305,16 +306,16 @@ def test_training_goes_on_without_a_lowering_that_fails(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "left_out"),
+    ("name", "does", "options", "left_out"),
     [
-        ("write_weights", {}, {"weight_cache": "off"}),
-        pytest.param("skip_nonfinite", {"skip_nonfinite": True}, {}, marks=pytest.mark.variant),
-        pytest.param("read_moments", {"optimizer_state": "fp8"}, {}, marks=pytest.mark.variant),
-        pytest.param("expand_symbolic", {}, {}, marks=pytest.mark.variant),
+        ("write_weights", "_write", {}, {"weight_cache": "off"}),
+        pytest.param("skip_nonfinite", "_skip", {"skip_nonfinite": True}, {}, marks=pytest.mark.variant),
+        pytest.param("read_moments", "_read", {"optimizer_state": "fp8"}, {}, marks=pytest.mark.variant),
+        pytest.param("expand_foreach", "expand_symbolic", {}, {}, marks=pytest.mark.variant),
     ],
 )
 def test_an_update_goes_on_without_what_fails(
-    name: str, options: dict[str, Any], left_out: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, does: str, options: dict[str, Any], left_out: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind: Any = torch.optim.AdamW if "optimizer_state" in options else torch.optim.SGD
 
@@ -336,7 +337,7 @@ def test_an_update_goes_on_without_what_fails(
 
     expected = trained(**left_out)
     monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
-    monkeypatch.setattr(pipeline, {"insert_monitors": "watch"}.get(name, name), planted)
+    monkeypatch.setattr(f"fp8pass.passes.update.{name}.{does}", planted)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         numbers = trained(**options)

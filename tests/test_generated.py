@@ -46,7 +46,7 @@ def check_results(program: Program, actual: Any) -> None:
 def check_detected(program: Program) -> None:
     module = capture(program.run, *program.inputs)
     matmuls = sum(n.target in MATMULS for n in module.graph.nodes)
-    context = run(module, ListMatmuls([]), ScaledMM(), config=Config(recipe=None))
+    context = run(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None))
     gemms = list(context.gemms.values())
     assert len(gemms) == matmuls
     assert all(g.reason and g.rule for g in gemms if g.status == "declined")

@@ -279,7 +279,7 @@ def of(m: int, k: int, g: int, n: int, dtype: torch.dtype = E4M3) -> list[Tensor
 
 def detected(function: Any, *inputs: Any, target: str | None = "h100") -> tuple[Any, Gemm]:
     module = capture(function, *inputs)
-    context = run(module, ListMatmuls([]), GroupedMM(), config=Config(recipe=None, target=target))
+    context = run(module, ListMatmuls(), GroupedMM(), config=Config(recipe=None, target=target))
     (gemm,) = context.gemms.values()
     return module, gemm
 

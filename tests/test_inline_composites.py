@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fp8pass.passes.annotate.inline_composites import COMPOSITES, inline
+from fp8pass.passes.annotate.inline_composites import COMPOSITES, InlineComposites
 from fp8pass.passes.common.matmul_calls import spelling_of
-from tests.harness import expect_text
+from tests.harness import expect_text, on_dynamos_graph
 
 
 class Wrapped(nn.Module):
@@ -27,10 +27,10 @@ class Wrapped(nn.Module):
 
 def inlining(applied: list[int]) -> Callable[..., Any]:
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        applied.append(inline(module))
-        module.graph.lint()
+        context = on_dynamos_graph(module, InlineComposites())
+        applied.append(int(context.notes[0].split()[1]))
+        module = context.annotation.module
         assert not [n for n in module.graph.nodes if n.target in COMPOSITES]
-        module.recompile()
         return module.forward
 
     return backend
@@ -77,7 +77,7 @@ def test_graph() -> None:
     found: list[str] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        inline(module)
+        module = on_dynamos_graph(module, InlineComposites()).annotation.module
         calls = (n for n in module.graph.nodes if n.op == "call_function" and spelling_of(n))
         found.extend(f"{n.target}: {list(n.meta['example_value'].shape)}" for n in calls)
         return module.forward

@@ -14,9 +14,9 @@ import fp8pass
 from fp8pass.graph.annotation import CHECKPOINT
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import module_path, source_name
-from fp8pass.passes.annotate.inline_regions import inline_regions
+from fp8pass.passes.annotate.inline_regions import InlineRegions
 from fp8pass.report.report import collect
-from tests.harness import compiled, train
+from tests.harness import compiled, on_dynamos_graph, train
 from tests.models import batches, make
 
 marked: Any = torch.compiler.nested_compile_region
@@ -116,8 +116,10 @@ def of_the_graph(program: Callable[[Any], nn.Module], mark: Any) -> list[str]:
     found: list[str] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        inlined = inline_regions(module)
-        assert (inlined is not module) == (mark is marked) and inline_regions(inlined) is inlined
+        context = on_dynamos_graph(module, InlineRegions(), InlineRegions())
+        inlined = context.annotation.module
+        first, second = (int(note.split()[1]) for note in context.notes)
+        assert (first > 0) == (mark is marked) and second == 0
         found.extend(text(inlined, [source_name(n) for n in module.graph.nodes if n.op == "placeholder"]))
         return inlined.forward
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8pass import scaling
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import ONE_STAGE
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels.materialize import MOST, MOST_AMAXES, Materialize

@@ -18,7 +18,7 @@ from fp8pass.graph.annotation import Annotation
 from fp8pass.hardware import TARGETS
 from fp8pass.names import merged_name, module_path, parts_of
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.annotate import annotate
+from fp8pass.pipeline import annotated as annotate
 from fp8pass.recipes import DelayedScaling, DynamicScaling
 from fp8pass.roofline import merged_seconds_saved
 from fp8pass.states.checkpoint import _together
@@ -102,8 +102,8 @@ qdq_operand: "f32[4, 8, 32]" = fp8pass_quant_ops_qdq_operand(l_x_, Dynamic(recip
 qdq_operand_1: "f32[96, 32]" = fp8pass_quant_ops_qdq_operand(cat, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e4m3fn))
 linear_3: "f32[4, 8, 96]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
 qdq_gradient: "f32[4, 8, 96]" = fp8pass_quant_ops_qdq_gradient(linear_3, Dynamic(recipe=DynamicScaling(), dtype=torch.float8_e5m2))
-_add_bias: "f32[4, 8, 96]" = fp8pass_passes_annotate_annotate__add_bias(qdq_gradient, cat_1, torch.float32, 1)
-split = _add_bias.split([48, 48], -1)
+add_bias: "f32[4, 8, 96]" = fp8pass_quant_ops_add_bias(qdq_gradient, cat_1, torch.float32, 1)
+split = add_bias.split([48, 48], -1)
 getitem: "f32[4, 8, 48]" = split[0]
 getitem_1: "f32[4, 8, 48]" = split[1]
 silu: "f32[4, 8, 48]" = torch.nn.functional.silu(getitem)

@@ -232,7 +232,7 @@ def test_strict_takes_a_malformed_quantize_for_meant() -> None:
 def test_two_obstacles_do_not_hide_each_other(function: Callable[..., Tensor]) -> None:
     """Still quantized, so that strict raises; the one nearest to the matmul is named, and no note says otherwise."""
     module = capture(function, *COLUMNS)
-    context = run(module, ListMatmuls([]), ScaledMM())
+    context = run(module, ListMatmuls(), ScaledMM())
     (gemm,) = context.gemms.values()
     assert gemm.quantized
     assert gemm.rule in ("scale shape", "op between")

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8pass
 from fp8pass import scaling
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.options.config import Config
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.quant import ops

@@ -12,13 +12,15 @@ from torch import Tensor, fx, nn
 
 import fp8pass
 from fp8pass.graph.annotation import copy_to_edit
-from fp8pass.passes.update import quantize_moments
-from fp8pass.passes.update.quantize_moments import moments_of, read_moments, write_moments
-from fp8pass.passes.update.write_weights import written
+from fp8pass.passes.update import find_moments
+from fp8pass.passes.update.find_moments import moments_of
+from fp8pass.passes.update.read_moments import ReadMoments
+from fp8pass.passes.update.write_moments import WriteMoments
+from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
 from fp8pass.quant.moments import Fp8Moment
-from fp8pass.runtime.update_key import attribute
-from tests.harness import BF16, E4M3, F16, F32, expect_graph
+from fp8pass.runtime.update_key import UpdateKey, attribute
+from tests.harness import BF16, E4M3, F16, F32, expect_graph, on_update
 from tests.test_write_weights import Lion
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +162,7 @@ def adam(p: nn.Parameter, m: Tensor, v: Tensor) -> None:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
     """Dynamo's graph of it, rewritten."""
-    monkeypatch.setattr(quantize_moments, "LEAST", 1)
+    monkeypatch.setattr(find_moments, "LEAST", 1)
     found: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
@@ -173,9 +175,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
     (module,) = found
     moments = sorted(moments_of(module, written(module)), key=lambda x: x.kind)
     assert [x.kind for x in moments] == ["first", "second"]
-    write_moments(module.graph, moments, read_moments(module.graph, moments), None)
-    module.graph.lint()
-    module.recompile()
+    on_update(module, UpdateKey((), (), (), tuple(moments)), ReadMoments(), WriteMoments())
     return module
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import WITH_AMAX
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels import quantize_tiles

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8pass
 from fp8pass import scaling
 from fp8pass.errors import warn_once
-from fp8pass.graph.rule import LeftOut, Reject
+from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.annotate.quantizers import is_uniform, quantizers
 from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops

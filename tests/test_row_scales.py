@@ -249,7 +249,7 @@ def test_refused(case: str) -> None:
 
     function, inputs, reason = REFUSED[case]
     module = capture(function, *inputs)
-    (gemm,) = apply(module, ListMatmuls([]), ScaledMM())
+    (gemm,) = apply(module, ListMatmuls(), ScaledMM())
     assert (gemm.status, gemm.rule) == ("declined", "join" if case == "joined" else "scale shape")
     assert re.search(reason, gemm.reason), gemm.reason
     assert torch.equal(module(*inputs), function(*inputs))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import SAVED
 from fp8pass.options.config import Config
 from fp8pass.passes.share.save_sums import SaveSums

@@ -13,10 +13,13 @@ from torch import Tensor, fx, nn
 
 import fp8pass
 from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.options.config import Config
 from fp8pass.passes.common.state_inputs import state_input
-from fp8pass.passes.update.skip_nonfinite import gradients, skip_nonfinite
-from fp8pass.passes.update.write_weights import at_beginning, written
+from fp8pass.passes.update.context import UpdateContext
+from fp8pass.passes.update.skip_nonfinite import SkipNonfinite, gradients
+from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
+from fp8pass.runtime.update_key import UpdateKey
 from tests.harness import BF16, F32, expect_graph
 from tests.test_write_weights import Lion
 
@@ -48,9 +51,10 @@ def captured(p: nn.Parameter, m: Tensor) -> fx.GraphModule:
 def rewritten() -> fx.GraphModule:
     p, m = parameter(), torch.zeros(4, 8)
     module = captured(p, m)
-    places = written(module)
+    key = UpdateKey((), (), tuple(written(module)), ())
     amax = state_input(module.graph, "amax")
-    skip_nonfinite(module.graph, at_beginning(module.graph, places), [amax])
+    context = UpdateContext(Config(), key=key, states=[{"amax_forward": amax}])
+    SkipNonfinite().run(module.graph, context)
     module.graph.lint()
     module.recompile()
     return module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.inductor.combo_kernels import SMALL
 from fp8pass.options.config import Config
 from fp8pass.passes.common.foreach import SPLITS

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass.graph.annotation import STATE_INPUTS, Annotation, Frozen
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.annotate import annotate
+from fp8pass.pipeline import annotated as annotate
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, StaticScaling
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.options.config import Config
 from fp8pass.passes.share.use_transposes import UseTransposes
 from fp8pass.quant.ops import WITH_TRANSPOSE, with_transpose

@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fp8pass.passes.update.write_weights import inputs_of_states, write_weights, written
+from fp8pass.passes.update.take_states import TakeStates
+from fp8pass.passes.update.write_weights import WriteWeights
+from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runtime.update_key import State, Write, attribute
-from tests.harness import E4M3, expect_graph
+from fp8pass.runtime.update_key import State, UpdateKey, Write, attribute
+from tests.harness import E4M3, expect_graph, on_update
 
 
 class Lion(torch.optim.Optimizer):
@@ -271,10 +273,8 @@ def test_graph() -> None:
     places = written(module)
     assert places == [0, 2]
     writes = [Write((0,), state=0, index=0, transposed=False), Write((2, None), state=0, index=2, transposed=True)]
-    states = [State(DelayedScaling(), first=3, count=4)]
-    write_weights(module.graph, states, inputs_of_states(module.graph, states, skips=False), writes)
-    module.graph.lint()
-    module.recompile()
+    states = (State(DelayedScaling(), first=3, count=4),)
+    on_update(module, UpdateKey(states, tuple(writes), (), ()), TakeStates(), WriteWeights())
     expect_graph(
         module,
         """\
@@ -315,9 +315,8 @@ def test_what_is_written() -> None:
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
     first, second = written(module)
     writes = [Write((first,), 0, 0, transposed=False), Write((second, None), 0, 2, transposed=True)]
-    states = [State(DelayedScaling(), first=1, count=3)]
-    write_weights(module.graph, states, inputs_of_states(module.graph, states, skips=False), writes)
-    module.recompile()
+    states = (State(DelayedScaling(), first=1, count=3),)
+    on_update(module, UpdateKey(states, tuple(writes), (), ()), TakeStates(), WriteWeights())
     scale = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
     history = torch.zeros(4, 5)
     history[1] = torch.tensor([9.0, 1.0, 2.0, 14.0, 9.0])

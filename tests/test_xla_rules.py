@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 def rewritten(case: Case) -> tuple[fx.GraphModule, list[Gemm], list[str]]:
     module = capture(case.function, *case.inputs, device=case.device, dynamic=case.dynamic)
     target = case.target or ("sm_90" if case.device == "cuda" else None)
-    context = run(module, ListMatmuls([]), ScaledMM(), config=Config(recipe=None, target=target))
+    context = run(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None, target=target))
     gemms = list(context.gemms.values())
     return module, gemms, [*context.notes, *(g.note for g in gemms if g.note)]
 
@@ -59,7 +59,7 @@ def test_case(name: str) -> None:
     if case.device == "cpu":
         _compare(case, module)
     once = text(module)
-    assert run(module, ListMatmuls([]), ScaledMM()).gemms == {}
+    assert run(module, ListMatmuls(), ScaledMM()).gemms == {}
     assert text(module) == once
 
 

@@ -41,6 +41,8 @@ Outcome = Literal["passes", "fails", "unclear"]
 Verdict = Literal["numbers", "pass", "compiler", "weight_cache", "not fp8", "passes", "unclear"]
 MOST_SETS, MOST_TOGETHER = 8, 4
 """How many sets of culprits are looked for, and of how many matmuls a set may be whose operands are looked at."""
+_OPTIONAL = ("inline_composites", "write_matmuls", "merge_siblings")
+"""The passes on Dynamo's graph that FP8 can do without."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class _Bisector:
         trial = Trial(**{**self.how, **options})
         units = None if trial.units is None or set(trial.units) == set(self.units) else frozenset(trial.units)
         passes = None if trial.passes is None else tuple(trial.passes)
-        key = (units, frozenset(trial.instead.items()), trial.way, passes, trial.weight_cache)
+        key = (units, frozenset(trial.instead.items()), trial.way, passes, trial.without, trial.weight_cache)
         if key in self.known and not again:
             return self.known[key]
         if len(self.found.runs) >= self.max_runs:
@@ -304,6 +306,7 @@ class _Bisector:
                 'backend="fp8pass") or fp8pass.train_step made, and must not have torch.compiler.disable around it'
             )
         self.units, lowerings, cached = self.trial.seen, self.trial.lowerings, self.trial.cached
+        applied = self.trial.applied
         found.matmuls = sum(unit.kind != "moments" for unit in self.units)
         if outcome != "fails":
             found.verdict = "passes"
@@ -315,6 +318,9 @@ class _Bisector:
         reference = self._try("everything in FP8, the annotated graphs run eagerly", way="reference")
         if reference == "fails":
             found.verdict, self.how = "numbers", {"way": "reference"}
+            self._find_rewriting([name for name in _OPTIONAL if name in applied])
+            if found.pass_name:
+                return
         elif reference == "passes":
             self._find_machinery(lowerings == {"eager"}, cached)
         else:
@@ -322,6 +328,13 @@ class _Bisector:
                 "The annotated graphs could not be run eagerly: numbers, passes and Inductor are not told apart."
             )
         self._find_matmuls()
+
+    def _find_rewriting(self, names: Sequence[str]) -> None:
+        """Which of these passes on Dynamo's graph is at fault, if one is: the annotated graph has what it wrote."""
+        for name in names:
+            if self._try(f"the annotated graphs without {name}", without=(name,)) == "passes":
+                self.found.verdict, self.found.pass_name = "pass", name
+                return
 
     def _find_machinery(self, runs_eagerly: bool, cached: bool) -> None:
         """Which part of what is made of the annotated graph is at fault."""
@@ -331,7 +344,7 @@ class _Bisector:
         if cached and self._try("without FP8 copies of weights", weight_cache=False) == "passes":
             found.verdict = "weight_cache"
             return
-        names = [p.name for p in (*pipeline.passes([]), *pipeline.kernel_passes())]
+        names = [p.name for p in (*pipeline.JOINT, *pipeline.KERNELS)]
         good, bad = 0, len(names)
         if self._try("with no pass", passes=()) == "fails":
             found.verdict, found.pass_name = "compiler", "AOTAutograd" if behind_passes else "Inductor"

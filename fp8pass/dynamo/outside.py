@@ -34,7 +34,7 @@ from fp8pass._torch import (
 )
 from fp8pass.dynamo.products import Product, is_recurrent, products_of
 from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.graph.rule import MAX_BATCHES, LeftOut, Reject
+from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.module_tensors import named_tensors

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import WatchTable, watch_cached, watch_operand
 from fp8pass.states.slots import SlotTable

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.graph.rule import MAX_BATCHES, LeftOut, Reject
+from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.options.config import Config
 from fp8pass.recipes import Recipe
 

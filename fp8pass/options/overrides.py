@@ -20,8 +20,8 @@ from fp8pass.recipes import KINDS, Kind, Recipe, Role
 
 Way = Literal["configured", "eager", "reference"]
 """How graphs run: as the program's options say; op by op, behind all passes; or as annotated, with no pass at all."""
-REQUIRED = ("list_matmuls",)
-"""Passes that change nothing and that others build upon."""
+REQUIRED = ("list_matmuls", "take_states", "read_moments", "skip_nonfinite", "write_moments", "write_weights")
+"""Passes that change nothing and that others build upon, and those that give an update the inputs it is called with."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,23 @@ Operand = tuple[Unit, Role]
 @dataclass
 class Trial:
     """units: all that runs in FP8; None: what the program's options say. instead: how operands are quantized that are
-    not to be as configured, None for not at all. passes: those that run; None for all. weight_cache: whether it may be
-    used. seen, recipes, cached: what the graphs that were compiled have: units, with their recipes, and FP8 copies.
+    not to be as configured, None for not at all. passes: those that run on what becomes of the annotated graph; None:
+    all. without: those that do not run on Dynamo's graph. weight_cache: whether it may be used.
+
+    Of the graphs that were compiled, seen: their units, with the recipes; applied: the passes that did something;
+    cached: whether they have FP8 copies.
     """
 
     units: Collection[Unit] | None = None
     instead: Mapping[Operand, Recipe | None] = field(default_factory=dict)
     way: Way = "configured"
     passes: Collection[str] | None = None
+    without: Collection[str] = ()
     weight_cache: bool = True
     seen: dict[Unit, Recipe | None] = field(default_factory=dict)
     graphs: int = 0
     lowerings: set[str] = field(default_factory=set)
+    applied: set[str] = field(default_factory=set)
     cached: bool = False
 
     def configured(self, config: Config) -> Config:
@@ -88,8 +93,10 @@ class Trial:
         """Whether it runs in FP8."""
         return self.units is None or unit in self.units
 
-    def runs(self, name: str) -> bool:
-        """Whether a pass runs."""
+    def runs(self, name: str, part: str) -> bool:
+        """Whether a pass runs on a graph, of which `part` says whose it is, as in dumps."""
+        if part == "dynamo":
+            return name not in self.without
         return self.passes is None or name in self.passes or name in REQUIRED
 
     def see(self, unit: Unit, recipe: Recipe) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
-from fp8pass.quant import grouped, moments
+from fp8pass.quant import grouped, moments, sharded
 from fp8pass.quant.kernel_ops import ROUNDED
 from fp8pass.quant.moments import MomentKind
 from fp8pass.quant.sharded import amax_over, copy_of, on_part
@@ -655,3 +655,11 @@ class _StaticQDQ(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, None
+
+
+def add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> Tensor:
+    """`beta * bias + y` in `dtype`, as linear, addmm and baddbmm mean it: beta 0 ignores even a NaN bias."""
+    if beta == 0:
+        bias = torch.where(torch.zeros_like(bias, dtype=torch.bool), bias, 0)
+    bias = bias.to(dtype)
+    return sharded.add(y, bias if beta in (0, 1) else beta * bias)

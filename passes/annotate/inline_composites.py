@@ -11,7 +11,6 @@ see. They are traced as torch.export does, ahead of autograd, so that what comes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -20,16 +19,28 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8pass._torch import FakeTensor
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.passes.common.regions import Part, parts
 
 COMPOSITES = (F.multi_head_attention_forward,)
 
 
-def inline(module: fx.GraphModule, leave: Container[fx.Node] = ()) -> int:
-    """Inline every composite function of Dynamo's graph, in place, but for some; returns how many there were."""
-    found = (n for n in module.graph.nodes if n.op == "call_function" and n.target in COMPOSITES)
-    calls = [n for n in found if n not in leave]
+class InlineComposites:
+    """Over Dynamo's graph and its regions."""
+
+    name = "inline_composites"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Inline every composite function, but for those inside of function transforms."""
+        return sum(_inline(part) for part in parts(context.annotation.module, context.names))
+
+
+def _inline(part: Part) -> int:
+    graph = part.module.graph
+    found = (n for n in graph.nodes if n.op == "call_function" and n.target in COMPOSITES)
+    calls = [n for n in found if n not in part.inside]
     for node in calls:
-        _inline_call(module.graph, node)
+        _inline_call(graph, node)
     return len(calls)
 
 

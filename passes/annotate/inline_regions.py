@@ -22,25 +22,29 @@ from torch import fx
 
 from fp8pass._torch import INVOKE_SUBGRAPH
 from fp8pass.graph.annotation import CHECKPOINT, copy_to_edit
+from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.names import Path, path_of, source_name, source_of_path
 
 
-def inline_regions(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of Dynamo's graph in which no region is called; the same object if none is."""
-    if not any(n.target is INVOKE_SUBGRAPH for part in _parts(module) for n in part.graph.nodes):
-        return module
-    module = copy_to_edit(module)
-    sources = {p: source_name(p) for p in _inputs(module)}
-    _Inliner().visit(module, module.graph.nodes, {p: path_of(source) for p, source in sources.items() if source})
-    module.delete_all_unused_submodules()
-    for part in _parts(module):
-        part.graph.lint()
-        part.recompile()
-    return module
+class InlineRegions:
+    """Over Dynamo's graph, and whatever graphs are in it."""
+
+    name = "inline_regions"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Inline the calls of all regions."""
+        module = context.annotation.module
+        sources = {p: source_name(p) for p in _inputs(module)}
+        inliner = _Inliner()
+        inliner.visit(module, graph.nodes, {p: path_of(source) for p, source in sources.items() if source})
+        if inliner.count:
+            module.delete_all_unused_submodules()
+        return inliner.count
 
 
 class _Inliner:
     def __init__(self) -> None:
+        self.count = 0
         self.traced: dict[str, list[Path | None]] = {}
         """By the name of a body: the paths of the module that called it first, and of what was handed to it then."""
 
@@ -56,6 +60,7 @@ class _Inliner:
 
     def _inline(self, module: fx.GraphModule, call: fx.Node, paths: Mapping[fx.Node, Path]) -> list[fx.Node]:
         """Put the nodes of the body in the place of the call; return them."""
+        self.count += 1
         holder, name, *operands = _args(call)
         body = getattr(module, holder.target)
         given: list[Path | None] = [_innermost(call), *(paths.get(x) for x in operands)]

@@ -15,15 +15,16 @@ Runs on Dynamo's annotated graph, where gradients are enabled. Without it, nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.graph.annotation import CHECKPOINT, Annotation
+from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.options.config import Config
-from fp8pass.passes.common.state_inputs import Region, state_input, thread
+from fp8pass.passes.common.regions import Region
+from fp8pass.passes.common.state_inputs import state_input, thread
 from fp8pass.quant import monitor_ops, ops
 from fp8pass.quant.monitor_ops import WATCHED, WatchTable
 
@@ -36,16 +37,27 @@ BACKWARD = (ops.qdq_gradient, ops.route)
 INPUTS = ("numerics_forward", "numerics_backward")
 
 
-def watch(annotation: Annotation, config: Config) -> Annotation:
-    """Watch what `config.monitor` names, in place. The tables are in the order of the graph."""
-    if not config.monitor or not torch.is_grad_enabled():
-        return annotation
-    parts = list(_parts(annotation.module))
+class InsertMonitors:
+    """Over Dynamo's graph and its regions."""
+
+    name = "insert_monitors"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Watch what `config.monitor` names; returns how many tensors that are."""
+        if not context.config.monitor or not torch.is_grad_enabled():
+            return 0
+        context.annotation.watched = table = _watch(context.annotation.module, context.config)
+        return 0 if table is None else len(table.watched)
+
+
+def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
+    """Watch in place. The tables are in the order of the graph."""
+    parts = list(_parts(module))
     found = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
     forward = [(p, n) for p, n in found if n.target in FORWARD]
     backward = [(p, n) for p, n in found if n.target in BACKWARD]
     if not found:
-        return annotation
+        return None
     inputs = _inputs(parts, {p for p, _ in found})
     for i, (part, node) in enumerate(forward):
         _watch_operand(node, inputs[part]["numerics_forward"], i)
@@ -53,12 +65,9 @@ def watch(annotation: Annotation, config: Config) -> Annotation:
     for part, node in backward:
         _watch_gradient(node, inputs[part]["numerics_backward"], gradients)
         gradients += len(node.meta[WATCHED])
-    for part, _ in parts:
-        part.graph.lint()
-        part.recompile()
     watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
     device = found[0][1].meta["example_value"].device
-    return replace(annotation, watched=WatchTable(watched, len(forward), device, config.monitor_steps))
+    return WatchTable(watched, len(forward), device, config.monitor_steps)
 
 
 def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | None]]:

@@ -12,28 +12,29 @@ see `fp8pass.quant.ops.SlotTensors.inputs`. Uses in the bodies of control flow a
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from fp8pass.graph.annotation import Annotation, copy_to_edit
+from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.quant import ops
 from fp8pass.states import scale_state
 
 
-def lift_scale_states(annotation: Annotation) -> Annotation:
-    """A copy in which every call is a step of the states that it uses; the same object if it uses none."""
-    if not any(n.target is scale_state.begin_use for n in annotation.module.graph.nodes):
-        return annotation
-    module = copy_to_edit(annotation.module)
-    lifter = _Lifter(module.graph)
-    for node in list(module.graph.nodes):
-        lifter.visit(node)
-    module.graph.lint()
-    module.recompile()
-    return replace(annotation, module=module, late=lifter.late, states=lifter.states)
+class LiftScaleStates:
+    """Over Dynamo's graph, but not the graphs in it."""
+
+    name = "lift_scale_states"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Make every call of the graph a step of the states that it uses; returns how many those are."""
+        lifter = _Lifter(graph)
+        if any(n.target is scale_state.begin_use for n in graph.nodes):
+            for node in list(graph.nodes):
+                lifter.visit(node)
+        context.annotation.late, context.annotation.states = lifter.late, lifter.states
+        return len(lifter.states)
 
 
 class _Lifter:

@@ -12,7 +12,7 @@ Cats of quantized tensors are kernels' business (quantize_tiles.py): nothing is 
 A result that only elementwise ops read, or views of it, is read in place. Any other reader gets a copy, for it may
 depend on strides, or be saved for backward, which would keep all of y alive; but not attention that reads all of them.
 
-Runs on Dynamo's graph, as a part of the annotate pass.
+Runs on Dynamo's graph, before the annotate pass, which gives merged weights one scale.
 """
 
 from __future__ import annotations
@@ -28,14 +28,50 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fp8pass._torch import MODE_CHANGES, FakeTensor, TorchDispatchMode, is_alias_of, pytree
-from fp8pass.hardware import Target
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.refusal import Reject
+from fp8pass.hardware import Target, target_of
 from fp8pass.names import Names
+from fp8pass.passes.annotate.check import ONE_SCALE, check
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, spelling_of
-from fp8pass.recipes import DelayedScaling, DynamicScaling, Recipe
+from fp8pass.passes.common.regions import Part, parts
+from fp8pass.recipes import Recipe
 from fp8pass.roofline import memory_seconds, merged_seconds_saved, predicted_speedup
 
-ONE_SCALE = (DelayedScaling, DynamicScaling)
-"""Recipes under which a merged tensor is quantized as a whole: not their subclasses, which calibrate."""
+
+class MergeSiblings:
+    """Over Dynamo's graph and its regions."""
+
+    name = "merge_siblings"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Merge every family for which it pays, or every one, as `config.merge_siblings` says."""
+        if context.config.merge_siblings is False:
+            return 0
+        return sum(_merge_all(part, context) for part in parts(context.annotation.module, context.names))
+
+
+def _merge_all(part: Part, context: DynamoContext) -> int:
+    graph, names, config, applied = part.module.graph, context.names, context.config, 0
+    for family in families(graph, names, lambda node: _sibling(node, part, context)):
+        first = family.siblings[0]
+        target = target_of(first.weight.meta["example_value"].device, config.target)
+        if should_merge(family, target, config.merge_siblings, config.min_speedup):
+            context.merged[merge(graph, family, names)] = first.recipe
+            applied += 1
+    return applied
+
+
+def _sibling(node: fx.Node, part: Part, context: DynamoContext) -> Sibling | None:
+    """A linear layer, if the recipe and the filter take it."""
+    if node in part.inside:
+        return None
+    name, _ = context.names.of(node, LINEAR.name, [argument(node, LINEAR.b)])
+    try:
+        call = check(node, LINEAR, name, context.config, node.meta["example_value"].requires_grad)
+    except Reject:
+        return None  # for a reason that it will be given as itself
+    return Sibling(node, call.recipe, call.sizes)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8pass.graph.rule import LeftOut, Reject
+from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops
 from fp8pass.recipes import (

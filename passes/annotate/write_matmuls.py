@@ -10,7 +10,7 @@ before   y.addmm_(a, b)
 after    y.copy_(addmm(y, a, b))
 changes  nothing but the order in which a few sums are rounded
 
-Runs on Dynamo's graph, ahead of the annotate pass, which knows the calls of spellings.py and would see no matmul in
+Runs on Dynamo's graph, before the annotate pass, which knows the calls of matmul_calls.py and would see no matmul in
 these. What stays as it is has a verdict by `refusal`.
 """
 
@@ -18,25 +18,37 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fp8pass._torch import OpOverload, OpOverloadPacket, enter_autocast, exit_autocast, hint_of
-from fp8pass.graph.rule import LeftOut, Reject
+from fp8pass._torch import OpOverload, OpOverloadPacket, hint_of
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.passes.common.regions import Part, in_its_modes, parts
 from fp8pass.passes.common.transforms import Transform, held_by
 
 Term = list[str]
 """The letters of one operand of an einsum."""
 
 
-def write_matmuls(module: fx.GraphModule, leave: Container[fx.Node] = ()) -> int:
-    """Rewrite Dynamo's graph in place, but for some nodes; returns how many calls were rewritten."""
-    calls = (n for n in in_its_modes(module.graph) if n not in leave and name_of(n) in _WRITERS)
-    return sum(_rewrite(module.graph, node) for node in calls)
+class WriteMatmuls:
+    """Over Dynamo's graph and its regions."""
+
+    name = "write_matmuls"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Rewrite every call that is written as matmuls, but for those inside of function transforms."""
+        return sum(_write(part) for part in parts(context.annotation.module, context.names))
+
+
+def _write(part: Part) -> int:
+    graph = part.module.graph
+    calls = (n for n in in_its_modes(graph) if n not in part.inside and name_of(n) in _WRITERS)
+    return sum(_rewrite(graph, node) for node in calls)
 
 
 def refusal(node: fx.Node, inside: Sequence[Transform] = ()) -> Reject | None:
@@ -75,21 +87,6 @@ def name_of(node: fx.Node) -> str:
         return name if namespace == "aten" else ""
     is_torchs = str(getattr(target, "__module__", "")).partition(".")[0] in ("torch", "_operator")
     return str(getattr(target, "__name__", "")) if is_torchs else ""
-
-
-def in_its_modes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the nodes, each while autocast is on or off as it will be where the node runs."""
-    entered: dict[Any, Any] = {}
-    try:
-        for node in list(graph.nodes):
-            if node.target is enter_autocast:
-                entered[node] = enter_autocast(*node.args)
-            elif node.target is exit_autocast:
-                exit_autocast(entered.pop(node.args[0]))
-            yield node
-    finally:
-        for mode in reversed(entered.values()):
-            exit_autocast(mode)  # type: ignore[no-untyped-call]
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:

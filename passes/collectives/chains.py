@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.passes.common.patterns import (
     CASTS,

@@ -35,7 +35,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass import scaling
 from fp8pass._torch import hint_of, micro_pipelines
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.rule import Context, Reject
+from fp8pass.graph.pass_base import Context
+from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.passes.collectives.chains import (
     COLLECTIVES,

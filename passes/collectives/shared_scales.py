@@ -19,7 +19,7 @@ from torch import fx
 
 from fp8pass._torch import ranks_of
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.passes.collectives.chains import (
     OF_ALL,
     WAIT,

@@ -15,17 +15,18 @@ SPLITS = {
 """The ops of which one on a list is the same as one on each tensor, argument by argument."""
 
 
-def expand_symbolic(graph: fx.Graph) -> None:
+def expand_symbolic(graph: fx.Graph) -> int:
     """Replace ops on lists that have a symbolic number among their arguments by one op for each tensor.
 
     A learning rate that may change from call to call is such a number. On lists, torch takes it for a constant, and
-    compiles anew for each.
+    compiles anew for each. Returns how many ops were replaced.
     """
-    expand_foreach(graph, lambda node: any(map(_is_symbolic, node.all_input_nodes)))
+    return expand_foreach(graph, lambda node: any(map(_is_symbolic, node.all_input_nodes)))
 
 
-def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _: True) -> None:
-    """Ops on lists, in Dynamo's graph, become one op for each tensor."""
+def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _: True) -> int:
+    """Replace ops on lists, in Dynamo's graph, by one op for each tensor; returns how many."""
+    applied = 0
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         base = name.removeprefix("_foreach_")
@@ -41,6 +42,8 @@ def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
+        applied += 1
+    return applied
 
 
 def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8pass import hardware
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.quant import grouped
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fp8pass._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, linear
-from fp8pass.graph.rule import LeftOut, Reject
+from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.wanted import Sizes
 from fp8pass.quant import grouped
 from fp8pass.recipes import Kind

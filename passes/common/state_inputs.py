@@ -21,18 +21,10 @@ from fp8pass import scaling
 from fp8pass._torch import ConstantSource
 from fp8pass.graph.annotation import STATE_INPUTS, Cached, Frozen
 from fp8pass.options.config import Reduction
+from fp8pass.passes.common.regions import Region
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
 from fp8pass.states.slots import SlotTable
-
-
-@dataclass(frozen=True)
-class Region:
-    """A graph within the graph, of activation checkpointing: `call`, in the graph `outer`, runs `body`."""
-
-    outer: fx.Graph
-    call: fx.Node
-    body: fx.GraphModule
 
 
 @dataclass(frozen=True)

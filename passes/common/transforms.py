@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 
 
 @dataclass(frozen=True)

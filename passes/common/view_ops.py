@@ -19,7 +19,7 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import val
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common.patterns import COPIES, JOINS, MOVEMENT, at, aten, constant, first, prims
 
 Emit = Callable[..., Any]

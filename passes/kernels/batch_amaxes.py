@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import RECORDED
 from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first, move_before
 from fp8pass.quant.kernel_ops import JOINED, ROWS

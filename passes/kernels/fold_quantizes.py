@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.patterns import CASTS, aten, dtype_of, first, prims
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.scaling import FP8_DTYPES, fp8_max

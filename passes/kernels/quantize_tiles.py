@@ -33,7 +33,7 @@ from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import MADE_BY, TILED, WITH_AMAX
 from fp8pass.passes.common.patterns import (
     RESHAPES,

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import OpOverload
 from fp8pass.graph.builder import Builder, is_tensor, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.inductor.combo_kernels import SMALL
 from fp8pass.passes.common.foreach import SPLITS
 from fp8pass.passes.common.patterns import aten, dtype_of

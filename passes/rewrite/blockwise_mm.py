@@ -22,7 +22,8 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensorMode
 from fp8pass.graph.builder import Builder, compute, val
-from fp8pass.graph.rule import Context, Reject
+from fp8pass.graph.pass_base import Context
+from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import target_of, why_no_block_kernel
 from fp8pass.names import short
 from fp8pass.passes.common.patterns import ADDING_MATMULS, MATMULS, at, aten, dtype_name, prims

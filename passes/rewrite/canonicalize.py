@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.scaling import FP8_DTYPES, fp8_max
 
 

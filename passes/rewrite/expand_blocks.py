@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.quant.grouped import DEQUANTIZE_GROUPS, ROWS_APART, dequantized_groups, rows_apart_formula
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS, dequantized_blocks
 

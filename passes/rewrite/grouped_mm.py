@@ -30,7 +30,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8pass import hardware
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph.builder import val
-from fp8pass.graph.rule import Context, Reject
+from fp8pass.graph.pass_base import Context
+from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short
 from fp8pass.passes.common.grouped_kernels import why_no_kernel

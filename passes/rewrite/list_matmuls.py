@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fp8pass._torch import OpOverload
 from fp8pass.graph.annotation import Choice
 from fp8pass.graph.builder import val
-from fp8pass.graph.rule import Context, LeftOut, Reject
+from fp8pass.graph.pass_base import Context
+from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short, source_of
 from fp8pass.node_meta import GEMM, SAVED
@@ -52,28 +53,19 @@ class _Forward(NamedTuple):
 
 
 class ListMatmuls:
-    """`choices`: what the annotate pass made of each call, by the index that it left in `meta["custom"]`.
-
-    update: the graph is one of an optimizer's, in which no matmul is to run in FP8. declined: why none of any graph is,
-    after a fault of fp8pass.
-    """
+    """Over the joint graph. The annotate pass has left its index of a call in `meta["custom"]`."""
 
     name = "list_matmuls"
 
-    def __init__(self, choices: list[Choice], update: bool = False, declined: str = "") -> None:
-        self.choices = choices
-        self.update = update
-        self.declined = declined
-
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Fill `context.gemms`."""
-        context.notes += [] if self.update else _unread_dequantizes(graph)
+        context.notes += [] if context.is_update else _unread_dequantizes(graph)
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_Forward]] = {}
         for node in graph.nodes:
             for at_node, of_fallback, factors, sizes in _of_fallback(node):
                 index = _custom(node).get("fp8pass")
-                gemm = self._gemm(at_node, of_fallback, index, factors, sizes, context.config.recipe)
+                gemm = _gemm(at_node, of_fallback, index, factors, sizes, context)
                 context.gemms[at_node] = gemm
             if node.target not in ALL_MATMULS:
                 continue
@@ -88,45 +80,45 @@ class ListMatmuls:
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             sizes = (*val(a).shape, val(b).shape[-1])
-            context.gemms[node] = self._gemm(node, kind, index, (a, b), sizes, context.config.recipe)
+            context.gemms[node] = _gemm(node, kind, index, (a, b), sizes, context)
             node.meta[GEMM] = node.name
         return 0
 
-    def _gemm(
-        self,
-        node: fx.Node,
-        kind: Kind,
-        index: int | None,
-        factors: tuple[fx.Node, fx.Node],
-        sizes: Sequence[Any],
-        recipe: object,
-    ) -> Gemm:
-        """Return the verdict so far. sizes: M, K and N, after that of the batches if there are any."""
-        a, b = factors
-        choice = self.choices[index] if index is not None else Choice("", source_of(node))
-        *batch, m, k, n = sizes
-        if index is None and self.declined:
-            choice.rule, choice.reason = "internal", self.declined
-        elif index is None and recipe is not None:
-            reject = _OF_UPDATE if self.update else _why_unknown(node)
-            choice.rule, choice.reason = reject.rule, str(reject)
-        declined = choice.declined.get(kind)
-        return Gemm(
-            kind=kind,
-            name=choice.name,
-            M=_number(m),
-            K=_number(k),
-            N=_number(n),
-            dtypes=(_dtype(a), _dtype(b), _dtype(node)),
-            source=choice.source or source_of(node),
-            batches=_number(batch[0]) if batch else 1,
-            scaling=choice.scaling if declined is None else "",
-            rule=choice.rule if declined is None else declined.rule,
-            reason=choice.reason if declined is None else str(declined),
-            fast_accum=kind in choice.fast_accum,
-            choice=index,
-            predicted_speedup=choice.predicted_speedup,
-        )
+
+def _gemm(
+    node: fx.Node,
+    kind: Kind,
+    index: int | None,
+    factors: tuple[fx.Node, fx.Node],
+    sizes: Sequence[Any],
+    context: Context,
+) -> Gemm:
+    """Return the verdict so far. sizes: M, K and N, after that of the batches if there are any."""
+    a, b = factors
+    choice = context.choices[index] if index is not None else Choice("", source_of(node))
+    *batch, m, k, n = sizes
+    if index is None and context.declined:
+        choice.rule, choice.reason = "internal", context.declined
+    elif index is None and context.config.recipe is not None:
+        reject = _OF_UPDATE if context.is_update else _why_unknown(node)
+        choice.rule, choice.reason = reject.rule, str(reject)
+    declined = choice.declined.get(kind)
+    return Gemm(
+        kind=kind,
+        name=choice.name,
+        M=_number(m),
+        K=_number(k),
+        N=_number(n),
+        dtypes=(_dtype(a), _dtype(b), _dtype(node)),
+        source=choice.source or source_of(node),
+        batches=_number(batch[0]) if batch else 1,
+        scaling=choice.scaling if declined is None else "",
+        rule=choice.rule if declined is None else declined.rule,
+        reason=choice.reason if declined is None else str(declined),
+        fast_accum=kind in choice.fast_accum,
+        choice=index,
+        predicted_speedup=choice.predicted_speedup,
+    )
 
 
 def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, Any, Any]]]:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common import view_ops
 from fp8pass.passes.common.patterns import (
     ADDING,

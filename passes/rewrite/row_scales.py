@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import FakeTensorMode
 from fp8pass.graph.builder import compute, is_tensor, val
-from fp8pass.graph.rule import Reject
+from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common import view_ops
 from fp8pass.passes.common.patterns import DIVIDING, MULTIPLYING, at, aten, first, fp8_behind, one_number, prims
 from fp8pass.passes.common.view_ops import Emit

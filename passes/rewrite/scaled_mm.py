@@ -8,7 +8,7 @@ or       with scales a_scale_inv: f32[M, 1] and b_scale_inv: f32[1, N], where ro
 changes  y by the rounding of a, b and intermediate results to bf16, which no longer happens; a and b stay if anything
          else reads them
 
-1. Movement goes onto the FP8 tensor, once for all matmuls that read the same (dequantize.py, view_ops.py).
+1. Movement goes onto the FP8 tensor, once for all matmuls that read the same (operands.py, view_ops.py).
 2. Operands are laid out along K and padded (layout.py); the result is sliced back.
 3. What follows goes into the kernel where it can (epilogue.py); a bias that can't is added behind it.
 4. Batches are flattened where one operand is the same for all of them, else there is a call for each (batches.py).
@@ -28,7 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass._torch import FORCE_STRIDE_ORDER, FakeTensorMode
 from fp8pass.graph.builder import compute, val
-from fp8pass.graph.rule import MAX_BATCHES, Context, Reject
+from fp8pass.graph.pass_base import Context
+from fp8pass.graph.refusal import MAX_BATCHES, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import scales_rows, target_of, why_no_fp8
 from fp8pass.names import short

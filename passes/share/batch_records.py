@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8pass.graph.builder import Builder, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import RECORDED
 from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.rewrite.list_matmuls import backward_nodes

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.patterns import VIEWS, aten, is_elementwise, readers, sources
 from fp8pass.passes.rewrite.list_matmuls import save_for_backward
 

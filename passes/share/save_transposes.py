@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import GATHERED
 from fp8pass.passes.common.patterns import (
     VIEWS,

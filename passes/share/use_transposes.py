@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from fp8pass.graph.builder import val
-from fp8pass.graph.rule import Context
+from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.patterns import as_node, aten, first
 from fp8pass.quant.ops import WITH_TRANSPOSE
 

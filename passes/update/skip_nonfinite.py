@@ -21,7 +21,10 @@ from torch import fx
 
 from fp8pass.names import source_name
 from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.passes.update.context import UpdateContext
+from fp8pass.passes.update.written import places
 from fp8pass.quant import ops
+from fp8pass.runtime.update_key import Place
 
 
 def gradients(graph: fx.Graph) -> list[fx.Node]:
@@ -29,7 +32,39 @@ def gradients(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder" and source_name(n).endswith(".grad")]
 
 
-def skip_nonfinite(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:
+class SkipNonfinite:
+    """Over Dynamo's graph of an update."""
+
+    name = "skip_nonfinite"
+
+    def run(self, graph: fx.Graph, context: UpdateContext) -> int:
+        """Put back what the key keeps, and forget the amaxes of the step, if a gradient is not finite."""
+        key = context.key
+        if not key.keeps:
+            return 0
+        names = "amax_forward", "amax_backward", "amax_weights"
+        amaxes = [of[name] for of in context.states for name in of if name in names]
+        moments = {m.place for m in key.moments}
+        others = _at_beginning(graph, [place for place in key.keeps if place not in moments])
+        context.skipped = _skip(graph, [*others, *context.moments], amaxes)
+        return len(key.keeps)
+
+
+def _at_beginning(graph: fx.Graph, wanted: Sequence[Place]) -> list[fx.Node]:
+    """Nodes for the tensors at some places, ahead of everything that is computed."""
+    nodes = {place: node for node, place in places(graph).items()}
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    found = []
+    for place in wanted:
+        if isinstance(place, str):
+            with graph.inserting_after(last):
+                last = graph.get_attr(place)
+            last.meta = dict(nodes[place].meta)
+        found.append(last if isinstance(place, str) else nodes[place])
+    return found
+
+
+def _skip(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:
     """Put back what was `written`, and forget `amaxes`, if a gradient is not finite. Returns whether: b8[].
 
     written: inputs, and nodes that get attributes, at the beginning of the graph. Behind the inputs comes `counts`.

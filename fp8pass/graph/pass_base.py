@@ -1,40 +1,33 @@
-"""The frame that the passes on the joint graph stand in: what a pass is, how it refuses, what it may know."""
+"""What a pass is, and what the passes over one graph share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import fx
 
+from fp8pass.graph.annotation import Annotation, Choice
 from fp8pass.graph.builder import Builder, Computed
 from fp8pass.graph.verdict import Gemm
+from fp8pass.names import Names
 from fp8pass.options.config import Config
-
-MAX_BATCHES = 16
-"""`_scaled_mm` has no batch dimension; a batched matmul becomes at most this many calls."""
-
-
-class Reject(Exception):
-    """A pass can't. May be raised from anywhere in a capture or a check.
-
-    rule: the condition that failed, in a few words; reports count by it. message: one sentence with names and numbers.
-    """
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(message)
-        self.rule = rule
-
-
-class LeftOut(Reject):
-    """The recipe, the filter or the prediction does not want this matmul in FP8. No error under `strict`."""
+from fp8pass.recipes import Recipe
 
 
 @dataclass
 class Context:
-    """What the passes over one joint graph share."""
+    """What the passes over one graph share.
+
+    choices: what the annotate pass made of each call. declined: why all matmuls are declined, if fp8pass has failed on
+    the graph before. is_update: whether the graph updates parameters.
+    """
 
     config: Config
+    choices: Sequence[Choice] = ()
+    declined: str = ""
+    is_update: bool = False
     gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
     """The verdict of every matmul node that the graph held at the start."""
     notes: list[str] = field(default_factory=list)
@@ -47,11 +40,26 @@ class Context:
         return Builder(graph, made_by, self.computed)
 
 
-class Pass(Protocol):
+@dataclass
+class DynamoContext(Context):
+    """What the passes over Dynamo's graph share.
+
+    annotation: what they make of it, in place. merged: the recipes of calls that stand for several.
+    """
+
+    annotation: Annotation = field(kw_only=True)
+    names: Names = field(kw_only=True)
+    merged: dict[fx.Node, Recipe] = field(default_factory=dict)
+
+
+C = TypeVar("C", bound=Context, contravariant=True)
+
+
+class Pass(Protocol[C]):
     """One pass. `name` is its file's stem, the infix of its dumps and the suffix of its test file."""
 
     name: str
 
-    def run(self, graph: fx.Graph, context: Context) -> int:
+    def run(self, graph: fx.Graph, context: C) -> int:
         """Rewrite the graph in place; return how often something was applied."""
         ...

@@ -1,18 +1,8 @@
-"""The moments of an optimizer are read from, and written to, 8 and 16 bits.
-
-before   exp_avg: f32[N, K] = get_attr
-         exp_avg.lerp_(grad, 0.1); p.addcdiv_(exp_avg, denom)
-after    x: f32[N, K]       = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
-         x.lerp_(grad, 0.1); p.addcdiv_(x, denom)
-         s: f32[n]          = next_moment_scales(kinds, numbers)
-         write_numbers(numbers, s, [write_moment("first", x, x_q, s, 0), ...])
-changes  the moments, to those that 8 bits hold, or 16 of a square root
+"""Find the moments of an optimizer: which of the tensors that an update writes are some, and of which kind.
 
 Moments are known by what the update does with them, not by name: what becomes a polynomial of degree 2 in itself and
 the gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is, and so
 does what the parameters are copied from, or what is made of them as they have become.
-
-Runs on Dynamo's graph of an update.
 """
 
 from __future__ import annotations
@@ -31,14 +21,9 @@ from fp8pass.graph.annotation import copy_to_edit
 from fp8pass.names import source_name
 from fp8pass.passes.common.foreach import expand_foreach
 from fp8pass.passes.common.patterns import aten, prims
-from fp8pass.passes.common.state_inputs import state_input
-from fp8pass.passes.update.write_weights import example, places
-from fp8pass.quant import ops
+from fp8pass.passes.update.written import example, places
 from fp8pass.quant.moments import LEAST, Fp8Moment
 from fp8pass.runtime.update_key import Moment, Place
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pattern: only reads.
 
 
 def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]:
@@ -203,47 +188,3 @@ def _below(node: fx.Node, steps: int = 3) -> set[fx.Node]:
         near = {u for n in near for u in n.users if u.op == "call_function"}
         found |= near
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewrite: only builds.
-
-
-def read_moments(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
-    """Read moments from what is stored of them, ahead of everything else. Returns the nodes that stand for them.
-
-    Behind the inputs come `numbers`, and `x_q` of each: see `Fp8Moment`.
-    """
-    numbers = state_input(graph, "fp8pass_numbers")
-    stored = [state_input(graph, f"fp8pass_moment_{i}") for i in range(len(moments))]
-    nodes: dict[Place, list[fx.Node]] = {}
-    for node, place in places(graph).items():
-        nodes.setdefault(place, []).append(node)
-    decoded, after = [], max([numbers, *stored])
-    for i, (m, x_q) in enumerate(zip(moments, stored, strict=True)):
-        with graph.inserting_after(after):
-            after = graph.call_function(ops.decode_moment, (m.kind, x_q, numbers, i, m.dtype))
-        for node in nodes[m.place]:
-            node.replace_all_uses_with(after)
-            if node.op == "get_attr":
-                graph.erase_node(node)
-        decoded.append(after)
-    return decoded
-
-
-def write_moments(
-    graph: fx.Graph, moments: Sequence[Moment], decoded: Sequence[fx.Node], skipped: fx.Node | None
-) -> None:
-    """Store the moments at the end of the graph. decoded: what `read_moments` returned.
-
-    skipped: b8[], whether they are to stay what they are; None: never.
-    """
-    kinds = tuple(m.kind for m in moments)
-    numbers = decoded[0].args[2]
-    with graph.inserting_before(graph.output_node()):
-        scales = graph.call_function(ops.next_moment_scales, (kinds, numbers, skipped))
-        amaxes = [
-            graph.call_function(ops.write_moment, (kind, x, x.args[1], scales, i))
-            for i, (kind, x) in enumerate(zip(kinds, decoded, strict=True))
-        ]
-        graph.call_function(ops.write_numbers, (numbers, scales, amaxes))

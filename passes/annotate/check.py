@@ -1,0 +1,175 @@
+"""Whether a matmul of Dynamo's graph can run in FP8, and is wanted to: only refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass import hardware
+from fp8pass.fsdp import GatheredWeight
+from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
+from fp8pass.graph.wanted import HIGH_PRECISION, check_sizes, hint, recipe_of
+from fp8pass.options.config import Config
+from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel
+from fp8pass.passes.common.matmul_calls import (
+    Dims,
+    Spelling,
+    argument,
+    dims_of,
+    result_type,
+)
+from fp8pass.passes.common.patterns import dtype_name
+from fp8pass.passes.common.transforms import Transform, held_by
+from fp8pass.quant import sharded
+from fp8pass.recipes import (
+    Calibration,
+    DelayedScaling,
+    DynamicScaling,
+    Recipe,
+    RowwiseScaling,
+    StaticScaling,
+)
+from fp8pass.roofline import predicted_speedup
+
+ONE_SCALE = (DelayedScaling, DynamicScaling)
+"""Recipes under which a merged tensor is quantized as a whole: not their subclasses, which calibrate."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A matmul call of Dynamo's graph that nothing is against, and its recipe.
+
+    speedup: predicted, None without a target. sizes: examples of M, K, N.
+    """
+
+    node: fx.Node
+    spelling: Spelling
+    dims: Dims
+    recipe: Recipe
+    speedup: float | None
+    sizes: tuple[int, int, int]
+
+
+def check(
+    node: fx.Node,
+    spelling: Spelling,
+    name: str,
+    config: Config,
+    training: bool,
+    merged: Recipe | None = None,
+    experts: bool = False,
+    inside: Sequence[Transform] = (),
+) -> Call:
+    """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had.
+
+    merged: the recipe of a call that stands for several, which were checked one by one. experts: whether the second
+    operand is several matrices that are a parameter. inside: the function transforms that it is inside of.
+    """
+    operands = argument(node, spelling.a), argument(node, spelling.b)
+    if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
+        raise Reject("form", f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
+    a, b = (o.meta["example_value"] for o in operands)
+    _check_dtypes(a, b)
+    if inside:
+        _refuse(name, config, a, b, inside)
+    _check_operands(a, b)
+    if node.kwargs.get("out") is not None:
+        raise Reject("out=", f"{spelling.name} writes into out=; assign its result instead")
+    if not isinstance(argument(node, spelling.bias), fx.Node | None):
+        raise Reject("form", f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
+    dims = dims_of(spelling, node, a, b)
+    sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))
+    target = hardware.target_of(a.device, config.target)
+    may_be_grouped = spelling.offs is not None or experts
+    no_kernel = why_no_kernel(b, result_type(spelling, node), target) if may_be_grouped else None
+    is_grouped = spelling.offs is not None or (experts and no_kernel is None)
+    check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
+    m, k, n = (hint(s) for s in (sizes.m, sizes.k, sizes.n))
+    recipe = merged or recipe_of(name, config, m, k, n)
+    if is_grouped:
+        recipe = _by_rows(recipe)
+        if no_kernel is not None:
+            raise no_kernel
+    if isinstance(sharded.part_of(b), GatheredWeight) and type(recipe) not in ONE_SCALE:
+        raise Reject(
+            "gathered in FP8",
+            f"its weight travels in FP8 with one scale, and the recipe {recipe.name!r} has others: leave it out with "
+            "enable_fp8_all_gather(filter=)",
+        )
+    if reason := hardware.why_no_fp8(a.device, target):
+        raise Reject("device", reason)
+    size = node.meta["example_value"].element_size()
+    gain = None if target is None else predicted_speedup(target, m, k, n, recipe, size, training)
+    return Call(node, spelling, dims, recipe, gain, (m, k, n))
+
+
+def _by_rows(recipe: Recipe) -> Recipe:
+    """The recipe of a grouped matmul, whose kernels take a scale for each row: without state, so that an expert which
+    gets no token has none to lose."""
+    if isinstance(recipe, RowwiseScaling):
+        return recipe
+    if isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration):
+        return RowwiseScaling(high_precision=recipe.high_precision, fast_accum=recipe.fast_accum)
+    raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
+
+
+def check_speedup(call: Call, device: torch.device, config: Config) -> None:
+    """Raise LeftOut if the call is predicted to gain less than the user wants."""
+    if call.speedup is not None and call.speedup < config.min_speedup:
+        target = hardware.target_of(device, config.target)
+        assert target is not None
+        m, k, n = call.sizes
+        raise LeftOut(
+            "min_speedup",
+            f"predicted speed-up on {target.name} is {call.speedup:.2f}, below min_speedup={config.min_speedup:g}: "
+            f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization",
+        )
+
+
+def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Transform]) -> None:
+    """Raise LeftOut or Reject for a matmul inside of function transforms, without a look at sizes but the filter's.
+
+    Under vmap the operands show the sizes of one example, which may be vectors where a matmul of all examples runs.
+    """
+    *rows, k = (hint(size) for size in (a.shape or (1,)))
+    recipe_of(name, config, math.prod(rows), k, hint(b.numel()) // max(k, 1))
+    raise held_by(inside)
+
+
+def _check_dtypes(a: Tensor, b: Tensor) -> None:
+    if a.dtype not in HIGH_PRECISION or b.dtype not in HIGH_PRECISION:
+        types = f"{dtype_name(a.dtype)} and {dtype_name(b.dtype)}"
+        raise LeftOut("dtype", f"operands are {types}; FP8 replaces float32, bfloat16 and float16")
+
+
+def _check_operands(a: Tensor, b: Tensor) -> None:
+    for operand in (a, b):
+        if over := sharded.partial_over(operand):
+            raise Reject(
+                "partial sum",
+                f"an operand is still to be summed up over {' and '.join(over)} of the device mesh, and parts of a sum "
+                "have no scale in common with it; redistribute it first",
+            )
+        if operand.dim() == 0:
+            raise LeftOut("vector", "an operand is a scalar")
+        if operand.dim() == 1:
+            raise LeftOut("vector", f"an operand is a vector of {operand.shape[0]} elements")
+
+
+def for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
+    """The recipe where there may be no instance to keep state for. Raises LeftOut for scales that do not exist."""
+    if isinstance(recipe, StaticScaling):
+        absent = [f"{name}.{role}" for role in ("input", "weight") if not recipe.has(f"{name}.{role}")]
+        if absent or not has_owner:
+            raise LeftOut("not calibrated", f"no scale for {' and '.join(absent)} was calibrated")
+    if has_owner or not isinstance(recipe, DelayedScaling):
+        return recipe
+    if isinstance(recipe, Calibration):
+        raise LeftOut("no parameters", "the graph has no parameters by which its scales could be named")
+    return DynamicScaling(
+        fp8_format=recipe.fp8_format, high_precision=recipe.high_precision, fast_accum=recipe.fast_accum
+    )

@@ -1,0 +1,238 @@
+"""Quantize-dequantize around one matmul call: only builds."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from fp8pass.fsdp import GatheredWeight
+from fp8pass.graph.annotation import Choice
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.node_meta import GATHERED
+from fp8pass.options import overrides
+from fp8pass.passes.annotate.check import Call
+from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
+from fp8pass.passes.common.matmul_calls import (
+    GROUPED_FALLBACK,
+    argument,
+    set_argument,
+)
+from fp8pass.passes.common.state_inputs import Slot, Weight
+from fp8pass.quant import ops, sharded
+from fp8pass.quant.monitor_ops import WATCHED, Watched
+from fp8pass.recipes import (
+    FACTORS,
+    KINDS,
+    Kind,
+    Role,
+)
+
+
+class Walk:
+    """What is known while a graph is walked: the nodes that were made so far, and what state they need.
+
+    graph: the one that the walk is in, Dynamo's or a region's. quantized: the tensors of that which are quantized, by
+    what, of what and how. merged: the recipes of calls that stand for several.
+    """
+
+    def __init__(self, context: DynamoContext) -> None:
+        self.module = context.annotation.module
+        self.graph = self.module.graph
+        self.config = context.config
+        self.names = context.names
+        self.merged = context.merged
+        self.grad_enabled = torch.is_grad_enabled()
+        self.slots: list[Slot] = []
+        self.quantized: dict[Hashable, fx.Node] = {}
+        self.mutated: set[fx.Node] = set()
+        self.by_columns: set[fx.Node] = set()
+        self.weights: dict[fx.Node, Weight] = {}
+        self.calls: Counter[Any] = Counter()
+
+
+class QuantizeCall:
+    """Puts quantize-dequantize around one matmul call. anchor: see `SlotTable`."""
+
+    def __init__(self, walk: Walk, call: Call, choice: Choice, anchor: int) -> None:
+        self.walk = walk
+        self.graph = walk.graph
+        self.call = call
+        self.choice = choice
+        self.anchor = anchor
+
+    def rewrite(self) -> None:
+        """Replace the call."""
+        node, spelling = self.call.node, self.call.spelling
+        a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
+        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+        trains = self.walk.grad_enabled and node.meta["example_value"].requires_grad
+        found = self._quantizers(a, b, trains)
+        if not found:
+            return
+        with self.graph.inserting_before(node):
+            # alpha belongs to an operand: behind the product it could come too late, float16 overflows
+            first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
+            build = self._uniform if is_uniform(found, trains) else self._routed
+            y = build(first, b, found, trains)
+            if bias is not None:
+                y = self._call(ops.add_bias, (y, bias, node.meta["example_value"].dtype, beta), node)
+        node.replace_all_uses_with(y)
+        self.graph.erase_node(node)
+
+    def _quantizers(self, a: fx.Node, b: fx.Node, trains: bool) -> dict[Kind, Pair]:
+        """By kind of matmul what quantizes its factors; those that stay in high precision are noted, and not in it."""
+        nodes: dict[Role, fx.Node] = {"input": a, "weight": b, "grad_output": self.call.node}
+        tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
+        found: dict[Kind, Pair] = {}
+        units = overrides.units_of(self.call.node, self.choice.name, self.walk.calls) if overrides.current() else {}
+        for kind in KINDS if trains else KINDS[:1]:
+            pair = quantizers(self.call.recipe, kind, self.call.dims, tensors, self.walk.grad_enabled)
+            if units and not isinstance(pair, Reject):
+                pair = self._tried(units[kind], pair, tensors)
+            if isinstance(pair, Reject):
+                self.choice.declined[kind] = pair
+            else:
+                found[kind] = pair
+        return found
+
+    def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
+        """What a trial of `fp8pass.bisect` makes of it."""
+        trial, (kind, call) = overrides.current(), (unit.kind, self.call)
+        assert trial is not None and kind != "moments"
+        of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
+        needed = kind == "output" or tensors[of[kind]].requires_grad
+        if not (trial.see(unit, call.recipe) if needed else trial.units is None):
+            return LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
+        tried = list(pair)
+        for i, role in enumerate(FACTORS[kind]):
+            if (unit, role) in trial.instead:
+                recipe = trial.instead[unit, role]
+                other = recipe and quantizers(recipe, kind, call.dims, tensors, self.walk.grad_enabled)
+                if isinstance(other, Reject):
+                    return other
+                tried[i] = other[i] if other else None
+        return tried[0], tried[1]
+
+    def _uniform(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """All matmuls read the same quantized tensors, and autograd does the rest."""
+        of_a, of_b = found["output"]
+        a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
+        if b_ in self.walk.weights and a.meta["example_value"].requires_grad:
+            self.walk.weights[b_] = replace(self.walk.weights[b_], transposed=self.walk.config.caches_transposes)
+        y = self._product(a_, b_)
+        return self._quantized(ops.qdq_gradient, (y, found["grad_input"][0]), y, "grad_output") if trains else y
+
+    def _routed(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
+        """The product three times: for its value, for the gradient of the one factor, and for that of the other."""
+        none: tuple[None, None] = (None, None)
+        (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (found.get(kind, none) for kind in KINDS)
+        operand = functools.partial(self._operand, ops.operand)
+        y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
+        if not trains:
+            return y
+        y_a = self._product(a, operand(b, "weight", for_a), "grad_input")
+        y_b = self._product(operand(a, "input", for_b), b, "grad_weight")
+        routed = y, y_a, y_b, grad_a, grad_b, *self._offs(grad_b)
+        return self._quantized(ops.route, routed, y, "grad_output")
+
+    def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
+        """The call, without its bias, of other operands. kind: the matmul that it is there for."""
+        node, spelling = self.call.node, self.call.spelling
+        if spelling.product is not None and (spelling is GROUPED_FALLBACK or argument(node, spelling.bias) is not None):
+            y = self._call(spelling.product, (a, b, *self._groups()), node)
+        else:
+            y = self.graph.node_copy(node)
+            set_argument(y, spelling.a, a)
+            set_argument(y, spelling.b, b)
+        y.meta["custom"] = {**y.meta["custom"], "fp8pass_kind": kind}
+        return y
+
+    def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
+        """`x` quantized and dequantized, once for all matmuls that read it so."""
+        if isinstance(sharded.part_of(x.meta["example_value"]), GatheredWeight):  # quantized where it came from
+            return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
+        if isinstance(quantizer, ops.Observe):  # under each name that it has
+            return self._quantized(how, (x, quantizer), x, role)
+        offs = self._offs(quantizer)
+        key = (x, how, quantizer, *offs, self.walk.grad_enabled)
+        known = self.walk.quantized
+        if key not in known:
+            freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
+            parts = self._cached_parts(x, quantizer) if role == "weight" else ()
+            if parts:
+                node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
+                self.walk.weights[node] = Weight(parts, transposed=False)
+                # through `operand` no gradient passes, and through a cached one it would: a second one for the weight
+                known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
+            else:
+                new = (x, quantizer, *offs)
+                known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, new, x, role)
+        return known[key]
+
+    def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
+        """Where the groups end that one of them quantizes by."""
+        return self._groups() if any(isinstance(q, ops.Groupwise) for q in quantizers) else ()
+
+    def _groups(self) -> tuple[fx.Node, ...]:
+        """Where the groups of rows end that the call has."""
+        offs = argument(self.call.node, self.call.spelling.offs)
+        return () if offs is None else (offs,)
+
+    def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
+        """The parameters that `x` consists of, if their FP8 copy is kept from one step to the next."""
+        names, mutated = self.walk.names, self.walk.mutated
+        if not self.walk.config.caches_weights or not self.walk.grad_enabled or x.meta["example_value"].dim() != 2:
+            return ()
+        if not isinstance(quantizer, ops.Delayed):
+            return ()
+        parts = names.parts(x)
+        return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
+
+    def _is_constant(self, x: fx.Node) -> bool:
+        """Whether `x` is a parameter that only the user can change, between two calls."""
+        walk, is_whole = self.walk, not isinstance(x.meta["example_value"], DTensor)
+        return is_whole and x in walk.names.owned and x not in walk.mutated and not walk.grad_enabled
+
+    def _frozen(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
+        """A parameter that nothing changes while it is used: quantized in advance."""
+        value = x.meta["example_value"]
+        node = self._quantized(ops.frozen_operand, (x, quantizer, value.dtype), x, role)
+        if value.dim() == 2 and self.call.dims.contracted("output")[int(role == "weight")] == (0,):
+            self.walk.by_columns.add(node)
+        return node
+
+    def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
+        """A call with quantizers among its arguments. One that has state gets a slot."""
+        node, walk = self._call(how, args, like), self.walk
+        watched = []
+        for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
+            name = walk.names.slot(self.choice.name, role)
+            watched.append(Watched(name, role, self.choice.source))
+            if not isinstance(quantizer, ops.Stateful):
+                continue
+            place = "" if walk.names.is_owned(like) else self.choice.source
+            if self.call.node in walk.merged:
+                place += " merged"  # one state with a call at the same line that stands for itself: not right for both
+            walk.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
+        node.meta[WATCHED] = watched
+        if walk.names.is_gathered(like):
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
+        return node
+
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        new.meta.update(like.meta)
+        return new
+
+
+def _is_cacheable(x: Tensor) -> bool:
+    """Whether it is a parameter, and as a whole on this rank."""
+    return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, GatheredWeight))

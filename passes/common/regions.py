@@ -1,0 +1,69 @@
+"""Dynamo's graph, and the graphs within it that activation checkpointing runs: passes go over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fp8pass._torch import enter_autocast, exit_autocast
+from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.names import Names
+from fp8pass.passes.common.transforms import Transform, transforms
+
+
+@dataclass(frozen=True)
+class Region:
+    """A graph within the graph, of activation checkpointing: `call`, in the graph `outer`, runs `body`."""
+
+    outer: fx.Graph
+    call: fx.Node
+    body: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class Part:
+    """Dynamo's graph, or a region's. inside: the function transforms that nodes are inside of, for those that are."""
+
+    module: fx.GraphModule
+    inside: Mapping[fx.Node, tuple[Transform, ...]]
+
+
+def parts(module: fx.GraphModule, names: Names, around: tuple[Transform, ...] = ()) -> Iterator[Part]:
+    """Yield the graph, and then the regions in it, each while autocast is on or off as it will be where that runs.
+
+    names: learns what the inputs of regions stand for. around: the transforms that the graph itself is inside of.
+    """
+    inside = transforms(module.graph, around)
+    yield Part(module, inside)
+    for node in in_its_modes(module.graph):
+        if node.target is CHECKPOINT:
+            yield from parts(body_of(module, node, names), names, inside.get(node, ()))
+
+
+def body_of(module: fx.GraphModule, call: fx.Node, names: Names) -> fx.GraphModule:
+    """Return the graph that a call of CHECKPOINT runs. names: learns what its inputs stand for."""
+    holder, *operands = call.args
+    assert isinstance(holder, fx.Node)
+    body: fx.GraphModule = getattr(module, str(holder.target))
+    for inner, outer in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
+        if isinstance(outer, fx.Node):
+            names.alias(inner, outer)
+    return body
+
+
+def in_its_modes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes, each while autocast is on or off as it will be where the node runs."""
+    entered: dict[Any, Any] = {}
+    try:
+        for node in list(graph.nodes):
+            if node.target is enter_autocast:
+                entered[node] = enter_autocast(*node.args)
+            elif node.target is exit_autocast:
+                exit_autocast(entered.pop(node.args[0]))
+            yield node
+    finally:
+        for mode in reversed(entered.values()):
+            exit_autocast(mode)  # type: ignore[no-untyped-call]

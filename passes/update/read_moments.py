@@ -1,0 +1,53 @@
+"""Read an optimizer's moments from 8 and 16 bits.
+
+before   exp_avg: f32[N, K] = get_attr
+         exp_avg.lerp_(grad, 0.1)
+after    x: f32[N, K] = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
+         x.lerp_(grad, 0.1)
+changes  the moments, to those that 8 bits hold, or 16 of a square root
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.passes.update.context import UpdateContext
+from fp8pass.passes.update.written import places
+from fp8pass.quant import ops
+from fp8pass.runtime.update_key import Moment, Place
+
+
+class ReadMoments:
+    """Over Dynamo's graph of an update."""
+
+    name = "read_moments"
+
+    def run(self, graph: fx.Graph, context: UpdateContext) -> int:
+        """Read the moments that the key has, ahead of everything else.
+
+        As inputs the graph gets `numbers`, and `x_q` of each: see `Fp8Moment`.
+        """
+        if context.key.moments:
+            context.moments = _read(graph, context.key.moments)
+        return len(context.moments)
+
+
+def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
+    numbers = state_input(graph, "fp8pass_numbers")
+    stored = [state_input(graph, f"fp8pass_moment_{i}") for i in range(len(moments))]
+    nodes: dict[Place, list[fx.Node]] = {}
+    for node, place in places(graph).items():
+        nodes.setdefault(place, []).append(node)
+    decoded, after = [], max([numbers, *stored])
+    for i, (m, x_q) in enumerate(zip(moments, stored, strict=True)):
+        with graph.inserting_after(after):
+            after = graph.call_function(ops.decode_moment, (m.kind, x_q, numbers, i, m.dtype))
+        for node in nodes[m.place]:
+            node.replace_all_uses_with(after)
+            if node.op == "get_attr":
+                graph.erase_node(node)
+        decoded.append(after)
+    return decoded

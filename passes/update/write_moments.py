@@ -1,0 +1,43 @@
+"""Write an optimizer's moments to 8 and 16 bits.
+
+before   x: f32[N, K] = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
+         x.lerp_(grad, 0.1); p.addcdiv_(x, denom)
+after    x.lerp_(grad, 0.1); p.addcdiv_(x, denom)
+         s: f32[n] = next_moment_scales(kinds, numbers)
+         write_numbers(numbers, s, [write_moment("first", x, x_q, s, 0), ...])
+changes  what the next update reads, to what 8 bits hold, or 16 of a square root
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fp8pass.passes.update.context import UpdateContext
+from fp8pass.quant import ops
+from fp8pass.runtime.update_key import Moment
+
+
+class WriteMoments:
+    """Over Dynamo's graph of an update."""
+
+    name = "write_moments"
+
+    def run(self, graph: fx.Graph, context: UpdateContext) -> int:
+        """Store the moments that were read, at the end of the graph, but where the update is skipped."""
+        if context.moments:
+            _write(graph, context.key.moments, context.moments, context.skipped)
+        return len(context.moments)
+
+
+def _write(graph: fx.Graph, moments: Sequence[Moment], decoded: Sequence[fx.Node], skipped: fx.Node | None) -> None:
+    kinds = tuple(m.kind for m in moments)
+    numbers = decoded[0].args[2]
+    with graph.inserting_before(graph.output_node()):
+        scales = graph.call_function(ops.next_moment_scales, (kinds, numbers, skipped))
+        amaxes = [
+            graph.call_function(ops.write_moment, (kind, x, x.args[1], scales, i))
+            for i, (kind, x) in enumerate(zip(kinds, decoded, strict=True))
+        ]
+        graph.call_function(ops.write_numbers, (numbers, scales, amaxes))
