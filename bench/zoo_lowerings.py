@@ -62,7 +62,7 @@ class ThroughInductor:
 
 def _has_history(group: SlotGroup) -> None:
     """Have state count as if the first step, which compiles nothing, was over."""
-    group.warm = True
+    group.assume_scales()
 
 
 def _make_fake(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ import copy
 import functools
 import random
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -170,7 +169,8 @@ def _fp8_state() -> Undo:
 
 
 def _group(group: SlotGroup) -> Undo:
-    constant = ("table", "owned", "tensors", "relatives", "neighbours", "flags", "again", "fixed", "weights")
+    made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")
+    constant = ("table", "owned", "tensors", "relatives", "neighbours", *made_again)
     values = {f.name: copy.copy(getattr(group, f.name)) for f in fields(group) if f.name not in constant}
     tensors, relatives = SlotTensors(*(t.clone() for t in group.tensors)), list(group.relatives)
     neighbours = list(group.neighbours)
@@ -180,8 +180,7 @@ def _group(group: SlotGroup) -> Undo:
             t.copy_(saved)
         for name, value in values.items():
             setattr(group, name, copy.copy(value))
-        group.neighbours = weakref.WeakSet(neighbours)
-        group.relatives, group.again, group.fixed = weakref.WeakSet(relatives), None, None
-        group.weights = {}  # copies are made again
+        group.relate(relatives, neighbours)
+        group.forget_copies()
 
     return undo

@@ -7,8 +7,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ from fp8pass.quant.monitor_ops import Ring
 from fp8pass.runtime.frozen_weights import frozen_weights
 from fp8pass.runtime.weight_cache import cached_weights
 from fp8pass.states.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
-from fp8pass.states.slots import SlotGroup, SlotTable, clock, registry
-from fp8pass.states.steps import Pass, begin_step, checkpointed_region, is_rehearsal, join_step
+from fp8pass.states.slots import SlotGroup, SlotTable, registry
+from fp8pass.states.step_tracker import now
+from fp8pass.states.steps import Pass, Region, begin_step, checkpointed_region, is_rehearsal, join_step
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +48,40 @@ class _Forward:
     states: list[Tensor]
 
 
-_REHEARSAL = _Forward(None, False, [], [])
-"""Of a region that a rehearsal calls."""
+_ONLY_SHAPES = _Forward(None, False, [], [])
+"""Of a region that is called to infer shapes."""
+
+
+class Kind(Enum):
+    """What a call of a graph is."""
+
+    PLAIN = "outside of checkpointed regions"
+    FIRST = "the forward of a checkpointed region, with gradients"
+    AHEAD = "the forward of a reentrant region, without gradients, which its backward will repeat with them"
+    REPEATED = "run again by the backward of a region"
+    SHAPES = "of no step: a stage of a pipeline finds out what it returns"
+
+
+@dataclass
+class _Call:
+    """A call of a graph. owned: the instance's tensors among `args`. forward: what it repeats; None if that is unknown.
+
+    run, eager: the code that runs, and whether that is op by op for the sake of the repetition.
+    numbers, states, cold: of a repetition: where the monitor counts, the state's buffers, and whether a slot has no
+    scale in them.
+    """
+
+    kind: Kind
+    args: Sequence[Any]
+    owned: list[Tensor]
+    groups: list[SlotGroup]
+    region: Region | None
+    forward: _Forward | None
+    run: Run | None = None
+    eager: bool = False
+    numbers: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    cold: bool = False
 
 
 class CompiledGraph:
@@ -72,50 +106,119 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs and the state of the instance that they belong to."""
+        call = self._classified(args)
+        row = _TABLE[call.kind]
+        row.roll(self, call)
+        call.run = run = row.code(self, call)
+        return row.record(self, call, run(*row.inputs(self, call)))
+
+    def _classified(self, args: Sequence[Any]) -> _Call:
         owned = [args[i] for i in self._annotation.owned]
         groups = [registry.of(table, owned) for table in self._annotation.tables]
-        found = checkpointed_region()
-        if found is None:
-            if torch.is_grad_enabled() and is_rehearsal():
-                return self._rehearse(groups, args, owned)
-            result = self._begin(groups)(*args, *self._state(groups, args), *self._numbers(owned))
-            return self._recorded(result, groups)
-        (region, how), key = found, self._key(groups)
-        if how is not Pass.REPEATED and is_rehearsal():
-            region.remember(key, _REHEARSAL)
-            return self._rehearse(groups, args, owned)
-        if how is Pass.REPEATED:
-            forward = region.next_forward(key)
-            if forward is _REHEARSAL:
-                return self._rehearse(groups, args, owned)
-            numbers = self._numbers(owned, repeats=forward is not None and forward.run is not None)
-            return self._repeat(forward, groups, args, numbers)
-        if how is Pass.AHEAD:
-            finish()
-            for group in groups:
-                group.ahead += 1
-                group.begin_trained_step(begin_step)
-        run = self._begin(groups)
-        eager = how is Pass.AHEAD and not all(g.is_trained() for g in groups)
-        if eager:  # as its repetition will, which has to draw the same random numbers
-            run = self._annotation.run
-        result = run(*args, *self._state(groups, args), *self._numbers(owned))
-        scales = [(g.keys(), g.tensors.scale.clone()) for g in groups]
-        states = [args[state[0]].clone() for state in self._annotation.states]
-        region.remember(key, _Forward(run if how is Pass.FIRST else None, eager, scales, states))
-        return result if how is Pass.AHEAD else self._recorded(result, groups)
+        region, how = checkpointed_region() or (None, None)
+        forward = None
+        if region is not None and how is Pass.REPEATED:
+            forward = region.next_forward(self._key(groups))
+            kind = Kind.SHAPES if forward is _ONLY_SHAPES else Kind.REPEATED
+        elif (region is not None or torch.is_grad_enabled()) and is_rehearsal():
+            kind = Kind.SHAPES
+        else:
+            kind = {None: Kind.PLAIN, Pass.FIRST: Kind.FIRST, Pass.AHEAD: Kind.AHEAD}[how]
+        return _Call(kind, args, owned, groups, region if how is not Pass.REPEATED else None, forward)
 
-    def _state(self, groups: Sequence[SlotGroup], args: Sequence[Any]) -> list[Tensor]:
-        """What the graph is called with behind `args`, Dynamo's."""
-        return [*(x for group in groups for x in group.inputs()), *self._last(groups, args)]
+    def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
+        """Of the code and the instance; the same for its training and its evaluation."""
+        names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
+        return names or id(self)
 
-    def _last(self, groups: Sequence[SlotGroup], args: Sequence[Any], repeats: bool = False) -> list[Tensor]:
-        """What the graph is called with behind the state."""
+    # What rolls
+
+    def _roll(self, call: _Call) -> None:
+        finish()
+        for group in call.groups:
+            group.begin()
+            if group.table.training:
+                begin_step(group)
+
+    def _roll_trained(self, call: _Call) -> None:
+        """Roll what the graph of training has of these slots: its forward is one of training, to be repeated."""
+        finish()
+        for group in call.groups:
+            group.tracker.expect_recompute()
+            group.begin_trained_step(begin_step)
+        self._roll(call)
+
+    def _join(self, call: _Call) -> None:
+        """Roll nothing, and take the scales of then; of a region within a region, which is unknown, the newest."""
+        forward = call.forward
+        call.numbers = self._numbers(call.owned, repeats=forward is not None and forward.run is not None)
+        finish()  # or it would overwrite what is recorded here
+        for group in call.groups:
+            join_step(group)
+            if not group.table.remembers:
+                call.states += group.inputs()
+                continue
+            group.begin_repeated()
+            t, again = group.tensors, group.for_repetition()
+            for keys, then in forward.scales if forward else ():
+                group.copy_slots(keys, then, again.scale)
+            call.cold |= not group.warm and bool((again.scale == 0).any())
+            if group.catch_up():
+                continues(group)
+                if group.table.reduces is not None:
+                    group.reduction.complete()  # this is its backward
+                again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
+            call.states += again.inputs()
+            group.tracker.raise_to(1, 1)
+
+    def _nothing(self, call: _Call) -> None:
+        """Roll nothing."""
+
+    # Which code
+
+    def _for_step(self, call: _Call) -> Run:
+        waiting = [g for g in call.groups if g.table.training and not g.warm]
+        return self._for_step_of(waiting) if waiting else self._compiled
+
+    def _as_its_repetition(self, call: _Call) -> Run:
+        """Run op by op if the repetition will, which has to draw the same random numbers."""
+        call.eager = not all(g.is_trained() for g in call.groups)
+        return self._annotation.run if call.eager else self._for_step(call)
+
+    def _as_then(self, call: _Call) -> Run:
+        forward = call.forward
+        if forward is not None and forward.run is not None:
+            return forward.run
+        eager = forward.eager if forward else call.cold
+        return self._annotation.bootstrapped().run if eager else self._compiled
+
+    def _for_shapes(self, call: _Call) -> Run:
+        groups = [g for g in call.groups if g.table.remembers]
+        cold = any(not g.warm and bool((g.tensors.scale == 0).any()) for g in groups)
+        return self._annotation.bootstrapped().run if cold else self._compiled
+
+    # Which buffers
+
+    def _own(self, call: _Call) -> list[Any]:
+        states = [x for group in call.groups for x in group.inputs()]
+        return [*call.args, *states, *self._last(call), *self._numbers(call.owned)]
+
+    def _of_recomputation(self, call: _Call) -> list[Any]:
+        args = self._with_held_states(call.args, call.forward)
+        return [*args, *call.states, *self._last(call, repeats=True), *call.numbers]
+
+    def _discarded(self, call: _Call) -> list[Any]:
+        args = self._with_held_states(call.args, None)
+        states = [x for g in call.groups for x in (g.for_rehearsal().inputs() if g.table.remembers else g.inputs())]
+        return [*args, *states, *self._last(call, repeats=True), *self._numbers(call.owned, repeats=True)]
+
+    def _last(self, call: _Call, repeats: bool = False) -> list[Tensor]:
+        """What the graph is called with after the state."""
         of = self._annotation
         return [
-            *frozen_weights(of.frozen, args, groups),
-            *cached_weights(of.cached, args, groups, repeats),
-            *of.late_inputs(args),
+            *frozen_weights(of.frozen, call.args, call.groups),
+            *cached_weights(of.cached, call.args, call.groups, repeats),
+            *of.late_inputs(call.args),
         ]
 
     def _numbers(self, owned: Sequence[Tensor], repeats: bool = False) -> list[Tensor]:
@@ -128,72 +231,8 @@ class CompiledGraph:
             counter.ring = Ring(self._annotation.watched)
         if not repeats:
             begin_step(counter)
-            counter.ring.begin(registry.step_of(owned) - 1, next(clock))
+            counter.ring.begin(registry.step_of(owned) - 1, now())
         return counter.ring.inputs(repeats)
-
-    def _begin(self, groups: Sequence[SlotGroup]) -> Run:
-        finish()
-        for group in groups:
-            group.begin()
-            if group.table.training:
-                begin_step(group)
-        waiting = [g for g in groups if g.table.training and not g.warm]
-        return self._for_step_of(waiting) if waiting else self._compiled
-
-    def _recorded(self, result: Any, groups: Sequence[SlotGroup]) -> Any:
-        """`result`, of a forward that has recorded amaxes, and whose backward will."""
-        if any(len(g.tensors.amax_backward) for g in groups):
-            _watch_backward(result, groups)
-        reduced = [g for g in groups if g.reduces is not None and g.table.training]
-        if (reducer := _reducer_of(reduced)) is not None:
-            reducer.watch(result, reduced, may_end=pipeline_call() is None)
-        return result
-
-    def _rehearse(self, groups: Sequence[SlotGroup], args: Sequence[Any], owned: Sequence[Tensor]) -> Any:
-        """Run a forward that is of no step: nothing rolls, and neither it nor its backward records anything."""
-        remember = [g for g in groups if g.table.remembers]
-        inputs = [x for g in groups for x in (g.for_rehearsal().inputs() if g.table.remembers else g.inputs())]
-        cold = any(not g.warm and bool((g.tensors.scale == 0).any()) for g in remember)
-        run = self._annotation.bootstrapped().run if cold else self._compiled
-        last = [*self._last(groups, args, repeats=True), *self._numbers(owned, repeats=True)]
-        return run(*self._with_held_states(args, None), *inputs, *last)
-
-    def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
-        """Of the code and the instance; the same for its training and its evaluation."""
-        names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
-        return names or id(self)
-
-    def _repeat(
-        self, forward: _Forward | None, groups: Sequence[SlotGroup], args: Sequence[Any], numbers: Sequence[Tensor]
-    ) -> Any:
-        """Run a forward again as it was: same code, same scales; nothing rolls, nothing is recorded twice.
-
-        forward: None in a region within a region, which is another one each time: then the newest scales are taken.
-        """
-        inputs: list[Tensor] = []
-        cold = False
-        finish()  # or it would overwrite what is recorded here
-        for group in groups:
-            join_step(group)
-            if not group.table.remembers:
-                inputs += group.inputs()
-                continue
-            group.begin_repeated()
-            t, again = group.tensors, group.for_repetition()
-            for keys, then in forward.scales if forward else ():
-                group.copy_slots(keys, then, again.scale)
-            cold |= not group.warm and bool((again.scale == 0).any())
-            if group.catch_up():
-                continues(group)
-                group.unreduced |= group.table.reduces is not None  # this is its backward
-                again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
-            inputs += again.inputs()
-            group.steps, group.step = max(group.steps, 1), max(group.step, 1)
-        run = forward.run if forward else None
-        if run is None:
-            run = self._annotation.bootstrapped().run if (forward.eager if forward else cold) else self._compiled
-        last = self._last(groups, args, repeats=True)
-        return run(*self._with_held_states(args, forward), *inputs, *last, *numbers)
 
     def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
         """Dynamo's inputs, with scale states that neither roll nor record, and have the scales of then."""
@@ -203,6 +242,37 @@ class CompiledGraph:
             held[history], held[amax] = args[history].clone(), torch.full_like(args[amax], scaling.NOTHING)
             held[step_ended], held[flag] = torch.zeros_like(args[step_ended]), torch.ones_like(args[flag])
         return held
+
+    # What is recorded
+
+    def _record(self, call: _Call, result: Any) -> Any:
+        """Note that a forward has recorded amaxes, and that its backward will."""
+        if any(len(g.tensors.amax_backward) for g in call.groups):
+            _watch_backward(result, call.groups)
+        reduced = [g for g in call.groups if g.reduces is not None and g.table.training]
+        if (reducer := _reducer_of(reduced)) is not None:
+            reducer.watch(result, reduced, may_end=pipeline_call() is None)
+        return result
+
+    def _remember(self, call: _Call, result: Any) -> Any:
+        """Have the region remember the scales, and which code ran, for the repetition."""
+        assert call.region is not None
+        run = call.run if call.kind is Kind.FIRST else None  # ahead it was the code of evaluation
+        scales = [(g.keys(), g.tensors.scale.clone()) for g in call.groups]
+        states = [call.args[state[0]].clone() for state in self._annotation.states]
+        call.region.remember(self._key(call.groups), _Forward(run, call.eager, scales, states))
+        return result
+
+    def _remember_and_record(self, call: _Call, result: Any) -> Any:
+        return self._record(call, self._remember(call, result))
+
+    def _remember_shapes(self, call: _Call, result: Any) -> Any:
+        if call.region is not None:
+            call.region.remember(self._key(call.groups), _ONLY_SHAPES)
+        return result
+
+    def _record_nothing(self, call: _Call, result: Any) -> Any:
+        return result
 
     def _for_step_of(self, groups: Sequence[SlotGroup]) -> Run:
         """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
@@ -225,6 +295,25 @@ class CompiledGraph:
         return self._for_cold_slots
 
 
+class _Row(NamedTuple):
+    """What is done about one kind of call, in this order: what rolls, which code runs, on what, what is recorded."""
+
+    roll: Callable[[CompiledGraph, _Call], None]
+    code: Callable[[CompiledGraph, _Call], Run]
+    inputs: Callable[[CompiledGraph, _Call], list[Any]]
+    record: Callable[[CompiledGraph, _Call, Any], Any]
+
+
+_G = CompiledGraph
+_TABLE = {
+    Kind.PLAIN: _Row(_G._roll, _G._for_step, _G._own, _G._record),
+    Kind.FIRST: _Row(_G._roll, _G._for_step, _G._own, _G._remember_and_record),
+    Kind.AHEAD: _Row(_G._roll_trained, _G._as_its_repetition, _G._own, _G._remember),
+    Kind.REPEATED: _Row(_G._join, _G._as_then, _G._of_recomputation, _G._record_nothing),
+    Kind.SHAPES: _Row(_G._nothing, _G._for_shapes, _G._discarded, _G._remember_shapes),
+}
+
+
 def _watch_backward(result: Any, groups: Sequence[SlotGroup]) -> None:
     """Have the backward through what a graph returned say that it comes, and why it can't be differentiated."""
     hook = functools.partial(_in_backward, [weakref.ref(group) for group in groups])
@@ -243,7 +332,7 @@ def _in_backward(groups: Sequence[weakref.ref[SlotGroup]], _: Any) -> None:
         )
     for group in (ref() for ref in groups):
         if group is not None:
-            group.returned = group.step
+            group.tracker.end_backward()
 
 
 def _reducer_of(groups: Sequence[SlotGroup]) -> Reducer | None:
@@ -286,7 +375,7 @@ class VaryingGraph:
         if how is not Pass.REPEATED and (region is not None or torch.is_grad_enabled()):
             begin_step(counter)
         if step is None:
-            step = max(counter.steps - 1, 0)
+            step = max(counter.tracker.steps - 1, 0)
         if region is not None and how is not Pass.REPEATED:
             region.remember(key, step)
         variant = self._variant(step)

@@ -20,11 +20,11 @@ def frozen_weights(frozen: Sequence[Frozen], args: Sequence[Any], groups: Sequen
 
 def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
     made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
-    if f not in group.weights or group.weights[f][0] != made_of or weight.is_inference():  # that has no version
+    if f not in group.frozen or group.frozen[f][0] != made_of or weight.is_inference():  # that has no version
         with torch.inference_mode(False), torch.no_grad():
             x_q = scaling.quantize(weight.clone(), group.tensors.scale[f.slot], scaling.E4M3)
-            group.weights[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
-    weight_q: Tensor = group.weights[f][1]
+            group.frozen[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
+    weight_q: Tensor = group.frozen[f][1]
     return weight_q
 
 

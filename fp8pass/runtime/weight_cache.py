@@ -201,7 +201,7 @@ def cached_weights(
 
 
 def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
-    weight = group.weights.get(c)
+    weight = group.cached.get(c)
     if weight is None:
         key = (group.keys()[c.slot], *map(id, parts))
         weight = _weights.get(key)
@@ -211,7 +211,7 @@ def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
         if c.transposed and weight.x_t is None:
             weight.transpose()
             _count_up()
-        group.weights[c] = weight
+        group.cached[c] = weight
     weight.use_in(group, c.slot - group.table.n_forward)
     return weight
 

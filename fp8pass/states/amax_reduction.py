@@ -131,8 +131,7 @@ class Reducer:
         for x in found:
             x.register_hook(hook)  # type: ignore[no-untyped-call]
         for group in groups:
-            group.recorded = True
-            group.unreduced |= not found
+            group.reduction.record(is_complete=not found)
         self.runs(groups)
 
     def runs(self, groups: Sequence[SlotGroup]) -> None:
@@ -148,7 +147,7 @@ class Reducer:
             self._finish()
             self._takes_part |= not groups
             for group in groups:
-                group.unreduced = True
+                group.reduction.complete()
             self.runs(groups)
             if may_end and self._task != (task := current_graph_task_id()):
                 self._task = task
@@ -157,7 +156,7 @@ class Reducer:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_backward(self) -> None:
         self._task = -1
-        if not _postponed and not any(group.goes_on for group in self._running):
+        if not _postponed and not any(group.tracker.in_accumulation for group in self._running):
             self.launch()
 
     def launch(self) -> None:
@@ -166,16 +165,16 @@ class Reducer:
         Raises Fp8Error, on every rank, if they have different slots.
         """
         with self._lock:
-            news = any(group.unreduced for group in self._running) or self._takes_part
+            news = any(group.reduction.unreduced for group in self._running) or self._takes_part
             if not news or (process_group := self._process_group()) is None:
                 return
             self._finish()
             self._takes_part = False
             self._add_new()
             for group in self._groups():
-                if not group.begun:
+                if not group.reduction.step_started:
                     group.roll()  # other ranks may have called it, and what is on its way is of the step behind that
-                group.begun = group.recorded = group.unreduced = False
+                group.reduction.clear()
             if self._agreed is None or self._says_changed(self._last_header):
                 self._agree(process_group)
             self._steps += 1
@@ -187,7 +186,7 @@ class Reducer:
         known = {part.group() for part in self._agreed or ()}
         for group in self._running:
             if group not in known:
-                self._new[group] = self._new.get(group, False) or group.unreduced
+                self._new[group] = self._new.get(group, False) or group.reduction.unreduced
         self._running.clear()
 
     def finish(self) -> None:
@@ -312,7 +311,7 @@ class Reducer:
         return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
 
     def _row(self, group: SlotGroup) -> list[Any]:
-        return [list(group.table.names), repr(group.table.recipe), group.table.n_weights, group.stage]
+        return [list(group.table.names), repr(group.table.recipe), group.table.n_weights, group.tracker.stage]
 
     def _size(self, group: SlotGroup) -> int:
         return sum(map(len, _amaxes(group, self._what.interval)))
@@ -478,7 +477,7 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
 def begins(group: SlotGroup) -> None:
     """Before a graph rolls its slots, if it does: here a step ends whose end nothing told, or that has no backward."""
     reducer = reducer_of(group.reduces, group.table.device) if group.reduces is not None else None
-    if reducer is not None and group.unreduced and group.rolls:
+    if reducer is not None and group.reduction.unreduced and group.rolls:
         reducer.launch()
         reducer.finish()
     continues(group)
@@ -486,14 +485,9 @@ def begins(group: SlotGroup) -> None:
 
 def continues(group: SlotGroup) -> None:
     """Take note that a graph runs, in a step that has begun."""
-    group.begun = True
+    group.reduction.start_step()
     if group.reduces is not None and (reducer := reducer_of(group.reduces, group.table.device)) is not None:
         reducer.runs([group])
-
-
-def awaits_backward(group: SlotGroup) -> bool:
-    """Whether slots can't roll yet: a forward has recorded, perhaps on this rank alone, and no backward has come."""
-    return group.recorded and not group.unreduced
 
 
 def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:

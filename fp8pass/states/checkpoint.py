@@ -73,7 +73,7 @@ class State:
     @property
     def steps(self) -> int:
         """The training steps that the module has begun, those before a load included."""
-        return max((self._steps, *(group.step for group in self._groups())))
+        return max((self._steps, *(group.tracker.step for group in self._groups())))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain tensors of fixed sizes, copied; {} before the first call. Loads with weights_only=True.
@@ -136,7 +136,7 @@ class State:
             )
         self._steps = steps
         for group in self._groups():
-            group.steps = group.step = self._steps
+            group.tracker.reset_to(self._steps)
         self._loaded = _Loaded(entries, saved, strict, self._steps)
         for group, names in located:
             self._write(group, names, entries, saved)
@@ -150,7 +150,7 @@ class State:
 
     def judge(self, group: SlotGroup) -> None:
         """Once a step is over since the load: warn of slots that it did not use. A later one may, so they are kept."""
-        if group.steps <= self._steps or not any(group is g for g in self._groups()):
+        if group.tracker.steps <= self._steps or not any(group is g for g in self._groups()):
             return
         _unjudged.discard(self)
         used = {name for _, names in self._located() for name in names}
@@ -223,7 +223,8 @@ class State:
     def _entries(self) -> dict[str, Entry]:
         """Of a slot that several graphs have, the entry of the one trained last; evaluation only ever reads."""
         entries = {name: {p: x.clone() for p, x in entry.items()} for name, entry in self._loaded.entries.items()}
-        for group, names in sorted(self._located(), key=lambda pair: (pair[0].table.training, pair[0].used)):
+        located = sorted(self._located(), key=lambda of: (of[0].table.training, of[0].tracker.last_used_at))
+        for group, names in located:
             read = group.read()
             entries.update({name: read[inner] for name, inner in names.items()})
         return entries
@@ -234,7 +235,7 @@ class State:
         Raises Fp8Error if that was to be strict, and does not fit.
         """
         if any(group is g for g in self._groups()):
-            group.steps, group.step = max(group.steps, self._steps), max(group.step, self._steps)
+            group.tracker.raise_to(self._steps, self._steps)
         loaded = self._loaded
         if not loaded.entries:
             return

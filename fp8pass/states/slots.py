@@ -7,10 +7,9 @@ and `StateRegistry.of` picks them at each call by the identity of the tensors th
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +22,12 @@ from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import Ring
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.recipes import DelayedScaling, StaticScaling
+from fp8pass.states.reduction_state import ReductionState
+from fp8pass.states.step_tracker import StepTracker
 
 Entry = dict[str, Tensor]
 PARTS = ("scale", "amax_history", "amax")
 """What an `Entry`, the state of one slot, consists of: f32[], f32[H] and f32[]."""
-
-clock = itertools.count(1)
-"""Tells which of two calls was the later one."""
 
 
 @dataclass(frozen=True)
@@ -99,59 +97,40 @@ class SlotTable:
 
 @dataclass(eq=False)
 class SlotGroup:
-    """The state of one instance for one slot table."""
+    """The state of one instance for one slot table: owns the tensors. Only this file writes the fields, but `frozen`,
+    `cached` and `ring`, which whoever is named there fills."""
 
     table: SlotTable
     owned: tuple[weakref.ref[Tensor], ...]
     tensors: SlotTensors
     relatives: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
     """Groups of other graphs that hold some of the same slots: of evaluation, or of a second entry point."""
-    used: int = 0
-    """When this group's graph was last called in training, by `clock`."""
-    seen: int = 0
-    """The newest `used` of a relative that this group has taken in."""
-    ahead: int = 0
-    """Forwards without gradients, of checkpointed regions, that no backward has repeated yet."""
     neighbours: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
     """Groups of other graphs that belong to some of the same tensors."""
-    steps: int = 0
-    """How many steps the instance has begun with this graph."""
-    step: int = 0
-    """The number of the step that it began last, of those that the instance has begun with any graph."""
-    returned: int = 0
-    """The newest such step in which a backward of this graph has come."""
-    recorded: bool = False
-    """A forward has recorded amaxes that ranks share since the last reduction over ranks was started."""
-    begun: bool = False
-    """A forward has begun, or gone on with, a step since then."""
-    awaiting: int = 0
-    """How many forwards in a row went on with the step of the one before, only because no backward had come."""
-    unreduced: bool = False
-    """And its backward has come, or never will: they may be reduced."""
-    goes_on: bool = False
-    """The forward that began last is one of several that are one step."""
-    stage: int | None = None
-    """The stage of a pipeline that the instance was in last."""
-    has_rank_of_its_own: bool = False
-    """No other rank has that stage."""
+    tracker: StepTracker = field(default_factory=StepTracker)
+    """Its steps."""
+    reduction: ReductionState = field(default_factory=ReductionState)
+    """What of it is to be reduced over ranks."""
     warm: bool = False
     """No slot is cold; once true, the device is not asked again."""
     cold_names: frozenset[str] | None = None
     """The slots that were cold when the device was asked last; None before."""
-    loads: int = 0
-    """How often slots have been set from outside."""
     cold_since: int | None = None
     """The step in which a slot was found cold first."""
+    loads: int = 0
+    """How often slots have been set from outside."""
     held: tuple[bool, ...] = ()
     """What `tensors.held` holds; () for all false."""
-    flags: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)
+    held_on_device: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)
     """What `held` has been, on the device."""
-    again: SlotTensors | None = None
+    recompute_buffers: SlotTensors | None = None
     """See `for_repetition`."""
-    fixed: list[Tensor] | None = None
+    static_inputs: list[Tensor] | None = None
     """`inputs` of a static recipe."""
-    weights: dict[Any, Any] = field(default_factory=dict)
-    """Parameters in FP8, by what the graph knows them by: see `static.frozen_weights` and `weights.cached_weights`."""
+    frozen: dict[Any, Any] = field(default_factory=dict)
+    """Parameters in FP8, by what the graph knows them by: see `frozen_weights.py`."""
+    cached: dict[Any, Any] = field(default_factory=dict)
+    """FP8 copies of weights, by what the graph knows them by: see `weight_cache.py`."""
     ring: Ring | None = None
     """What the numerics monitor has counted; of a table without slots."""
 
@@ -159,7 +138,7 @@ class SlotGroup:
     def reduces(self) -> Reduction | None:
         """How ranks share its amaxes; None: not at all. The default group has no other rank with a pipeline's stage."""
         reduces = self.table.reduces
-        return None if reduces is not None and reduces.group is None and self.has_rank_of_its_own else reduces
+        return None if reduces is not None and reduces.group is None and self.tracker.has_rank_of_its_own else reduces
 
     def keys(self) -> list[tuple[Any, ...]]:
         """What identifies each slot, whatever graph it is in.
@@ -191,7 +170,7 @@ class SlotGroup:
         names = [name for name, is_cold, records in rows if is_cold and records]
         self.warm, self.cold_names = not names, frozenset(names)
         if names and self.cold_since is None:
-            self.cold_since = self.steps
+            self.cold_since = self.tracker.steps
         return names
 
     @torch.no_grad()
@@ -213,17 +192,33 @@ class SlotGroup:
     @property
     def cold_steps(self) -> int:
         """How many steps some slot has been cold, or forwards that may never see the end of one."""
-        return 0 if self.cold_since is None else self.steps - self.cold_since + 1 + self.awaiting
+        if self.cold_since is None:
+            return 0
+        return self.tracker.steps - self.cold_since + 1 + self.tracker.forwards_awaiting_backward
+
+    def assume_scales(self) -> None:
+        """Take it that every slot has a scale, without a look at the device, which is not there."""
+        self.warm = True
+
+    def relate(self, relatives: Iterable[SlotGroup], neighbours: Iterable[SlotGroup]) -> None:
+        """Set the groups of other graphs that this one has to do with."""
+        self.relatives, self.neighbours = weakref.WeakSet(relatives), weakref.WeakSet(neighbours)
+
+    def forget_copies(self) -> None:
+        """Forget all that can be made again of the tensors."""
+        self.recompute_buffers, self.static_inputs = None, None
+        self.frozen.clear()
+        self.cached.clear()
 
     def hold(self, held: Sequence[bool]) -> None:
         """Slots whose step goes on, and whose history does not roll at the next call; () for none."""
         held = tuple(held) if any(held) else ()
         if held != self.held:
             self.held = held
-            if held not in self.flags:  # a copy from the CPU would wait for the device, twice in each accumulated step
+            if held not in self.held_on_device:  # a copy from the CPU would wait for the device, twice in each accumulated step
                 flags = held or [False] * len(self.table.names)
-                self.flags[held] = torch.tensor(flags, device=self.table.device)
-            self.tensors.held.copy_(self.flags[held])
+                self.held_on_device[held] = torch.tensor(flags, device=self.table.device)
+            self.tensors.held.copy_(self.held_on_device[held])
 
     @property
     def rolls(self) -> bool:
@@ -249,33 +244,21 @@ class SlotGroup:
             begin(newest)
             *state, amax_weights, made = newest.tensors
             ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
-            newest.used = next(clock)
+            newest.tracker.use_elsewhere()
 
-    def count(self, joins: bool = False) -> None:
-        """Begin a step with this graph. joins: another graph of the instance is known to have begun it already.
+    def begin_step(self, joins: bool = False) -> None:
+        """Begin a step with this graph. joins: another graph of the instance is known to have begun it already."""
+        self.tracker.begin(self._trackers_around(), joins)
 
-        Else it is the one that another began, unless this graph has had that, or a backward has come in it.
-        """
-        self.steps += 1
-        newest = self.newest_step()
-        is_over = self.step == newest or any(g.returned == newest for g in self._around())
-        self.step = newest + (is_over and not joins)
-
-    def newest_step(self) -> int:
-        """Return the number of the step that any graph of the instance began last."""
-        return max(g.step for g in self._around())
-
-    def _around(self) -> list[SlotGroup]:
+    def _trackers_around(self) -> list[StepTracker]:
         with registry.lock:
-            return [self, *self.neighbours]
+            return [g.tracker for g in self.neighbours]
 
     def begin_repeated(self) -> None:
         """Before a forward is repeated: if that is the group's first call, its step began without it, so roll now."""
-        if self.table.training and not self.used:
+        if self.table.training and not self.tracker.last_used_at:
             self.roll()
-            self.steps += 1
-            self.step = self.newest_step()
-            self.used = self.seen = next(clock)
+            self.tracker.begin_repeated(self._trackers_around())
 
     @torch.no_grad()
     def roll(self) -> None:
@@ -292,17 +275,17 @@ class SlotGroup:
         graph keeps the scales themselves for its backward, and needs some of its own.
         """
         t = self.tensors
-        if self.again is None or not self.table.training:
-            self.again = t._replace(
+        if self.recompute_buffers is None or not self.table.training:
+            self.recompute_buffers = t._replace(
                 scale=t.scale.clone(),
                 amax_forward=torch.empty_like(t.amax_forward),
                 amax_weights=torch.empty_like(t.amax_weights),
                 held=torch.ones_like(t.held),
             )
-        self.again.scale.copy_(t.scale)
-        for amax in (self.again.amax_forward, self.again.amax_weights):
+        self.recompute_buffers.scale.copy_(t.scale)
+        for amax in (self.recompute_buffers.amax_forward, self.recompute_buffers.amax_weights):
             amax.fill_(scaling.NOTHING)
-        return self.again
+        return self.recompute_buffers
 
     def for_rehearsal(self) -> SlotTensors:
         """As `for_repetition`, for a forward whose backward is to record nothing either."""
@@ -312,10 +295,7 @@ class SlotGroup:
 
     def catch_up(self) -> bool:
         """Whether a backward repeats what ran ahead without gradients, and recorded nothing."""
-        ahead = next((g for g in (self, *self._kin()) if g.ahead), None)
-        if ahead is not None:
-            ahead.ahead -= 1
-        return ahead is not None
+        return any(g.tracker.take_recompute() for g in (self, *self._kin()))
 
     def _kin(self) -> list[SlotGroup]:
         with registry.lock:
@@ -328,7 +308,7 @@ class SlotGroup:
 
     def _trained(self) -> SlotGroup | None:
         """The newest group of a training graph that shares slots with this one."""
-        return max((r for r in self._kin() if r.table.training), key=lambda r: r.used, default=None)
+        return max((r for r in self._kin() if r.table.training), key=lambda r: r.tracker.last_used_at, default=None)
 
     def amax(self) -> Tensor:
         """The running amax of all slots, a copy: f32[T]."""
@@ -340,15 +320,14 @@ class SlotGroup:
 
     def begin(self) -> None:
         """Before every call: bring in what other graphs have learnt since about the slots they share with this one."""
-        newer = [r for r in self._kin() if r.used > self.seen]
-        for other in sorted(newer, key=lambda r: r.used):
+        newer = [r for r in self._kin() if r.tracker.last_used_at > self.tracker.synced_at]
+        for other in sorted(newer, key=lambda r: r.tracker.last_used_at):
             self._take(other)
-            self.seen = other.used
+            self.tracker.sync(other.tracker.last_used_at)
             self.warm &= other.warm
-            self.recorded |= other.recorded
-            self.unreduced |= other.unreduced
+            self.reduction.take(other.reduction)
         if self.table.training:
-            self.used = self.seen = next(clock)
+            self.tracker.use()
 
     @torch.no_grad()
     def _take(self, other: SlotGroup) -> None:
@@ -385,10 +364,10 @@ class SlotGroup:
         """What the graph is called with."""
         if self.table.remembers:
             return self.tensors.inputs()
-        if self.fixed is None:
+        if self.static_inputs is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.fixed = self.table.inputs(self.tensors)
-        return self.fixed
+                self.static_inputs = self.table.inputs(self.tensors)
+        return self.static_inputs
 
     def read(self) -> dict[str, Entry]:
         """The entries of all slots, copied."""
@@ -450,7 +429,8 @@ class StateRegistry:
         self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
         with torch.no_grad(), torch.inference_mode(False):
             group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
-        group.steps = max(self.step_of(owned) - 1, 0)  # the step that others may have begun is to be counted here too
+        # the step that others may have begun is to be counted here too
+        group.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
         keys, mine = set(group.keys()), set(map(id, owned))
         for other in self._groups:
             if not mine.isdisjoint(map(id, other.owned_tensors())):
@@ -472,7 +452,9 @@ class StateRegistry:
         """How many steps any graph has begun with some of these tensors."""
         mine = set(map(id, owned))
         with self.lock:
-            return max((g.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors())), default=0)
+            return max(
+                (g.tracker.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors())), default=0
+            )
 
     def drop(self, tables: Sequence[SlotTable]) -> None:
         """Forget the state of graphs with these tables, which are not called any more."""

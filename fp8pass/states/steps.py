@@ -36,7 +36,7 @@ from fp8pass._torch import (
     top_saved_tensors_hooks,
 )
 from fp8pass.module_tensors import ids_of, unwrapped
-from fp8pass.states.amax_reduction import awaits_backward, begins, postponed
+from fp8pass.states.amax_reduction import begins, postponed
 from fp8pass.states.scale_state import ScaleState
 from fp8pass.states.slots import SlotGroup, registry
 
@@ -142,20 +142,20 @@ def begin_step(group: SlotGroup) -> None:
         tell(group)
     step = _step_of_pipeline(call, group)
     # of all forwards that a pipeline makes of a module in DDP, none is outside of no_sync
-    goes_on, group.goes_on = group.goes_on and step is None, step is None and ddp_goes_on()
-    holds = goes_on or awaits_backward(group)
+    goes_on = group.tracker.accumulate(step is None and ddp_goes_on()) and step is None
+    holds = goes_on or group.reduction.awaits_backward
     if step is None and not _accumulations:
         group.hold([holds] * len(group.table.names))
         if not holds:
-            group.count()
-        group.awaiting = group.awaiting + 1 if holds and not goes_on else 0
+            group.begin_step()
+        group.tracker.await_backward(holds and not goes_on)
         begins(group)
         return
     slots, graph = _covered(group, step)
     group.hold([holds or (of is not None and key in of.begun) for key, of in slots])
     key, of = graph
     if not holds and (of is None or key not in of.begun):
-        group.count(joins=of is not None and any(_key(g) in of.begun for g in group.neighbours))
+        group.begin_step(joins=of is not None and any(_key(g) in of.begun for g in group.neighbours))
     _begin(slots, graph)
     begins(group)
 
@@ -195,9 +195,9 @@ def _key(group: SlotGroup) -> Hashable:
 def _step_of_pipeline(call: PipelineCall | None, group: SlotGroup) -> _PipelineStep | None:
     """The step of the stage that makes the call. Tells the group which one that is."""
     if call is None or call.microbatch is None:
-        group.stage, group.has_rank_of_its_own = None, False
+        group.tracker.enter(None, has_rank_of_its_own=False)
         return None
-    group.stage, group.has_rank_of_its_own = call.stage.stage_index, call.has_rank_of_its_own
+    group.tracker.enter(call.stage.stage_index, call.has_rank_of_its_own)
     step = _pipeline_steps.setdefault(call.stage, _PipelineStep())
     step.take(call.microbatch, _key(group), call.stage.chunks)
     return step
