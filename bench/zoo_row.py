@@ -457,7 +457,7 @@ class _Checks:
 
     def explain(self) -> None:
         """Fill the row from the report."""
-        with mock.patch("fp8pass.backend._draw_before"):  # nobody looks at the drawings
+        with mock.patch("fp8pass.debug.explain_backend.draw_before"):  # nobody looks at the drawings
             config = make_config(dict(self.sample.options))
             report = fp8pass.explain(copy.deepcopy(self.sample.model), config=config, **self.sample.inputs)
         self.row.tell(report, self.sample.model)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-import fp8pass.backend
+from fp8pass.lowering import eager
 from fp8pass.quant.grouped import SCALED_GROUPED_MM_ON_CPU
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ def exact_sums() -> Iterator[None]:
 @contextlib.contextmanager
 def exactly_if_asked() -> Iterator[None]:
     """Have graphs that are lowered op by op run with exact sums, where that is asked for."""
-    plain = fp8pass.backend.op_by_op
+    plain = eager.op_by_op
 
     def op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         run = plain(module)
@@ -137,5 +137,5 @@ def exactly_if_asked() -> Iterator[None]:
         boxed._boxed_call = True  # type: ignore[attr-defined]
         return boxed
 
-    with mock.patch("fp8pass.backend.op_by_op", op_by_op):
+    with mock.patch("fp8pass.lowering.eager.op_by_op", op_by_op):
         yield

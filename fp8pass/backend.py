@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,60 +14,30 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass._torch import (
-    CACHEABLE,
-    FORCE_STRIDE_ORDER,
-    CompileContext,
-    aot_autograd,
-    as_fakes,
-    compile_fx,
-    context_for_later,
-    detect_fake_mode,
-    first_call_is_fake,
-    functorch_config,
-    inductor_config,
-    list_mode_options,
-    make_boxed_func,
-    select_decomp_table,
-    tracing,
-)
+from fp8pass._torch import CompileContext, as_fakes, context_for_later, detect_fake_mode, first_call_is_fake, tracing
 from fp8pass.dump.writer import Dump
 from fp8pass.dynamo.retry import take_note_of_graph
-from fp8pass.faults import FIRST, Attempt, Later, fall_back, left_out
+from fp8pass.faults import Attempt, Later, fall_back, left_out
 from fp8pass.graph.annotation import Annotation
-from fp8pass.graph.verdict import Gemm
-from fp8pass.inductor.choices import with_choices
-from fp8pass.inductor.partition import Partition
+from fp8pass.lowering.lower import fake_state, lower
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import (
-    KernelPasses,
-    Pipeline,
     annotated,
     annotated_update,
-    behind,
     gradients,
-    known_to_caches,
     moments_of,
     real_inputs,
     warn_of_slow_matmuls,
     written,
 )
-from fp8pass.quant.kernel_ops import FORMULAS
-from fp8pass.quant.monitor_ops import Ring
-from fp8pass.recipes import Schedule
-from fp8pass.report.graph_view import Drawing, drawn, generating
-from fp8pass.report.report import Report, break_of, collect, publish, recompile_of
 from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
-from fp8pass.runtime.frozen_weights import frozen_example
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.update_key import Moment, Place, UpdateKey
-from fp8pass.runtime.weight_cache import cached_example
 from fp8pass.states.amax_reduction import taking_part
 from fp8pass.states.slots import SlotTable, registry
-from fp8pass.states.steps import Pass, checkpointed_region
 
 log = logging.getLogger(__name__)
 
@@ -145,14 +114,14 @@ class _Graph:
         module, example_inputs, config = self.module, self.example_inputs, self.config
 
         def examples(annotation: Annotation) -> list[Any]:
-            return [*example_inputs, *_fake_state(annotation, example_inputs)]
+            return [*example_inputs, *fake_state(annotation, example_inputs)]
 
         annotation = annotated(module, config, attempt, dump, examples)
-        state = _fake_state(annotation, example_inputs)
+        state = fake_state(annotation, example_inputs)
         later = Later(
             self.compile_later, attempt, config, dump, self.dump_of, functools.partial(self.exchange, annotation)
         )
-        compiled = _lower(annotation, [*example_inputs, *state], config, dump, attempt, later)
+        compiled = lower(annotation, [*example_inputs, *state], config, dump, attempt, later)
         self.later = later
         if not annotation.has_state:
             return _without_slots(compiled, config, self.is_fake_first)
@@ -169,7 +138,7 @@ class _Graph:
             if attempt.form != "fp8":
                 return of.run
             with tracing(self.context):
-                return _lower(of, [*self.example_inputs, *state], config, dump, attempt)
+                return lower(of, [*self.example_inputs, *state], config, dump, attempt)
 
         graph = CompiledGraph(compiled, annotation, for_cold_slots)
         return _fake_first(graph, compiled, state) if self.is_fake_first else graph
@@ -239,7 +208,7 @@ def _update(
             examples = [*args, *fakes]
             annotation = annotated_update(module, key, config, attempt, dump, examples)
             # not Dynamo's: gradients would be kept for ever
-            return _lower(annotation, examples, config, dump, attempt)
+            return lower(annotation, examples, config, dump, attempt)
 
     def falling_back(compile_with: Callable[[Attempt, Dump], Any], attempt: Attempt) -> Any:
         return fall_back(compile_with, config, dump_of, attempt)
@@ -291,181 +260,6 @@ def _varying(
     return _fake_first(graph, first, [])
 
 
-def _fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
-    """Examples of what the graph is called with behind Dynamo's inputs."""
-    mode = detect_fake_mode(example_inputs)
-    if mode is None:
-        return []
-    with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
-        state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
-        watched = [] if annotation.watched is None else [x.clone() for x in Ring(annotation.watched).inputs()]
-        late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
-        frozen = (frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)
-        cached = (x for c in annotation.cached for x in cached_example(c, [example_inputs[i] for i in c.positions]))
-        return [*state, *frozen, *cached, *late, *watched]
-
-
-def _lower(
-    annotation: Annotation,
-    inputs: list[Any],
-    config: Config,
-    dump: Dump,
-    attempt: Attempt = FIRST,
-    later: Later | None = None,
-) -> Callable[..., Any]:
-    """Compile an annotated graph. later: compiles its backward, which may fail when the forward has run."""
-    pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update, attempt)
-    pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
-    lower = _lower_eager if config.lowering == "eager" else _lower_inductor
-    with dump.compiling(lambda: pipeline.report.summary() if pipeline.report.graphs else _CACHED):
-        compiled = lower(annotation.module, inputs, pipeline, later)
-    pipeline.warn_if_nothing()
-    return compiled
-
-
-_CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"
-
-
-def _lower_inductor(
-    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
-) -> Callable[..., Any]:
-    config, dump, kernel_passes = pipeline.config, pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
-    is_plain = pipeline.attempt.form == "plain"
-
-    def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
-        def lower(module: fx.GraphModule, attempt: Attempt) -> Any:
-            kernel_passes.attempt = attempt
-            ours = attempt.form == "fp8"
-            runs = {"chooses": ours and attempt.runs("choices"), "combines": ours and attempt.runs("combine")}
-            cached = {} if attempt == FIRST else {"fx_graph_cache": False}
-            with inductor_config.patch(cached):
-                return with_choices(module, example_inputs, **runs, **kwargs)
-
-        started = time.perf_counter()
-        part = "backward" if kwargs.get("is_backward") else "forward"
-        with dump.kept():
-            if later is not None and part == "backward":
-                compiled = later.lower(module, lower, op_by_op)
-            else:
-                compiled = lower(module, pipeline.attempt)
-        dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
-        return compiled
-
-    patches: dict[str, Any] = (
-        {}
-        if is_plain
-        else {
-            "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
-            "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn, pipeline.partitioned),
-            "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
-        }
-    )
-    if config.mode is not None:
-        patches.update(list_mode_options(config.mode))
-    caches = {}
-    known = known_to_caches(module)
-    if known is None:
-        caches["enable_autograd_cache"] = False
-    else:
-        patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
-    # a cache hit skips the passes, and there would be nothing to dump, or to try; nor is a fault to be kept
-    if dump.folder is not None or overrides.current() or pipeline.attempt != FIRST:
-        patches["fx_graph_cache"] = False
-        caches["enable_autograd_cache"] = False
-    with functorch_config.patch(caches):
-        compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
-    assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
-    return compiled
-
-
-def _lower_eager(
-    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
-) -> Callable[..., Any]:
-    """The same graphs, run op by op."""
-
-    kernel_passes = KernelPasses(pipeline.config, pipeline.dump)
-
-    def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
-        kernel_passes.attempt = attempt
-        kernel_passes(graph_module.graph)
-        _call_directly(graph_module)
-        return op_by_op(graph_module)
-
-    def forward(graph_module: fx.GraphModule, _: Any) -> Any:
-        return boxed(graph_module, pipeline.attempt)
-
-    def backward(graph_module: fx.GraphModule, inputs: Any) -> Any:
-        return forward(graph_module, inputs) if later is None else later.lower(graph_module, boxed, op_by_op)
-
-    def rewrite(graph_module: fx.GraphModule) -> None:
-        for part in reversed(list(graph_module.modules())):  # branches and loop bodies first, as Inductor does it
-            if isinstance(part, fx.GraphModule):
-                pipeline(part.graph)
-                part.recompile()
-
-    def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
-        rewrite(graph_module)
-        return forward(graph_module, fake_inputs)
-
-    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        rewrite(joint)
-        return Partition(seen=pipeline.partitioned)(joint, joint_inputs, **kwargs)
-
-    compiler = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )
-    return compiler(module, inputs)
-
-
-def op_by_op(module: fx.GraphModule) -> Any:
-    """Stands for a compiled graph where AOTAutograd calls it: the graph itself."""
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
-    return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
-
-
-def _call_directly(graph_module: fx.GraphModule) -> None:
-    """Call functions where kernel passes have put ops that are meant for Inductor.
-
-    Its own op copies whatever it gets when it is run by itself, and ours take several times as long as their formulas.
-    """
-    for op, function in {FORCE_STRIDE_ORDER: _laid_out, **FORMULAS}.items():
-        for node in graph_module.graph.find_nodes(op="call_function", target=op):
-            node.target = function
-    graph_module.recompile()
-
-
-def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """Compute what FORCE_STRIDE_ORDER does."""
-    if x.stride() == tuple(strides):
-        return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _replaces_input(node: fx.Node) -> bool:
-    """`input.data = ...`: gives the tensor object itself another storage."""
-    source = node.args[0] if node.args else None
-    replaces = str(node.target).startswith(("aten.set_.", "aten.shallow_copy_data_."))  # the latter from 2.15 on
-    return replaces and isinstance(source, fx.Node) and source.op == "placeholder"
-
-
-def _run_unseen(forward: Callable[..., Any], replaced: set[int], *args: Any) -> Any:
-    """As compiled code does, write into inputs without autograd counting it: what is saved may be written again.
-
-    replaced: the inputs that get another storage, which an alias would get in their place.
-    """
-
-    def unseen(i: int, x: Any) -> Any:
-        return x.data if isinstance(x, Tensor) and not x.requires_grad and i not in replaced else x
-
-    return forward(*(unseen(i, x) for i, x in enumerate(args)))
-
-
 def reference(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -480,95 +274,3 @@ def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
     if not annotation.has_state:
         return annotation.run
     return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
-
-
-def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -> Callable[..., Any]:
-    """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged.
-
-    Of a schedule it shows the last phase. path_of: returns the path of a parameter in the user's model, "" if it is
-    not known: a graph has names from its own root on, which after a break is some module, and several instances of
-    that may run it.
-    """
-    notes: list[str] = []
-    earlier: set[str] = set()
-    all_phases = config
-    if isinstance(config.recipe, Schedule):
-        step, _ = config.recipe.phases[-1]
-        notes.append(f"the verdicts are those of the schedule from step {step} on")
-        config = config.at_step(step)
-    config = replace(config, monitor_interval=1)  # else graphs would be compiled when they are called, which none is
-
-    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        check_compiled(all_phases, module.graph)
-        found, again = break_of(module), recompile_of(module, earlier)
-        breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
-        publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))
-        drawing = drawn()
-        if drawing is not None:
-            drawing.begin(len(example_inputs))
-            if not written(module):  # of an update there is no other form to show
-                _draw_before(module, example_inputs, drawing)
-        kernels = drawing is not None and drawing.kernels
-        with collect() as of_graph:
-            compile_graph(module, example_inputs, replace(config, lowering="inductor" if kernels else "eager"))
-        return _Unchanged(module, of_graph.gemms, path_of)
-
-    return backend
-
-
-class _Unchanged:
-    """Runs the user's graph as it is. Each run has verdicts of its own, with names from the user's model on."""
-
-    def __init__(self, module: fx.GraphModule, gemms: list[Gemm], path_of: Callable[[Any], str]) -> None:
-        self.module = module
-        self.gemms = gemms
-        self.names = [g.name for g in gemms]
-        self.path_of = path_of
-        placeholders = module.graph.find_nodes(op="placeholder")
-        self.owned = {placeholders.index(p): path for p, path in Names(placeholders).owned.items()}
-        self.has_run = False
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it node by node, so that `Outside` can tell which one an op that it looks into runs for."""
-        self._name(self._above(args))
-        interpreter = fx.Interpreter(self.module)
-        interpreter.extra_traceback = False  # it would put the node into errors of the user's
-        return interpreter.run(*args)
-
-    def _name(self, above: str) -> None:
-        """Name the verdicts of the first run, which compilation has published, and publish those of a later one."""
-        if self.has_run:
-            self.gemms = [replace(g) for g in self.gemms]
-            publish(Report(gemms=self.gemms))
-        self.has_run = True
-        for gemm, name in zip(self.gemms, self.names, strict=True):
-            gemm.name = f"{above}{name}" if name else name
-
-    def _above(self, args: Sequence[Any]) -> str:
-        """Return the path of the graph's root in the model, and a dot; "" if it is not known, or the model itself."""
-        full = {path: self.path_of(args[i]) for i, path in self.owned.items()}
-        above = {of.removesuffix(path) for path, of in full.items() if f".{of}".endswith(f".{path}")}
-        return above.pop() if len(above) == 1 else ""
-
-
-def _draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:
-    """The user's graph with its backward, as Inductor would decompose it."""
-    annotation = annotated(module, Config(recipe=None))
-    inputs = [*example_inputs, *_fake_state(annotation, example_inputs)]
-
-    def draw(graph_module: fx.GraphModule, _: Any) -> Any:
-        drawing.add(graph_module.graph, "before")
-        return make_boxed_func(graph_module.forward)
-
-    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        drawing.add(joint.graph, "before")
-        return Partition()(joint, joint_inputs, **kwargs)
-
-    compiler = aot_autograd(
-        fw_compiler=lambda graph_module, _: make_boxed_func(graph_module.forward),
-        inference_compiler=draw,
-        partition_fn=partition,
-        decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )
-    compiler(annotation.module, inputs)

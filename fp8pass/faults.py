@@ -27,13 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fp8pass._torch import (
-    RestartAnalysis,
-    SkipFrame,
-    functorch_config,
-    timeout_of,
-    unset_fake_temporarily,
-)
+from fp8pass._torch import RestartAnalysis, SkipFrame, functorch_config, timeout_of, unset_fake_temporarily
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fault, Fp8Error, faults_of, first_line, gone_on_after, warn
 from fp8pass.options import overrides

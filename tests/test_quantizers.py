@@ -17,14 +17,7 @@ from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.annotate.quantizers import is_uniform, quantizers
 from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops
-from fp8pass.recipes import (
-    BlockwiseScaling,
-    DelayedScaling,
-    DynamicScaling,
-    MXFP8Scaling,
-    Recipe,
-    RowwiseScaling,
-)
+from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8pass.scaling import E4M3, E5M2
 from tests import oracle
 from tests.harness import annotated, compiled, sqnr, verdicts

@@ -11,22 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.harness import (
-    BF16,
-    E4M3,
-    E5M2,
-    F32,
-    aten,
-    capture,
-    count,
-    detect,
-    dq,
-    expect_graph,
-    fp8,
-    scale,
-    sqnr,
-    text,
-)
+from tests.harness import BF16, E4M3, E5M2, F32, aten, capture, count, detect, dq, expect_graph, fp8, scale, sqnr, text
 
 # 1. Graph
 

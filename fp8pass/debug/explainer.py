@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8pass._torch import TorchDynamoException, dynamo_config
-from fp8pass.backend import explain_only
+from fp8pass.debug.explain_backend import explain_only
 from fp8pass.dynamo.outside import Outside, raise_if_missed
 from fp8pass.errors import Fp8Error
 from fp8pass.names import PACKAGE, base_name

@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass._torch import (
-    around_compilations,
-    compilations,
-    context_of,
-    only_run_what_is_compiled,
-    skips_for_good,
-)
+from fp8pass._torch import around_compilations, compilations, context_of, only_run_what_is_compiled, skips_for_good
 from fp8pass.errors import warn_once
 from fp8pass.names import base_name
 

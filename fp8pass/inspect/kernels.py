@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import (
-    BaseSchedulerNode,
-    ForeachKernelSchedulerNode,
-    MemoryDep,
-    NopKernelSchedulerNode,
-    Virtualized,
-)
+from fp8pass._torch import BaseSchedulerNode, ForeachKernelSchedulerNode, MemoryDep, NopKernelSchedulerNode, Virtualized
 from fp8pass.graph.builder import is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inductor.combo_kernels import SMALL

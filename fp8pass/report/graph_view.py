@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from fp8pass._torch import (
-    GraphLowering,
-    Virtualized,
-    functorch_config,
-    inductor_config,
-    kernel_nodes,
-    make_boxed_func,
-)
+from fp8pass._torch import GraphLowering, Virtualized, functorch_config, inductor_config, kernel_nodes, make_boxed_func
 from fp8pass.graph.builder import multiplies, op_name
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import module_path, short, source_of

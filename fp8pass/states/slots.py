@@ -215,7 +215,9 @@ class SlotGroup:
         held = tuple(held) if any(held) else ()
         if held != self.held:
             self.held = held
-            if held not in self.held_on_device:  # a copy from the CPU would wait for the device, twice in each accumulated step
+            if (
+                held not in self.held_on_device
+            ):  # a copy from the CPU would wait for the device, twice in each accumulated step
                 flags = held or [False] * len(self.table.names)
                 self.held_on_device[held] = torch.tensor(flags, device=self.table.device)
             self.tensors.held.copy_(self.held_on_device[held])

@@ -39,20 +39,11 @@ from fp8pass.options.config import Config
 from fp8pass.passes.annotate.check import check, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
-from fp8pass.passes.common.matmul_calls import (
-    Spelling,
-    argument,
-    mutates,
-    spelling_of,
-)
+from fp8pass.passes.common.matmul_calls import Spelling, argument, mutates, spelling_of
 from fp8pass.passes.common.regions import Region, body_of, in_its_modes
 from fp8pass.passes.common.state_inputs import cache, freeze, lift_state
 from fp8pass.passes.common.transforms import Transform, transforms
-from fp8pass.recipes import (
-    BlockwiseScaling,
-    MXFP8Scaling,
-    Recipe,
-)
+from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling, Recipe
 from fp8pass.states import scale_state
 
 

@@ -15,24 +15,11 @@ from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.wanted import HIGH_PRECISION, check_sizes, hint, recipe_of
 from fp8pass.options.config import Config
 from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel
-from fp8pass.passes.common.matmul_calls import (
-    Dims,
-    Spelling,
-    argument,
-    dims_of,
-    result_type,
-)
+from fp8pass.passes.common.matmul_calls import Dims, Spelling, argument, dims_of, result_type
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.quant import sharded
-from fp8pass.recipes import (
-    Calibration,
-    DelayedScaling,
-    DynamicScaling,
-    Recipe,
-    RowwiseScaling,
-    StaticScaling,
-)
+from fp8pass.recipes import Calibration, DelayedScaling, DynamicScaling, Recipe, RowwiseScaling, StaticScaling
 from fp8pass.roofline import predicted_speedup
 
 ONE_SCALE = (DelayedScaling, DynamicScaling)

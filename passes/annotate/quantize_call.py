@@ -20,20 +20,11 @@ from fp8pass.node_meta import GATHERED
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
-from fp8pass.passes.common.matmul_calls import (
-    GROUPED_FALLBACK,
-    argument,
-    set_argument,
-)
+from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import Slot, Weight
 from fp8pass.quant import ops, sharded
 from fp8pass.quant.monitor_ops import WATCHED, Watched
-from fp8pass.recipes import (
-    FACTORS,
-    KINDS,
-    Kind,
-    Role,
-)
+from fp8pass.recipes import FACTORS, KINDS, Kind, Role
 
 
 class Walk:

@@ -1,0 +1,111 @@
+"""The backend of `fp8pass.explain`: compiles far enough to know every verdict, and runs the user's graph unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fp8pass._torch import make_boxed_func
+from fp8pass.backend import compile_graph
+from fp8pass.graph.verdict import Gemm
+from fp8pass.inductor.partition import Partition
+from fp8pass.lowering.eager import through_aot
+from fp8pass.lowering.lower import fake_state
+from fp8pass.names import Names
+from fp8pass.options.config import Config
+from fp8pass.options.unmatched import check_compiled
+from fp8pass.pipeline import annotated, written
+from fp8pass.recipes import Schedule
+from fp8pass.report.graph_view import Drawing, drawn
+from fp8pass.report.report import Report, break_of, collect, publish, recompile_of
+
+
+def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -> Callable[..., Any]:
+    """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged.
+
+    Of a schedule it shows the last phase. path_of: returns the path of a parameter in the user's model, "" if it is
+    not known: a graph has names from its own root on, which after a break is some module, and several instances of
+    that may run it.
+    """
+    notes: list[str] = []
+    earlier: set[str] = set()
+    all_phases = config
+    if isinstance(config.recipe, Schedule):
+        step, _ = config.recipe.phases[-1]
+        notes.append(f"the verdicts are those of the schedule from step {step} on")
+        config = config.at_step(step)
+    config = replace(config, monitor_interval=1)  # else graphs would be compiled when they are called, which none is
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        check_compiled(all_phases, module.graph)
+        found, again = break_of(module), recompile_of(module, earlier)
+        breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
+        publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))
+        drawing = drawn()
+        if drawing is not None:
+            drawing.begin(len(example_inputs))
+            if not written(module):  # of an update there is no other form to show
+                draw_before(module, example_inputs, drawing)
+        kernels = drawing is not None and drawing.kernels
+        with collect() as of_graph:
+            compile_graph(module, example_inputs, replace(config, lowering="inductor" if kernels else "eager"))
+        return _Unchanged(module, of_graph.gemms, path_of)
+
+    return backend
+
+
+class _Unchanged:
+    """Runs the user's graph as it is. Each run has verdicts of its own, with names from the user's model on."""
+
+    def __init__(self, module: fx.GraphModule, gemms: list[Gemm], path_of: Callable[[Any], str]) -> None:
+        self.module = module
+        self.gemms = gemms
+        self.names = [g.name for g in gemms]
+        self.path_of = path_of
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.owned = {placeholders.index(p): path for p, path in Names(placeholders).owned.items()}
+        self.has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it node by node, so that `Outside` can tell which one an op that it looks into runs for."""
+        self._name(self._above(args))
+        interpreter = fx.Interpreter(self.module)
+        interpreter.extra_traceback = False  # it would put the node into errors of the user's
+        return interpreter.run(*args)
+
+    def _name(self, above: str) -> None:
+        """Name the verdicts of the first run, which compilation has published, and publish those of a later one."""
+        if self.has_run:
+            self.gemms = [replace(g) for g in self.gemms]
+            publish(Report(gemms=self.gemms))
+        self.has_run = True
+        for gemm, name in zip(self.gemms, self.names, strict=True):
+            gemm.name = f"{above}{name}" if name else name
+
+    def _above(self, args: Sequence[Any]) -> str:
+        """Return the path of the graph's root in the model, and a dot; "" if it is not known, or the model itself."""
+        full = {path: self.path_of(args[i]) for i, path in self.owned.items()}
+        above = {of.removesuffix(path) for path, of in full.items() if f".{of}".endswith(f".{path}")}
+        return above.pop() if len(above) == 1 else ""
+
+
+def draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:
+    """The user's graph with its backward, as Inductor would decompose it."""
+    annotation = annotated(module, Config(recipe=None))
+    inputs = [*example_inputs, *fake_state(annotation, example_inputs)]
+
+    def draw(graph_module: fx.GraphModule, _: Any) -> Any:
+        drawing.add(graph_module.graph, "before")
+        return make_boxed_func(graph_module.forward)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        drawing.add(joint.graph, "before")
+        return Partition()(joint, joint_inputs, **kwargs)
+
+    def forward(graph_module: fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(graph_module.forward)
+
+    through_aot(forward, None, draw, partition)(annotation.module, inputs)

@@ -1,0 +1,114 @@
+"""Lower an annotated graph op by op: the same passes, and no code generated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass._torch import FORCE_STRIDE_ORDER, aot_autograd, make_boxed_func, select_decomp_table
+from fp8pass.faults import Attempt, Later
+from fp8pass.inductor.partition import Partition
+from fp8pass.pipeline import KernelPasses, Pipeline
+from fp8pass.quant.kernel_ops import FORMULAS
+
+
+def through_aot(
+    forward: Callable[[fx.GraphModule, Any], Any],
+    backward: Callable[[fx.GraphModule, Any], Any] | None,
+    inference: Callable[[fx.GraphModule, Any], Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Set AOTAutograd up as Inductor does, with other compilers. backward: None for that of the forward."""
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+
+
+def lower_eager(
+    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
+) -> Callable[..., Any]:
+    """The same graphs, run op by op."""
+
+    kernel_passes = KernelPasses(pipeline.config, pipeline.dump)
+
+    def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
+        kernel_passes.attempt = attempt
+        kernel_passes(graph_module.graph)
+        _call_directly(graph_module)
+        return op_by_op(graph_module)
+
+    def forward(graph_module: fx.GraphModule, _: Any) -> Any:
+        return boxed(graph_module, pipeline.attempt)
+
+    def backward(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        return forward(graph_module, inputs) if later is None else later.lower(graph_module, boxed, op_by_op)
+
+    def rewrite(graph_module: fx.GraphModule) -> None:
+        for part in reversed(list(graph_module.modules())):  # branches and loop bodies first, as Inductor does it
+            if isinstance(part, fx.GraphModule):
+                pipeline(part.graph)
+                part.recompile()
+
+    def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
+        rewrite(graph_module)
+        return forward(graph_module, fake_inputs)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        rewrite(joint)
+        return Partition(seen=pipeline.partitioned)(joint, joint_inputs, **kwargs)
+
+    compiled: Callable[..., Any] = through_aot(forward, backward, inference, partition)(module, inputs)
+    return compiled
+
+
+def op_by_op(module: fx.GraphModule) -> Any:
+    """Stands for a compiled graph where AOTAutograd calls it: the graph itself."""
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
+    return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
+
+
+def _call_directly(graph_module: fx.GraphModule) -> None:
+    """Call functions where kernel passes have put ops that are meant for Inductor.
+
+    Its own op copies whatever it gets when it is run by itself, and ours take several times as long as their formulas.
+    """
+    for op, function in {FORCE_STRIDE_ORDER: _laid_out, **FORMULAS}.items():
+        for node in graph_module.graph.find_nodes(op="call_function", target=op):
+            node.target = function
+    graph_module.recompile()
+
+
+def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Compute what FORCE_STRIDE_ORDER does."""
+    if x.stride() == tuple(strides):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _replaces_input(node: fx.Node) -> bool:
+    """`input.data = ...`: gives the tensor object itself another storage."""
+    source = node.args[0] if node.args else None
+    replaces = str(node.target).startswith(("aten.set_.", "aten.shallow_copy_data_."))  # the latter from 2.15 on
+    return replaces and isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+def _run_unseen(forward: Callable[..., Any], replaced: set[int], *args: Any) -> Any:
+    """As compiled code does, write into inputs without autograd counting it: what is saved may be written again.
+
+    replaced: the inputs that get another storage, which an alias would get in their place.
+    """
+
+    def unseen(i: int, x: Any) -> Any:
+        return x.data if isinstance(x, Tensor) and not x.requires_grad and i not in replaced else x
+
+    return forward(*(unseen(i, x) for i, x in enumerate(args)))

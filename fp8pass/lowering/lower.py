@@ -1,0 +1,57 @@
+"""Compile an annotated graph, by the lowering that the user chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8pass._torch import detect_fake_mode
+from fp8pass.dump.writer import Dump
+from fp8pass.faults import FIRST, Attempt, Later
+from fp8pass.graph.annotation import Annotation
+from fp8pass.lowering.eager import lower_eager
+from fp8pass.lowering.through_inductor import lower_through_inductor
+from fp8pass.options.config import Config
+from fp8pass.pipeline import Pipeline
+from fp8pass.quant.monitor_ops import Ring
+from fp8pass.runtime.frozen_weights import frozen_example
+from fp8pass.runtime.weight_cache import cached_example
+from fp8pass.states.steps import Pass, checkpointed_region
+
+
+def fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
+    """Examples of what the graph is called with after Dynamo's inputs."""
+    mode = detect_fake_mode(example_inputs)
+    if mode is None:
+        return []
+    with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
+        state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
+        watched = [] if annotation.watched is None else [x.clone() for x in Ring(annotation.watched).inputs()]
+        late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
+        frozen = (frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)
+        cached = (x for c in annotation.cached for x in cached_example(c, [example_inputs[i] for i in c.positions]))
+        return [*state, *frozen, *cached, *late, *watched]
+
+
+def lower(
+    annotation: Annotation,
+    inputs: list[Any],
+    config: Config,
+    dump: Dump,
+    attempt: Attempt = FIRST,
+    later: Later | None = None,
+) -> Callable[..., Any]:
+    """Compile an annotated graph. later: compiles its backward, which may fail when the forward has run."""
+    pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update, attempt)
+    pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
+    with_lowering = lower_eager if config.lowering == "eager" else lower_through_inductor
+    with dump.compiling(lambda: pipeline.report.summary() if pipeline.report.graphs else _CACHED):
+        compiled = with_lowering(annotation.module, inputs, pipeline, later)
+    pipeline.warn_if_nothing()
+    return compiled
+
+
+_CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"

@@ -1,0 +1,71 @@
+"""Lower an annotated graph through Inductor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fp8pass._torch import CACHEABLE, compile_fx, functorch_config, inductor_config, list_mode_options
+from fp8pass.faults import FIRST, Attempt, Later
+from fp8pass.inductor.choices import with_choices
+from fp8pass.inductor.partition import Partition
+from fp8pass.lowering.eager import op_by_op
+from fp8pass.options import overrides
+from fp8pass.pipeline import KernelPasses, Pipeline, behind, known_to_caches
+from fp8pass.report.graph_view import generating
+
+
+def lower_through_inductor(
+    module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
+) -> Callable[..., Any]:
+    """Return what Inductor compiles of an annotated graph and of its backward, with our passes where it takes some."""
+    config, dump, kernel_passes = pipeline.config, pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
+    is_plain = pipeline.attempt.form == "plain"
+
+    def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        def lower(module: fx.GraphModule, attempt: Attempt) -> Any:
+            kernel_passes.attempt = attempt
+            ours = attempt.form == "fp8"
+            runs = {"chooses": ours and attempt.runs("choices"), "combines": ours and attempt.runs("combine")}
+            cached = {} if attempt == FIRST else {"fx_graph_cache": False}
+            with inductor_config.patch(cached):
+                return with_choices(module, example_inputs, **runs, **kwargs)
+
+        started = time.perf_counter()
+        part = "backward" if kwargs.get("is_backward") else "forward"
+        with dump.kept():
+            if later is not None and part == "backward":
+                compiled = later.lower(module, lower, op_by_op)
+            else:
+                compiled = lower(module, pipeline.attempt)
+        dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
+        return compiled
+
+    patches: dict[str, Any] = (
+        {}
+        if is_plain
+        else {
+            "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
+            "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn, pipeline.partitioned),
+            "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
+        }
+    )
+    if config.mode is not None:
+        patches.update(list_mode_options(config.mode))
+    caches = {}
+    known = known_to_caches(module)
+    if known is None:
+        caches["enable_autograd_cache"] = False
+    else:
+        patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
+    # a cache hit skips the passes, and there would be nothing to dump, or to try; nor is a fault to be kept
+    if dump.folder is not None or overrides.current() or pipeline.attempt != FIRST:
+        patches["fx_graph_cache"] = False
+        caches["enable_autograd_cache"] = False
+    with functorch_config.patch(caches):
+        compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
+    assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
+    return compiled
