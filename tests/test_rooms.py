@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import rooms
 
 import fp8pass
+from fp8pass.dynamo.outside import RUNS_GRAPHS
+from fp8pass.names import PACKAGE
 
 FLOORS = (
     ("errors", "fields", "node_meta"),
@@ -86,3 +89,8 @@ def test_no_file_is_named_like_a_public_function() -> None:
     functions = {name for name in fp8pass.__all__ if not inspect.ismodule(getattr(fp8pass, name))}
     names = {part for module in rooms.modules() for part in module.split(".")[1:]}
     assert names & functions == set()
+
+
+def test_files_that_the_code_names_exist() -> None:
+    """By their paths, to tell frames of fp8pass apart: a moved file would be taken for the user's code."""
+    assert [path for path in RUNS_GRAPHS if PACKAGE in path and not Path(path).exists()] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.fields import nearest
 from fp8pass.quant.monitor_ops import Numerics, Ring
 from fp8pass.recipes import matches
+from fp8pass.report.text_table import aligned, ruled
 from fp8pass.states.checkpoint import state, usual_name
 from fp8pass.states.slots import SlotGroup, registry
 
@@ -102,7 +103,7 @@ class Stats:
         steps = sorted({row.step for row in self.rows})
         lines = [
             f"steps {steps[0]} to {steps[-1]}; of each tensor the newest",
-            *_aligned([_HEAD, *map(_cells, self.latest)]),
+            *ruled(aligned([_HEAD, *map(_cells, self.latest)], right=range(1, len(_HEAD) - 1))),
         ]
         return "\n".join([*lines, *self._notes()])
 
@@ -191,12 +192,3 @@ def _cells(row: SlotStats) -> tuple[str, ...]:
         row.slot, str(row.step), f"{row.amax:.3g}", f"{row.scale:.3g}", f"{row.underflow:.2%}",
         f"{row.saturation:.2%}", f"{row.sqnr:.1f}", str(row.nonfinite or ""), row.source,
     )  # fmt: skip
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *numbers, last in rows:
-        cells = (cell.rjust(w) for cell, w in zip(numbers, widths[1:-1], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *cells, last]))
-    return [lines[0].rstrip(), "-" * sum(widths, 2 * len(widths) - 2), *(line.rstrip() for line in lines[1:])]

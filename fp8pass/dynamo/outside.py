@@ -49,11 +49,13 @@ OUTSIDE = ("outside", "custom op", "recurrent")
 """The rules of matmuls that the recipe wants, and that run where nothing of fp8pass is."""
 
 _TORCH = str(Path(torch.__file__).parent)
-_RUNS_GRAPHS = tuple(
+RUNS_GRAPHS = tuple(
     str(Path(folder, file))
     for folder, file in (
         (PACKAGE, "graph/annotation.py"),
         (PACKAGE, "backend.py"),
+        (PACKAGE, "debug/explain_backend.py"),
+        (PACKAGE, "lowering/eager.py"),
         (PACKAGE, "runtime/compiled_graph.py"),
         (PACKAGE, "runtime/update_graph.py"),
         (_TORCH, "_functorch/_aot_autograd"),
@@ -215,7 +217,7 @@ class Outside(TorchDispatchMode):
         while frame is not None and frame.f_code.co_filename in _OF_MODE:
             frame = frame.f_back
         while frame is not None and frame is not self._begin and not (in_backward and frame.f_code is RUNS_BACKWARD):
-            if frame.f_code.co_filename.startswith(_RUNS_GRAPHS):
+            if frame.f_code.co_filename.startswith(RUNS_GRAPHS):
                 place.in_graph = True
                 if not enters_graphs:
                     return None

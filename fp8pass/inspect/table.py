@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from fp8pass.inspect.inspector import Inspection, Kernel, Run
+from fp8pass.report.text_table import aligned, terminal
 
 Rows = list[tuple[str, ...]]
 MEGABYTE = 1e6
@@ -65,32 +65,20 @@ def _total(run: Run, bf16: float) -> tuple[str, ...]:
 
 def text_table(heads: Sequence[str], rows: Rows) -> str:
     """Columns apart by two spaces, numbers to the right."""
-    names = [head.removeprefix("<") for head in heads]
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            f"{cell:<{width}}" if head.startswith("<") else f"{cell:>{width}}"
-            for head, cell, width in zip(heads, cells, widths, strict=True)
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(names), *map(line, rows)])
+    right = {i for i, head in enumerate(heads) if not head.startswith("<")}
+    return "\n".join(aligned([[head.removeprefix("<") for head in heads], *rows], right))
 
 
 def _print(title: str, heads: Sequence[str], rows: Rows) -> None:
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            pass
-        else:
-            table = Table(title=title, title_justify="left")
-            for head in heads:
-                table.add_column(head.removeprefix("<"), justify="left" if head.startswith("<") else "right")
-            for row in rows:
-                table.add_row(*row)
-            Console().print(table)
-            return
-    print(f"\n{title}\n{text_table(heads, rows)}")
+    console = terminal()
+    if console is None:
+        print(f"\n{title}\n{text_table(heads, rows)}")
+        return
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head.removeprefix("<"), justify="left" if head.startswith("<") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -17,6 +17,7 @@ import torch
 from fp8pass._torch import CompileContext, why_compiled_again
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import base_name, source_of
+from fp8pass.report.text_table import aligned, ruled
 
 log = logging.getLogger(__name__)
 
@@ -275,9 +276,7 @@ class Report:
         return {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
 
     def __str__(self) -> str:
-        lines = _align(self.rows())
-        lines.insert(1, "-" * max(map(len, lines)))
-        return "\n".join([*lines, *self.footnotes()])
+        return "\n".join([*ruled(aligned(self.rows())), *self.footnotes()])
 
 
 RECOMPUTED = "what is recomputed runs once more in the backward, for activation checkpointing: its FLOPs count twice"
@@ -293,11 +292,6 @@ def _row(g: Gemm, reasons: dict[str, int]) -> tuple[str, ...]:
     shape, dtypes = f"{batches}{g.M} x {g.K} x {g.N}", f"{a} @ {b} -> {out}"
     predicted = "" if g.predicted_speedup is None else f"{g.predicted_speedup:.2f}x"
     return g.name or "-", g.kind, shape, dtypes, g.scaling, predicted, status, g.source
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 _collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=None)

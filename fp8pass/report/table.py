@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
+
+from fp8pass.report.text_table import terminal
 
 if TYPE_CHECKING:
     from fp8pass.report.report import Report
@@ -13,15 +14,11 @@ RIGHT = ("M x K x N", "predicted")
 
 def show(report: Report) -> None:
     """Print a report."""
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-        except ImportError:
-            pass
-        else:
-            draw(report, Console())
-            return
-    print(report)
+    console = terminal()
+    if console is None:
+        print(report)
+    else:
+        draw(report, console)
 
 
 def draw(report: Report, console: object) -> None:
