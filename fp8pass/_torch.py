@@ -1,6 +1,6 @@
-"""Every private torch name that fp8pass relies on, so that an upgrade of torch is a diff of this file.
+"""All private torch names that fp8pass uses, so that an upgrade of torch changes only this file.
 
-`fp8pass.versions` says which versions of torch have them all.
+`fp8pass.versions` lists the versions of torch that have all of them.
 """
 
 from __future__ import annotations
@@ -94,60 +94,60 @@ with required_names():
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
     current_graph_task_id = torch._C._current_graph_task_id
-    """The number of the backward that runs in this thread; -1 outside of any."""
+    """A function that returns the number of the backward that runs in this thread; -1 if none runs."""
 
     set_grad_enabled = torch._C._set_grad_enabled
-    """What `torch.set_grad_enabled` is in Dynamo's graph."""
+    """The function that Dynamo's graph calls for `torch.set_grad_enabled`."""
 
     enter_autocast, exit_autocast = _enter_autocast, _exit_autocast
-    """Stands for `with torch.autocast` in Dynamo's graph."""
+    """The functions that Dynamo's graph calls for `with torch.autocast`."""
 
     MODE_CHANGES = frozenset(
         {set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
     )
-    """Calls in Dynamo's graph from which on others mean something else."""
+    """Calls in Dynamo's graph that change grad, autocast or inference mode for the ops after them."""
 
     is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
-    """Whether two tensors share storage."""
+    """A function that returns whether two tensors share storage."""
 
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-    """The innermost hooks for saved tensors, (pack, unpack), or None."""
+    """A function that returns the innermost hooks for saved tensors, (pack, unpack), or None."""
 
     FORCE_STRIDE_ORDER = inductor_prims.force_stride_order
-    """The op that makes Inductor lay a tensor out in the order of given strides; nothing if it does so anyway."""
+    """The op that makes Inductor store a tensor in the order of given strides; without effect if it already is."""
 
     INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
-    """Calls the body of a `nested_compile_region` in Dynamo's graph: (body, its name, *operands)."""
+    """The op that calls the body of a `nested_compile_region` in Dynamo's graph: (body, its name, *operands)."""
 
     linear = torch._C._nn.linear
-    """What `F.linear` is on some versions."""
+    """The function that `F.linear` is in some versions of torch."""
 
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-    """Makes a tensor of a subclass that has no storage of its own."""
+    """A function that makes a tensor of a subclass without storage."""
 
     COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-    """What the decomposition of an op is registered for."""
+    """The dispatch key for which decompositions of ops are registered."""
 
     ensure_device_guard = torch._C._ensureCUDADeviceGuardSet
-    """Makes the guard for CUDA devices that is registered now the one in force."""
+    """A function that puts the registered guard for CUDA devices in force."""
 
     RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-    """Calls autograd's engine."""
+    """The code of the function that runs autograd's engine."""
 
 MODULE_CALL = "_compiled_call_impl"
-"""Attribute of a module: what `nn.Module.__call__` calls in the module's place, if it is there."""
+"""Attribute of a module: if it is set, `nn.Module.__call__` calls it instead of the module."""
 
 EXACT_INPUTS = "eager_input_vals"
-"""Metadata of a node: the fake tensors (args, kwargs) whose strides Inductor gives its inputs."""
+"""Key of a node's metadata: fake tensors (args, kwargs); Inductor gives the node's inputs their strides."""
 
 CACHEABLE = "unsafe_marked_cacheable_functions"
-"""Setting of Inductor: {name of a function: hash}. AOTAutograd caches no graph that calls any other."""
+"""Inductor's setting {name of a function: hash}. AOTAutograd does not cache graphs that call other functions."""
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has matmul kernels for bfloat16 or float16 on this CPU, within the limit of ONEDNN_MAX_CPU_ISA.
+    """Return whether oneDNN has matmul kernels for bfloat16 or float16 on this CPU, within ONEDNN_MAX_CPU_ISA.
 
-    torch asks the same at every matmul: https://github.com/pytorch/pytorch/issues/146508.
+    torch checks the same at every matmul: https://github.com/pytorch/pytorch/issues/146508.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -158,10 +158,10 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 
 @contextlib.contextmanager
 def optimizers_ranges_ignored() -> Iterator[None]:
-    """Within this, Dynamo does not warn that it ignores `torch.profiler.record_function`.
+    """Suppress Dynamo's warning that it ignores `torch.profiler.record_function` within the context.
 
-    `Optimizer.step` opens such a range for the profiler, so that each compiled training step gave a warning that its
-    user could do nothing about. Nothing is lost but the name of that range in a profile.
+    `Optimizer.step` opens such a range for the profiler, so every compiled training step would give a warning that its
+    user could do nothing about. Only the name of that range in a profile is lost.
     """
     loggers = [logging.getLogger(f"torch._dynamo.variables.{module}") for module in ("ctx_manager", "torch")]
     for logger in loggers:
@@ -187,22 +187,24 @@ skip_code(dynamo_is_on.__code__)
 
 
 def disabled_functions() -> list[Any]:
-    """Return the functions that are running and have switched Dynamo off, innermost first, since it was switched on."""
+    """Return the running functions that have switched Dynamo off since it was last switched on, innermost first."""
     off, on = _switches()
     found: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not on:
         if frame.f_code is off:
-            found.append(frame.f_locals["fn"])
+            found.append(frame.f_locals["fn"])  # the wrapper's local for the function that it runs
         frame = frame.f_back
     return found
 
 
 def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any], None]) -> None:
-    """From now on, call these before Dynamo tries to compile a function, and after it, unless that raises.
+    """Call `begin` before, and `end` after, each of Dynamo's attempts to compile a function, from now on.
 
-    end: gets the function's code, and a `ConvertFrameReturn`, which it may edit: how calls of it are to run.
+    `end` is not called if the attempt raises. It gets the function's code and a `ConvertFrameReturn`, which says how
+    calls of the function run and which it may edit.
     """
+    # Dynamo has no public hook for attempts: its callbacks do not get the frame's code or the result.
     compile_frame = ConvertFrame.__call__
 
     def compile_and_tell(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,18 +217,18 @@ def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any]
 
 
 def context_of(code: CodeType) -> dict[str, Any]:
-    """Return what is kept with the code of a function as long as Dynamo knows it."""
+    """Return Dynamo's dict for a function's code, which lives as long as Dynamo knows the code."""
     context: dict[str, Any] = code_context.get_context(code)
     return context
 
 
 def skips_for_good(result: Any) -> bool:
-    """Return whether Dynamo is to run this call of a function, and all others, op by op."""
+    """Return whether Dynamo will run this call and all later calls of a function op by op."""
     return bool(result.apply_to_code) and result.frame_exec_strategy.cur_action == _FrameAction.SKIP
 
 
 def only_run_what_is_compiled(result: Any) -> None:
-    """Have a function run as it is compiled where that fits, and op by op elsewhere, and never compile it again."""
+    """Run a function's compiled code where its guards hold, op by op elsewhere, and never compile it again."""
     result.frame_exec_strategy = _FrameExecStrategy(_FrameAction.RUN_ONLY, _FrameAction.DEFAULT)
 
 
@@ -238,9 +240,9 @@ def disabled_by(frame: FrameType) -> tuple[Any, str] | None:
 
 
 def frames_op_by_op(until: CodeType) -> list[FrameType]:
-    """Return the running functions that Dynamo has not compiled, innermost first, and that this code led to.
+    """Return the frames of running functions that Dynamo has not compiled, innermost first, up to the code `until`.
 
-    None of torch's; none at all in a thread in which that function does not run.
+    Leaves out torch's functions. [] in a thread in which the function with that code does not run.
     """
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -256,7 +258,7 @@ _TORCH = torch.__path__[0]
 
 @functools.cache
 def _switches() -> tuple[CodeType, CodeType]:
-    """Return the code of whatever `torch.compiler.disable` returns, and of what `torch.compile` does."""
+    """Return the code of the wrappers that `torch.compiler.disable` and `torch.compile` return."""
     off = torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
     return off.__code__, torch.compile(_nothing, backend="eager").__code__
 
@@ -266,36 +268,36 @@ def _nothing() -> None:
 
 
 def cancel_compilations() -> None:
-    """Drop the C++ compilations that Inductor has not begun, for which Python would wait before it exits."""
+    """Cancel the C++ compilations that Inductor has not begun; Python would wait for them before it exits."""
     if AsyncCompile.pool.cache_info().currsize:
         AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
         AsyncCompile.pool.cache_clear()
 
 
 def hint_of(size: Any) -> Any:
-    """An example of a symbolic number, without a guard on it; 2 where there is none. Plain numbers as they are."""
+    """Return the hint of a symbolic number, without a guard on it; 2 if it has none. Plain numbers as they are."""
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     return size.node.hint if size.node.has_hint() else 2
 
 
 TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
-"""Whether Inductor's settings for custom passes may be lists of them."""
+"""True if Inductor's settings for custom passes may be lists of passes."""
 
 
 def kernel_nodes(kernel: str) -> list[str]:
-    """The names of the nodes that a kernel of code just generated computes; none unless Inductor tracked them."""
+    """Return the names of the nodes that a kernel of the last generated code computes; [] if Inductor did not track."""
     return list(inductor_debug._inductor_triton_kernel_to_post_grad_node_info.get(kernel, ()))
 
 
 def why_compiled_again() -> str:
-    """While a graph of Dynamo's is compiled, not for the first time: the guard of an earlier one that failed; or ""."""
+    """Return the failed guard because of which Dynamo now compiles a frame again; "" if it is the first compilation."""
     return str(get_metrics_context()._metrics.get("recompile_reason") or "")
 
 
 @contextlib.contextmanager
 def all_compilations() -> Iterator[None]:
-    """Within it, torch remembers all of its compilations, for `compilations`, and not only the last 64."""
+    """Make torch remember up to 65536 compilations within the context, for `compilations`, instead of the last 64."""
     limit = dynamo_utils._compilation_metrics.maxlen or 0
     dynamo_utils.set_compilation_metrics_limit(1 << 16)
     try:
@@ -305,14 +307,14 @@ def all_compilations() -> Iterator[None]:
 
 
 def compilations() -> list[Any]:
-    """Return what torch remembers of its latest compilations: function, place, and why it failed, if it did."""
+    """Return torch's records of its latest compilations: function, source line, and the reason of a failure."""
     return list(dynamo_utils.get_compilation_metrics())
 
 
 def kernel_keys(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return what to redispatch an op with, so that its kernel for these tensors runs; None if that is not known.
+    """Return the dispatch keys with which an op runs its kernel for these tensors' device; None if they are not known.
 
-    It is not for tensors of a subclass, which have kernels of their own.
+    They are not known for tensor subclasses, and for tensors on several devices.
     """
     devices = {x.device.type for x in tensors}
     if len(devices) != 1 or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
@@ -322,10 +324,10 @@ def kernel_keys(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def compiled_scope() -> dict[str, Any]:
-    """Return what the frame that Dynamo compiles now knows by which name: locals, and globals that its code names.
+    """Return {name: value} of the frame that Dynamo compiles now: its locals, and the globals that its code names.
 
-    As `self` also the first argument of a function of `*args`: decorators replace methods by such functions. Nothing
-    where Dynamo compiles none, or goes on with one after a graph break that leaves out the frame's `self`.
+    In a function of `*args`, with which decorators replace methods, the first argument is `self` too. {} if Dynamo
+    compiles no frame. After a graph break the frame may lack `self`.
     """
     translator = _current_translator()
     if translator is None:
@@ -344,7 +346,7 @@ def _self_in_varargs(code: CodeType, local: Mapping[str, Any]) -> dict[str, Any]
 
 
 def running_modules() -> list[torch.nn.Module]:
-    """Return the modules of which a method is running, from the inside out."""
+    """Return the modules with a running method, from the inside out."""
     found: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -364,7 +366,10 @@ def _current_translator() -> Any:
 
 
 def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """{id of a parameter that `fully_shard` has sharded: the gathered one}, of those that have been gathered once."""
+    """Return {id of a parameter that `fully_shard` has sharded: the gathered parameter}.
+
+    Only of parameters that have been gathered at least once.
+    """
     states = (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))
     groups = (group for state in states for group in _groups_of(state))
     return {
@@ -376,14 +381,17 @@ def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Several from torch 2.13 on."""
+    """Return the parameter groups of an FSDP state, which can be several from torch 2.13 on."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def is_of_fsdp(source: Any) -> bool:
-    """Whether Dynamo has something from a module that FSDP manages: a parameter is there only while it is gathered."""
+    """Return whether a Dynamo source leads through a module that FSDP manages.
+
+    Such a module's full parameter exists only while it is gathered.
+    """
     while source is not None:
         if isinstance(source, FSDPNNModuleSource):
             return True
@@ -392,7 +400,7 @@ def is_of_fsdp(source: Any) -> bool:
 
 
 def cpp_compiler() -> str:
-    """The command of the C++ compiler that Inductor calls; "" if it finds none."""
+    """Return the command of the C++ compiler that Inductor calls; "" if it finds none."""
     try:
         return get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -400,57 +408,60 @@ def cpp_compiler() -> str:
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """In a backward: call this when all of it is over."""
+    """Call `callback` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
-    """The key-value store in which the ranks of a group met; with a prefix to all keys."""
+    """Return the key-value store through which a group's ranks were initialized, with a prefix to all keys."""
     return PrefixStore(prefix, _get_process_group_store(group))
 
 
 def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    """In a graph, or out of one: of the ranks of a group that is known by its name."""
+    """All-reduce a tensor among the ranks of a named group, within a graph or outside; returns the result."""
     result: torch.Tensor = _functional_collectives.all_reduce(x, op, _group_name(group))
     return result
 
 
 def ranks_of(group: str) -> list[int]:
-    """The ranks of a group that is known by its name."""
+    """Return the global ranks of a named group."""
     return dist.get_process_group_ranks(_resolve_process_group(_group_name(group)))
 
 
 def micro_pipelines(group: str) -> bool:
-    """Whether Inductor makes one op of a matmul and a collective of this group: async tensor parallel."""
+    """Return whether Inductor fuses matmuls with this group's collectives, for async tensor parallelism."""
     return bool(inductor_config._micro_pipeline_tp) and is_symm_mem_enabled_for_group(_group_name(group))
 
 
 def _group_name(group: str) -> Any:
-    """A NewType to torch. Whether mypy sees that depends on the order in which it reads torch's modules."""
+    """Return the name untyped: torch's type is a NewType, which mypy sees only if it reads torch in some orders."""
     return group
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of a group may take."""
+    """Return the timeout of a group's collectives on a device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
 
 def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh. Where it has several dimensions, all ranks of the world make it together."""
+    """Return the group of all ranks of a mesh. For a mesh of several dimensions all ranks of the world must call it."""
     return _flattened(mesh, dist.group.WORLD)
 
 
 @functools.cache
 def _flattened(mesh: DeviceMesh, _world: Any) -> dist.ProcessGroup:
-    """A mesh of the same ranks equals that of a world that was there before."""
+    """Return the group of `flattened`, cached for each world.
+
+    A mesh equals a mesh of the same ranks in an earlier world, so the world is part of the cache's key.
+    """
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
 
 
 def context_for_later() -> TracingContext:
-    """The context of what is compiled now, to compile it once more when it is called.
+    """Return a copy of the current compilation's context, to compile the graph again when it is called.
 
-    Without the notes of DDP's optimizer, which splits a graph and counts the compilations of its parts.
+    Without the state of DDPOptimizer, which splits a graph and counts the compilations of its parts.
     """
     context = copy.copy(TracingContext.get())
     context.ddp_optimizer_ctx, context.fakify_first_call = None, False
@@ -459,10 +470,10 @@ def context_for_later() -> TracingContext:
 
 @contextlib.contextmanager
 def cuts_fast() -> Iterator[None]:
-    """Within it, networkx, of which torch's partitioner is a user, finds a minimum cut by Boykov and Kolmogorov.
+    """Make networkx, which torch's partitioner calls, find minimum cuts by Boykov and Kolmogorov within the context.
 
-    The cut is the one that its own choice, preflow-push, finds: both take for the sink's side all that still reaches
-    it, which is the same for every maximum flow. That one takes several times as long on the graphs of training.
+    The cut is the same as by networkx's default, preflow-push: both put on the sink's side all nodes that still reach
+    the sink, which are the same for every maximum flow. Preflow-push takes several times as long on training graphs.
     """
     import networkx  # type: ignore[import-untyped]
     from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
@@ -476,9 +487,10 @@ def cuts_fast() -> Iterator[None]:
 
 
 def as_fakes(inputs: Sequence[Any]) -> list[Any]:
-    """Return inputs with fakes for tensors, those that AOTAutograd makes of them, to compile a graph once more.
+    """Replace tensors among the inputs by AOTAutograd's fake tensors, to compile a graph again later.
 
-    In the context of the compilation, which knows the sizes that are symbols as long as the tensors are there.
+    Call it in the context of the compilation, which knows the tensors' symbolic sizes as long as the tensors exist.
+    Inputs stay as they are without a fake mode.
     """
     mode = detect_fake_mode(inputs)
     if mode is None:
@@ -487,32 +499,35 @@ def as_fakes(inputs: Sequence[Any]) -> list[Any]:
 
 
 def first_call_is_fake() -> bool:
-    """Whether what is compiled now will be called on fake tensors first.
+    """Return whether the first call of the graph that is compiled now will be on fake tensors.
 
-    DDP's optimizer does so with each part of a graph, to know the strides of its results.
+    DDPOptimizer calls each part of a graph so, to get the strides of its outputs.
     """
     context = TracingContext.try_get()
     return context is not None and context.fakify_first_call
 
 
 def ddp_goes_on() -> bool:
-    """In a forward: whether it is one of DistributedDataParallel under `no_sync`, of a step that others complete."""
+    """Return whether the running forward is of DistributedDataParallel under `no_sync`: later microbatches follow."""
     module = DistributedDataParallel._active_ddp_module
     return module is not None and not module.require_backward_grad_sync
 
 
 def ddp_joins() -> bool:
-    """In a forward: whether it is one of DistributedDataParallel whose ranks may come to their end one by one."""
+    """Return whether the running forward is of DistributedDataParallel under `join`, for uneven inputs.
+
+    Ranks may then run out of inputs at different times.
+    """
     module = DistributedDataParallel._active_ddp_module
     return module is not None and module._join_config.enable
 
 
 @functools.cache
 def before_eager_optimizers(callback: Callable[[torch.optim.Optimizer], None]) -> None:
-    """From now on, call this before each step of any optimizer that runs op by op; once, however often this is said.
+    """Call `callback` before each step of any optimizer that runs op by op, from now on.
 
-    Not within what Dynamo traces: it calls hooks in a loop, and if one broke its graph, it would have all of an
-    optimizer's step run op by op.
+    Further calls with the same callback have no effect. The callback is not called within what Dynamo traces: the
+    optimizer calls hooks in a loop, and a graph break there would make its whole step run op by op.
     """
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -524,10 +539,10 @@ def before_eager_optimizers(callback: Callable[[torch.optim.Optimizer], None]) -
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """A call that `torch.distributed.pipelining` makes: of a stage's module, or of the loss behind the last one.
+    """A call that `torch.distributed.pipelining` makes: of a stage's module, or of the loss after the last stage.
 
-    microbatch: None where the stage only finds out the shapes of what it returns. Its input is memory that nothing has
-    been written to then, and the gradient of its result is 1.
+    microbatch: number of the microbatch; None if the stage only infers the shapes of its outputs. Its input is
+    uninitialized memory then, and the gradient of its output is 1.
     """
 
     stage: Any
@@ -535,12 +550,12 @@ class PipelineCall:
 
     @property
     def has_rank_of_its_own(self) -> bool:
-        """Whether the pipeline is over all ranks, so that no other rank has this stage."""
+        """True if the pipeline includes all ranks, so that no other rank has this stage."""
         return dist.get_world_size(self.stage.group) == dist.get_world_size()
 
 
 def pipeline_call() -> PipelineCall | None:
-    """In a forward: the call of a pipeline's that it is in, or None."""
+    """Return the pipeline's call that the running forward is in; None if there is none."""
     if "torch.distributed.pipelining" not in sys.modules:
         return None
     calls = _pipeline_calls()
@@ -555,9 +570,9 @@ def pipeline_call() -> PipelineCall | None:
 
 @functools.cache
 def _pipeline_calls() -> dict[int, tuple[str, str]]:
-    """{id of the code that makes such calls: the names in it of the stage, and of the microbatch or ""}.
+    """Return {id of code that makes such calls: names in it of the stage, and of the microbatch's number or ""}.
 
-    By id: what Dynamo makes to resume a function may have constants that have no hash, and so has its code none.
+    By id, because the code of Dynamo's resume functions may have unhashable constants, and is unhashable then.
     """
     with required_names():
         from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -573,7 +588,7 @@ def _pipeline_calls() -> dict[int, tuple[str, str]]:
 
 
 def module_of_stage(stage: Any) -> Any:
-    """The module of a pipeline's stage; anything else as it is."""
+    """Return the module of a pipeline's stage, and anything else as it is."""
     if "torch.distributed.pipelining" not in sys.modules:
         return stage
     with required_names():

@@ -1,4 +1,4 @@
-"""The `fp8pass` command."""
+"""The `fp8pass` command and its subcommands: demo, inspect, plot, bisect, explain, env."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8pass.options.config import make_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status."""
+    """Run the `fp8pass` command and return its exit status. argv: the arguments; None for those of the process."""
     parser = _Parser(prog="fp8pass", description="Train PyTorch models in FP8.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with arguments."""
+    """A parser whose errors are one line on stderr, with exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -1,4 +1,4 @@
-"""What fp8pass raises of its own accord, and how it warns."""
+"""The errors that fp8pass raises, and its warnings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 
 
 class Fp8Error(RuntimeError):
-    """A matmul that should run in FP8 can't, under `strict=True`; or saved state does not fit. Says what to do."""
+    """An error whose message says what to do.
+
+    Raised, for example, for a matmul that cannot run in FP8 under `strict=True`, and for saved state that does not fit.
+    """
 
     report: Any = None
-    """Of `fp8pass.explain`: the `Report` of what was known when compilation failed."""
+    """The `Report` of the verdicts found before compilation failed; set by `fp8pass.explain`."""
 
 
 class Fault(Fp8Error):
-    """A part of fp8pass has failed. place: the name of the pass, or "choices" or "combine", which advise Inductor."""
+    """An internal error of fp8pass. place: the name of the pass, or "choices" or "combine", which advise Inductor."""
 
     def __init__(self, place: str, error: Exception) -> None:
         super().__init__(
@@ -29,12 +32,12 @@ class Fault(Fp8Error):
 
 
 gone_on_after: list[str] = []
-"""The faults, a sentence each, that have not stopped this process."""
+"""The faults after which this process went on, one sentence each."""
 
 
 @contextlib.contextmanager
 def faults_of(place: str) -> Iterator[None]:
-    """Around a part of fp8pass that has a name: what it raises becomes a `Fault`, but for what it tells the user."""
+    """Raise errors of a part of fp8pass as `Fault`, except Fp8Error and Warning, which are meant for the user."""
     try:
         yield
     except (Fp8Error, Warning):
@@ -44,25 +47,26 @@ def faults_of(place: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; the name of its type if it says nothing."""
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn of something, once per process and message, at the user's line that led to it."""
+    """Warn once per process and message, at the user's line that led to the call."""
     warn(message)
 
 
 def warn(message: str) -> None:
-    """Warn of something at the user's line that led to it."""
+    """Warn at the user's line that led to the call."""
     warnings.warn(message, stacklevel=_users_level())
 
 
 def _users_level() -> int:
-    """How many frames above `warn` the first is that is the user's; 2, its caller, if none is.
+    """Return the stacklevel of the first frame in the user's code; 2 (the caller of `warn`) if there is none.
 
-    fp8pass, torch and Python's import of them are not the user's. `warnings.warn` does not count `import` statements.
+    Frames of fp8pass, torch and Python's import system are not the user's. `warnings.warn` does not count frames of
+    `import` statements.
     """
     level, frame = 1, sys._getframe(1)
     while (back := frame.f_back) is not None:

@@ -1,14 +1,15 @@
-"""A fault of fp8pass never stops a run: the graph is compiled again without what failed, and everybody is told.
+"""Recompile a graph without the part of fp8pass that failed, and report the fault, so that training continues.
 
-a pass raises, or leaves an illegal graph     the graph is compiled again without that pass
-one that FP8 needs, or nobody knows which     again, with all its matmuls declined by the rule `internal`
-that fails too                                again, as torch compiles it without fp8pass: what that raises is torch's
-                                              own error, or the user's, and is raised as it is
-a backward, whose forward has run already     again without the pass; or else op by op, and from the next call on the
-                                              whole graph as torch compiles it
+a pass raises, or leaves an illegal graph     recompile without that pass
+FP8 needs the pass, or it is not known        recompile with all matmuls declined by the rule `internal`
+that fails too                                recompile as torch does without fp8pass; an error in that is torch's or
+                                              the user's, and is raised unchanged
+a backward fails after its forward has run    recompile without the pass; if that is impossible, run the backward op by
+                                              op, and from the next call on the whole graph as torch compiles it
 
-Each attempt begins with Dynamo's graph, which nobody edits, and nothing is kept of one that failed. Errors that are
-meant for the user (`Fp8Error`) are not faults. `strict`, `on_fault="raise"` and trials of `fp8pass.bisect` raise.
+Each attempt starts from Dynamo's graph, which no pass modifies, and keeps nothing of a failed attempt. Errors that are
+meant for the user (`Fp8Error`) are not faults. Under `strict`, `on_fault="raise"` and in trials of `fp8pass.bisect`, a
+fault is raised.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Form = Literal["fp8", "declined", "plain"]
-"""In FP8; with all matmuls listed and declined; as torch compiles it, with nothing of fp8pass."""
+"""One of: FP8; all matmuls listed and declined; compiled by torch without fp8pass."""
 NEEDED = ("annotate", "list_matmuls", "scaled_mm")
-"""Passes without which no matmul of the recipe's runs in FP8."""
+"""Passes without which no matmul that the recipe selects runs in FP8."""
 LOWERING = "lowering"
-"""The place of a fault of which nobody knows the pass: AOTAutograd or Inductor fails on what fp8pass made."""
+"""The place of a fault whose pass is not known: AOTAutograd or Inductor fails on the graph of fp8pass."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a graph is compiled. without: the passes that are left out. reason: why its matmuls are declined."""
+    """The way in which a graph is compiled. without: passes to leave out. reason: why its matmuls are declined."""
 
     form: Form = "fp8"
     without: frozenset[str] = frozenset()
     reason: str = ""
 
     def runs(self, name: str) -> bool:
-        """Return whether a pass, or another part that has a name, takes part."""
+        """Return whether a pass, or another part with a name, runs."""
         return name not in self.without
 
     def after(self, place: str, reason: str) -> Attempt:
-        """Return what to try next, after a fault in a pass, or at LOWERING."""
+        """Return the next attempt after a fault in a pass or at LOWERING."""
         known = place != LOWERING and self.runs(place)
         if self.form == "fp8" and (not known or place in NEEDED):
             return Attempt("declined", self.without | ({place} if known else set()), reason)
@@ -73,7 +74,7 @@ Compile = Callable[[Attempt, Dump], T]
 
 @dataclass(frozen=True)
 class Failure:
-    """A fault: where, of which attempt, and the dump that reproduces it; None if none could be written."""
+    """A fault: its attempt, its place, and the dump that reproduces it, None if no dump was written."""
 
     attempt: Attempt
     place: str
@@ -88,16 +89,16 @@ class Failure:
         return f"fp8pass failed in its pass {self.place} on {self.graph} ({said})"
 
     def reason(self) -> str:
-        """Return what a matmul was declined for."""
+        """Return the reason with which matmuls are declined."""
         return f"a fault of fp8pass: {self}; please report it with {self.file()}"
 
     def file(self) -> str:
-        """Return the file, or else the folder, that reproduces it."""
+        """Return the file or folder that reproduces the fault."""
         return str(self.dump.failed or self.dump.folder) if self.dump else "this message: no dump could be written"
 
 
 def raises(config: Config) -> bool:
-    """Return whether a fault ends the compilation."""
+    """Return whether a fault is raised as an error."""
     return config.strict or config.on_fault == "raise" or overrides.current() is not None
 
 
@@ -108,11 +109,11 @@ def fall_back(
     first: Attempt = FIRST,
     has_collectives: bool = False,
 ) -> tuple[T, Attempt]:
-    """Compile a graph; after a fault, again without what failed. Return what was compiled, and how.
+    """Compile a graph; after a fault, recompile it without the failed part. Return the result and its attempt.
 
-    dump_of: makes the dump of an attempt, for a configuration and a word that tells it from others of the graph.
-    has_collectives: whether the graph has, so that all ranks must go on alike. Raises Fp8Error if they do not, what is
-    meant for the user, and what torch raises on the graph as it is without fp8pass.
+    dump_of: creates the dump of an attempt, from a configuration and a word that distinguishes the dumps of one graph.
+    has_collectives: True if the graph has collectives, so that all ranks must leave out the same parts. Raises Fp8Error
+    if they differ, errors meant for the user, and errors of torch on the graph without fp8pass.
     """
     attempt, failures = first, list[tuple[Failure, str]]()
 
@@ -147,7 +148,7 @@ _IN_HIGH_PRECISION = "all matmuls of the graph stay in high precision"
 
 @contextlib.contextmanager
 def left_out(place: str, config: Config, graph: str) -> Iterator[None]:
-    """Within it, a fault ends nothing but the context, for what is within can be left out."""
+    """Report a fault in this context and continue after the context, whose work is optional."""
     try:
         with faults_of(place):
             yield
@@ -165,7 +166,7 @@ def _failure(
     dump_of: Callable[[Config, str], Dump],
     compile_with: Compile[Any],
 ) -> Failure:
-    """Return what is known of a fault, with a dump. One of Inductor's is written later, for it takes long."""
+    """Return the `Failure` of an error, with its dump. Callers write the dump of a LOWERING fault later: it is slow."""
     place, cause = _place_and_cause(error)
     failure = Failure(attempt, place, cause, dump.title, dump)
     if dump.folder is not None:
@@ -182,16 +183,16 @@ def _failure(
 
 @functools.cache
 def _folder() -> str:
-    """Return where dumps of faults go that nobody has named a folder for: one for the process."""
+    """Create this process's folder for dumps of faults, used if the user names no folder; return it afterwards."""
     return tempfile.mkdtemp(prefix="fp8pass-fault-")
 
 
 class _Done(Exception):
-    """A dump is written: nothing is kept of the compilation."""
+    """Raised after a dump is written, to discard the compilation."""
 
 
 def _reproduce(compile_with: Compile[Any], failure: Failure) -> None:
-    """Fail again, with dumps."""
+    """Repeat the failed compilation, to write its dump."""
     if failure.dump is None:
         return
     with contextlib.suppress(Exception), _tentative(keeps=lambda _: False):
@@ -201,14 +202,14 @@ def _reproduce(compile_with: Compile[Any], failure: Failure) -> None:
 
 @contextlib.contextmanager
 def _tentative(keeps: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Within it, verdicts and pictures reach whoever collects them if nothing is raised, or what `keeps` is true of."""
+    """Discard the verdicts and pictures of this context if it raises an error for which `keeps` returns False."""
     drawing = drawn()
     with tentative(keeps), drawing.tentative(keeps) if drawing is not None else contextlib.nullcontext():
         yield
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Return an error, and those that it comes from; Dynamo and Inductor wrap what a backend raises."""
+    """Yield an error, then its causes; Dynamo and Inductor wrap errors that a backend raises."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -217,7 +218,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_meant_for_user(error: BaseException) -> bool:
-    """Return whether nothing of ours has failed: an error that says what to do, or Dynamo's way to begin anew."""
+    """Return whether an error is not a fault: it is for the user, or Dynamo raises it to restart or skip a frame."""
     first = next((e for e in _chain(error) if isinstance(e, (Fp8Error, Warning, RestartAnalysis, SkipFrame))), None)
     return first is not None and not isinstance(first, Fault)
 
@@ -233,14 +234,14 @@ def _place_and_cause(error: Exception) -> tuple[str, BaseException]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who is told
+# Reporting a fault
 
 
 _told: set[tuple[str, ...]] = set()
 
 
 def tell(failure: Failure, outcome: str) -> None:
-    """Write a fault into the report, and warn of it, once per process, pass and type of error."""
+    """Add a fault to the report, and warn of it once per process, pass, type of error and outcome."""
     said = f"{failure}: {outcome}. Please report it with {failure.file()} and what `fp8pass env` prints"
     publish(Report(faults=[said]))
     gone_on_after.append(said)
@@ -255,9 +256,9 @@ _meetings = itertools.count()
 
 
 def _agree(failures: list[Failure], config: Config) -> None:
-    """Make sure that all ranks have compiled a graph again for the same reason, for else their collectives differ.
+    """Raise Fp8Error unless all ranks recompiled a graph after the same faults: else their collectives would differ.
 
-    Slots need no such meeting: ranks compare theirs in the first step. Raises Fp8Error, on those that have, if not.
+    Only ranks that recompiled call this; they raise. Slots need no such check: ranks compare them in the first step.
     """
     group = Reduction(config.amax_group).process_group()
     if group is None or dist.get_backend(group) == "fake":
@@ -287,9 +288,10 @@ def _difference(layouts: Any) -> str:
 
 
 class Later:
-    """Compiles the backward of a graph, perhaps when its forward has run.
+    """Compiles the backward of a graph, possibly after its forward has run.
 
-    compile_with, attempt: of the whole graph. exchange: takes what is to run in its place from the next call on.
+    compile_with, attempt: of the whole graph. exchange: receives the callable that replaces the whole graph from the
+    next call on.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class Later:
         self._dump_of = dump_of
         self._exchange = exchange
         self.has_run = False
-        """Whether all of the graph is compiled but its backward."""
+        """True if all of the graph but its backward is compiled."""
 
     def lower(
         self,
@@ -316,9 +318,10 @@ class Later:
         lower: Callable[[fx.GraphModule, Attempt], Any],
         op_by_op: Callable[[fx.GraphModule], Any],
     ) -> Any:
-        """Lower the graph of a backward; after a fault without what failed.
+        """Lower the graph of a backward; after a fault, without the pass that failed, or op by op.
 
-        Raises what torch raises on the backward without fp8pass.
+        Raises the error unchanged if it is meant for the user, if faults are raised, or if the forward has not run yet;
+        also raises errors of torch on the graph without fp8pass.
         """
         attempt = self._attempt
         if raises(self._config) or attempt.form == "plain":
@@ -346,13 +349,14 @@ class Later:
         return _failure(self._attempt, error, self._config, self._dump, self._dump_of, self._early)
 
     def _early(self, attempt: Attempt, dump: Dump) -> Any:
-        """Compile the whole graph, and its backward at once."""
+        """Compile the whole graph with its backward at once, instead of at the backward's first call."""
+        # AOTAutograd compiles a backward at its first call by default.
         early = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
         with functorch_config.patch(early):
             return self._compile_with(attempt, dump)
 
     def _fall_back(self, failed: Exception) -> None:
-        """Have the whole graph compiled as torch does, from the next call on."""
+        """Compile the whole graph as torch does, for all later calls; with an amax group, keep the graph in FP8."""
         failure = self._failure(failed)
         plain = self._early(Attempt("plain"), self._dump_of(self._config, "again"))
         if Reduction(self._config.amax_group).process_group() is None:
@@ -366,5 +370,5 @@ class Later:
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    with unset_fake_temporarily():  # constants are real tensors
+    with unset_fake_temporarily():  # constants are real tensors, and must not become fake copies
         return copy.deepcopy(module)

@@ -1,7 +1,7 @@
-"""Check options: each field has a `Rule` in its metadata, and `Checked` classes hold their fields to it.
+"""Check options: each field has a `Rule` in its metadata, which `Checked` classes apply to its value.
 
-A rule returns what is kept of a value, or raises ValueError in one line: the option, the value, and what is valid.
-Numbers of numpy's are as good as Python's; a bool is not a number, and a string is not a bool.
+A rule returns the value to keep, or raises ValueError with one line: the option, the value, and the valid values. NumPy
+numbers count as Python's; a bool is not a number, and a string is not a bool.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ RULE = "fp8pass"
 
 @dataclass(frozen=True)
 class Rule:
-    """How one option is checked.
+    """The check of one option.
 
-    take: called with the option's name and a value; returns what is kept of it, or raises ValueError.
-    parse: called with the name of an environment variable and its text; returns a value for `take`. None: no text can
-    stand for a value.
+    take: called with the option's name and a value; returns the value to keep, or raises ValueError.
+    parse: called with the name of an environment variable and its text; returns a value for `take`. None if text cannot
+    express a value.
     """
 
     take: Callable[[str, Any], Any]
     parse: Callable[[str, str], Any] | None = None
 
     def __or__(self, other: None) -> Rule:
-        """Return the rule that takes None, too."""
+        """Return a rule that also accepts None."""
         return Rule(lambda name, value: None if value is None else self.take(name, value), self.parse)
 
     def parsed(self, variable: str, text: str) -> Any:
-        """Return the value that an environment variable gives. Raises ValueError, which names the variable."""
+        """Return the value of an environment variable. Raises ValueError, which names the variable."""
         assert self.parse is not None
         return self.take(variable, self.parse(variable, text))
 
@@ -47,10 +47,10 @@ class Rule:
 
 
 class Checked:
-    """A dataclass of options. Raises ValueError for unknown fields and for values that a field's rule does not take."""
+    """A dataclass of options. Raises ValueError for unknown fields and for values that a field's rule refuses."""
 
     def __new__(cls, *_: Any, **given: Any) -> Any:
-        """Say which field was meant, where Python would only say that there is none."""
+        """Raise ValueError for an unknown field, with the nearest name, which Python's TypeError would not give."""
         for name in given:
             choose(f"{cls.__name__} field", name, tuple(f.name for f in fields(cls)))  # type: ignore[arg-type]
         return super().__new__(cls)
@@ -60,7 +60,7 @@ class Checked:
 
 
 def check_fields(options: Any) -> None:
-    """Replace each field of a dataclass by what its rule keeps of it. Raises the rule's ValueError."""
+    """Replace the value of each field of a dataclass by its rule's result. Raises the rule's ValueError."""
     for field in fields(options):
         if (rule := field.metadata.get(RULE)) is not None:
             kept = rule.take(field.name, plain(getattr(options, field.name)))
@@ -75,22 +75,22 @@ def choose(what: str, value: object, valid: tuple[str, ...]) -> None:
 
 
 def nearest(value: object, valid: Iterable[str], n: int = 1, cutoff: float = 0.6) -> str:
-    """Return "; did you mean 'delayed'?" with at most n valid names that are most like a value; "" if none is.
+    """Return "; did you mean 'delayed'?" with up to n valid names that are most similar to a value; "" if none is.
 
-    cutoff: 1 for the same name only, 0 for any.
+    cutoff: least similarity, from 0 for any name to 1 for equal names.
     """
     near = difflib.get_close_matches(str(value), list(valid), n, cutoff)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def plain(value: Any) -> Any:
-    """Return a number of numpy's as Python's, and anything else as it is."""
+    """Return a NumPy number as a Python number, and any other value unchanged."""
     is_number = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if is_number else value
 
 
 def wrong(name: str, value: object, valid: str) -> ValueError:
-    """Return the error that an option has a value which is not valid."""
+    """Return the error for an option with an invalid value. valid: the valid values, in words."""
     return ValueError(f"{name}={value!r}: {valid}")
 
 
@@ -104,7 +104,7 @@ def _parse_flag(variable: str, text: str) -> bool:
 
 
 def flag(valid: str) -> Rule:
-    """Return the rule of a bool. valid: what errors say."""
+    """Return the rule of a bool. valid: the valid values, in the words of errors."""
 
     def take(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -132,7 +132,7 @@ def names(*valid: str) -> Rule:
 
 
 def whole(least: int, valid: str, too_small: str = "") -> Rule:
-    """Return the rule of a whole number that is at least so large. valid, too_small: what errors say."""
+    """Return the rule of a whole number of at least `least`. valid, too_small: the valid values, in errors' words."""
 
     def take(name: str, value: Any) -> int:
         try:
@@ -147,7 +147,7 @@ def whole(least: int, valid: str, too_small: str = "") -> Rule:
 
 
 def ratio(least: float, valid: str) -> Rule:
-    """Return the rule of a number that is at least so large. valid: what errors say."""
+    """Return the rule of a number of at least `least`. valid: the valid values, in the words of errors."""
 
     def take(name: str, value: Any) -> float:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -162,11 +162,11 @@ def _number(kind: Callable[[str], Any], text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        return text  # which the rule does not take
+        return text  # a string, which the rule refuses with its error
 
 
 def several(valid: str) -> Rule:
-    """Return the rule of name patterns: one string, or several, kept as a tuple. valid: what errors say."""
+    """Return the rule of name patterns: one string or several, kept as a tuple. valid: as for `flag`."""
 
     def take(name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
@@ -181,7 +181,7 @@ def several(valid: str) -> Rule:
 
 
 def called_with(example: tuple[Any, ...], signature: str) -> Rule:
-    """Return the rule of a function that can be called with such arguments. signature: how errors write them."""
+    """Return the rule of a function that takes arguments like `example`. signature: how errors write these."""
 
     def take(name: str, value: Any) -> Any:
         if not callable(value):
@@ -191,7 +191,7 @@ def called_with(example: tuple[Any, ...], signature: str) -> Rule:
         except TypeError as error:
             raise wrong(name, value, f"a function that is called as {name}{signature}: {error}") from None
         except ValueError:
-            pass  # some functions that are not written in Python do not tell
+            pass  # some functions that are not written in Python have no signature
         return value
 
     return Rule(take)

@@ -1,4 +1,4 @@
-"""What a GPU or a CPU can do, and about how fast: decides legality and layout. Whether FP8 pays: roofline.py."""
+"""Capabilities and approximate speeds of GPUs and CPUs, which decide legality and layout. Predictions: roofline.py."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fp8pass._torch import onednn_multiplies, unset_fake_temporarily
 from fp8pass.scaling import FP8_DTYPES
 
 pretended_device: torch.device | None = None
-"""Where the tensors of the graphs will be, while graphs on the CPU are compiled for a GPU that is not there."""
+"""The device of the graphs' tensors at run time, while graphs on the CPU are compiled for a GPU that is missing."""
 
 
 @dataclass(frozen=True)
 class Target:
     """One kind of device. Peaks are without sparsity, in operations per second; bandwidth in bytes per second.
 
-    What kernels get of that, for `roofline.py`: shares of a peak from 0 to 1, and times in seconds. The defaults are
-    the same for all devices; a machine that was measured has its own (`roofline.load_machine`).
+    The other numbers say what kernels reach, for `roofline.py`: shares of a peak from 0 to 1, and times in seconds.
+    Their defaults are the same for all devices; the file of a measured machine replaces them (`roofline.load_machine`).
     """
 
     name: str
@@ -29,25 +29,25 @@ class Target:
     bf16_peak: float
     fp8_peak: float
     bandwidth: float
-    # These two are fitted: bench/roofline.py prints to what, and docs/roofline.md has it.
+    # These two are fitted: bench/roofline.py prints the measurements, and docs/roofline.md has them.
     gemm_share: float = 0.64
-    """Of the arithmetic peak, in a large matmul."""
+    """The share of the arithmetic peak that a large matmul reaches."""
     gemm_start: float = 4e-6
-    """What a matmul takes besides: launch, first loads, last stores, idle multiprocessors."""
+    """Fixed time of a matmul in seconds: launch, first loads, last stores, idle multiprocessors."""
     # 2.2 of 2.4 TB/s in large Triton kernels on an H100: torchao/testing/training/roofline_utils.py.
     memory_share: float = 0.92
-    """Of the bandwidth, in a kernel that reads and writes in order."""
+    """The share of the bandwidth that a kernel reaches which reads and writes in order."""
     # A tiled transpose on a GH200: https://github.com/pytorch/pytorch/pull/194310. Inductor's cast with transposed copy
     # reached 1.4 of 2.4 TB/s in 2024 (0.58): https://github.com/pytorch/pytorch/issues/133242.
     transposed_share: float = 0.75
-    """Of the bandwidth, in a kernel that writes a transposed copy."""
+    """The share of the bandwidth that a kernel reaches which writes a transposed copy."""
     # A Triton kernel that moves one element, on an H100: torchao/testing/training/roofline_utils.py.
     launch: float = 2e-6
-    """The shortest that any other kernel takes."""
+    """Shortest time of any other kernel, in seconds."""
 
     @property
     def has_fp8(self) -> bool:
-        """Whether `_scaled_mm` has tensor cores to run on: sm_89 (Ada) and later."""
+        """True if the device has FP8 tensor cores, which `_scaled_mm` needs: sm_89 (Ada) and later."""
         return self.capability >= (8, 9)
 
 
@@ -72,7 +72,7 @@ TARGETS = {
 
 
 def target_of(device: torch.device, name: str | None = None) -> Target | None:
-    """The target to decide for; None on a CPU without `name`: anything goes there, and nothing is about speed."""
+    """Return the target to decide for; None on a CPU without `name`, where nothing is refused or declined by speed."""
     if name is not None:
         return TARGETS[name]
     if device.type != "cuda":
@@ -87,7 +87,7 @@ def target_of(device: torch.device, name: str | None = None) -> Target | None:
 
 
 def why_no_fp8(device: torch.device, target: Target | None) -> str:
-    """Why this device can't run `_scaled_mm`; "" if it can. Names the device."""
+    """Return the reason why this device can't run `_scaled_mm`, which names the device; "" if it can."""
     device = pretended_device or device
     if device.type not in ("cpu", "cuda"):
         return f"no FP8 matmul on {device.type} devices; fp8pass supports CPU and NVIDIA GPUs from sm_89 on"
@@ -101,7 +101,10 @@ def why_no_fp8(device: torch.device, target: Target | None) -> str:
 
 @functools.cache
 def _saturates_on_cpu(dtype: torch.dtype) -> bool:
-    """Asked of the kernels: torch's own do as its cast does; oneDNN's, which some processors get, overflow."""
+    """Return whether the CPU's FP8 matmuls with this output dtype saturate, by running them.
+
+    torch's kernels behave as its cast does; oneDNN's kernels, which some processors use, overflow.
+    """
     with unset_fake_temporarily():
         large, scale = torch.full((16, 16), 448.0), torch.ones(())
         factors = [large.to(d) for d in FP8_DTYPES]
@@ -112,15 +115,18 @@ def _saturates_on_cpu(dtype: torch.dtype) -> bool:
 
 
 def output_saturates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matmuls with that FP8 output end at its largest finite value: on CUDA; on CPU by type and processor."""
+    """Return whether matmuls with this FP8 output dtype saturate at its largest finite value.
+
+    On CUDA they do; on CPU it depends on dtype and processor.
+    """
     return (pretended_device or device).type == "cuda" or _saturates_on_cpu(dtype)
 
 
 def why_emulated(device: torch.device, a: torch.dtype, b: torch.dtype) -> str:
-    """Why the device multiplies these types of FP8 one element at a time, so that float32 is faster; "" if it doesn't.
+    """Return the reason why the device multiplies these FP8 dtypes one element at a time; "" if it doesn't.
 
-    torch gives operands of one type to oneDNN where the CPU has AMX, of two types where it has AMX for float16, and
-    does all others in float32 itself. oneDNN has FP8 kernels where it may use AMX for float16.
+    float32 is faster then. torch passes operands of one dtype to oneDNN if the CPU has AMX, operands of two dtypes if
+    it has AMX for float16, and computes all others in float32. oneDNN has FP8 kernels if it may use AMX for float16.
     """
     can = torch.cpu.get_capabilities()
     if (pretended_device or device).type != "cpu" or not can.get("amx_int8" if a == b else "amx_fp16"):
@@ -133,9 +139,9 @@ def why_emulated(device: torch.device, a: torch.dtype, b: torch.dtype) -> str:
 
 
 def reference_dtypes() -> tuple[torch.dtype, ...]:
-    """Of bfloat16 and float16, those that torch multiplies by a reference routine on this CPU: bench/cpu_matmuls.py.
+    """Return which of bfloat16 and float16 torch multiplies by a reference routine on this CPU: bench/cpu_matmuls.py.
 
-    It does so where oneDNN has no kernel for them. Only of x86: on others torch has kernels of its own.
+    It does so if oneDNN has no kernel for the dtype. () on CPUs other than x86, where torch has other kernels.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
@@ -143,15 +149,15 @@ def reference_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def cpu_key() -> str:
-    """What Inductor's C++ code and `why_emulated` depend on of this CPU and its limits, for the keys of torch's caches.
+    """Return a key for torch's caches: the features and limits of this CPU that generated code depends on.
 
-    Inductor's own keys lack it, as of torch 2.15. It writes C++ for vectors of one length, and compiles the text again
-    on a CPU that takes it from a cache: with longer vectors there it writes past the end of buffers, with shorter ones
-    it leaves elements out.
+    Inductor's C++ code and `why_emulated` depend on them, and Inductor's keys lack them, as of torch 2.15. Inductor
+    writes C++ for one vector length, and another CPU that takes the text from a cache compiles it again: with longer
+    vectors that code writes past the end of buffers, with shorter ones it leaves elements out.
     """
     can = torch.cpu.get_capabilities()
     known = sorted((name, value) for name, value in can.items() if value is True or name == "sve_max_length")
-    limit = os.environ.get("ATEN_CPU_CAPABILITY")  # which Inductor reads itself
+    limit = os.environ.get("ATEN_CPU_CAPABILITY")  # Inductor reads it to choose the vector length
     return repr((known, limit, [onednn_multiplies(dtype) for dtype in (torch.bfloat16, torch.float16)]))
 
 
@@ -168,9 +174,9 @@ _CPU_SCALES_ROWS = _cpu_scales_rows()
 
 
 def scales_rows(device: torch.device, target: Target | None) -> bool:
-    """Whether `_scaled_mm` takes a scale for each row there: from sm_90 on, on CPU by torch's version.
+    """Return whether the device's `_scaled_mm` takes a scale for each row: from sm_90 on; on CPU by torch's version.
 
-    sm_89 has it, but up to torch 2.11 on the wrong stream (pytorch issue 177651).
+    sm_89 has it too, but up to torch 2.11 it runs on the wrong stream (pytorch issue 177651).
     """
     if (pretended_device or device).type == "cpu" and not _CPU_SCALES_ROWS:
         return False
@@ -178,7 +184,10 @@ def scales_rows(device: torch.device, target: Target | None) -> bool:
 
 
 def why_no_grouped_kernel(device: torch.device, target: Target | None) -> str:
-    """Why the device has no `torch._scaled_grouped_mm` with scales for rows; "" if it has. It is written for sm_90."""
+    """Return the reason why the device has no `torch._scaled_grouped_mm` with scales for rows; "" if it has one.
+
+    torch's kernel is written for sm_90.
+    """
     wanted = "grouped FP8 matmuls with scales for rows exist on sm_90"
     if target is None:
         return f"{wanted}, not on {(pretended_device or device).type}"
@@ -187,12 +196,16 @@ def why_no_grouped_kernel(device: torch.device, target: Target | None) -> str:
     return ""
 
 
-# Compute capabilities and CUDA versions with a kernel for the scales of `torch._scaled_mm` (cuBLASLt's documentation).
+# Matmul kernels by their scales: first compute capability, first without the kernel, first CUDA version (cuBLASLt's
+# documentation).
 _BLOCK_KERNELS = {"blockwise": ((9, 0), (10, 0), (12, 9)), "mxfp8": ((10, 0), (12, 0), (12, 8))}
 
 
 def why_no_block_kernel(recipe: str, device: torch.device, target: Target | None) -> str:
-    """Why the device has no kernel with scales for blocks, for recipe "blockwise" or "mxfp8"; "" if it has."""
+    """Return the reason why the device has no matmul kernel with scales for blocks; "" if it has one.
+
+    recipe: "blockwise" or "mxfp8".
+    """
     device = pretended_device or device
     first, end, cuda = _BLOCK_KERNELS[recipe]
     wanted = f"{recipe} kernels exist on sm_{first[0]}{first[1]} with CUDA {cuda[0]}.{cuda[1]} or later"

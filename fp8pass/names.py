@@ -1,4 +1,4 @@
-"""What things are called: module paths from Dynamo's sources, and the names of slots."""
+"""Names of modules, matmuls and slots: module paths from Dynamo's sources, slot names, source lines, short dtypes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fp8pass._torch import is_of_fsdp
 
 
 class Names:
-    """The names in one graph of Dynamo's, given its placeholders.
+    """The names in one Dynamo graph, from its placeholders.
 
-    owned: the inputs that tell instances apart, {placeholder: path}: the parameters, or else the buffers. Paths are
-    relative to the graph's root ("layers.0.up.weight"). If there are several roots, they begin with its name, without
-    what all roots' names begin with.
-    roots: what the graph's function calls the roots: "model", or "args.0" of a function of `*args`.
+    owned: the inputs that tell instances apart, {placeholder: path}: the parameters, or the buffers if there are no
+    parameters. Paths are relative to the graph's root ("layers.0.up.weight"). If there are several roots, paths begin
+    with the root's name, without the prefix that all roots' names share.
+    roots: the roots' names in the graph's function: "model", or "args.0" in a function of `*args`.
     """
 
     def __init__(self, placeholders: Sequence[fx.Node]) -> None:
@@ -37,35 +37,36 @@ class Names:
         self._parts: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def alias(self, inner: fx.Node, outer: fx.Node) -> None:
-        """`inner`, an input of a graph within the graph, is given `outer`."""
+        """Record that `inner`, an input of a subgraph, is bound to `outer` of the graph that calls it."""
         self._stands_for[inner] = self._stands_for.get(outer, outer)
 
     def merge(self, cat: fx.Node, parameters: Sequence[fx.Node]) -> None:
-        """`cat` stands for several of `owned`, and is called as `merged_name` says."""
+        """Record that `cat` concatenates several of `owned`, and name it by `merged_name`."""
         names = [self.of(p, "", [p]) for p in parameters]
         self._merged[cat] = merged_name([name for name, _ in names]), names[0][1]
         self._parts[cat] = tuple(self._stands_for.get(p, p) for p in parameters)
 
     def is_gathered(self, node: fx.Node) -> bool:
-        """Whether the node is, or stands for, a parameter that FSDP gathers before each use, and frees behind it."""
+        """Return whether the node is, or is bound to, a parameter that FSDP gathers before each use and frees after."""
         placeholder = self._stands_for.get(node, node)
         return placeholder in self.owned and is_of_fsdp(getattr(placeholder, "_dynamo_source", None))
 
     def is_owned(self, node: fx.Node) -> bool:
-        """Whether the node is one of `owned`, or stands for one."""
+        """Return whether the node is one of `owned`, or is bound to one."""
         return self._stands_for.get(node, node) in self.owned
 
     def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Those of `owned` that a weight consists of; none if it is anything else."""
+        """Return the inputs in `owned` that a weight consists of: several if it is merged; () for any other node."""
         itself = self._stands_for.get(node, node)
         return self._parts.get(node, (itself,) if itself in self.owned else ())
 
     def of(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[str, int]:
-        """The name of a matmul, and which of `owned` it goes with, or -1.
+        """Return the name of a matmul, and the index in `owned` of its parameter; -1 if it has none.
 
-        That is the path of the parameter, or parameters, that an operand is, without "weight"; of a linear layer its
-        own, for its weight may be known by another name (a tied head's by the embedding's), unless that leads through
-        a function, as one that hooks have put in the place of a forward. Else the module's path and the op.
+        The name is the path of the parameter, or merged parameters, that an operand is, without ".weight". In a
+        `Linear` it is the layer's path, since a tied weight may have another path (a head's is the embedding's), unless
+        that path leads through a function, such as one with which a hook has replaced a forward. A matmul without
+        parameters is named by the module's path and the op.
         """
         for operand in operands:
             if isinstance(operand, fx.Node) and operand in self._merged:
@@ -78,7 +79,7 @@ class Names:
         return f"{path}.{op}" if path else op, -1
 
     def _module(self, node: fx.Node, kind: type = torch.nn.Module) -> str:
-        """The path of the innermost module that the node is in; "" if that is the root, or of another kind."""
+        """Return the path of the innermost module that the node is in; "" if that is the root, or not of `kind`."""
         source, module = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1]
         if kind is torch.nn.Module:
             return self._join(*_root_and_path(source))
@@ -87,14 +88,14 @@ class Names:
         return self._join(*_root_and_path(source)) if is_kind and not through_function else ""
 
     def slot(self, name: str, role: str) -> str:
-        """A new slot's name: the role, numbered from the second use of a module in the graph on."""
+        """Return the name of a new slot: name and role, numbered from the second use of the module in the graph on."""
         slot = f"{name}.{role}"
         self._taken[slot] += 1
         uses = self._taken[slot]
         return slot if uses == 1 else f"{slot}_{uses - 1}"
 
     def relative(self, root: str) -> str:
-        """Return what names of this graph begin with that belong to a root; "" if it is the only one."""
+        """Return the prefix in this graph of the names that belong to a root; "" if it is the only root."""
         return root.removeprefix(self._above) if len(self.roots) > 1 else ""
 
     def _join(self, root: str, path: str) -> str:
@@ -102,19 +103,19 @@ class Names:
 
 
 def _shared(roots: Sequence[Sequence[str]]) -> str:
-    """Return what all roots begin with: "args." of "args.0" and "args.1"."""
+    """Return the prefix that all roots' names share: "args." for "args.0" and "args.1"."""
     steps = zip(*roots, strict=False)
     return "".join(f"{names[0]}." for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """ "attn.q+k+v" of "attn.q", "attn.k" and "attn.v"; in full where they have not all the same parent."""
+    """Return "attn.q+k+v" for "attn.q", "attn.k" and "attn.v"; full names joined by "+" if their parents differ."""
     parents, own = zip(*((parent, last) for parent, _, last in (name.rpartition(".") for name in names)), strict=True)
     return "+".join((names[0], *own[1:])) if len(set(parents)) == 1 else "+".join(names)
 
 
 def parts_of(slot: str) -> list[str]:
-    """ "attn.q.weight", "attn.k.weight" and "attn.v.weight" of "attn.q+k+v.weight"; itself for any other slot."""
+    """Return ["attn.q.weight", "attn.k.weight", "attn.v.weight"] for "attn.q+k+v.weight"; [slot] if not merged."""
     stem, _, role = slot.rpartition(".")
     first, *others = stem.split("+")
     parent = first.rpartition(".")[0]
@@ -124,27 +125,28 @@ def parts_of(slot: str) -> list[str]:
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
 _DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""What `checkpoint_wrapper` and `torch.compile` put into paths. A name does not tell of them."""
+"""The names that `checkpoint_wrapper` and `torch.compile` add to paths. fp8pass's names leave them out."""
 
 MATMULS = frozenset(
     ("_grouped_mm", "addbmm", "addmm", "baddbmm", "bmm", "einsum", "inner", "linear", "matmul", "mm", "tensordot")
 )
-"""What matmuls without parameters are called within their modules: by their spelling, see `matmul_calls.py`."""
+"""The names, within their modules, of matmuls without parameters: the functions called, see `matmul_calls.py`."""
 
 PACKAGE = str(pathlib.Path(__file__).parent)
-"""The folder of fp8pass: what lies in it is not the user's code."""
+"""The folder of fp8pass: files in it are not the user's code."""
 
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""
 
+# "L['args'][0]", "G['model']": Dynamo's sources of a local and of a global variable, with indices of tuples or lists.
 _ROOT = re.compile(r"[A-Z]\['([^']+)'\]((?:\[\d+\])*)")
 
 
 def path_of(source: str) -> Path:
     """Return ("model", "layers", "0", "up", "weight") for "L['model']._modules['layers']._modules['0']..."
 
-    A module in a tuple or a list is a root: ("args.0", "up", "weight") for "L['args'][0]._modules['up']...", as
-    `self` is in a decorator's function of `*args`.
+    A module in a tuple or a list is a root: ("args.0", "up", "weight") for "L['args'][0]._modules['up']...", which is
+    the source of `self` in a decorator's function of `*args`.
     """
     source = _DICT.sub(r".\1", source)
     head = _ROOT.match(source)
@@ -155,13 +157,13 @@ def path_of(source: str) -> Path:
 
 
 def source_of_path(path: Path) -> str:
-    """Return a source that `path_of` reads as this path."""
+    """Return a source of which `path_of` returns this path."""
     root, *steps = path
     return "".join((f"L['{root}']" if root else "", *(f"['{step}']" for step in steps)))
 
 
 def without_wrappers(path: str) -> str:
-    """Return the path, as a module's `named_parameters` has it, without what wrappers put into it."""
+    """Return a path, in the form of `named_parameters`, without the names that wrappers add, see `WRAPPERS`."""
     return ".".join(step for step in path.split(".") if step not in WRAPPERS)
 
 
@@ -171,15 +173,15 @@ def _root_and_path(source: str) -> tuple[str, str]:
 
 
 def module_path(source: str) -> str:
-    """The path of a module, relative to the graph's root, of its entry in `nn_module_stack`."""
+    """Return a module's path relative to the graph's root. source: from the module's entry in `nn_module_stack`."""
     return _root_and_path(source)[1]
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Where Dynamo has an input from, as Python: "L['self'].param_groups[0]['params'][0].grad"; "" if unknown."""
+    """Return Dynamo's source of an input, as Python: "L['self'].param_groups[0]['params'][0].grad"; "" if unknown."""
     source = getattr(placeholder, "_dynamo_source", None)
     name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)
+    return str(name() if callable(name) else name)  # a method or a property, by torch's version
 
 
 _SHORT = {
@@ -193,13 +195,15 @@ _SHORT = {
 
 
 def short(dtype: torch.dtype) -> str:
-    """The name of a dtype as tables show it: "bf16" for torch.bfloat16."""
+    """Return the name of a dtype in tables: "bf16" for torch.bfloat16."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def source_of(node: fx.Node, outermost: bool = False) -> str:
-    """The line that a node comes from, as "file.py:12"; "" where torch does not know. outermost: of the frame that was
-    compiled, rather than of what that calls."""
+    """Return the source line of a node, as "file.py:12"; "" if torch has not recorded it.
+
+    outermost: the line in the compiled frame, rather than in the innermost function that it calls.
+    """
     trace = node.meta.get("stack_trace") or ""
     frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
     if not frames:
@@ -210,5 +214,5 @@ def source_of(node: fx.Node, outermost: bool = False) -> str:
 
 
 def base_name(path: str) -> str:
-    """The last part of a path, of whatever system."""
+    """Return the last part of a path with "/" or, as on Windows, backslashes."""
     return path.replace(chr(92), "/").rsplit("/", 1)[-1]

@@ -1,8 +1,8 @@
-"""How long matmuls take in high precision and in FP8, and what quantizing costs besides: predictions, not measurements.
+"""Predict how long matmuls take in high precision and in FP8, and how long quantizing takes.
 
-A roofline: a matmul takes a fixed time, and the longer of its arithmetic and its bytes; any other kernel takes as long
-as its bytes, or as a launch. What is assumed and how far measurements are from it: docs/roofline.md. Where constants
-come from: there, here and in hardware.py.
+A roofline model: a matmul takes a fixed time plus the longer of the times for its arithmetic and its bytes; any other
+kernel takes the longer of the time for its bytes and a launch. Assumptions, and how far measurements are from them:
+docs/roofline.md. Sources of constants: there, here and in hardware.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8pass.recipes import (
 )
 from fp8pass.scaling import E4M3, FP8_DTYPES
 
-# Speed of a large kernel by its scales, against one with a scale for the tensor.
+# Speed of a large matmul kernel by its scales, relative to one with a single scale for the tensor.
 KERNEL_SHARE = {
     "tensorwise": 1.0,
     # Most shapes within 90-100% of tensorwise: https://github.com/pytorch/pytorch/issues/147971, of CUTLASS's kernels;
@@ -43,13 +43,13 @@ KERNEL_SHARE = {
     # 6.812 against 7.161 ms on a B300: TransformerEngine's docs/examples/gemm_profiling/gemm_profiling.rst.
     "mxfp8": 0.95,
 }
-# Without fast accumulation, before sm_100, whose tensor cores add up in float32: fast is 1.1 to 1.2 times as fast,
-# https://github.com/pytorch/ao/issues/2377.
+# Without fast accumulation, before sm_100, whose tensor cores accumulate in float32: fast accumulation is 1.1 to 1.2
+# times as fast, https://github.com/pytorch/ao/issues/2377.
 SLOW_ACCUM_SHARE = 1 / 1.15
 
 
 def memory_seconds(target: Target, bytes_moved: float, transposed: bool = False) -> float:
-    """Time of a kernel that reads and writes so many bytes in all. transposed: it writes a transposed copy."""
+    """Predict the time of a kernel that moves this many bytes. transposed: it writes a transposed copy."""
     share = target.transposed_share if transposed else target.memory_share
     return max(bytes_moved / (target.bandwidth * share), target.launch)
 
@@ -64,9 +64,9 @@ def gemm_seconds(
     scaling: str = "tensorwise",
     fast_accum: bool = True,
 ) -> float:
-    """Time of one [M, K] by [K, N] product. scaling, fast_accum: of FP8 operands; see `KERNEL_SHARE`.
+    """Predict the time of one [M, K] by [K, N] product. scaling, fast_accum: for FP8 operands; see `KERNEL_SHARE`.
 
-    float32 counts at the rate of TF32, half of BF16's; torch's default for it is slower still.
+    float32 counts at the rate of TF32, half of BF16's; torch's default for float32 is slower still.
     """
     rate = target.bf16_peak * target.gemm_share
     if operand_dtype in FP8_DTYPES:
@@ -80,7 +80,7 @@ def gemm_seconds(
 
 
 def scaling_of(recipe: Recipe) -> str:
-    """Which of `KERNEL_SHARE` its kernels are."""
+    """Return the key in `KERNEL_SHARE` of the recipe's kernels."""
     of_type: dict[type[Recipe], str] = {
         RowwiseScaling: "rowwise",
         BlockwiseScaling: "blockwise",
@@ -90,7 +90,7 @@ def scaling_of(recipe: Recipe) -> str:
 
 
 def has_kernel(recipe: Recipe, target: Target) -> bool:
-    """Whether a GPU of this kind multiplies with the recipe's scales."""
+    """Return whether a GPU of this kind has a matmul kernel for the recipe's scales."""
     scaling, cuda = scaling_of(recipe), torch.device("cuda")
     if scaling in ("blockwise", "mxfp8"):
         return not why_no_block_kernel(scaling, cuda, target)
@@ -98,25 +98,28 @@ def has_kernel(recipe: Recipe, target: Target) -> bool:
 
 
 class _Kernel(NamedTuple):
-    """Of a kernel that quantizes: bytes that it moves for each element, and whether it writes a transposed copy."""
+    """A kernel that quantizes: bytes that it moves per element, and whether it writes a transposed copy."""
 
     bytes: float
     transposed: bool = False
 
 
 def _is_turned(kind: Kind, role: Role) -> bool:
-    """Whether a matmul sums its operand along another dimension than the first matmul that it is an operand of."""
+    """Return whether a matmul sums its operand along another dimension than the first matmul with this operand."""
     return any(role in FACTORS[earlier] for earlier in KINDS[: KINDS.index(kind)])
 
 
 def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int) -> list[_Kernel]:
-    """What quantizes one tensor. ways: see `_is_turned`; size: bytes of an element; first: bytes of its first reading.
+    """Return the kernels that quantize one tensor.
+
+    ways: the layouts needed, see `_is_turned`. size: bytes of an element. first: bytes per element of the first read, 0
+    if that is fused into the kernel that makes the tensor.
 
     tensorwise  one kernel reads it, takes the amax, and writes FP8 once for each layout; a dynamic scale needs the amax
-                first, so one kernel more reads it
-    rowwise     each way from the original. Rows are done in one kernel; columns need one for their amaxes first.
-    blockwise   each way from the original, with a float32 for 128 elements; squares of weights serve both ways
-    mxfp8       each way from the original, with a byte for 32 elements
+                first, so one more kernel reads it
+    rowwise     each layout from the original; rows take one kernel; columns need one for their amaxes first
+    blockwise   each layout from the original, with a float32 for 128 elements; square blocks of weights serve both
+    mxfp8       each layout from the original, with a byte for 32 elements
     """
     if isinstance(recipe, RowwiseScaling):
         rows, columns = [_Kernel(first + 1)], [_Kernel(size), _Kernel(size + 1, True)]
@@ -134,9 +137,9 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
 def quantize_seconds(
     target: Target, elements: int, recipe: Recipe, role: Role, element_size: int, both: bool, fused: bool = False
 ) -> float:
-    """Time to quantize one tensor: as one matmul reads it, or `both`, as the two that it is in do in training.
+    """Predict the time to quantize one tensor for one matmul, or for both that read it in training.
 
-    fused: the kernel that makes it quantizes it too, so the first reading is free.
+    fused: the kernel that makes the tensor also quantizes it, so the first read is free.
     """
     return _seconds(target, elements, recipe, role, element_size, {False, True} if both else {False}, fused)
 
@@ -149,7 +152,7 @@ def _seconds(
 
 
 def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
-    """The matmuls of a call that run in FP8."""
+    """Return the matmuls of a call that run in FP8."""
     forward_only = not training or isinstance(recipe, (StaticScaling, Calibration))
     return [kind for kind in (KINDS[:1] if forward_only else KINDS) if kind not in recipe.high_precision]
 
@@ -164,10 +167,11 @@ def overhead_seconds(
     training: bool,
     fused: bool = False,
 ) -> float:
-    """Time of all that a recipe does around the matmuls of one call, [M, K] by [K, N], in high precision's bytes.
+    """Predict the time of all quantizing for the matmuls of one call, [M, K] by [K, N].
 
-    fused: the kernels that make the input and the gradient of the output quantize them too. Inductor does so behind a
-    norm or an activation function, not behind a matmul; without it, this is the most that quantizing can cost.
+    element_size: bytes of an element in high precision. fused: the kernels that make the input and the output's
+    gradient also quantize them. Inductor fuses so after a norm or an activation function, not after a matmul; without
+    `fused`, the result is the most that quantizing can cost.
     """
     sizes: dict[Role, int] = {"input": m * k, "weight": k * n, "grad_output": m * n}
     ways: dict[Role, set[bool]] = {}
@@ -185,7 +189,7 @@ def overhead_seconds(
 def call_seconds(
     target: Target, m: int, k: int, n: int, recipe: Recipe | None, element_size: int, training: bool
 ) -> float:
-    """Time of the matmuls of one call: one, or three in training. recipe: None for high precision."""
+    """Predict the time of the matmuls of one call: one, or three in training. recipe: None for high precision."""
     wide = torch.float32 if element_size == 4 else torch.bfloat16
     shapes: dict[Kind, tuple[int, int, int]] = {
         "output": (m, k, n),
@@ -213,10 +217,10 @@ def predicted_speedup(
     training: bool = True,
     fused: bool = False,
 ) -> float | None:
-    """Time of a call in high precision over its time in FP8 with all that quantizing costs; see `overhead_seconds`.
+    """Predict a call's time in high precision divided by its time in FP8 with quantizing; see `overhead_seconds`.
 
-    M, K, N in elements; in training the call's three matmuls are counted together. None where the recipe has no kernel
-    on this kind of GPU.
+    M, K, N in elements; in training the call's three matmuls count together. None if the recipe has no kernel on this
+    kind of GPU.
     """
     if not has_kernel(recipe, target):
         return None
@@ -228,10 +232,10 @@ def predicted_speedup(
 def merged_seconds_saved(
     target: Target, m: int, k: int, widths: Sequence[int], recipe: Recipe, element_size: int
 ) -> float:
-    """Time that one call takes less, in training, than several that read one input: [M, K] by [K, N] for each width N.
+    """Predict the seconds that merging calls that read one input saves in training: [M, K] by [K, N] for each width N.
 
-    Each of these runs in whatever is faster, and their input is quantized once. Its gradients, one from each, are added
-    up by a kernel that reads them all.
+    Each separate call runs in high precision or FP8, whichever is faster, and their input is quantized once. They give
+    one gradient of the input each, which a kernel adds up.
     """
     of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
 
@@ -245,10 +249,10 @@ def merged_seconds_saved(
 
 
 def load_machine(path: str | Path) -> Target:
-    """The target that a JSON file describes: an object with the fields of `Target`, those with defaults optional.
+    """Return the target that a JSON file describes: an object with the fields of `Target`; defaults are optional.
 
-    capability is [major, minor]; numbers are in the units of `Target`, so with peaks that were measured `gemm_share` is
-    1. Raises ValueError, which names the field, for one that is missing, unknown, or no such value.
+    capability is [major, minor]; numbers are in the units of `Target`, so with measured peaks `gemm_share` is 1. Raises
+    ValueError, which names the field, if one is missing or unknown or has an invalid value.
     """
     try:
         values = json.loads(Path(path).read_text())

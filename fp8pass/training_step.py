@@ -1,9 +1,9 @@
-"""`@fp8pass.train_step`: an ordinary training step, run as a few graphs.
+"""`@fp8pass.train_step`: compile an ordinary training step into a few graphs.
 
-Dynamo compiles the function with this backend: forward and loss are one graph, the backward belongs to it, and the
-optimizer's update is another. What it can't capture runs as it is, between graphs; modules that are called there are
-compiled by themselves (`module_calls.py`). One call is one step of delayed scaling, however many forwards and backwards
-are in it.
+Dynamo compiles the function with fp8pass's backend: forward and loss are one graph, to which the backward belongs, and
+the optimizer's update is another. Code that it can't capture runs op by op between graphs; modules that are called
+there are compiled separately (`module_calls.py`). One call is one step of delayed scaling, however many forwards and
+backwards it does.
 """
 
 from __future__ import annotations
@@ -43,19 +43,27 @@ from fp8pass.states.checkpoint import State, goes_along, state
 from fp8pass.states.steps import accumulate
 
 DEPTH, MOST = 3, 64
-"""How deep, and into how many elements of a container, models and optimizers are looked for."""
+"""Limits of the search for models and optimizers: depth, and number of elements of a container."""
 
 
 def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> Any:
     """Run a training step in FP8: `@fp8pass.train_step` or `@fp8pass.train_step(recipe="delayed", min_speedup=0)`.
 
-    function: of any signature, a method too; does one optimizer step per call, with as many forwards and backwards as
-    it likes. Its models and optimizers are found among its arguments, in its closure, among the globals that it names,
-    and the attributes of these. config: fields of `fp8pass.Config`; `weight_cache` is "fp8+transpose" unless given.
+    Args:
+        function: A function or method of any signature that does one optimizer step per call, with any number of
+            forwards and backwards. Its models and optimizers are found among its arguments, in its closure, among the
+            globals that it names, and among the attributes of these. None for a decorator.
+        **config: Fields of `fp8pass.Config`; `weight_cache` is "fp8+transpose" unless given.
 
-    Returns a `TrainStep`, which is called as the function is. Raises ValueError for unknown fields. The first call
-    raises Fp8Error for a function without model, optimizer or backward, for an optimizer whose step leaves all
-    parameters of the model as they were, and for a model on several devices.
+    Returns:
+        A `TrainStep`, which is called as the function is; without `function`, a decorator that returns one.
+
+    Raises:
+        ValueError: If a field of `config` is unknown or has an invalid value.
+        TypeError: If `function` is not callable.
+        Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
+            not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, or if
+            `skip_nonfinite` or `optimizer_state` is set for sharded parameters.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -66,7 +74,7 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
 
 
 class TrainStep:
-    """A training step in FP8. Called as the function that it was made of."""
+    """A training step in FP8, called with the arguments of the function that it was made from."""
 
     def __init__(self, function: Callable[..., Any], config: Config) -> None:
         functools.update_wrapper(self, function)
@@ -79,22 +87,22 @@ class TrainStep:
         self.forget()
 
     def forget(self) -> None:
-        """As before the first call: nothing is compiled and reported. What is trained stays as it is."""
+        """Drop reports and found models, as before the first call. Parameters and FP8 state stay unchanged."""
         self._collected = Report()
         self._compiled_ids: set[str] = set()
         self._breaks: Counter[str] = Counter()
-        """Why graphs broke, by Dynamo's count: also where there was nothing to compile in front of the break."""
+        """Reasons of graph breaks, by Dynamo's count, which includes breaks before which nothing was compiled."""
         self._updates: weakref.WeakSet[UpdateGraph] = weakref.WeakSet()
         self._counts: list[Tensor] = []
-        """See `UpdateGraph`. Not the graphs themselves, which hold on to the parameters of the optimizer."""
+        """`UpdateGraph.counts` of each update; the graphs themselves would keep the optimizer's parameters alive."""
         self._op_by_op: dict[tuple[str, str], int] = {}
-        """Functions, and their files, that run op by op: a line of each that calls something that is compiled."""
+        """{(function, file) that runs op by op: a line of it that calls something compiled}."""
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One optimizer step."""
+        """Run one optimizer step and return the function's result."""
         models, optimizers = self._found(args, kwargs)
         with ExitStack() as stack:
             stack.enter_context(optimizers_ranges_ignored())
@@ -106,7 +114,7 @@ class TrainStep:
             before, faults = Counter(counters["graph_break"]), len(gone_on_after)
             result = run(*args, **kwargs)
             self._breaks += Counter(counters["graph_break"]) - before
-            # a backward may be compiled when it runs, in a thread of autograd's, where nobody collects
+            # A backward may be compiled when it runs, in one of autograd's threads, where `collect` does not see it.
             late = [fault for fault in gone_on_after[faults:] if fault not in self._collected.faults]
             self._collected.add(Report(faults=late))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
@@ -116,12 +124,12 @@ class TrainStep:
         return result
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As of a function: bound to the instance."""
+        """Bind the step to an instance, as a function in a class is bound."""
         return self if instance is None else types.MethodType(self, instance)
 
     @property
     def report(self) -> Report:
-        """What has been compiled so far: every matmul, where the graph breaks, and what FP8 copies of weights take."""
+        """The report of what has been compiled so far: matmuls, graph breaks, and memory of FP8 copies of weights."""
         report = Report()
         report.add(self._collected)
         if silent := sum(self._breaks.values()) - len(report.breaks):
@@ -160,18 +168,22 @@ class TrainStep:
 
     @property
     def skipped(self) -> int:
-        """How many optimizer steps were skipped, for gradients that were not finite. Waits for the device."""
+        """Number of optimizer steps that were skipped for gradients that were not finite. Waits for the device."""
         return sum(int(counts[1]) for counts in self._counts)
 
     def state(self) -> State:
-        """The FP8 state of the model that the step trains. Raises TypeError if that is not known, or not one."""
+        """Return the FP8 state of the model that the step trains, see `fp8pass.state`.
+
+        Raises:
+            TypeError: If the step trains no known model, or several.
+        """
         models = list(self._models) or _owners(*self._found((), {}))
         if len(models) != 1:
             raise TypeError(f"the step trains {len(models)} models, as far as is known: write fp8pass.state(model)")
         return state(models[0])
 
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's backend."""
+        """Compile one graph; Dynamo calls this as its backend."""
         running = frames_op_by_op(until=TrainStep.__call__.__code__)
         callers = [f for f in running if not f.f_code.co_filename.startswith(PACKAGE)]
         for frame in callers:
@@ -219,7 +231,7 @@ class TrainStep:
         return result
 
     def _store_moments(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers their moments in FP8, where an update knows them only as plain tensors."""
+        """Put the FP8 moments of updates, which know only plain tensors, into the optimizers' state."""
         for update in list(self._updates):
             if not (moments := update.stored()):
                 continue
@@ -234,9 +246,10 @@ class TrainStep:
 
 
 def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a method as long as its object is there.
+    """Return a function that calls a method without keeping its object alive.
 
-    torch keeps each backend until `torch._dynamo.reset`, and a step has its function, whose closure may have the model.
+    torch keeps each backend until `torch._dynamo.reset`; it would keep the step, its function, and with the function's
+    closure the model.
     """
     ref = weakref.WeakMethod(method)
 
@@ -249,11 +262,11 @@ def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a step works on
+# Models and optimizers of a step
 
 
 def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """What is wanted of these and what they hold."""
+    """Yield the objects for which `wanted` is true, among the roots and what they hold, to the depth `DEPTH`."""
     seen: set[int] = set()
     todo = [(x, 0) for x in roots]
     while todo:
@@ -268,7 +281,7 @@ def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any
 
 
 def _reached(roots: Sequence[Any]) -> Iterator[Any]:
-    """Models, optimizers and gradient scalers, among these and what they hold."""
+    """Yield the models, optimizers and gradient scalers among the roots and what they hold."""
     return reached(roots, lambda x: isinstance(x, (nn.Module, Optimizer)) or _is_scaler(x))
 
 
@@ -276,7 +289,7 @@ _LEAVES = (Tensor, str, bytes, int, float, complex, type(None), type, types.Modu
 
 
 def _held(x: Any) -> list[Any]:
-    """What an object holds."""
+    """Return the objects that an object holds: attributes, elements, a function's closure and globals."""
     if isinstance(x, TrainStep):
         return [x._function]
     if isinstance(x, types.MethodType):
@@ -303,7 +316,7 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 def _called(reason: str) -> str:
-    """What broke a graph, as Dynamo names it: the function in backquotes, or else its first line."""
+    """Return the name in Dynamo's reason of a graph break: the function in backquotes, or else its first line."""
     names = re.findall(r"`([^`]+)`", reason.partition("Hint:")[0])
     return names[0] if names else reason.strip().splitlines()[0]
 
@@ -313,7 +326,7 @@ def _is_scaler(x: Any) -> bool:
 
 
 def _owners(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Module]:
-    """The models that the optimizers update, without those that are part of another."""
+    """Return the models that the optimizers update, without models that are part of another of these."""
     updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     owners = [m for m in models if any(id(p) in updated for p in m.parameters())]
     return [m for m in owners if not any(m is not other and m in set(other.modules()) for other in owners)]
@@ -324,7 +337,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _plain_name(frame: FrameType) -> str:
-    """ "step", also of what Dynamo makes to go on with it: "torch_dynamo_resume_in_step_at_12"."""
+    """Return the function's name: "step", also for Dynamo's "torch_dynamo_resume_in_step_at_12"."""
     return re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", frame.f_code.co_name)
 
 
@@ -338,7 +351,10 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
-    """Of models in parts on several ranks, what a step can't do."""
+    """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need whole gradients.
+
+    With `skip_nonfinite` or `optimizer_state`, each rank would decide by its shard.
+    """
     for model in models:
         is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
         for name, p in model.named_parameters():
@@ -375,7 +391,7 @@ def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], w
 def _check_trained(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], backwards: int, where: str, scaler: bool
 ) -> None:
-    """After a first call that has left all parameters as they were."""
+    """Raise Fp8Error, or warn, with the reason why a first call has changed no parameter."""
     if not backwards:
         raise Fp8Error(
             f"train_step: {where} computed no gradient of any parameter: a step calls backward() on a loss that "
@@ -389,17 +405,18 @@ def _check_trained(
             f"of shapes {', '.join(map(str, theirs[:3]))}. Make the optimizer of this model's parameters(), after "
             "whatever replaces them; or copy what it updates into the model, within the step"
         )
-    stepped = any(o.state for o in optimizers)  # into p.data, say, or by a fused kernel, which versions do not count
+    stepped = any(o.state for o in optimizers)  # p.data and fused kernels change parameters, but not their versions
     if not scaler and not stepped:
         warn_once(f"fp8pass: {where} computed gradients, and its first call updated no parameter: optimizer.step()?")
 
 
 class _Backwards:
-    """Within it, counts gradients that reach any of the parameters."""
+    """A context that counts the gradients that reach any of the parameters."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.count = 0
         with torch.enable_grad():
+            # a view's grad_fn leads to the parameter's AccumulateGrad node, which the parameter itself does not expose
             edges = [p.view_as(p).grad_fn.next_functions[0][0] for p in parameters if p.requires_grad and p.is_leaf]  # type: ignore[union-attr]
         self._edges = [e for e in edges if e is not None]
 

@@ -1,4 +1,4 @@
-"""Says which version of fp8pass this is, which ones of torch it is tested with, and what to do with another torch."""
+"""The version of fp8pass, the versions of torch that it is tested with, and the checks of the installed torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INSTALL = f"pip install 'torch=={NEWEST}.*'"
 
 
 def check_version() -> None:
-    """Warn of a torch that is newer than tested; raise ImportError for one that is too old."""
+    """Raise ImportError if torch is too old; warn if it is newer than the tested versions."""
     version = torch.__version__
     if minor(version) < minor(OLDEST):
         raise ImportError(f"fp8pass needs torch {OLDEST} or newer; this is {version}. Install one: {_INSTALL}")
@@ -40,9 +40,9 @@ def check_version() -> None:
 
 @contextlib.contextmanager
 def required_names() -> Iterator[None]:
-    """Within it, a name that torch lacks raises an ImportError that says which, and which versions have it.
+    """Turn errors about names that torch lacks into an ImportError that names them and the versions that have them.
 
-    Any other error passes: a package that torch itself misses, say.
+    Other errors pass unchanged, such as a missing package that torch imports.
     """
     try:
         yield
@@ -58,7 +58,7 @@ def required_names() -> Iterator[None]:
 
 
 def _missing(error: ImportError | AttributeError) -> str:
-    """Return the dotted name that was not found; "" if the error does not tell."""
+    """Return the dotted name that was not found; "" if the error does not contain it."""
     if isinstance(error, AttributeError):
         return f"{getattr(error.obj, '__name__', '')}.{error.name}"
     member = re.match(r"cannot import name '(\w+)'", error.msg)

@@ -1,16 +1,18 @@
-"""`fp8pass.bisect`: which matmul, operand, recipe or pass makes a training step fail, found by running it.
+"""Run a training step repeatedly to find the matmul, operand, recipe or pass that makes it fail: `fp8pass.bisect`.
+
+The runs, in order:
 
     as configured                must fail, or there is nothing to find
-    without fp8pass              must pass, or it isn't FP8
-    the annotated graph, eagerly fails: it is the numbers of FP8; passes: it is what is made of the graph, so
-                                 op by op behind all passes, or Inductor; without copies of weights; up to which pass
+    without fp8pass              must pass, or FP8 is not the cause
+    the annotated graph, eagerly fails: FP8 numerics are the cause; passes: a later stage is. Then runs op by op after
+                                 all passes (without Inductor), without FP8 copies of weights, and up to some pass
     fewer and fewer matmuls      by halves (Junker, QuickXplain, 2004): at most 2 log2(n) runs for one culprit among n;
-                                 and where that leads nowhere by delta debugging (Zeller and Hildebrandt, Simplifying
+                                 if that finds no failing set, by delta debugging (Zeller and Hildebrandt, Simplifying
                                  and Isolating Failure-Inducing Input, 2002)
-    all but the culprits         must pass, or there is another one
-    one operand otherwise        in high precision, or with another recipe
+    all but the culprits         must pass, or there is another culprit
+    one operand changed          to high precision, or to another recipe
 
-Every run begins with the same models, optimizers and random numbers, and compiles all anew.
+Every run begins with the same models, optimizers and random numbers, and recompiles everything.
 """
 
 from __future__ import annotations
@@ -40,15 +42,18 @@ log = logging.getLogger("fp8pass.bisect")
 Outcome = Literal["passes", "fails", "unclear"]
 Verdict = Literal["numbers", "pass", "compiler", "weight_cache", "not fp8", "passes", "unclear"]
 MOST_SETS, MOST_TOGETHER = 8, 4
-"""How many sets of culprits are looked for, and of how many matmuls a set may be whose operands are looked at."""
+"""The most sets of culprits to search for, and the most matmuls in a set whose operands are tried one by one."""
 _OPTIONAL = ("inline_composites", "write_matmuls", "merge_siblings")
-"""The passes on Dynamo's graph that FP8 can do without."""
+"""The passes on Dynamo's graph that FP8 does not need."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the step. what: ran how; outcome: "unclear" where it failed otherwise than as configured; detail: how
-    it failed; seconds: all of it, compilation too."""
+    """One run of the step.
+
+    what: a description of the configuration; outcome: "unclear" if the step failed differently from the first run;
+    detail: the error or failed check; seconds: duration of the run, compilation included.
+    """
 
     number: int
     what: str
@@ -63,10 +68,11 @@ class Run:
 
 @dataclass
 class Culprit:
-    """A matmul, or the moments of an optimizer. name, kind, source: as in `Gemm`, with kind "moments" too.
+    """A matmul, or the moments of an optimizer. name, kind, source: as in `Gemm`; kind may also be "moments".
 
-    scaling: of its recipe. operands: those of which each, left in high precision, makes the check pass. better: of
-    these, those for which another recipe does, {operand: "dynamic" or "rowwise"}.
+    scaling: the name of its recipe. operands: each of them makes the check pass if it alone stays in high precision.
+    better: {operand: "dynamic" or "rowwise"}, for those of `operands` with which the check also passes under that
+    recipe.
     """
 
     unit: Unit
@@ -76,12 +82,12 @@ class Culprit:
 
     @property
     def name(self) -> str:
-        """Of the module or parameter that it belongs to."""
+        """The name of the module or parameter that it belongs to."""
         return self.unit.name
 
     @property
     def kind(self) -> str:
-        """ "output", "grad_input", "grad_weight"; or "moments"."""
+        """One of "output", "grad_input", "grad_weight", "moments"."""
         return self.unit.kind
 
     @property
@@ -99,13 +105,14 @@ class Culprit:
 
 @dataclass
 class Bisection:
-    """What `fp8pass.bisect` found. `print` tells it as a story.
+    """The result of `fp8pass.bisect`; `str` and `print` give it as text.
 
-    verdict: "numbers" (of FP8: see `culprits`), "pass" (see `pass_name`), "compiler" (AOTAutograd or Inductor makes
-    something else of the annotated graph), "weight_cache"; "not fp8" (fails without fp8pass too), "passes" (does not
-    fail at all), "unclear". culprits: sets of matmuls; each fails by itself, with nothing else in FP8, and no part of
-    it does. cured: whether everything but these matmuls' modules was seen to pass. matmuls: how many there were to
-    choose from. repeated: whether the culprits failed again, compiled as configured; None if that was not tried.
+    verdict: "numbers" (FP8 numerics: see `culprits`), "pass" (see `pass_name`), "compiler" (AOTAutograd or Inductor
+    computes something else than the annotated graph), "weight_cache" (the FP8 copies of weights), "not fp8" (the step
+    fails without fp8pass too), "passes" (the step does not fail), "unclear". culprits: sets of matmuls; each set fails
+    with nothing else in FP8, and no smaller part of it does. cured: True if the step passed with everything in FP8
+    except the modules of these matmuls. matmuls: number of matmuls that run in FP8 as configured. repeated: True if
+    the culprits failed again, compiled as configured; None if that was not tried.
     """
 
     verdict: Verdict = "unclear"
@@ -115,13 +122,13 @@ class Bisection:
     cured: bool = False
     repeated: bool | None = None
     remedy: dict[str, str] = field(default_factory=dict)
-    """{name pattern: recipe}: with it, put first in `recipe`, and all else in FP8, the check was seen to pass."""
+    """{name pattern: recipe}. The check passed with these entries first in `recipe` and everything else in FP8."""
     runs: list[Run] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def filter(self) -> list[str]:
-        """Patterns of names for `Config.filter` that leave out the modules of all culprits."""
+        """Name patterns for `Config.filter` that leave out the modules of all culprits."""
         units = [c.unit for found in self.culprits for c in found if c.name]
         names = (part.removesuffix(".output") for u in units for part in parts_of(f"{u.name}.output"))
         return list(dict.fromkeys(names))
@@ -185,24 +192,30 @@ MAX_RUNS = whole(3, "a number of runs, 3 or more", "3 at least, of which the fir
 def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *, max_runs: int = 100) -> Bisection:
     """Find the smallest set of matmuls, or the pass, that makes a training step fail.
 
-    step: called without arguments, as often as it takes; trains some steps with whatever it compiles with fp8pass, and
-    returns something. It may make its model and optimizer each time, or use those that exist: what it reaches through
-    its closure, the globals that it names, and the attributes of these is put back as it was before every run and in
-    the end (`Snapshot` says what that is). Anything else that it changes, an iterator say, it has to begin anew itself.
+    The output, grad_input and grad_weight matmuls of a layer count separately. A matmul is identified by module path,
+    the user's lines and a number, so graph breaks and recompilation do not change its identity. Modules that are
+    compiled one by one and share compiled code count as one: the culprit is then in any of them. Quantize-dequantize
+    that you wrote yourself belongs to the model and stays in all runs. Works in one process only: with several, each
+    rank would decide separately. The logger "fp8pass.bisect" logs every run at INFO.
 
-    check: of what `step` returned: true if it is fine; false, or an AssertionError, if not. By default every number in
-    it has to be finite. An exception that `step` raises is a failure too. A run that fails otherwise than the first one
-    did (another type of exception) counts as no failure, and is "unclear" among `Bisection.runs`. Other exceptions of
-    `check` are raised. max_runs: to stop at, with the smallest set so far.
+    Args:
+        step: Function without arguments, called once per run. It trains some steps with models compiled by fp8pass,
+            and returns a result for `check`. It may create its model and optimizer each time, or use existing ones:
+            the objects that it reaches through its closure, the globals that it names, and their attributes are
+            restored before every run and at the end (`Snapshot` lists which). It must itself restart anything else
+            that it changes, such as an iterator.
+        check: Function of the result of `step`: true if the result is correct, false or an AssertionError if not. By
+            default, every number in the result must be finite. An exception that `step` raises is a failure too. A run
+            that fails in another way than the first run (another type of exception) does not count as a failure, and
+            is "unclear" in `Bisection.runs`. Other exceptions of `check` are raised.
+        max_runs: The number of runs, at least 3, after which the search stops with the smallest set so far.
 
-    Each matmul counts by itself: output, grad_input and grad_weight; known by module path, the user's lines and a
-    number, so that graph breaks, and graphs compiled again, change nothing. Modules compiled one by one that share
-    their code are one: a culprit is then in any of them. Quantize-dequantize that you wrote is your model's: it is
-    there in all runs. For one process: several would each decide for themselves. Every run is logged by the logger
-    "fp8pass.bisect" at INFO.
+    Returns:
+        A `Bisection`: the verdict, the culprits, and all runs.
 
-    Raises Fp8Error if nothing is compiled with fp8pass, and ValueError for max_runs below 3, and for a step or a check
-    that is not such a function.
+    Raises:
+        Fp8Error: If the step compiles nothing with fp8pass.
+        ValueError: If `max_runs` is below 3, or if `step` or `check` is not such a function.
     """
     STEP.take("step", step)
     (CHECK | None).take("check", check)
@@ -211,7 +224,7 @@ def bisect(step: Callable[[], Any], check: Callable[[Any], Any] | None = None, *
 
 
 def all_finite(result: Any) -> bool:
-    """Whether no number in tensors, lists, tuples and dicts is NaN or infinite."""
+    """Return whether no number in tensors, lists, tuples and dicts is NaN or infinite."""
     leaves = pytree.tree_leaves(result)
     tensors = (x for x in leaves if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
     return all(math.isfinite(x) for x in leaves if isinstance(x, float)) and all(
@@ -226,14 +239,14 @@ class _Bisector:
         self.max_runs = max_runs
         self.found = Bisection()
         self.failure = ""
-        """How it fails as configured: "" for the check, or the type of an exception."""
+        """The failure as configured: "" if the check fails, or the type name of the exception."""
         self.known: dict[Any, Outcome] = {}
         self.how: dict[str, Any] = {}
-        """What all trials have in common: way, passes, weight_cache."""
+        """The options that all trials share: way, passes, weight_cache."""
         self.units: dict[Unit, Recipe | None] = {}
 
     def run(self) -> Bisection:
-        """All of it; in the end everything is as it was."""
+        """Run the whole search, and restore the user's objects at the end."""
         self.snapshot = Snapshot([self.step, self.check])
         try:
             self._find()
@@ -245,7 +258,7 @@ class _Bisector:
     # Runs
 
     def _try(self, what: str, again: bool = False, **options: Any) -> Outcome:
-        """Run the step in a trial; from memory, if there has been one like it. "unclear" when there were too many."""
+        """Run the step in a trial, or return the known outcome of an equal trial; "unclear" after `max_runs` runs."""
         trial = Trial(**{**self.how, **options})
         units = None if trial.units is None or set(trial.units) == set(self.units) else frozenset(trial.units)
         passes = None if trial.passes is None else tuple(trial.passes)
@@ -330,14 +343,14 @@ class _Bisector:
         self._find_matmuls()
 
     def _find_rewriting(self, names: Sequence[str]) -> None:
-        """Which of these passes on Dynamo's graph is at fault, if one is: the annotated graph has what it wrote."""
+        """Find which of these passes on Dynamo's graph is at fault, if any; the annotated graph has their output."""
         for name in names:
             if self._try(f"the annotated graphs without {name}", without=(name,)) == "passes":
                 self.found.verdict, self.found.pass_name = "pass", name
                 return
 
     def _find_machinery(self, runs_eagerly: bool, cached: bool) -> None:
-        """Which part of what is made of the annotated graph is at fault."""
+        """Find which stage after the annotated graph is at fault: AOTAutograd, a pass, weight cache, or Inductor."""
         found = self.found
         behind_passes = runs_eagerly or self._try("op by op behind all passes", way="eager") == "fails"
         self.how = {"way": "eager"} if behind_passes else {}
@@ -361,7 +374,7 @@ class _Bisector:
             self._note("Op by op it passes: Inductor may be at fault, for what it makes of that pass's graph.")
 
     def _find_matmuls(self) -> None:
-        """Sets of matmuls that fail by themselves, until all others pass."""
+        """Find sets of matmuls that fail by themselves, until the remaining matmuls pass."""
         found, left = self.found, list(self.units)
         while left and len(found.culprits) < MOST_SETS and self._fails(left, self._without()):
             smallest = _smallest(left, self._fails)
@@ -404,7 +417,7 @@ class _Bisector:
                     culprit.better[role] = other.name
 
     def _find_remedy(self) -> None:
-        """Another recipe for the modules of the culprits."""
+        """Find another recipe for the modules of the culprits with which the check passes."""
         culprits = [c for together in self.found.culprits for c in together]
         if not all(c.better and c.name for c in culprits):
             return
@@ -421,14 +434,14 @@ class _Bisector:
 
 
 def _better(recipe: Recipe | None) -> Recipe | None:
-    """The recipe to try for an operand that does badly with this one: of newer scales, or of finer ones."""
+    """Return the recipe to try for an operand that fails: dynamic instead of delayed, rowwise instead of dynamic."""
     if isinstance(recipe, DelayedScaling):
         return DynamicScaling(fp8_format=recipe.fp8_format)
     return RowwiseScaling() if isinstance(recipe, DynamicScaling) else None
 
 
 def _count(units: Sequence[Unit]) -> str:
-    """What they are, in a few words: one at least."""
+    """Return a short description of the units, of which there is at least one."""
     if len(units) == 1:
         return str(units[0])
     first, last = ("the optimizer's moments" if u.kind == "moments" else u.name or "-" for u in (units[0], units[-1]))
@@ -436,10 +449,10 @@ def _count(units: Sequence[Unit]) -> str:
 
 
 def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:
-    """A subset that fails, and of which no single one can be left out. `units` are known to fail.
+    """Return a subset that fails, and that passes if any single unit is removed. `units` are known to fail.
 
-    By divide and conquer, which needs that whatever contains a failing set fails, too; else, for errors may cancel each
-    other, by delta debugging, which takes more runs.
+    Uses divide and conquer, which requires that every superset of a failing set fails. If its result does not fail
+    (errors may cancel each other), uses delta debugging, which takes more runs.
     """
     found = set(_conquered([], units, False, fails))
     smallest = [u for u in units if u in found]
@@ -447,7 +460,7 @@ def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Un
 
 
 def _conquered(with_: list[Unit], units: list[Unit], may_fail: bool, fails: Callable[[list[Unit]], bool]) -> list[Unit]:
-    """What it takes of `units` to make `with_` fail. may_fail: whether that may fail by itself."""
+    """Return the part of `units` that makes `with_` fail. may_fail: True if `with_` may fail by itself."""
     if may_fail and fails(with_):
         return []
     if len(units) == 1:

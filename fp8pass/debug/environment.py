@@ -1,4 +1,4 @@
-"""Describes what fp8pass runs on, for a bug report: what `fp8pass env` prints."""
+"""Describe the software and hardware that fp8pass runs on, for a bug report: the text that `fp8pass env` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8pass.scaling import FP8_DTYPES
 
 
 def describe() -> str:
-    """Return plain text, one fact a line, without paths of the machine."""
+    """Return plain text with one fact per line and without paths of the machine."""
     rows = [*_software(), *_devices(), *_recipes(), *_variables()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
@@ -72,7 +72,7 @@ def _gpu(index: int) -> str:
 
 
 def _cpu_multiplies() -> Iterator[tuple[str, str]]:
-    """How torch multiplies each of the short types on this CPU."""
+    """Yield how torch multiplies BF16, FP16 and FP8 matrices on this CPU."""
     slow = hardware.reference_dtypes()
     for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
         yield f"  {name} matmuls", "by a reference routine: slow, train in float32" if dtype in slow else "natively"
@@ -82,7 +82,7 @@ def _cpu_multiplies() -> Iterator[tuple[str, str]]:
 
 
 def _recipes() -> Iterator[tuple[str, str]]:
-    """What becomes of each recipe on the first GPU; on the CPU if there is none."""
+    """Yield how each recipe runs on the first GPU, or on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     yield "recipes on", str(device)
     for name, recipe in NAMED.items():
@@ -102,7 +102,7 @@ def _how(recipe: Recipe, device: torch.device) -> str:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    """The environment variables that fp8pass reads. A path may name a person, and is left out."""
+    """Yield the environment variables that fp8pass reads. Paths are left out: they may contain a person's name."""
     for name, value in sorted(os.environ.items()):
         if name.startswith("FP8PASS_"):
             yield name, "a path" if os.sep in value else value

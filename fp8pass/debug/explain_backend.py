@@ -1,4 +1,4 @@
-"""The backend of `fp8pass.explain`: compiles far enough to know every verdict, and runs the user's graph unchanged."""
+"""Define the backend of `fp8pass.explain`: it compiles until each matmul has a verdict, and runs the user's graph."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fp8pass.report.report import Report, break_of, collect, publish, recompile_
 
 
 def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -> Callable[..., Any]:
-    """A backend that compiles far enough to know every verdict, and runs the user's graph unchanged.
+    """Return a backend that compiles until each matmul has a verdict, and runs the user's graph unchanged.
 
-    Of a schedule it shows the last phase. path_of: returns the path of a parameter in the user's model, "" if it is
-    not known: a graph has names from its own root on, which after a break is some module, and several instances of
-    that may run it.
+    For a `Schedule` it compiles with the last phase. path_of: returns the path of a parameter in the user's model, ""
+    if it is not known. It is needed because names in a graph begin at the graph's root, which after a graph break is
+    some submodule, and several instances of that submodule may run the graph.
     """
     notes: list[str] = []
     earlier: set[str] = set()
@@ -37,7 +37,7 @@ def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -
         step, _ = config.recipe.phases[-1]
         notes.append(f"the verdicts are those of the schedule from step {step} on")
         config = config.at_step(step)
-    config = replace(config, monitor_interval=1)  # else graphs would be compiled when they are called, which none is
+    config = replace(config, monitor_interval=1)  # larger intervals compile lazily, at a call that never comes here
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         check_compiled(all_phases, module.graph)
@@ -47,7 +47,7 @@ def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -
         drawing = drawn()
         if drawing is not None:
             drawing.begin(len(example_inputs))
-            if not written(module):  # of an update there is no other form to show
+            if not written(module):  # the graph of an optimizer update has no other form to show
                 draw_before(module, example_inputs, drawing)
         kernels = drawing is not None and drawing.kernels
         with collect() as of_graph:
@@ -58,7 +58,7 @@ def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -
 
 
 class _Unchanged:
-    """Runs the user's graph as it is. Each run has verdicts of its own, with names from the user's model on."""
+    """A callable that runs the user's graph unchanged; each run gets verdicts with full names in the user's model."""
 
     def __init__(self, module: fx.GraphModule, gemms: list[Gemm], path_of: Callable[[Any], str]) -> None:
         self.module = module
@@ -70,14 +70,14 @@ class _Unchanged:
         self.has_run = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run it node by node, so that `Outside` can tell which one an op that it looks into runs for."""
+        """Run the graph node by node, so that `Outside` can tell for which node an op runs."""
         self._name(self._above(args))
         interpreter = fx.Interpreter(self.module)
-        interpreter.extra_traceback = False  # it would put the node into errors of the user's
+        interpreter.extra_traceback = False  # fx.Interpreter would add the node's text to the user's errors
         return interpreter.run(*args)
 
     def _name(self, above: str) -> None:
-        """Name the verdicts of the first run, which compilation has published, and publish those of a later one."""
+        """Set full names on the verdicts. Compilation published those of the first run; later runs publish copies."""
         if self.has_run:
             self.gemms = [replace(g) for g in self.gemms]
             publish(Report(gemms=self.gemms))
@@ -86,14 +86,14 @@ class _Unchanged:
             gemm.name = f"{above}{name}" if name else name
 
     def _above(self, args: Sequence[Any]) -> str:
-        """Return the path of the graph's root in the model, and a dot; "" if it is not known, or the model itself."""
+        """Return the path of the graph's root in the model, with a final dot; "" if unknown or the model itself."""
         full = {path: self.path_of(args[i]) for i, path in self.owned.items()}
         above = {of.removesuffix(path) for path, of in full.items() if f".{of}".endswith(f".{path}")}
         return above.pop() if len(above) == 1 else ""
 
 
 def draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:
-    """The user's graph with its backward, as Inductor would decompose it."""
+    """Draw the user's graph with its backward, with Inductor's decompositions."""
     annotation = annotated(module, Config(recipe=None))
     inputs = [*example_inputs, *fake_state(annotation, example_inputs)]
 

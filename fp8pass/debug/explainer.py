@@ -1,4 +1,4 @@
-"""`fp8pass.explain`: what becomes of every matmul, without training anything."""
+"""Report for every matmul whether it runs in FP8, without training: `fp8pass.explain`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,30 @@ def explain(
     kernels: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """The verdict on every matmul of `function(*args, **kwargs)`: see `fp8pass.report.report.Gemm`.
+    """Return the verdict on every matmul of `function(*args, **kwargs)`: see `fp8pass.report.report.Gemm`.
 
-    Traces forward and, with `backward`, backward for the given inputs, as `torch.compile(..., backend="fp8pass")` does,
-    and runs only the forward, in high precision: no gradients, no FP8 state. Random state and buffers are as before.
-    The report also has what Dynamo did: where graphs break, which frames it compiled again and why. kernels: let
-    Inductor generate code for the tensors' device, without compiling it, for `Report.to_html` to show.
+    Traces the forward and, with `backward`, the backward for the given inputs, as
+    `torch.compile(..., backend="fp8pass")` does, but runs only the forward, in high precision: it computes no gradients
+    and creates no FP8 state. Random state and buffers are restored afterwards. The report also lists graph breaks, and
+    which frames Dynamo recompiled and why.
 
-    Raises Fp8Error where Dynamo, AOTAutograd, Inductor or, under `Config(strict=True)`, fp8pass can't go on. It names
-    the user's line, as far as that is known, has torch's error as its cause, and what was known by then as `report`.
-    Raises TypeError for what can't be called, and for a `config` that is not a `Config`.
+    Args:
+        function: A function or a module.
+        *args: Positional arguments of `function`.
+        backward: Whether to trace the backward too.
+        config: The configuration; by default the one that `make_config()` returns.
+        kernels: Whether Inductor generates code for the tensors' device, which it does not compile, for
+            `Report.to_html` to show.
+        **kwargs: Keyword arguments of `function`.
+
+    Returns:
+        A `Report` with one `Gemm` per matmul.
+
+    Raises:
+        Fp8Error: If Dynamo, AOTAutograd or Inductor fails, or if fp8pass fails under `Config(strict=True)`. The message
+            names the user's line if it is known. The error's cause is torch's error; its `report` holds the verdicts
+            found until then.
+        TypeError: If `function` is not callable, or `config` is not a `Config`.
     """
     if not callable(function):
         raise TypeError(
@@ -45,12 +59,14 @@ def explain(
         )
     if not isinstance(config, Config | None):
         raise TypeError(f"config is {config!r}: pass fp8pass.Config(recipe=...), say")
+    # torch.compile keeps a module in `_orig_mod` and a function in `_torchdynamo_orig_callable`: compile that one.
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     config = config or make_config()
     outside = Outside([x for x in (function, *args) if isinstance(x, nn.Module)])
     compiled = torch.compile(function, backend=explain_only(config, outside.path_of))
     report = Report()
     buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
+    # At its recompile limit Dynamo runs a frame without compiling it, and its matmuls would have no verdict.
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     try:
         with (
@@ -92,7 +108,7 @@ def _failure(report: Report) -> Fp8Error:
 
 
 def _told(error: Exception) -> str:
-    """What went wrong, in a line, and where in the user's code."""
+    """Return an error's message in one line, with the user's line if it is known."""
     reason: BaseException = error
     while isinstance(inner := getattr(reason, "inner_exception", None), Exception):
         reason = inner
@@ -103,14 +119,14 @@ def _told(error: Exception) -> str:
     if isinstance(reason, TorchDynamoException) and (
         got := re.search(r"\bgot \w+\((['\"])(.+)\1\)$", str(reason), re.M)
     ):
-        said += f": {got[2].rstrip('.')}"  # what an op had to say, which Dynamo has in its explanation
+        said += f": {got[2].rstrip('.')}"  # the op's own error: Dynamo quotes it as "got RuntimeError('...')"
     kind = "" if isinstance(reason, TorchDynamoException) else f"{type(reason).__name__}: "
     where = _place(str(error)) or _place(str(reason))
     return f"{kind}{said}" + (f", at {where}" if where else "")
 
 
 def _place(text: str) -> str:
-    """The last line of the user's that an error's text names, "file.py:12"; "" if it names none."""
+    """Return the last line of the user's code in an error's text, as "file.py:12"; "" if it has none."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     own = [(file, line) for file, line in frames if not file.startswith(_NOT_THE_USERS)]
     return f"{base_name(own[-1][0])}:{own[-1][1]}" if own else ""

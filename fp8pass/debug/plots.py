@@ -1,4 +1,4 @@
-"""`fp8pass plot`: what the numerics monitor has counted, over steps, as a picture."""
+"""Plot the numbers of the numerics monitor over steps: `fp8pass plot`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.recipes import matches
 
 MOST = 10
-"""So many slots have a line with a name; of more, those that lose most to saturation and to zero."""
+"""The most slots that are drawn: those with NaN or inf first, then those with the most saturation and underflow."""
 PANELS = {
     "amax": "max |x|",
     "scale": "scale",
@@ -24,7 +24,10 @@ LOGARITHMIC = ("amax", "scale")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of `Stats.to_jsonl`. Raises Fp8Error, naming the line, for what is none."""
+    """Return the rows of a file that `Stats.to_jsonl` wrote.
+
+    Raises Fp8Error, with the line number, for a line that is not such a row.
+    """
     return [_row(line, f"{path}, line {i}") for i, line in enumerate(path.read_text().splitlines(), 1)]
 
 
@@ -37,14 +40,14 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path, slots: str = "*") -> list[str]:
-    """Write a PNG, or whatever matplotlib makes of the path's suffix: a panel for each number, a line for each slot.
+    """Write an image with a panel for each number and a line for each slot; return the slots that have a line.
 
-    slots: a name pattern. Returns the slots that have a line. A cross marks a step with NaN or inf. Raises Fp8Error if
-    there is nothing to draw, ImportError without matplotlib.
+    path: its suffix selects the image format of matplotlib, PNG for example. slots: a name pattern. A cross marks a
+    step with NaN or inf. Raises Fp8Error if no slot matches, ImportError without matplotlib.
     """
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
     by_slot: dict[str, list[dict[str, Any]]] = {}

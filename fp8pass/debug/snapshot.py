@@ -1,6 +1,6 @@
-"""What a training step changes, put back as it was: models, optimizers, random numbers, the state of FP8.
+"""Save and restore what a training step changes: models, optimizers, random state, FP8 state.
 
-For `fp8pass.bisect`, which runs a step again and again.
+`fp8pass.bisect` uses it to run one step repeatedly.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ Undo = Callable[[], None]
 
 
 class Snapshot:
-    """Of whatever the `roots`, functions say, reach: as `train_step` finds models.
+    """The saved state of all objects that `roots` (functions, for example) reach; `train_step` finds models likewise.
 
-    Parameters, buffers, gradients and numbers of modules; optimizers; whatever else has `state_dict` and
-    `load_state_dict`, as learning-rate schedules do; torch's generators, and its, Python's and NumPy's random state;
-    all FP8 state. Not iterators, and not what is in containers beside these.
+    It covers parameters, buffers, gradients and plain attributes (numbers, strings, None) of modules; optimizers; other
+    objects with `state_dict` and `load_state_dict`, such as learning-rate schedules; `torch.Generator` objects; the
+    global random state of torch, Python and NumPy; all FP8 state. It does not cover iterators, or the content of other
+    containers.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
@@ -42,8 +43,8 @@ class Snapshot:
         self.found = [type(x).__name__ for x in found if not isinstance(x, TrainStep)]
 
     def restore(self) -> None:
-        """Put all back, in place, and forget what was compiled."""
-        torch.compiler.reset()
+        """Restore everything in place, and drop all compiled code."""
+        torch.compiler.reset()  # else Dynamo reuses what it compiled under the last trial
         for step in self._steps:
             step.forget()
         with torch.no_grad():
@@ -57,7 +58,7 @@ def _has_state(x: Any) -> bool:
 
 
 def _undo(x: Any) -> Undo:
-    """What puts one object back as it is now."""
+    """Return a function that restores one object to its current state."""
     if isinstance(x, TrainStep):
         return lambda: None
     if isinstance(x, nn.Module):
@@ -72,7 +73,7 @@ def _undo(x: Any) -> Undo:
 
 
 def _ignored(result: Any) -> None:
-    """Nothing."""
+    """Ignore a result, so that a lambda returns None."""
 
 
 def _all(undo: Iterator[Undo]) -> Undo:
@@ -111,7 +112,7 @@ def _tensor(x: Tensor) -> Undo:
 
 
 def _loaded(of: State) -> Undo:
-    """What was loaded into a state, of which groups that are made later take theirs."""
+    """Save the loaded entries of a `State`, from which slot groups that are created later take their values."""
     loaded, steps = of._loaded, of._steps
     entries = dict(loaded.entries)
 
@@ -136,7 +137,7 @@ def _optimizer(optimizer: Optimizer) -> Undo:
 
 
 def _copied(of: dict[str, Any]) -> dict[str, Any]:
-    """Values copied, but for the parameters of a group, which are what they are."""
+    """Copy the values; the parameters of a group stay the same tensors."""
     return {k: list(v) if k == "params" else copy.deepcopy(v) for k, v in of.items()}
 
 

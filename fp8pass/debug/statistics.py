@@ -1,4 +1,4 @@
-"""`fp8pass.stats(model)`: what the numerics monitor has counted, as a table, JSON lines, or TensorBoard scalars."""
+"""Return the numbers of the numerics monitor as a table, JSON lines, or TensorBoard scalars: `fp8pass.stats(model)`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr")
 
 @dataclass(frozen=True)
 class SlotStats:
-    """What quantization did to one tensor in one step.
+    """The effect of quantization on one tensor in one step.
 
-    slot: its name, `layers.0.up.input`; role: "input", "weight" or "grad_output"; source: the user's line of its
-    matmul; step: counted from 0. amax: max(abs(x)); scale: what x is multiplied with, the smallest one where there are
-    several. underflow: the share of its non-zero elements that became 0; saturation: the share of all that were too
-    large for the format; sqnr: signal to quantization noise in dB, 10 log10(sum(x**2) / sum((x - dequantized x)**2)) of
-    finite elements, inf without noise, NaN without signal. nonfinite: how many elements are NaN or inf; elements: of
-    how many, in all uses of the step.
+    slot: its name, such as `layers.0.up.input`; role: "input", "weight" or "grad_output"; source: the user's line of
+    its matmul; step: counted from 0. amax: max(abs(x)); scale: the factor that x is multiplied with, the smallest if
+    there are several. underflow: share of the non-zero elements that became 0; saturation: share of all elements that
+    were too large for the format; sqnr: signal to quantization noise ratio in dB,
+    10 log10(sum(x**2) / sum((x - dequantized x)**2)) over finite elements, inf without noise, NaN without signal.
+    nonfinite: number of elements that are NaN or inf; elements: number of elements, summed over all uses in the step.
     """
 
     slot: str
@@ -45,12 +45,12 @@ class SlotStats:
     nonfinite: int
     elements: int
     order: tuple[int, int, int] = field(default=(0, 0, 0), repr=False, compare=False)
-    """When it was quantized within its step."""
+    """The position of its quantization within the step; rows are sorted by it."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Rows by step, and within a step in the order in which the tensors were quantized."""
+    """Rows sorted by step, and within a step by the order in which the tensors were quantized."""
 
     rows: tuple[SlotStats, ...]
 
@@ -60,32 +60,32 @@ class Stats:
         return list({row.slot: row for row in self.rows}.values())
 
     def of(self, slot: str) -> list[SlotStats]:
-        """The history of a slot, or of all that a name pattern covers; oldest first."""
+        """Return the rows of a slot, or of all slots that match a name pattern, oldest first."""
         return [row for row in self.rows if matches(row.slot, slot)]
 
     def first_saturated(self, share: float = 0.01) -> SlotStats | None:
-        """The first tensor of which more than this share was clamped: one that grew faster than its scale fell."""
+        """Return the first row whose saturation exceeds `share` (0 to 1): its amax grew faster than its scale fell."""
         return next((row for row in self.rows if row.saturation > share), None)
 
     @property
     def first_nonfinite(self) -> SlotStats | None:
-        """The first tensor with a NaN or an infinity: what computed it, behind the tensor before, is to blame."""
+        """The first tensor with NaN or inf, or None. An op after the previously quantized tensor produced it."""
         return next((row for row in self.rows if row.nonfinite), None)
 
     @property
     def last_finite(self) -> SlotStats | None:
-        """The tensor that was quantized before `first_nonfinite` in the same step; None if it was the first of it."""
+        """The tensor quantized just before `first_nonfinite` in the same step; None if there is no such tensor."""
         first = self.first_nonfinite
         index = self.rows.index(first) if first is not None else 0
         before = self.rows[index - 1] if index else None
         return before if before is not None and first is not None and before.step == first.step else None
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as plain dicts of numbers and strings."""
+        """Return the rows as plain dicts of numbers and strings."""
         return [{k: v for k, v in asdict(row).items() if k != "order"} for row in self.rows]
 
     def to_jsonl(self, path: str | Path, append: bool = False) -> None:
-        """Write a line of JSON for each row. NaN and infinities are null, for JSON has none."""
+        """Write one line of JSON per row. NaN and infinities become null, because JSON cannot represent them."""
         with Path(path).open("a" if append else "w") as file:
             for row in self.to_dicts():
                 finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -124,11 +124,22 @@ class Stats:
 
 
 def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
-    """What the numerics monitor has counted of a module, compiled or not, or of what a `train_step` trains.
+    """Return the numbers of the numerics monitor for a module, compiled or not, or for the models of a `train_step`.
 
-    slots: a name pattern; since: steps from this one on, counted from 0. The newest step may still be going on. Waits
-    for the device. Raises Fp8Error if nothing of the model is watched, which `monitor=True` at compile time does;
-    ValueError for a pattern that matches none of what is watched; TypeError for other arguments.
+    Synchronizes with the device. The newest step may still be running.
+
+    Args:
+        model: A module, a compiled module, or a `train_step`.
+        slots: A name pattern.
+        since: The first step to return, counted from 0.
+
+    Returns:
+        A `Stats`, with one row per tensor and step.
+
+    Raises:
+        Fp8Error: If no tensor of the model is watched: compile with `monitor=True` to watch them.
+        ValueError: If `slots` matches no watched tensor.
+        TypeError: If an argument has another type.
     """
     if not isinstance(slots, str):
         raise TypeError(f"slots is {slots!r}: pass a name pattern, 'layers.3' or '*.grad_output' say")

@@ -1,4 +1,4 @@
-"""What `fp8pass demo` needs, checked before it trains for minutes."""
+"""Check that the machine has what `fp8pass demo` needs, before it trains for minutes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fp8pass._torch import cache_dir, cpp_compiler
 from fp8pass.options.config import make_config
 
 PLOT_BYTES, CACHE_BYTES, TEMPORARY_BYTES = 1 << 20, 64 << 20, 256 << 20
-"""More than the plot takes, than Inductor writes for the demo's two models, and than torch's precompiled header, which
-takes 150 MiB and lies in the temporary folder wherever the cache is."""
+"""Upper bounds in bytes for the plot, for what Inductor writes for the demo's two models, and for torch's precompiled
+header, which takes 150 MiB and is in the temporary folder wherever the cache is."""
 
 
 class Unusable(Exception):
-    """Something that the demo needs is not there. The message is one line and says what to do."""
+    """Something that the demo needs is missing. The message is one line and says what to do."""
 
 
 def check(recipe: str, device: str, path: Path) -> None:
-    """Raises Unusable unless the demo can run. path: the plot, whose folder is made."""
+    """Raise Unusable unless the demo can run. path: the file for the plot; its folder is created."""
     _check_recipe(recipe)
     _check_packages()
     _check_device(device)
@@ -83,7 +83,7 @@ def _check_room(folder: str, needed: int, variable: str) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    """Writes as much as the plot will take, and removes it."""
+    """Write a file as large as the plot can be, and remove it. Raises Unusable if that fails."""
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""`fp8pass demo`: a small language model, trained on real text in BF16 and in FP8, side by side.
+"""`fp8pass demo`: train a small language model on real text in BF16 and in FP8, side by side.
 
-The text is the Python standard library's own source, byte by byte, which every machine has. Both models start from the
+The text is the source of the Python standard library, byte by byte, which every machine has. Both models start from the
 same weights and see the same batches. The baseline is ordinary eager PyTorch, in float32 on a CPU that can't multiply
-BF16; the other runs the same code in `fp8pass.train_step`.
+BF16; the other model runs the same code in `fp8pass.train_step`.
 
 Under `torchrun --nproc-per-node 8 --no-python fp8pass demo` each rank trains on its part of the same batches, in
-`DistributedDataParallel`; the losses are those of whole batches, and rank 0 shows them.
+`DistributedDataParallel`; losses are of whole batches, and rank 0 prints them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from fp8pass.report.report import Report
 VOCABULARY, CONTEXT, BATCH, WIDTH, LAYERS, HEADS = 256, 128, 16, 256, 4, 4
 STEPS, LEARNING_RATE, WARMUP, VALIDATION_BATCHES, TOLERANCE = 100, 1e-3, 20, 16, 0.01
 NAMES = {torch.bfloat16: "BF16", torch.float32: "FP32"}
-"""Of the baseline, by its precision."""
+"""The baseline's name by its precision."""
 TOO_SLOW = 4
-"""A CPU does not multiply BF16 if that takes so many times as long as float32. The reference routine: 40 to 130."""
+"""A BF16 matmul that takes this many times as long as a float32 one means that the CPU does not multiply BF16. torch's
+reference routine takes 40 to 130 times as long."""
 
 
 class Block(nn.Module):
@@ -53,7 +54,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: f32[B, S, WIDTH]."""
+        """Compute f32[B, S, WIDTH] from x: f32[B, S, WIDTH]."""
         batch, length, _ = x.shape
         heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """i64[B, S] bytes -> f32[B, S, 256] logits of the next byte."""
+    """Language model: i64[B, S] bytes -> f32[B, S, 256] logits of the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class GPT(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: i64[B, CONTEXT]."""
+        """Compute logits f32[B, CONTEXT, 256] from tokens: i64[B, CONTEXT]."""
         x = self.bytes(tokens) + self.positions.weight
         for block in self.blocks:
             x = block(x)
@@ -89,13 +90,13 @@ class GPT(nn.Module):
 
 @dataclass
 class Text:
-    """Bytes to train on, and others to validate with: u8[n]."""
+    """Bytes to train on, and other bytes to validate with, each u8[n]."""
 
     train: Tensor
     validation: Tensor
 
     def batch(self, generator: torch.Generator, device: str, validation: bool = False) -> tuple[Tensor, Tensor]:
-        """Random (tokens, next tokens), both i64[BATCH, CONTEXT]."""
+        """Draw random (tokens, next tokens), both i64[BATCH, CONTEXT]."""
         data = self.validation if validation else self.train
         starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=generator)
         rows = torch.stack([data[s : s + CONTEXT + 1] for s in starts.tolist()]).long().to(device)
@@ -103,7 +104,7 @@ class Text:
 
 
 def load_text(limit: int = 8 << 20) -> Text:
-    """The standard library's source; every 20th file is for validation."""
+    """Read the standard library's source, about `limit` bytes; every 20th file is for validation."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(f for f in folder.rglob("*.py") if "site-packages" not in f.parts and "test" not in f.parts)
     parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
@@ -116,7 +117,7 @@ def load_text(limit: int = 8 << 20) -> Text:
 def loss_of(
     model: Callable[[Tensor], Tensor], tokens: Tensor, targets: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Cross-entropy in nats per byte, f32[]. dtype: what matmuls compute in, bfloat16 (by autocast) or float32."""
+    """Compute the cross-entropy in nats per byte, f32[]. dtype: of matmuls, bfloat16 (by autocast) or float32."""
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits = model(tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -129,7 +130,7 @@ def train_step(
     targets: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Do one optimizer step, in ordinary eager code, which `fp8pass.train_step` compiles. Returns the loss, f32[]."""
+    """Do one optimizer step and return the loss, f32[]. Ordinary eager code, which `fp8pass.train_step` compiles."""
     loss = loss_of(model, tokens, targets, dtype)
     loss.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -140,9 +141,9 @@ def train_step(
 
 @dataclass
 class Run:
-    """One model in training, in `DistributedDataParallel` where there are other ranks.
+    """One model in training, in `DistributedDataParallel` if there are other ranks.
 
-    evaluate: the model, as validation calls it; train: `train_step`, eager or compiled; dtype: that of `loss_of`.
+    evaluate: the model, as validation calls it. train: `train_step`, eager or compiled. dtype: see `loss_of`.
     """
 
     name: str
@@ -170,25 +171,25 @@ class Run:
 
 
 def new_run(name: str, device: str, recipe: Any = None, dtype: torch.dtype = torch.bfloat16) -> Run:
-    """Returns a model with the weights that every run starts from, to be trained in `dtype`, and in FP8 by a recipe.
+    """Create a run: a model with the weights that every run starts from, to be trained in `dtype`, or in FP8.
 
-    recipe: `Config.recipe`; without one the run is eager PyTorch.
+    recipe: `Config.recipe`; None for eager PyTorch.
     """
     torch.manual_seed(0)
     model = GPT().to(device)
-    # a tensor, because compiled code would be compiled again for another number
+    # A tensor, because Dynamo recompiles the update when a learning rate that is a Python number changes.
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(LEARNING_RATE), betas=(0.9, 0.95))
     trained = DistributedDataParallel(model) if dist.is_initialized() else model
     if recipe is None:
         return Run(name, trained, model, optimizer, dtype=dtype)
     options = {"recipe": recipe, "min_speedup": 0}  # a model this small is for looking at losses, not at speed
-    # op by op: validation is too short for kernels of its own to pay
+    # Op by op, because validation is too short to pay for compiling more kernels.
     evaluate = torch.compile(model, backend="fp8pass", options={**options, "lowering": "eager"})
     return Run(name, trained, evaluate, optimizer, fp8pass.train_step(**options)(train_step), dtype)
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Returns the learning rate: linear warm-up, then a cosine to a tenth."""
+    """Return the learning rate of a step: linear warm-up, then a cosine to a tenth."""
     if step < WARMUP:
         return LEARNING_RATE * (step + 1) / WARMUP
     progress = (step - WARMUP) / max(1, steps - WARMUP)
@@ -196,7 +197,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 def train(runs: list[Run], text: Text, steps: int, device: str) -> Iterator[int]:
-    """Train all runs on the same batches; yields the number of steps done after every step."""
+    """Train all runs on the same batches, and yield the number of steps done after every step."""
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         tokens, targets = map(part_of, text.batch(generator, device))
@@ -206,7 +207,7 @@ def train(runs: list[Run], text: Text, steps: int, device: str) -> Iterator[int]
 
 
 def explain(recipe: str, device: str, text: Text, dtype: torch.dtype) -> Report:
-    """Returns the verdicts on the demo's model."""
+    """Return `fp8pass.explain`'s verdicts on the matmuls of the demo's model."""
     model = GPT().to(device)
     tokens, _ = text.batch(torch.Generator().manual_seed(0), device)
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -214,7 +215,7 @@ def explain(recipe: str, device: str, text: Text, dtype: torch.dtype) -> Report:
 
 
 def multiplies_bf16() -> tuple[bool, str]:
-    """Returns whether this CPU multiplies BF16, and why we think so: torch is asked, and a matmul is timed."""
+    """Return whether this CPU multiplies BF16, and the reason: what torch says of it, and the time of a matmul."""
     says = torch.bfloat16 not in reference_dtypes()
     bf16, fp32 = map(_seconds_of_matmul, (torch.bfloat16, torch.float32))
     said = "torch multiplies BF16 on this CPU" if says else "torch has only a reference routine for BF16 on this CPU"
@@ -223,7 +224,7 @@ def multiplies_bf16() -> tuple[bool, str]:
 
 
 def _seconds_of_matmul(dtype: torch.dtype) -> float:
-    """Returns the shortest of ten times of one core, which other processes do not change."""
+    """Return the shortest CPU time of ten matmuls on one core; other processes hardly change CPU time."""
     a, shortest, threads = torch.ones(256, 256, dtype=dtype), math.inf, torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(10):
@@ -235,7 +236,7 @@ def _seconds_of_matmul(dtype: torch.dtype) -> float:
 
 
 def choose_precision(device: str) -> tuple[torch.dtype, str]:
-    """Returns what both models compute in outside of FP8, bfloat16 or float32, and why; rank 0 chooses."""
+    """Return the dtype of both models outside of FP8, bfloat16 or float32, and the reason; rank 0 chooses."""
     if device.startswith("cuda"):
         return torch.bfloat16, "GPUs multiply it"
     answer = [multiplies_bf16() if is_first_rank() else None]
@@ -248,7 +249,10 @@ def choose_precision(device: str) -> tuple[torch.dtype, str]:
 
 @contextlib.contextmanager
 def among_ranks(device: str) -> Iterator[str]:
-    """This rank's device, while it can talk to those that torchrun has started with it, if any; rank 0 prints."""
+    """Yield this rank's device, within a process group of the ranks that torchrun started, if any; rank 0 prints.
+
+    Raises Unusable if the batch size is not a multiple of the number of ranks.
+    """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         yield device
@@ -261,21 +265,21 @@ def among_ranks(device: str) -> Iterator[str]:
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     with contextlib.redirect_stdout(sys.stdout if is_first_rank() else None):
         yield device
-    dist.destroy_process_group()  # not after an error, where the others do not come
+    dist.destroy_process_group()  # not after an error, when the other ranks may not get here
 
 
 def is_first_rank() -> bool:
-    """Returns whether this process shows what all do."""
+    """Return whether this process is the one that prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def part_of(batch: Tensor) -> Tensor:
-    """This rank's of a batch."""
+    """Return this rank's part of a batch."""
     return batch.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else batch
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:
-    """The loss of the whole batch, of those of its parts, which are equally large."""
+    """Return the loss of the whole batch: the mean of its equally large parts' losses, reduced in place."""
     if dist.is_initialized():
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
@@ -283,11 +287,11 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 
 
 def main(steps: int, recipe: str, device: str, out: Path) -> int:
-    """Run the demo; returns the exit status.
+    """Run the demo and return the exit status.
 
-    1 if nothing runs in FP8, or its validation loss is more than 1% above the baseline's; 130 after Ctrl-C, with the
-    losses so far in the plot. Raises Unusable before anything is trained if something that the demo needs is missing,
-    and after it if the plot can't be written.
+    0 for success; 1 if nothing runs in FP8, or its validation loss is more than 1% above the baseline's; 130 after
+    Ctrl-C, with the losses so far in the plot. Raises Unusable before training if something that the demo needs is
+    missing, and after it if the plot can't be written.
     """
     runs: list[Run] = []
     path = out / "loss.png"
@@ -300,7 +304,7 @@ def main(steps: int, recipe: str, device: str, out: Path) -> int:
 
 
 def _main(steps: int, recipe: str, device: str, path: Path, runs: list[Run]) -> int:
-    """As `main`. runs: an empty list, for the models in training."""
+    """Run the demo on this rank, see `main`. runs: an empty list, to which the models in training are added."""
     started = time.perf_counter()
     dtype, why = choose_precision(device)
     name = NAMES[dtype]
@@ -325,7 +329,7 @@ def _main(steps: int, recipe: str, device: str, path: Path, runs: list[Run]) -> 
 
 def _train(runs: list[Run], text: Text, steps: int, device: str) -> None:
     done = train(runs, text, steps, device)
-    # two: the first has no scales yet and runs op by op, so that the backward is compiled in the second
+    # Two steps: the first has no scales yet and runs op by op, so the backward is compiled in the second.
     say(f"{runs[0].name} is eager PyTorch, FP8 is fp8pass.train_step, which compiles forward, backward and update")
     with phase("steps 1 and 2, which compile"):
         for _ in itertools.islice(done, 2):

@@ -1,4 +1,4 @@
-"""What `fp8pass demo` shows while it runs: a bar in a terminal, lines elsewhere; and its plot."""
+"""The output of `fp8pass demo`: progress, as a bar in a terminal and as lines elsewhere, and the plot."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EVERY = 10.0
-"""Seconds between two lines, where there is no terminal."""
+"""Seconds between two lines of progress outside of a terminal."""
 
 say = functools.partial(print, flush=True)
-"""Prints a line that is to be read now, also from a pipe."""
+"""Prints a line and flushes, so that a pipe's reader sees it at once."""
 
 
 @contextlib.contextmanager
 def phase(title: str, steps: range = range(0)) -> Iterator[Callable[[int, str], None]]:
-    """Show that something goes on, and print how long it took.
+    """Show progress within the context, and print how long it took.
 
-    steps: those that it has, if they are counted. Yields a function that takes how many are done, and the last losses.
+    steps: the range of counted steps; empty if none are counted. Yields a function that takes the number of steps done
+    and the last losses.
     """
     started = time.perf_counter()
     shown = _bar if sys.stdout is not None and sys.stdout.isatty() else _lines
@@ -67,7 +68,7 @@ def _lines(title: str, steps: range) -> Iterator[Callable[[int, str], None]]:
 
 
 def _state(seconds: float, done: int, losses: str, steps: range) -> str:
-    """Returns how far a phase is after some seconds."""
+    """Return the line of progress after some seconds."""
     if done == steps.start:
         return f"{seconds:.0f} s"
     left = seconds / (done - steps.start) * (steps.stop - done)
@@ -84,12 +85,12 @@ class Curve:
 
     @property
     def label(self) -> str:
-        """The line of the legend."""
+        """The curve's text in the legend."""
         return self.name if math.isnan(self.validation) else f"{self.name} (validation {self.validation:.4f})"
 
 
 def plot(curves: list[Curve], path: Path) -> None:
-    """Draw loss curves as a PNG. Raises OSError, and leaves the file as it was, if it can't be written."""
+    """Draw loss curves as a PNG. Raises OSError if the file can't be written, and leaves an old one unchanged."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,7 +113,7 @@ def plot(curves: list[Curve], path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` if that succeeds, and is removed if not."""
+    """Yield a file to write, which replaces `path` if the context succeeds, and is removed if not."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part

@@ -1,5 +1,5 @@
-"""Write graphs as Python that runs, and run it.
+"""Write graphs as executable Python files, and run these.
 
 May import: `report` and what is below it.
-Does not live here: drawings: they are in `report`.
+Does not live here: drawings of graphs, which are in `report`.
 """

@@ -1,8 +1,8 @@
-"""Runs a dumped graph: what each file of `FP8PASS_DUMP` calls when it is executed.
+"""Run a dumped graph: each file that `FP8PASS_DUMP` writes calls this module when it is executed.
 
     python 008.joint.scaled_mm.after.py [--seed 0] [--device cpu] [--inputs FILE.pt] [--against OTHER.py]
 
-The inputs are made of a seed and their names: what has one name in two dumps has the same values.
+Inputs are generated from the seed and their names: inputs of the same name in two dumps have the same values.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from fp8pass._torch import pytree
 from fp8pass.errors import Fp8Error
 
 _on: list[torch.device] = []
-"""Where everything runs instead of where the graph says, if anything."""
+"""The device of `--device`, which replaces the devices in the graph; empty if the option is not given."""
 
 
 @dataclass(frozen=True)
 class Random:
-    """A tensor that is an input of a dumped graph: strides in elements, values of a seed.
+    """An input tensor of a dumped graph, with values generated from a seed. stride: in elements.
 
-    about: 0 for normal values; else they are positive, and uniform from half to one and a half of it. So are those of
-    whatever has one element, about 1. Integers are 0 or 1, and 1 where there is one.
+    about: 0 for normally distributed values; otherwise values are uniform between 0.5 and 1.5 times `about`. A floating
+    point tensor with one element is uniform between 0.5 and 1.5 if `about` is 0. Integers are 0 or 1; an integer tensor
+    with one element is 1.
     """
 
     shape: Sequence[int]
@@ -42,8 +43,8 @@ class Random:
     requires_grad: bool = False
 
     def make(self, seed: int) -> Tensor:
-        """The tensor; the same on every device."""
-        generator = torch.Generator().manual_seed(seed)
+        """Generate the tensor, with the same values on every device."""
+        generator = torch.Generator().manual_seed(seed)  # a CPU generator: those of GPUs give other numbers
         empty = 0 in self.shape
         span = 0 if empty else 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         values = self._values(span, generator).to(device(self.device))
@@ -60,7 +61,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The FP8 copy of a weight: the input `of`, times the scale whose inverse is `made[0, index]`, by rows."""
+    """The row-major FP8 copy of a weight: the input `of`, times the scale whose inverse is `made[0, index]`."""
 
     of: str
     made: str
@@ -68,37 +69,37 @@ class Quantized:
     dtype: torch.dtype
 
     def make(self, others: Mapping[str, Any]) -> Tensor:
-        """Of the inputs by name."""
+        """Compute the tensor from the other inputs, given by name."""
         return scaling.quantize(others[self.of].detach(), 1 / others[self.made][0, self.index], self.dtype)
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """The transposed copy, by rows, of the input `of`."""
+    """The transposed, row-major copy of the input `of`."""
 
     of: str
 
     def make(self, others: Mapping[str, Any]) -> Tensor:
-        """Of the inputs by name."""
+        """Compute the tensor from the other inputs, given by name."""
         x: Tensor = others[self.of]
         return x.t().contiguous()
 
 
 @dataclass(frozen=True)
 class RngState:
-    """The state of the CPU's random numbers."""
+    """The state of torch's random number generator of the CPU."""
 
     def make(self, seed: int) -> Tensor:
-        """Behind that seed."""
+        """Return the state directly after seeding with `seed`."""
         return torch.Generator().manual_seed(seed).get_state()
 
 
 class Missing(Fp8Error, NotImplementedError):
-    """A dump calls what has no text."""
+    """Raised if a dump calls a function that could not be written as text."""
 
 
 def missing(what: str) -> Callable[..., Any]:
-    """Stands for what has no text. Raises Missing when it is called."""
+    """Return a function that raises Missing: it replaces a value that could not be written as text."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise Missing(f"this dump needs {what}, which can't be written down: put it in its place")
@@ -107,19 +108,19 @@ def missing(what: str) -> Callable[..., Any]:
 
 
 def device(type: str, index: int | None = None) -> torch.device:  # noqa: A002, as torch names it
-    """`torch.device`; or the one that `--device` names."""
+    """Return the `torch.device`, or the one that `--device` names."""
     return _on[0] if _on else torch.device(type) if index is None else torch.device(type, index)
 
 
 def tag_activation_checkpoint(body: Callable[..., Any], *args: Any, **_: Any) -> Any:
-    """Torch's op of this name wants a graph. The numbers are those of a plain call."""
+    """Call the body directly: torch's op of this name takes a GraphModule only. The results are the same."""
     return body(*args)
 
 
 def main(graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[str, Any], file: str) -> None:
-    """Run the graph and print a line for each output, gradient, and input that it wrote.
+    """Run the graph and print a line for each output, each gradient, and each input that it wrote into.
 
-    Raises SystemExit where the graph is of a device that is not there, and `--device` names no other.
+    Raises SystemExit if the graph's device is not available and `--device` names no other.
     """
     parser = argparse.ArgumentParser(description="Run a dumped graph on inputs made of a seed.")
     parser.add_argument("--seed", type=int, default=0)
@@ -171,10 +172,10 @@ def _why_not(wanted: str) -> str:
 def run(
     graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[str, Any], seed: int = 0
 ) -> dict[str, Any]:
-    """The outputs of a dumped graph, the gradients of what requires one, and the inputs that it wrote, by name."""
+    """Run a dumped graph, and return by name its outputs, the gradients of its inputs, and the inputs it wrote into."""
     module = _build(graph)
     made = {name: _made(value, seed + zlib.crc32(name.encode())) for name, value in {**inputs, **attributes}.items()}
-    for kind in (Quantized, Transposed):  # a copy, and then what is a copy of that
+    for kind in (Quantized, Transposed):  # in this order: a transposed copy is made of the FP8 copy
         made.update({name: value.make(made) for name, value in made.items() if isinstance(value, kind)})
     for name in attributes:
         _place(module, name.split("."), made[name])
@@ -203,7 +204,7 @@ def _backward(outputs: Sequence[Any], seed: int) -> None:
 
 
 def _build(graph: type[nn.Module]) -> nn.Module:
-    """An instance; the classes within it are the bodies of branches, loops and checkpoints."""
+    """Instantiate a graph class. Its nested classes are the bodies of branches, loops and checkpointed regions."""
     module = graph()
     for name, body in vars(graph).items():
         if isinstance(body, type) and issubclass(body, nn.Module):
@@ -222,13 +223,13 @@ def _place(module: nn.Module, path: Sequence[str], value: Any) -> None:
 def _made(value: Any, seed: int) -> Any:
     if isinstance(value, (Random, RngState)):
         return value.make(seed)
-    if isinstance(value, Tensor):  # a copy, for graphs write into what they are given
+    if isinstance(value, Tensor):  # a copy, because graphs write into their inputs
         return value.detach().clone().to(_on[0] if _on else value.device)
     return value
 
 
 def summary(value: Any) -> str:
-    """A result in a line: what it is, and three numbers of it."""
+    """Return a line with dtype, shape, sum, norm and largest absolute value of a result; its repr if not a tensor."""
     if not isinstance(value, Tensor):
         return repr(value)
     what = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -241,7 +242,7 @@ def summary(value: Any) -> str:
 
 
 def distance(value: Any, other: Any) -> str:
-    """How far a result is from another's, relative to the norm of that."""
+    """Return "equal", how two results differ in kind, or norm(value - other) / norm(other)."""
     if other is None and value is not None:
         return "not in the other"
     if not (isinstance(value, Tensor) and isinstance(other, Tensor)):

@@ -1,4 +1,4 @@
-"""A graph as Python that runs: the text of a dump. What it calls is in `replay.py`."""
+"""Write a graph as executable Python: the text of a dump. The functions that it calls are in `replay.py`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fp8pass.recipes import Recipe
 from fp8pass.states.scale_state import recipe_of
 
 MOST = 16
-"""Elements of an attribute whose values are written down. Larger ones are made of a seed, as inputs are."""
+"""The most elements of a tensor whose values are written down. Larger tensors are generated from a seed."""
 
 
 @dataclasses.dataclass
 class Origins:
-    """What the joint graph no longer says of its inputs, from Dynamo's: their names there, and how large those are.
+    """Facts about the inputs of Dynamo's graph that the joint graph no longer has.
 
-    about: see `Random`, of those that are positive. copies: of those that are made of others.
+    names: of all inputs. about: `Random.about` of inputs that are positive. copies: inputs computed from other inputs.
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
@@ -37,7 +37,7 @@ class Origins:
     copies: dict[str, Quantized | Transposed] = dataclasses.field(default_factory=dict)
 
     def learn(self, module: fx.GraphModule, examples: Sequence[Any]) -> None:
-        """From Dynamo's graph, or its annotated copy."""
+        """Record the inputs of Dynamo's graph, or of its annotated copy."""
         inputs = [(str(n.target), value) for n, value in _inputs(module.graph, examples)]
         self.names = [name for name, _ in inputs]
         for node in (n for n in module.graph.nodes if n.target is cached_operand):
@@ -45,13 +45,16 @@ class Origins:
         self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
 
     def _learn_copies(self, weight: fx.Node, quantizer: Any, made: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
-        if weight.op == "placeholder":  # not of several, one below the other
+        if weight.op == "placeholder":  # not a concatenation of several weights
             names = str(weight.target), str(made.target)
             self.copies[str(x_q.target)] = Quantized(*names, quantizer.index, quantizer.dtype)
         self.copies.update({str(x.target): Transposed(str(x_q.target)) for x in x_t})
 
     def copy(self, name: str, inputs: dict[str, str]) -> str:
-        """The text of an input that is made of others, if those are inputs too: by their names in Dynamo's graph."""
+        """Return the text of an input that is computed from others; "" if it is not, or if those are not inputs.
+
+        inputs: {name in Dynamo's graph: name in this graph}.
+        """
         copy = self.copies.get(name)
         if copy is None or not {copy.of, getattr(copy, "made", copy.of)} <= set(inputs):
             return ""
@@ -60,7 +63,7 @@ class Origins:
         return f"replay.{Transposed(inputs[copy.of])!r}"
 
     def name_of(self, node: fx.Node) -> str:
-        """Of an input of a graph that AOTAutograd made; "" if it is none of Dynamo's."""
+        """Return the name in Dynamo's graph of an input of AOTAutograd's graph; "" if it is not an input there."""
         origin: object = node.meta.get("desc")
         index = getattr(origin, "idx", None)
         if index is not None and index < len(self.names) and not hasattr(origin, "output"):
@@ -71,9 +74,10 @@ class Origins:
 def runnable(
     module: fx.GraphModule, origins: Origins, examples: Sequence[Any] = (), differentiable: bool = False
 ) -> str:
-    """The graph as a Python file, without its first line.
+    """Return the graph as a Python file, without its first line.
 
-    examples: of its inputs, where the graph does not know them. differentiable: whether its backward is run, too.
+    examples: values of its inputs, used where the graph has no metadata. differentiable: True if the file runs the
+    backward too.
     """
     body = _code(module)
     known = list(_inputs(module.graph, examples))
@@ -99,7 +103,7 @@ _SCALES = "StaticScaling({...})"
 
 def _code(module: fx.GraphModule) -> str:
     graph, codegen = module.graph, module.graph._codegen
-    graph.set_codegen(CodeGen())  # that of a joint graph takes its inputs as two lists
+    graph.set_codegen(CodeGen())  # the codegen of a joint graph takes its inputs as two lists
     try:
         text = module.print_readable(print_output=False, include_stride=True, include_device=True, expanded_def=True)
     finally:
@@ -110,10 +114,10 @@ def _code(module: fx.GraphModule) -> str:
 
 
 def _with_stand_ins(line: str) -> str:
-    """A line of code; functions that have no text of their own are named, and fail when they are called."""
+    """Replace functions that have no text in a line of code by `replay.missing(name)`, which fails when called."""
     if line.lstrip().startswith("#"):
         return line
-    line = line.replace(_SCALES, "StaticScaling({})")  # they are an input of the graph
+    line = line.replace(_SCALES, "StaticScaling({})")  # the scales are an input of the graph
     for pattern in _FUNCTION, _ALGORITHM:
         line = pattern.sub(lambda m: f"replay.missing({m[1]!r})", line)
     return line
@@ -124,7 +128,7 @@ def _graphs(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def _imports(module: fx.GraphModule, body: str) -> str:
-    """What the code names, and no more."""
+    """Return the import lines for the names that the code uses."""
     lines = {"import torch", "from fp8pass.dump import replay"}
     for _, part in _graphs(module):
         for name, value in part.graph.python_code("self").globals.items():
@@ -145,7 +149,7 @@ def _imports(module: fx.GraphModule, body: str) -> str:
 
 
 def _types_in(x: Any) -> Iterator[type]:
-    """Of dataclasses among the arguments of a node, whose text names them: quantizers and recipes."""
+    """Yield the types of dataclasses in a node's arguments (quantizers, recipes): the text of the node names them."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         yield type(x)
         for field in dataclasses.fields(x):
@@ -158,7 +162,7 @@ def _types_in(x: Any) -> Iterator[type]:
 
 
 def _import(name: str, value: Any) -> str:
-    """The line that makes a global of a graph's code."""
+    """Return the line that defines a global of a graph's code."""
     if name == "torch":
         return ""
     if value is torch.device:
@@ -197,7 +201,7 @@ def _input(node: fx.Node, value: Any, origins: Origins, names: dict[str, str], d
 
 
 def _value(value: Any, about: float, differentiable: bool = False) -> str:
-    """The text that makes an input or an attribute."""
+    """Return the text that creates an input or an attribute."""
     if _is_plain(value):
         return _known(value) or _random(value, about, differentiable and value.requires_grad)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -208,7 +212,7 @@ def _value(value: Any, about: float, differentiable: bool = False) -> str:
 
 
 def _known(x: Tensor) -> str:
-    """The values themselves, of a small constant."""
+    """Return the text of a small real tensor with its values; "" for any other tensor."""
     if not _is_real(x) or x.requires_grad or x.is_complex() or x.numel() > MOST or not x.is_contiguous():
         return ""
     with unset_fake_temporarily():
@@ -229,13 +233,13 @@ def _random(x: Tensor, about: float, requires_grad: bool) -> str:
 
 
 _POSITIVE = re.compile(r"scale|made|numbers|_sq|square|running_var|step")
-"""Names of what is above zero."""
+"""Parts of the names of tensors whose values are positive."""
 _AMAX = 512
-"""More than matmuls of normal numbers give, and little enough for FP8 to tell such numbers apart."""
+"""Larger than the results of matmuls of normal numbers, yet small enough for FP8 to tell such numbers apart."""
 
 
 def _about(x: Tensor, name: str) -> float:
-    """Of a real tensor whether it is positive; of another what its name says."""
+    """Return `Random.about` of a tensor: from its values if it is real, from its name if it is fake."""
     if not x.dtype.is_floating_point:
         return 0
     if _is_real(x):
@@ -245,7 +249,7 @@ def _about(x: Tensor, name: str) -> float:
 
 
 def _is_plain(x: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of this process alone: a DTensor has parts on other ranks."""
+    """Return whether `x` is a tensor of this process alone; a DTensor has shards on other ranks."""
     return isinstance(x, Tensor) and not isinstance(x, (DTensor, Fp8Shard, GatheredWeight))
 
 
@@ -254,7 +258,7 @@ def _is_real(x: Tensor) -> bool:
 
 
 def _attributes(module: fx.GraphModule) -> Iterator[tuple[str, Any]]:
-    """What graphs read of their modules, but for graphs: the name from `module` on, and the value."""
+    """Yield the attributes that graphs read by get_attr, except graphs: the path from `module`, and the value."""
     seen: set[str] = set()
     for path, part in _graphs(module):
         for node in part.graph.nodes:

@@ -1,13 +1,13 @@
-"""`FP8PASS_DUMP=dir`: every graph before and after every pass as Python that runs, with differences, report and times.
+"""Write every graph before and after every pass as executable Python, with diffs, report and times: `FP8PASS_DUMP=dir`.
 
-    dir/run_000/index.md                                what was compiled, in order, in how long
-    dir/run_000/graph_000.GPT/index.md                  what was done to this graph, in order, in how long
+    dir/run_000/index.md                                the compiled graphs in order, with times
+    dir/run_000/graph_000.GPT/index.md                  the passes on this graph in order, with times
     dir/run_000/graph_000.GPT/008.joint.scaled_mm.before.py, .after.py, .diff
     dir/run_000/graph_000.GPT/019.forward.output_code.py
     dir/run_000/graph_000.GPT/report.txt
 
-A process has a folder of its own in `dir`, which it makes: two never write into one. The same texts go to torch's
-structured trace, with a folder or without, for `tlparse`.
+Each process creates its own folder in `dir`, so two processes never write into one. The same texts also go to torch's
+structured trace, for `tlparse`, even if no folder is set.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 _LOCK = threading.RLock()
-"""Held while an index is written: the backwards of several graphs may be compiled at once."""
+"""Held while an index is written, because several threads may compile backwards at once."""
 
 
 @dataclass
 class Step:
-    """What a pass reports of itself within `Dump.step`.
+    """The data that a pass reports within `Dump.step`.
 
-    module: the graph afterwards, if that is another one. examples: gives those of its inputs, if it does not know them.
-    applied: how often the pass did something.
+    module: the graph after the pass, if the pass returns a new one. examples: returns values of its inputs, used where
+    the graph has no metadata. applied: number of times that the pass changed something.
     """
 
     module: fx.GraphModule
@@ -59,9 +59,9 @@ class Step:
 
 
 class Dump:
-    """The folder of one graph. Without a folder, it only tells torch's trace.
+    """The folder of one graph. Without a folder, it writes to torch's structured trace only.
 
-    folder: None where `dump_dir` is not set. number: of the graph in its process.
+    folder: None if `dump_dir` is not set. number: index of the graph in its process.
     """
 
     def __init__(self, folder: Path | None = None, number: int = 0, title: str = "") -> None:
@@ -71,19 +71,19 @@ class Dump:
         self._files = itertools.count()
         self._rows: list[str] = []
         self.failed: Path | None = None
-        """The graph that the pass which failed last was given."""
+        """The file with the input graph of the pass that failed last."""
         self._origins = Origins()
 
     @property
     def title(self) -> str:
-        """Return what the graph is called in a sentence."""
+        """The name of the graph for use in a sentence."""
         return f"graph {self.number}, {self.name}"
 
     @classmethod
     def of(cls, config: Config, module: fx.GraphModule, kind: str = "") -> Dump:
-        """For a graph of Dynamo's that is about to be compiled. kind: what else to call it by.
+        """Create the dump of a Dynamo graph that is about to be compiled. kind: appended to the name of the graph.
 
-        Raises Fp8Error if `config.dump_dir` can't be written into.
+        Raises Fp8Error if `config.dump_dir` is not writable.
         """
         number, title = next(_numbers), ".".join(filter(None, (_name_of(module), kind)))
         if not config.dump_dir:
@@ -97,7 +97,10 @@ class Dump:
     def step(
         self, part: str, name: str, module: fx.GraphModule, examples: Callable[[], Sequence[Any]] = tuple
     ) -> Iterator[Step]:
-        """Around a pass: what the graph is before and after it. part: "dynamo", "joint", "forward" or "backward"."""
+        """Write the graph before and after the pass that runs in this context.
+
+        part: "dynamo", "joint", "forward" or "backward".
+        """
         found = Step(module, examples)
         before = self._text(part, found)
         started = time.perf_counter()
@@ -139,21 +142,21 @@ class Dump:
         self._add_row(f"{stem}.after.py", f"{head}, {changed} lines differ" if changed else f"{head}, changes nothing")
 
     def output_code(self, part: str, code: str, seconds: float) -> None:
-        """What Inductor made of the graph of a forward or of a backward."""
+        """Write the code that Inductor generated for the graph of a forward or backward."""
         if self.folder is not None:
             name, head = f"{next(self._files):03d}.{part}.output_code.py", f"made by Inductor in {seconds:.1f} s"
             self._write(name, f"# {head}\n{code}")
             self._add_row(name, head)
 
     def report(self, text: str, seconds: float) -> None:
-        """The verdicts so far."""
+        """Write the verdicts found until now."""
         self.trace("report", lambda: text)
         head = f"made by the passes over the joint graph in {seconds * 1e3:.1f} ms"
         self._write("report.txt", f"# {head}\n{text}\n")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around what may fail: names the folder in the error."""
+        """Add the name of the folder to any error raised in this context."""
         try:
             yield
         except Exception as error:
@@ -162,7 +165,10 @@ class Dump:
 
     @contextmanager
     def compiling(self, summary: Callable[[], str]) -> Iterator[None]:
-        """Around all of it: a line in the index of the run. summary: of what became of the graph, when that is done."""
+        """Add a line for the graph compiled in this context to the index of the run.
+
+        summary: returns the outcome; called after the compilation.
+        """
         started, outcome = time.perf_counter(), ""
         try:
             with self.kept():
@@ -178,7 +184,7 @@ class Dump:
                 _append(self.folder.parent / "index.md", _row(f"{self.folder.name}/index.md", outcome, seconds))
 
     def trace(self, name: str, text: Callable[[], str]) -> None:
-        """An artifact in torch's structured trace (`TORCH_TRACE=dir`), if anyone writes one."""
+        """Write an artifact to torch's structured trace, if that is on (`TORCH_TRACE=dir`)."""
         described = {"name": f"fp8pass.{self.number:03d}.{name}", "encoding": "string"}
         trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)
 
@@ -195,10 +201,10 @@ class Dump:
 
 
 def _name_of(module: fx.GraphModule) -> str:
-    """A readable name: the class of the module that the graph is of, or the file and function that it begins in."""
+    """Return a readable name of a graph: its root module's class, or else the file and function where it begins."""
     for node in module.graph.nodes:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            if path.endswith("]"):  # "L['self'].up" is a module within
+            if path.endswith("]"):  # the root is "L['self']"; "L['self'].up" is a submodule
                 return _in_file_names(kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__)
         if found := re.search(r'([^/\\]+)\.py", line \d+, in (\w+)', node.meta.get("stack_trace") or ""):
             return _in_file_names(f"{found[1]}.{found[2]}")
@@ -211,7 +217,7 @@ def _in_file_names(name: str) -> str:
 
 @functools.cache
 def _run_folder(folder: str, process: int) -> Path:
-    """The folder of this process within the user's. Made once, and of a new name."""
+    """Create the folder of this process, with an unused name, in the user's folder; return it on later calls too."""
     base = Path(folder)
     rank = f".rank{os.environ['RANK']}" if "RANK" in os.environ else ""
     with _writing(base):
@@ -251,7 +257,7 @@ def _append(file: Path, row: str) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Around what writes into a folder. Raises Fp8Error if it can't."""
+    """Raise Fp8Error if writing into the folder fails in this context."""
     try:
         yield
     except OSError as error:
@@ -262,6 +268,6 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _name_folder(error: Exception, folder: Path | None) -> None:
-    """Add to an error's text where its dumps are. Not as a note, which Dynamo drops of what a backend raises."""
+    """Add the folder of the dumps to an error's text. Dynamo drops notes of errors that a backend raises."""
     if folder is not None and error.args and isinstance(error.args[0], str) and str(folder) not in error.args[0]:
         error.args = (f"{error.args[0]}\n\nThe dumps so far are in {folder}", *error.args[1:])

@@ -1,5 +1,5 @@
-"""Deal with what Dynamo leaves out: matmuls outside of graphs, frames that it skips, modules called one by one.
+"""Handle code that Dynamo does not compile: matmuls outside of graphs, skipped frames, modules called one by one.
 
 May import: `report` and what is below it.
-Does not live here: what happens to a graph once Dynamo has made one.
+Does not live here: code that transforms a graph after Dynamo made it.
 """

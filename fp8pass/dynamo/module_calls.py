@@ -1,8 +1,8 @@
-"""Calls of modules by code that runs op by op within a training step: each is compiled by itself.
+"""Compile each module by itself that code running op by op in a training step calls.
 
-Dynamo gives up a whole function where its graph breaks in a loop, at the backward() of each microbatch say. What the
-function calls is compiled as long as it is the user's code; torch's own modules, `nn.Sequential` and `nn.Linear` too,
-are skipped, and so is whatever `torch.utils.checkpoint` calls.
+Dynamo skips a whole function if its graph breaks in a loop, for example at the backward() of each microbatch. Functions
+of the user that it calls are still compiled, but Dynamo skips torch's own modules, such as `nn.Sequential` and
+`nn.Linear`, and all functions that `torch.utils.checkpoint` calls.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Call = Callable[..., Any]
 
 
 class ModuleCalls:
-    """Compiles calls of modules with a backend, where code that runs op by op makes them.
+    """Compiles modules with a backend when code that runs op by op calls them.
 
-    by_path: what the backend makes of a matmul depends on its name in the whole model. Then each part of a model is
-    compiled as that part; else instances of a class share code if their parameters have the same shapes.
+    by_path: True if the backend's treatment of a matmul depends on its name in the whole model. Then each submodule is
+    compiled under its path in the model; otherwise instances of a class share compiled code if their parameters have
+    the same shapes.
     """
 
     def __init__(self, backend: Call, by_path: bool) -> None:
@@ -46,25 +47,25 @@ class ModuleCalls:
         self.paths: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
             weakref.WeakKeyDictionary()
         )
-        """Where each module is: in which one, and by what path."""
+        """{module: (the module that contains it, its path there)}."""
         self._of_kind: dict[Hashable, Call] = {}
-        """Holds what is compiled, by what it depends on."""
+        """{type of the root, path, type of the module, shapes of its parameters: compiled function}."""
         self._of_module: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._compiles: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        """Says if the latest call of a module in a forward was compiled: a backward that repeats it does the same."""
+        """True if a module's latest call in a forward was compiled: its recomputation in a backward does the same."""
         self.stays = False
-        """Whether to catch calls from the beginning of a step on."""
+        """True if calls are caught from the beginning of each step."""
 
     def caught(self, modules: Iterable[nn.Module], is_first: bool) -> Caught:
-        """Return a context: within it, calls of these modules, and of their parts, are compiled.
+        """Return a context in which calls of these modules and their submodules are compiled.
 
-        is_first: nothing has been compiled yet. A step that was all compiled has nothing to catch: later this begins
-        only when Dynamo begins to compile something, unless a call has been caught before.
+        is_first: True if nothing has been compiled yet. A fully compiled step has no calls to catch: after the
+        first step, catching begins only when Dynamo begins to compile something, unless a call was caught before.
         """
         return Caught(self, modules, at_once=is_first or self.stays)
 
     def place(self, graph: fx.GraphModule, caller: FrameType) -> None:
-        """Say of a graph of a module's call, in all that tells where its ops come from, where that call is."""
+        """Replace this file's lines in the stack traces of a module's graph by the user's line that calls it."""
         file, line = caller.f_code.co_filename, caller.f_lineno
         at, code = f'  File "{file}", line {line}, in ', linecache.getline(file, line).strip()
         for part in graph.modules():
@@ -76,10 +77,11 @@ class ModuleCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def choose(self, module: nn.Module, is_on: bool) -> Call:
-        """Return what to call in a module's place: compiled, unless the user forbids that, or it has no matmul.
+        """Return the function to call instead of a module: compiled, unless the user disables that or it has no matmul.
 
-        is_on: Dynamo is.
+        is_on: True if Dynamo is on.
         """
+        # In a backward, a checkpoint recomputes its forward and must save the same tensors: the earlier choice is kept.
         if current_graph_task_id() == -1:
             self._compiles[module] = (is_on or _is_off_for_checkpointing()) and _is_worth_it(module)
         if not self._compiles.get(module, False):
@@ -95,14 +97,14 @@ class ModuleCalls:
         return functools.partial(call, root, path)
 
     def _place_of(self, module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-        """Return the module in which it is to be called, and its path there; itself, unless that matters."""
+        """Return the root through which to call a module, and its path there; the module and () without a path."""
         holder, path = self.paths.get(module, (None, ""))
         root = holder() if holder is not None else None
         return (module, ()) if root is None or not path else (root, tuple(path.split(".")))
 
 
 class Caught:
-    """Within it, calls of modules go to a `ModuleCalls`: at once, or from when Dynamo begins to compile something."""
+    """A context that sends calls of modules to a `ModuleCalls`: at once, or after Dynamo begins a compilation."""
 
     def __init__(self, calls: ModuleCalls, modules: Iterable[nn.Module], at_once: bool) -> None:
         self._calls = calls
@@ -153,16 +155,16 @@ _OWN_LINE = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in (.*)\n.*'
 
 
 def _own(function: Any, name: str) -> Any:
-    """The function with code of its own, by this name: Dynamo compiles each code anew only so many times."""
+    """Return a copy of the function with a separate code object of this name: Dynamo's recompile limit is per code."""
     return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
-for _function in (_called, Caught._begin):
+for _function in (_called, Caught._begin):  # Dynamo compiles no frame of these functions
     skip_code(_function.__code__)
 
 
 def _is_off_for_checkpointing() -> bool:
-    """Whether nothing but torch's own checkpointing has switched Dynamo off, and `choose`."""
+    """Return whether only torch's own checkpointing, and `choose`, have disabled Dynamo."""
     return all(f.__module__ == "torch.utils.checkpoint" for f in disabled_functions()[1:])
 
 
@@ -171,7 +173,7 @@ def _is_worth_it(module: nn.Module) -> bool:
 
 
 def _is_called_in_full(module: nn.Module) -> bool:
-    """Whether Dynamo traces all that `nn.Module.__call__` does, and compiles anew when `MODULE_CALL` comes or goes."""
+    """Return whether Dynamo traces all of `nn.Module.__call__`: it then recompiles if `MODULE_CALL` comes or goes."""
     is_plain = type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return not is_plain or any(hooks)

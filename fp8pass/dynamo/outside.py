@@ -1,6 +1,7 @@
-"""Find the matmuls that run outside of compiled graphs, each with its place, and why it is not compiled.
+"""Find matmuls that run outside of compiled graphs, each with its source line and why it is not compiled.
 
-Dynamo never calls a backend for code that it skips, so passes see nothing of it. `Outside` sees it run.
+Dynamo never calls a backend for code that it skips, so no pass sees that code. `Outside` is a dispatch mode that sees
+its ops as they run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fp8pass.report.report import last_line, reason_of
 from fp8pass.roofline import predicted_speedup
 
 OUTSIDE = ("outside", "custom op", "recurrent")
-"""The rules of matmuls that the recipe wants, and that run where nothing of fp8pass is."""
+"""The rules of matmuls that the recipe selects, but that run outside the code that fp8pass compiles."""
 
 _TORCH = str(Path(torch.__file__).parent)
 RUNS_GRAPHS = tuple(
@@ -64,15 +65,18 @@ RUNS_GRAPHS = tuple(
 )
 """Files whose functions run compiled graphs, or compile them."""
 _OF_MODE = (str(Path(_TORCH, "_compile.py")), str(Path(_TORCH, "_dynamo/eval_frame.py")), str(Path(_TORCH, "_ops.py")))
-"""Files of what is between an op and the mode that sees it."""
+"""Files whose frames are between an op's caller and `__torch_dispatch__`."""
 _OF_TORCH = ("aten", "prims", "prim", "profiler", "inductor", "fp8pass", "c10d", "_c10d_functional", "fsdp")
-"""Namespaces of ops that multiply nothing but what they say, or that nobody looks into here."""
+"""Namespaces of ops whose kernels are not searched for matmuls; ops of other namespaces count as custom ops."""
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line that ran: of which function, and where that begins. disables: what runs without Dynamo from here on, and
-    what the user gave as the reason."""
+    """A line that ran.
+
+    name, first_line: of its function. disables: the function that the frame runs without Dynamo, and the reason that
+    the user gave; None if the frame does not disable Dynamo.
+    """
 
     file: str
     line: int
@@ -82,7 +86,7 @@ class _Line:
 
     @property
     def is_users(self) -> bool:
-        """Whether neither torch nor fp8pass has it."""
+        """True if the file belongs to neither torch nor fp8pass."""
         return not self.file.startswith((_TORCH, PACKAGE, "<"))
 
     def __str__(self) -> str:
@@ -91,10 +95,11 @@ class _Line:
 
 @dataclass
 class _Place:
-    """Where an op ran: the lines that led there, and the modules, innermost first.
+    """The call stack of an op: its lines and modules, innermost first.
 
-    node: of the graph that it ran in. in_function: whether it ran in the forward of an `autograd.Function` from which
-    gradients are wanted, where none are recorded. Reentrant checkpoints and custom ops are such functions, too.
+    node: the node that the op runs for, if it runs in a graph. in_function: True if it ran in the forward of an
+    `autograd.Function` whose inputs need gradients; grad mode is off there. Reentrant checkpoints and custom ops are
+    such functions too.
     """
 
     lines: list[_Line] = field(default_factory=list)
@@ -106,13 +111,13 @@ class _Place:
 
     @property
     def users_lines(self) -> list[_Line]:
-        """The user's."""
+        """The lines in the user's code."""
         return [line for line in self.lines if line.is_users]
 
 
 @dataclass
 class _CustomOp:
-    """A custom op that is running, and the tensors that it was given."""
+    """A custom op that is running, and its input tensors."""
 
     name: str
     tensors: list[Tensor]
@@ -120,7 +125,11 @@ class _CustomOp:
 
 @dataclass
 class _Found:
-    """A matmul that ran. needs_gradients: of its factors. times: that it ran, in a recurrent layer."""
+    """A matmul that ran.
+
+    needs_gradients, by_columns: one bool for each of its two factors. times: number of its runs; more than 1 only in a
+    recurrent layer, one for each time step.
+    """
 
     gemm: Gemm
     product_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -134,15 +143,15 @@ class _Found:
     times: int = 1
 
     def repeat(self, needs_gradients: tuple[bool, bool]) -> None:
-        """It ran once more: the first time step has a state of zeros, which needs no gradient, and others have."""
+        """Count one more run. A factor needs a gradient if it does in any run: the first state, zeros, needs none."""
         self.times += 1
         self.needs_gradients = tuple(map(max, self.needs_gradients, needs_gradients))  # type: ignore[assignment]
 
 
 class Outside(TorchDispatchMode):
-    """Within it, each matmul is noted that runs outside of compiled graphs, in this thread and in its backwards.
+    """A dispatch mode that records each matmul outside of compiled graphs, in this thread and in its backwards.
 
-    roots: the modules by whose parameters a matmul is named that runs in no module.
+    roots: modules whose parameters name the matmuls that run outside of any module.
     """
 
     supports_higher_order_operators = True
@@ -157,12 +166,12 @@ class Outside(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: under any other mode Dynamo compiles nothing."""
+        """Return True: Dynamo compiles nothing under a mode that returns False."""
         return True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, matmuls are noted."""
+        """Record the matmuls that run in this context."""
         self._begin = sys._getframe(2)
         try:
             with all_compilations(), self:
@@ -172,7 +181,7 @@ class Outside(TorchDispatchMode):
             self._begin = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op, and note what it multiplies."""
+        """Run an op, and record its matmuls."""
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
@@ -191,11 +200,11 @@ class Outside(TorchDispatchMode):
 
     @property
     def _hides_matmuls(self) -> bool:
-        """Whether a custom op is running that graphs have no verdict on."""
+        """True if a custom op is running for whose matmuls graphs have no verdict."""
         return self._custom_op is not None and self._custom_op.name not in (FALLBACK, FALLBACK_BACKWARD)
 
     def _run_custom(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run a custom op's kernel with this mode on, which sees what the kernel calls."""
+        """Run a custom op's kernel under this mode, which sees the ops that the kernel calls."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         keys = kernel_keys(tensors)
         if keys is None:
@@ -208,9 +217,9 @@ class Outside(TorchDispatchMode):
             self._custom_op = None
 
     def _place(self, enters_graphs: bool) -> _Place | None:
-        """Return where an op runs; None for what autograd itself computes, and within a graph or its compilation.
+        """Return where an op runs; None for ops of autograd's backward, and for ops in a graph or its compilation.
 
-        enters_graphs: within a graph it returns a place, too.
+        enters_graphs: if True, also return the place of an op in a graph.
         """
         place, in_backward = _Place(), current_graph_task_id() != -1
         frame: FrameType | None = sys._getframe(2)
@@ -224,7 +233,7 @@ class Outside(TorchDispatchMode):
             _add(place, frame)
             frame = frame.f_back
         if in_backward and (enters_graphs or not place.users_lines):
-            return None  # it follows from the forward
+            return None  # `gemms` derives the matmuls of the backward from the forward's
         return place
 
     def _note(self, func: OpOverload, product: Product, place: _Place) -> None:
@@ -254,7 +263,7 @@ class Outside(TorchDispatchMode):
             self._steps[step] = found
 
     def _need_gradients(self, product: Product, place: _Place) -> tuple[bool, bool]:
-        """Return of which of its factors the backward will compute the gradient."""
+        """Return for each of the two factors whether the backward will compute its gradient."""
         if current_graph_task_id() != -1 or not (torch.is_grad_enabled() or place.in_function):
             return False, False
         hidden = place.in_function and not torch.is_grad_enabled()
@@ -267,17 +276,17 @@ class Outside(TorchDispatchMode):
         return (computed if product.computed else needs(product.a)), needs(product.b)
 
     def forget(self) -> None:
-        """Let go of the modules: what Dynamo keeps may have a method of this."""
+        """Release the modules: Dynamo's caches may keep a bound method of this object alive."""
         self._names = _Names(())
         self._found.clear()
         self._steps.clear()
 
     def path_of(self, x: Any) -> str:
-        """Return the path of a parameter in the module that it belongs to, of those that run; "" for anything else."""
+        """Return the path of a parameter in the outermost running module that has it; "" for anything else."""
         return self._names.path_of(x) if isinstance(x, nn.Parameter) else ""
 
     def gemms(self, config: Config) -> list[Gemm]:
-        """Return a verdict on each matmul that ran, and on the two of its backward, in the order of graphs."""
+        """Return verdicts on the matmuls that ran and on those of their backwards, in the order of a joint graph."""
         if isinstance(config.recipe, Schedule):
             config = config.at_step(config.recipe.phases[-1][0])
         reasons = _Reasons()
@@ -306,12 +315,13 @@ class Outside(TorchDispatchMode):
 
 
 def _add(place: _Place, frame: FrameType) -> None:
-    """Take note of a frame that led to an op."""
+    """Record a frame of the stack that led to an op."""
     code = frame.f_code
+    # fx.Interpreter.run_node(self, n) has the node in its local variable `n`.
     if code is fx.Interpreter.run_node.__code__ and place.node is None:
         place.node = frame.f_locals["n"]
     if code.co_argcount:
-        first = frame.f_locals.get(code.co_varnames[0])
+        first = frame.f_locals.get(code.co_varnames[0])  # `self` of a method, `ctx` of an autograd.Function
         place.in_optimizer |= isinstance(first, Optimizer)
         place.in_function |= isinstance(first, FunctionCtx) and any(first.needs_input_grad)  # type: ignore[attr-defined]
         if isinstance(first, nn.Module) and not (place.modules and place.modules[-1] is first):
@@ -320,7 +330,7 @@ def _add(place: _Place, frame: FrameType) -> None:
 
 
 def _check_wanted(found: _Found, config: Config) -> None:
-    """Raise Reject for a matmul that would not be in FP8 either if it were compiled."""
+    """Raise Reject for a matmul that would stay in high precision even if it were compiled."""
     gemm = found.gemm
     sizes = [x for x in (gemm.batches, gemm.M, gemm.K, gemm.N) if isinstance(x, int)]
     if found.place.in_optimizer:
@@ -348,7 +358,7 @@ def _check_wanted(found: _Found, config: Config) -> None:
 
 
 def _backward(found: _Found, gemm: Gemm) -> list[Gemm]:
-    """Return the matmuls of its backward, as autograd computes them: transposed where the factor is."""
+    """Return the matmuls of its backward, as autograd computes them: transposed for a column-major factor."""
     m, k, n = gemm.M, gemm.K, gemm.N
     a, b, out = gemm.dtypes
     of_a, of_b = found.by_columns
@@ -372,7 +382,7 @@ def _times(batches: int | str, times: int) -> int | str:
 
 
 class _Names:
-    """Names matmuls outside of graphs as they are named within."""
+    """Names for matmuls outside of graphs, made by the same rules as those in graphs."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._roots = list(roots)
@@ -382,7 +392,7 @@ class _Names:
         self._by_storage: dict[int, tuple[str, Tensor]] = {}
 
     def of(self, place: _Place, op: str, product: Product) -> str:
-        """Return the path of the layer or parameter that it multiplies with; else that of the module, and the op."""
+        """Return the path of the matmul's layer or parameter; without one, the path of its module and the op."""
         root = place.modules[-1] if place.modules else None
         if root is not None:
             self._learn(root)
@@ -399,12 +409,12 @@ class _Names:
         return f"{path}.{op}" if path else op
 
     def path_of(self, x: Tensor) -> str:
-        """Return the path of the parameter that a tensor is, or is a view of; "" if it is neither."""
+        """Return the path of the parameter that a tensor is or views; "" if there is none."""
         known = self._of_parameter(x)
         return "" if known is None else known[0]
 
     def parameter_of(self, x: Tensor) -> Tensor | None:
-        """Return the parameter that a tensor is, or is a view of; None if it is neither."""
+        """Return the parameter that a tensor is or views; None if there is none."""
         known = self._of_parameter(x)
         return None if known is None else known[1]
 
@@ -424,12 +434,12 @@ class _Names:
         base = x if x._base is None else x._base
         if (known := self._parameters.get(id(base))) is not None:
             return known
-        storage = _storage(x)  # where autograd does not see views
+        storage = _storage(x)  # `_base` is None for views made where autograd does not track them
         return None if storage is None else self._by_storage.get(storage)
 
 
 def _storage(x: Tensor) -> int | None:
-    """Return where a plain tensor's memory begins; None for any other."""
+    """Return the address of a plain tensor's storage; None for other tensors."""
     if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.device.type == "meta":
         return None
     return x.untyped_storage().data_ptr() or None
@@ -439,10 +449,10 @@ _OWN_MODULES = ", and Dynamo begins none in torch's own modules, as Sequential: 
 
 
 class _Reasons:
-    """Why Dynamo did not compile what ran, as far as it says so."""
+    """The reasons that Dynamo gives for not compiling code that ran."""
 
     def of(self, place: _Place) -> str:
-        """Return the reason for a place: the first that a line has from the op on outwards."""
+        """Return the reason for a place: the first one found on its lines, from the op outwards."""
         if dynamo_config.disable:
             return "compilation is switched off, by TORCHDYNAMO_DISABLE or torch._dynamo.config.disable"
         for i, line in enumerate(place.lines):
@@ -456,7 +466,7 @@ class _Reasons:
         return "Dynamo compiled none of the functions that led here, and does not say why"
 
     def _disabled(self, function: Any, why: str, around: Sequence[_Line]) -> str:
-        """Return why a function runs without Dynamo; "" for a checkpoint in whose call no graph breaks."""
+        """Return why a function runs without Dynamo; "" for a checkpoint whose caller's line has no graph break."""
         if function.__module__ == "torch.utils.checkpoint":
             caller = next((line for line in around if line.is_users), None)
             broken = "" if caller is None else self._break_at(caller)
@@ -465,7 +475,7 @@ class _Reasons:
         return f"{name} is under torch.compiler.disable" + (f": {why}" if why else "")
 
     def _break_at(self, line: _Line) -> str:
-        """Return where, within a line, a graph breaks, and why; "" if none does."""
+        """Return the location and reason of the graph break that a line causes; "" if it causes none."""
         for why in graph_break_reasons:
             at = why.user_stack[0] if why.user_stack else None
             if at is not None and (at.filename, at.lineno) == (line.file, line.line):
@@ -474,11 +484,11 @@ class _Reasons:
 
 
 _given_up: dict[tuple[str, int, str], str] = {}
-"""{file, first line and name of a function: why Dynamo could not compile it}. It tries each only once."""
+"""{(file, first line, name) of a function: why Dynamo could not compile it}. Dynamo tries each function only once."""
 
 
 def _remember() -> None:
-    wrappers = str(Path(_TORCH, "_dynamo"))  # whose code many functions share: what is true of one is not of another
+    wrappers = str(Path(_TORCH, "_dynamo"))  # Dynamo's wrappers share code: a failure of one says nothing of others
     for c in compilations():
         if c.fail_reason and not c.has_guarded_code and not str(c.co_filename).startswith(wrappers):
             _given_up[str(c.co_filename), int(c.co_firstlineno or 0), str(c.co_name)] = _first_line(c.fail_reason)
@@ -489,12 +499,12 @@ def _first_line(text: str) -> str:
 
 
 def missed(gemms: Sequence[Gemm]) -> list[Gemm]:
-    """Return those that would run in FP8 if they were compiled."""
+    """Return the matmuls that would run in FP8 if they were compiled."""
     return [g for g in gemms if g.rule in OUTSIDE]
 
 
 def raise_if_missed(gemms: Sequence[Gemm]) -> None:
-    """Raise Fp8Error if any would run in FP8 if it were compiled."""
+    """Raise Fp8Error if any of the matmuls would run in FP8 if it were compiled."""
     for g in missed(gemms):
         where = f" at {g.source}" if g.source else ""
         raise Fp8Error(
@@ -504,9 +514,9 @@ def raise_if_missed(gemms: Sequence[Gemm]) -> None:
 
 
 def warn_of(gemms: list[Gemm], where: str, strict: bool) -> list[Gemm]:
-    """Return what a step multiplied outside of graphs, after a warning. Raises Fp8Error under `strict`.
+    """Warn of a step's matmuls outside of graphs that would run in FP8 if compiled, and return `gemms` unchanged.
 
-    where: the step, and its line.
+    where: the step and its line, for the message. Under `strict`, raises Fp8Error instead.
     """
     if strict:
         raise_if_missed(gemms)

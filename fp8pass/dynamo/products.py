@@ -1,4 +1,4 @@
-"""Tell what an ATen op multiplies as it runs: the matrices of a matmul, or those in a recurrent layer's kernel."""
+"""Find the matrices that an ATen op multiplies when it runs: those of a matmul, or of a recurrent layer's kernel."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ _FACTORS = {
     aten.addbmm: 1,
     aten.addbmm_: 1,
 }
-"""Where the first of the two factors is. Vectors are not here: graphs have no matmul for them either."""
+"""{op: position of the first factor}. Ops on vectors are left out: in graphs they are not matmuls either."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """`batches` products of [m, k] by [k, n]. a, b: what the factors are, or are made of. dtypes: of the factors and of
-    the result. by_columns: whether a factor is laid out by columns, as a layer's weight is, so that its gradient is
-    computed transposed. computed: whether the first factor is made within the op, of what the op is given.
+    """`batches` products of [m, k] by [k, n].
+
+    a, b: the factors, or the tensors that they are computed from. dtypes: of the two factors and the result.
+    by_columns: for each factor True if it is column-major, as the transposed weight of a layer is; autograd then
+    computes its gradient transposed. computed: True if the op computes the first factor from its inputs.
     """
 
     a: Tensor
@@ -51,7 +53,7 @@ def is_recurrent(func: OpOverload) -> bool:
 
 
 def products_of(func: OpOverload, args: Sequence[Any], result: Any) -> list[Product]:
-    """Return what a call of an ATen op multiplies; none for an op that is not a matmul, and for sparse matrices."""
+    """Return the products of a call of an ATen op; none for an op that is not a matmul, and for sparse matrices."""
     packet = func.overloadpacket
     if packet in _FACTORS:
         first = _FACTORS[packet]
@@ -76,9 +78,10 @@ def _by_columns(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Recurrent:
-    """A kernel of recurrent layers. per_layer: how many weights a layer has in one direction, biases included.
+    """A kernel of recurrent layers.
 
-    packed: not all time steps have the same number of rows; then those of all of them count as one product.
+    per_layer: number of weights of a layer in one direction, biases included. packed: True if time steps differ in
+    their number of rows; then all time steps count as one product.
     """
 
     x: Tensor
@@ -89,7 +92,7 @@ class _Recurrent:
     packed: bool
 
     def products(self, result: Tensor) -> list[Product]:
-        """Return a product of all time steps with each layer's first weight, and one of each step with its others."""
+        """Return a product of all time steps with each layer's first weight, and one per time step with its others."""
         rows, of_step = self.x.numel() // self.x.shape[-1], self.hidden.shape[-2]
         products = []
         for i in range(0, len(self.weights), self.per_layer):

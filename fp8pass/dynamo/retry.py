@@ -1,9 +1,9 @@
-"""Dynamo skips a function for good when it can't compile one call of it; here it tries again.
+"""Keep Dynamo from skipping a function for good when it cannot compile one call of it.
 
-It does so even where it has compiled other calls of the function before: one exception that the user catches, or a
-layer that once hands its input on as it is, and from then on all of that function runs op by op, in high precision,
-with an FP8 state that nothing writes. So a function that has graphs of ours is skipped only for the call that can't be
-compiled. After `MOST` calls of that kind Dynamo compiles it no further, and what is compiled goes on being used.
+Dynamo skips it even if it has compiled other calls of the function before. After one exception that the user catches,
+or one call of a layer that returns its input unchanged, the whole function would run op by op, in high precision, and
+nothing would update its FP8 state. With this module, a function with graphs of fp8pass is skipped only for the call
+that cannot be compiled. After `MOST` such calls Dynamo compiles no more calls, and continues to use what it compiled.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from fp8pass.errors import warn_once
 from fp8pass.names import base_name
 
 MOST = 64
-"""Each try takes as long as to trace the function up to where that ends."""
+"""The most failed calls per function. Each costs the time to trace the function up to the failure."""
 
 FAILED = "fp8pass_failed"
-"""What Dynamo keeps with the code of a function that has graphs of ours: how many of its calls were not compiled."""
+"""Key in Dynamo's context of a code object with graphs of fp8pass: the number of its calls that were not compiled."""
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
-"""What optimizers of torch compute is not in FP8, and one `step` serves those that Dynamo can trace and fused ones."""
+"""The folder of torch's optimizers, which are left out: they do not compute in FP8, and fused optimizers share the code
+of `step` with those that Dynamo can trace."""
 _has_graphs = False
-"""Whether what Dynamo compiles now has graphs of ours."""
+"""True if the current compilation of Dynamo has graphs of fp8pass."""
 
 
 def take_note_of_graph() -> None:
-    """While a graph of Dynamo's is compiled: the function that it belongs to is not to be skipped for good."""
+    """Record that the function which Dynamo is compiling has a graph of fp8pass, so it is never skipped for good."""
     global _has_graphs
     _has_graphs = True
 
@@ -41,7 +42,7 @@ def _begin() -> None:
 
 
 def _end(code: CodeType, result: Any) -> None:
-    """Dynamo has tried to compile a function, and returns how it is to run."""
+    """Change Dynamo's result for a function that it could not compile, so that it skips only this call."""
     known = context_of(code)
     if result.guarded_code is not None:
         if _has_graphs and not code.co_filename.startswith(_OPTIMIZERS):
@@ -52,7 +53,7 @@ def _end(code: CodeType, result: Any) -> None:
     known[FAILED] += 1
     name = f"{code.co_name} ({base_name(code.co_filename)}:{code.co_firstlineno})"
     if known[FAILED] < MOST:
-        result.apply_to_code = False
+        result.apply_to_code = False  # Dynamo then skips this call only, not the code object
         if why := _why(code):
             warn_once(
                 f"fp8pass: a call of {name}, which is compiled for other calls, could not be compiled: {why}. It runs "
@@ -68,7 +69,7 @@ def _end(code: CodeType, result: Any) -> None:
 
 
 def _why(code: CodeType) -> str:
-    """Return why the latest compilation failed; "" if it did not: there was nothing to compile."""
+    """Return why the latest compilation failed; "" if it did not fail because it had nothing to compile."""
     latest = compilations()[-1:]
     said = latest[0].fail_reason if latest and latest[0].co_name == code.co_name else ""
     return (said or "").strip().partition("\n")[0].rstrip(".")

@@ -1,5 +1,5 @@
-"""`fp8pass inspect`: compile for a GPU that is not there, and read what its kernels would do.
+"""`fp8pass inspect`: compile for a GPU that this machine lacks, and list the kernels, bytes and predicted times.
 
-May import: backend and what is below it.
-Does not live here: what the compiler itself needs: nothing below imports this.
+May import: backend and the layers below it.
+Does not live here: anything that the compiler itself needs; no layer below imports this package.
 """

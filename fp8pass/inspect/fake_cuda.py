@@ -1,7 +1,7 @@
-"""A GPU that is not there: Inductor generates its code, and Triton compiles it, on a machine that has none.
+"""A pretended GPU: Inductor generates code for it, and Triton compiles that code, on a machine without a GPU.
 
-Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. Changes torch and
-Triton all over, so it belongs in a process of its own.
+Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. `Pretended`
+replaces parts of torch and Triton for the whole process, so use it in a separate process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 """
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
-# What CUDA says of each: streaming multiprocessors, threads and bytes of shared memory of each, memory and L2 in bytes.
+# From CUDA's device properties: streaming multiprocessors; threads and bytes of shared memory per multiprocessor; bytes
+# of memory and of L2 cache.
 _SIZES = {
     "a100": (108, 2048, 167936, 80 << 30, 40 << 20),
     "sm_89": (142, 1536, 102400, 48 << 30, 96 << 20),
@@ -65,9 +66,13 @@ _NEAREST = {(8, 0): "a100", (8, 9): "sm_89", (9, 0): "h100", (10, 0): "b200"}
 
 
 def properties(target: Target) -> types.SimpleNamespace:
-    """What `torch.cuda.get_device_properties` says of the GPU; of one without a name here, that of its architecture."""
+    """Return the values of `torch.cuda.get_device_properties` for the target.
+
+    A target that `_SIZES` does not name gets the values of the GPU in `_NEAREST` with its compute capability.
+    """
     multiprocessors, threads, shared, memory, cache = _SIZES.get(target.name) or _SIZES[_NEAREST[target.capability]]
     major, minor = target.capability
+    # CUDA reserves 1 KiB of shared memory for each block, hence `shared - 1024` below.
     return types.SimpleNamespace(
         name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=multiprocessors,
         regs_per_multiprocessor=65536, warp_size=32, max_threads_per_multi_processor=threads,
@@ -78,7 +83,7 @@ def properties(target: Target) -> types.SimpleNamespace:
 
 @contextlib.contextmanager
 def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
-    """Within it, attributes have other values. values: (owner, name, value)."""
+    """Set attributes to other values within the context. values: (owner, name, value) of each."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     try:
         for owner, name, value in values:
@@ -90,7 +95,10 @@ def replaced(*values: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def _load_guard() -> None:
-    """A device guard that does nothing, without which a CPU build refuses fake CUDA tensors. CUDA builds have one."""
+    """Build and load a device guard that does nothing, without which a CPU build of torch refuses fake CUDA tensors.
+
+    Does nothing in a CUDA build, which has a guard. Raises Fp8Error if a C++ compiler is needed and missing.
+    """
     if torch.version.cuda is not None:
         return
     if shutil.which("g++") is None:
@@ -141,9 +149,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` as CUDA does it: FlashAttention-2, or what takes masks and float32.
+    """Decompose `scaled_dot_product_attention` as CUDA does: FlashAttention-2, or the memory-efficient kernel.
 
-    Where the tensors of a graph are on the CPU, it would become the CPU's kernel.
+    The latter takes masks and float32. Tensors that neither takes use the math implementation. Without this, the op
+    would decompose to the CPU's kernel, since the graph's tensors are on the CPU.
     """
     aten, width = torch.ops.aten, query.shape[-1]
     if query.dim() != 4 or query.dtype == torch.float64:
@@ -152,6 +161,7 @@ def _attention(
         )
         return result[0]  # type: ignore[no-any-return]
     scale = width**-0.5 if scale is None else scale
+    # torch pads head dims to multiples of 8 for FlashAttention-2, whose kernels end at a head dim of 256
     padded = [torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value)]
     flash = attn_mask is None and query.dtype != torch.float32 and width == value.shape[-1] <= 256
     if flash:
@@ -170,15 +180,21 @@ def _attention(
 
 
 def _importers_of(function: Callable[..., Any]) -> list[Any]:
-    """Return the modules that have it by its name: Inductor's, if they are there already, have each their own."""
+    """Return the imported modules with an attribute that is this function, under its name.
+
+    Inductor's modules import such functions by name, so each that is loaded holds a separate reference.
+    """
     return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(function.__name__) is function]
 
 
 class Pretended:
-    """The GPU, once installed in this process."""
+    """The pretended GPU, once installed in this process."""
 
     def __init__(self, target: Target) -> None:
-        """Install device guard, device interface and Triton driver. Raises Fp8Error without Triton or a compiler."""
+        """Install the device guard, device interface and Triton driver.
+
+        Raises Fp8Error without Triton, and in a CPU build of torch without a C++ compiler.
+        """
         try:
             from triton.backends.compiler import GPUTarget
             from triton.runtime import driver
@@ -207,7 +223,7 @@ class Pretended:
 
     @contextlib.contextmanager
     def there(self) -> Iterator[None]:
-        """Within it, torch.cuda answers as if the GPU were there."""
+        """Make torch.cuda answer within the context as if the machine had the GPU."""
         with replaced(
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
@@ -222,10 +238,10 @@ class Pretended:
 
     @contextlib.contextmanager
     def compiles(self, instead: Callable[..., Any] | None = None) -> Iterator[list[Generated]]:
-        """Within it, Inductor compiles for the GPU whatever graph it is given, and what it compiles returns garbage.
+        """Make Inductor compile every graph for the GPU within the context; compiled graphs return uninitialized data.
 
-        Collects the generated code, one item per graph. The tensors of the graphs are fake ones on the CPU. instead:
-        called with Inductor's arguments for each graph, in place of all that.
+        Yields a list to which each graph adds its generated code. The graphs' tensors are fake CPU tensors. instead:
+        called with Inductor's arguments for each graph, as a replacement for all this.
         """
         found: list[Generated] = []
 
@@ -242,6 +258,7 @@ class Pretended:
             return returns(generated.outputs)
 
         with (
+            # A hit in AOTAutograd's cache, which needs Inductor's, would not call `compile_one`.
             inductor_config.patch(fx_graph_cache=False, compile_threads=1),
             functorch_config.patch(enable_autograd_cache=False),
             replaced(
@@ -251,7 +268,10 @@ class Pretended:
             yield found
 
     def compile_kernels(self, code: str) -> dict[str, Compiled]:
-        """Compile every Triton kernel of the generated code to a cubin, in the first of its configurations."""
+        """Compile every Triton kernel of the generated code to a cubin, each in its first configuration.
+
+        Returns {kernel's name: widths, registers and spills}.
+        """
         import triton
         from triton.compiler import ASTSource
 
@@ -279,8 +299,8 @@ class Pretended:
     def generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
     ) -> Generated:
-        """The code of a graph of fake CPU tensors, which becomes one of the GPU's."""
-        # a graph may have no inputs, of constants say
+        """Generate the code of a graph of fake CPU tensors, after moving the graph to the GPU in place."""
+        # a graph may have no inputs, if it only makes constants, say
         values = itertools.chain(inputs, (n.meta.get("val") for n in module.graph.nodes))
         mode = next(v.fake_mode for v in values if isinstance(v, Tensor))
         with mode:
@@ -291,6 +311,7 @@ class Pretended:
             if node.op == "call_function":
                 node.args, node.kwargs = pytree.tree_map(_moved, (node.args, node.kwargs))
         with self.there(), Virtualized.set_fake_mode(mode):
+            # the steps of Inductor's `fx_codegen_and_compile`, without its caches and without loading the code
             inductor_post_grad.view_to_reshape(module)
             with mode:
                 inductor_compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
@@ -313,9 +334,10 @@ class Pretended:
 
 @contextlib.contextmanager
 def fakes() -> Iterator[FakeTensorMode]:
-    """Within it, new tensors are fake ones, which take no memory, and models of them convert to other types.
+    """Make new tensors fake within the context, so that they take no memory; modules can still be converted.
 
-    A conversion swaps parameters for others, and refuses those with weak references; fake tensors always have one.
+    `torch.utils.swap_tensors`, which converts parameters, refuses tensors with weak references. Fake tensors always
+    have one, so `weakref.getweakrefs` finds none here.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced((weakref, "getweakrefs", lambda _: [])):
         yield mode
@@ -323,7 +345,11 @@ def fakes() -> Iterator[FakeTensorMode]:
 
 @dataclass
 class Generated:
-    """The code of one graph. launches: of Inductor's kernels, in order. n_returned: outputs that are the caller's."""
+    """The code of one graph.
+
+    launches: the launches of Inductor's kernels, in order. n_returned: number of leading outputs that a forward returns
+    to its caller; the others are saved for the backward.
+    """
 
     code: str
     is_backward: bool
@@ -335,13 +361,16 @@ class Generated:
 
     @property
     def outputs(self) -> list[Any]:
-        """Fake tensors and numbers."""
+        """The graph's outputs: fake tensors and numbers."""
         nodes: Any = self.module.graph.output_node().args[0]
         return [o.meta["val"] if isinstance(o, fx.Node) else o for o in nodes]
 
     @property
     def bytes_saved(self) -> int:
-        """Of a forward: what it keeps for the backward beyond the caller's outputs, parameters and other inputs."""
+        """Bytes that a forward saves for the backward, without returned outputs and inputs; 0 for a backward.
+
+        Parameters are inputs. Tensors that share storage count once.
+        """
         kept = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _tensors(self.outputs)}
         inputs = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
         for x in _tensors([*inputs, *self.outputs[: self.n_returned]]):
@@ -351,9 +380,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. node: of Inductor's scheduler. name: the Triton kernel's, or of an op that reduces partial results.
+    """One launch of a kernel.
 
-    scratch: bytes of partial results that the op reads, and that the kernel before it has written.
+    name: of the Triton kernel, or of the ATen op that reduces a kernel's partial results. node: Inductor's scheduler
+    node. scratch: bytes of partial results that the op reads and the kernel before it wrote.
     """
 
     name: str
@@ -361,12 +391,13 @@ class Launch:
     scratch: int = 0
 
 
+# PTX: "ld.global.nc.v4.b32" loads 4 x 32 bits; "cp.async.cg.shared.global [...], [...], 16" loads 16 bytes.
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z_]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 _ASYNCHRONOUS = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[^;]*?\], \[[^]]*\], (\w+)")
 
 
 def widths(ptx: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the loads from global memory and the stores to it: the bits of one thread's, widest first."""
+    """Return (loads, stores): widths in bits of the global memory accesses of one thread, widest first."""
     found: dict[str, set[int]] = {"ld": set(), "st": set()}
     for kind, vector, bits in _ACCESS.findall(ptx):
         found[kind].add(int(vector or 1) * int(bits))
@@ -376,7 +407,10 @@ def widths(ptx: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def resources(report: str) -> tuple[int, int]:
-    """(registers, bytes of local memory) of one thread, as cuobjdump reports them. What is spilled is on the stack."""
+    """Return (registers, bytes of local memory) of one thread, from cuobjdump's report.
+
+    Spilled registers are on the stack, which cuobjdump counts apart from local memory, so the two are added.
+    """
     used = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     return used["REG"], used["STACK"] + used["LOCAL"]
 
@@ -397,20 +431,24 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _n_returned() -> int:
-    """How many outputs the forward that is being compiled has for its caller; those for the backward come behind."""
+    """Return how many outputs the forward that is being compiled returns to its caller.
+
+    AOTAutograd puts these before the outputs that are saved for the backward. 0 outside of a compilation.
+    """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context else None
     return metadata.num_forward_returns if metadata else 0
 
 
+# The line in Inductor's wrapper code that reduces the float32 partial results that a kernel left in a workspace.
 _PARTIAL = re.compile(r"\bworkspace_\d+\[.*?\]\.view\((\d+), (\d+)\)\.(\w+)\(dim=0\)")
 
 
 class _Lowering(GraphLowering):
-    """Notes which of the scheduler's nodes each launch is of."""
+    """Inductor's lowering, which also records the scheduler node of each launch."""
 
     def init_wrapper_code(self, *args: Any, **kwargs: Any) -> None:
-        """Make the writer of code, and listen to it."""
+        """Create the wrapper code writer and record the launches that are written to it."""
         super().init_wrapper_code(*args, **kwargs)
         self.launches: list[Launch] = []
         wrapper = self.wrapper_code
@@ -438,12 +476,12 @@ def _moved(value: Any) -> Any:
 
 
 def returns(outputs: Sequence[Any]) -> Callable[..., Any]:
-    """What stands for compiled code: returns uninitialized tensors like `outputs`."""
+    """Return a replacement for a compiled graph, which returns uninitialized tensors like `outputs`."""
 
     def call(_: Any) -> list[Any]:
         return [
             torch.empty_strided(o.size(), o.stride(), dtype=o.dtype) if isinstance(o, Tensor) else o for o in outputs
         ]
 
-    call._boxed_call = True
+    call._boxed_call = True  # AOTAutograd passes boxed functions one list of arguments
     return call

@@ -1,4 +1,4 @@
-"""What the `fp8pass` command takes for a model or a function: "module:function"."""
+"""Import the models and functions that the `fp8pass` command takes as "module:function"."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fp8pass.errors import Fp8Error
 
 
 def named(spec: str) -> Callable[..., Any]:
-    """The function of "module:function". The module may be in the current directory, and import from there later.
+    """Return the function that "module:function" names.
 
-    Raises Fp8Error if there is no such thing, or it is no callable.
+    Adds the current directory to `sys.path`, so that the module, and its later imports, may be there. Raises Fp8Error
+    if `spec` has another form, can't be imported, or is not callable.
     """
     module, _, name = spec.partition(":")
     if not module or not name:
@@ -31,7 +32,10 @@ def named(spec: str) -> Callable[..., Any]:
 
 
 def built(spec: str) -> tuple[Any, ...]:
-    """(model or function, *inputs): what the factory that `spec` names, called without arguments, returns."""
+    """Call the factory that `spec` names, without arguments, and return its (model or function, *inputs).
+
+    Raises Fp8Error if it can't be imported, or returns anything else.
+    """
     found = named(spec)()
     if not isinstance(found, tuple) or not found or not callable(found[0]):
         raise Fp8Error(

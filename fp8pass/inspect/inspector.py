@@ -1,7 +1,7 @@
-"""`fp8pass inspect`: what a training step would do on a GPU, found on a machine that has none.
+"""`fp8pass inspect`: the kernels, bytes and predicted times of a training step on a GPU, without that GPU.
 
-The compiling is done in a process of its own, `process.py`, which pretends that the GPU is there. All times
-are predictions of `roofline.py`.
+A child process (`process.py`), which pretends that the machine has the GPU, does the compiling. All times are
+predictions of `roofline.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PEERS = ("torchao:tensorwise", "torchao:rowwise", "torchao:rowwise_with_gw_hp")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A Triton kernel as machine code, in the first of the `configurations` that Inductor would try on the GPU.
+    """A Triton kernel as machine code, in the first of the configurations that Inductor would try on the GPU.
 
-    loads, stores: widths in bits of the instructions that access global memory, for one thread, widest first.
-    registers: of a thread. spilled: bytes of local memory of a thread.
+    loads, stores: widths in bits of one thread's global memory accesses, widest first. registers: per thread. spilled:
+    bytes of local memory per thread. configurations: how many Inductor would try.
     """
 
     loads: tuple[int, ...]
@@ -44,10 +44,11 @@ class Compiled:
 class Kernel:
     """One kernel of a training step, or one call of ATen.
 
-    graph: "forward" or "backward", numbered from the second graph on. kind: "triton", "gemm", or "extern" for another
-    op of ATen. name: of the Triton kernel or the op. what: what it computes. modules: where in the model that is.
-    bytes_read, bytes_written: as Inductor's scheduler counts them, each tensor once. scratch: bytes of partial results
-    written for the next kernel or read from the one before, not in the other two. seconds: a prediction.
+    graph: "forward", "backward" or "update", numbered from the second graph of a kind on. kind: "triton", "gemm", or
+    "extern" for another op of ATen. name: of the Triton kernel or the op. what: the computation in words. modules:
+    paths of the model's modules that it belongs to. bytes_read, bytes_written: as Inductor's scheduler counts them,
+    each tensor once. scratch: bytes of partial results written for the next kernel or read from the one before, not
+    included in the other two. seconds: predicted.
     """
 
     graph: str
@@ -63,13 +64,16 @@ class Kernel:
 
     @property
     def bytes_moved(self) -> int:
-        """Read and written, without scratch."""
+        """Bytes read and written, without scratch."""
         return self.bytes_read + self.bytes_written
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way to train the model. bytes_saved: what forward keeps for backward but for parameters and inputs."""
+    """The kernels of one way to train the model.
+
+    bytes_saved: what the forward saves for the backward, without parameters and inputs.
+    """
 
     name: str
     kernels: tuple[Kernel, ...]
@@ -77,38 +81,42 @@ class Run:
     notes: tuple[str, ...] = ()
 
     def of(self, *kinds: str) -> list[Kernel]:
-        """The kernels of some kinds."""
+        """Return the kernels of these kinds."""
         return [k for k in self.kernels if k.kind in kinds]
 
     @property
     def gemm_bytes(self) -> int:
-        """Read and written by matmuls."""
+        """Bytes that matmuls read and write."""
         return sum(k.bytes_moved for k in self.of("gemm"))
 
     @property
     def rest_bytes(self) -> int:
-        """Read and written by everything else, without scratch."""
+        """Bytes that all other kernels read and write, without scratch."""
         return sum(k.bytes_moved for k in self.of("triton", "extern"))
 
     @property
     def launches(self) -> int:
-        """Of Triton kernels."""
+        """Number of Triton kernel launches."""
         return len(self.of("triton"))
 
     @property
     def extern_launches(self) -> int:
-        """Calls of ATen that are no matmuls."""
+        """Number of calls of ATen ops other than matmuls."""
         return len(self.of("extern"))
 
     @property
     def seconds(self) -> float:
-        """Of the step, if kernels run one behind the other without gaps: a prediction."""
+        """Predicted time of the step, if its kernels run one after the other without gaps."""
         return sum(k.seconds for k in self.kernels)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found. runs: fp8pass, then BF16, the same model through plain Inductor, then the peer."""
+    """The result of `inspect`.
+
+    runs: fp8pass; then BF16, the same model through plain Inductor; then the peer, if one was asked for and is
+    installed.
+    """
 
     spec: str
     target: str
@@ -117,7 +125,7 @@ class Inspection:
     notes: tuple[str, ...] = ()
 
     def run(self, name: str) -> Run:
-        """The run of that name. Raises KeyError if there is none."""
+        """Return the run with this name. Raises KeyError if there is none."""
         found = {run.name: run for run in self.runs}
         return found[name]
 
@@ -133,13 +141,13 @@ def inspect(
     machine: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Inspection:
-    """Compile the training step of `spec` for a GPU that need not be there.
+    """Compile the training step of `spec` for a GPU that this machine need not have.
 
-    spec: "module:factory", a callable without arguments that returns `(model, *inputs)`; the current directory can be
-    imported from. machine: a measured machine file, in place of `target`. peer: see PEERS. optimizer: see OPTIMIZERS;
-    its update is compiled too, with FP8 copies of weights. ptx: compile every Triton kernel to machine code, for
-    `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON can hold them. Raises ValueError for unknown
-    names, Fp8Error where something is missing or the model can't be traced.
+    spec: "module:factory", a callable without arguments that returns `(model, *inputs)`, importable from the current
+    directory too. machine: file of a measured machine, instead of `target`. peer: one of PEERS. optimizer: one of
+    OPTIMIZERS; its update is compiled too, with FP8 copies of weights. ptx: compile every Triton kernel to machine
+    code, for `Kernel.compiled`. options: further fields of `fp8pass.Config`, as JSON values. Raises ValueError for
+    unknown names, and Fp8Error if something is missing or the model can't be compiled.
     """
     if machine is None:
         choose("target", target, tuple(TARGETS))

@@ -1,4 +1,4 @@
-"""What each kernel of generated code does, moves and takes: rows of `fp8pass inspect`.
+"""List the kernels of generated code with their work, bytes and predicted times: the rows of `fp8pass inspect`.
 
 Reads Inductor's scheduler after it has generated code: see `fake_cuda.py`.
 """
@@ -27,13 +27,13 @@ from fp8pass.roofline import gemm_seconds, memory_seconds
 from fp8pass.scaling import FP8_DTYPES
 
 ATTENTION_SHARE = 0.35
-"""Of the BF16 peak, what FlashAttention-2 reaches on an H100, as the paper of FlashAttention-3 says in its abstract."""
+"""The share of the BF16 peak that FlashAttention-2 reaches on an H100: abstract of the FlashAttention-3 paper."""
 
 aten = torch.ops.aten
 
 
 def kernel_rows(generated: Generated, graph: str, target: Target) -> list[Kernel]:
-    """All kernels of one graph, in the order they run in."""
+    """Return all kernels of one graph, in the order in which they run."""
     with Virtualized.set_graph_handler(generated.lowering):
         nodes = [n for n in generated.lowering.scheduler.nodes if not isinstance(n, NopKernelSchedulerNode)]
         order = {node: i for i, node in enumerate(generated.module.graph.nodes)}
@@ -50,7 +50,7 @@ def _rows(
             yield _extern(origin, graph, read, written, target)
         return
     mine = [launch for launch in launches if launch.node is node]
-    if not mine:  # the second half of a reduction that the kernel before it does in another way
+    if not mine:  # Inductor computes this node in another node's kernel: the second half of a reduction
         return
     scratch = sum(launch.scratch for launch in mine)
     first = Kernel(
@@ -58,7 +58,7 @@ def _rows(
         memory_seconds(target, read + written + scratch),
     )  # fmt: skip
     yield first
-    for launch in mine[1:]:  # counted by the scheduler with the first
+    for launch in mine[1:]:  # the scheduler counts their bytes with the first launch
         op = launch.name.startswith("aten.")
         what = f"{launch.name.removeprefix('aten.')} of partial results" if op else f"{first.what}, continued"
         yield replace(
@@ -68,20 +68,21 @@ def _rows(
 
 
 def _parts(node: BaseSchedulerNode) -> Sequence[BaseSchedulerNode]:
-    """The kernels of a group that `combo_kernels.py` made one launch of; another kernel alone."""
+    """Return the kernels of a group that `combo_kernels.py` merged into one launch; [node] for any other kernel."""
     return node.snodes if isinstance(node, ForeachKernelSchedulerNode) else [node]
 
 
 def _bytes(node: BaseSchedulerNode) -> tuple[int, int]:
-    """(read, written): of a group the sums over its kernels, since what one writes no other reads."""
+    """Return (read, written), for a group the sums over its kernels: none reads what another of them writes."""
     read, written = zip(*map(_bytes_of_one, _parts(node)), strict=True)
     return sum(read), sum(written)
 
 
 def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
-    """(read, written): the terms of `get_read_write_buffers_sizes`. What a kernel writes it need not read again.
+    """Return (read, written), the terms of `get_read_write_buffers_sizes`, without reads of buffers that it writes.
 
-    A kernel depends on the whole of an input that it writes into, also where it reads nothing of it.
+    Inductor makes a kernel depend on the whole of an input that it writes into, even if it reads nothing of it; such
+    dependencies are not `MemoryDep`s and do not count as reads.
     """
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     own = {dep.name for dep in node.read_writes.writes}
@@ -91,7 +92,7 @@ def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
 
 
 def _origins(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The nodes of the graph that a kernel computes, in the graph's order."""
+    """Return the graph's nodes that a kernel computes, in the graph's order."""
     found = {o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()}
     return sorted((o for o in found if o in order), key=order.__getitem__)
 
@@ -100,7 +101,7 @@ def _origins(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> list[fx.Node
 
 
 def _extern_op(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> fx.Node | None:
-    """The graph's node of a call of ATen; None for what only takes such a call's outputs apart."""
+    """Return the graph's node for a call of ATen; None for a MultiOutput, which only unpacks such a call's outputs."""
     if type(node.node).__name__ == "MultiOutput":
         return None
     origin = node.node.get_origin_node() if node.node is not None else None
@@ -135,17 +136,18 @@ class _Gemm:
     scaling: str
 
     def text(self) -> str:
-        """Its size and types in words."""
+        """Return the shapes, dtypes and scaling in words: "[8192, 4096] x [4096, 4096] e4m3 x e4m3 rowwise"."""
         times = f"{self.batches} x " if self.batches > 1 else ""
         kinds = f"{_short(self.a)} x {_short(self.b)}" if self.a.itemsize == 1 else _short(self.a)
         return f"{times}[{self.m}, {self.k}] x [{self.k}, {self.n}] {kinds}{f' {self.scaling}' if self.scaling else ''}"
 
     def seconds(self, target: Target) -> float:
-        """Predicted."""
+        """Predict the time of all batches."""
         scaling = self.scaling or "tensorwise"
         return self.batches * gemm_seconds(target, self.m, self.k, self.n, self.a, self.out.itemsize, scaling)
 
 
+# Matmuls of ATen: the position of the first matrix among their arguments; the second matrix comes next.
 _MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
 
 
@@ -158,14 +160,14 @@ def _gemm(op: fx.Node) -> _Gemm | None:
     scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else "rowwise" if "scaled" in name else ""
     batches = a.shape[0] if a.dim() == 3 else 1
     m, k = a.shape[-2:]
-    if "grouped" in name and a.dim() == 2:  # on average; a group has its rows, or its part of the sum
+    if "grouped" in name and a.dim() == 2:  # average group: a share of the rows, or of the summed dimension
         batches = len(_val(op.args[4 if scaling else 2]))
         m, k = (-(-m // batches), k) if b.dim() == 3 else (m, -(-k // batches))
     return _Gemm(batches, m, k, b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
 
 
 def _scaling(scale: Tensor, a: Tensor) -> str:
-    """The recipe's word for what one scale belongs to."""
+    """Return the recipe whose scales have this layout: "tensorwise", "rowwise", "blockwise" or "mxfp8"."""
     if scale.numel() == 1:
         return "tensorwise"
     if scale.dtype == torch.float8_e8m0fnu:
@@ -180,7 +182,7 @@ def _val(node: Any) -> Tensor:
 
 
 def _attention_flops(op: fx.Node) -> float:
-    """Of all GEMMs in attention: two in forward, five in backward; half of each if it is causal."""
+    """Count the FLOPs of all GEMMs in attention: two in forward, five in backward; half of that if it is causal."""
     names = [a.name for a in op.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
     q, k, v = (_val(given[name]) for name in ("query", "key", "value"))
@@ -207,18 +209,18 @@ _QUIET = {
     "slice", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "trampoline_autograd_apply",
     "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros_like",
 }  # fmt: skip
-"""Movement, conversions and the parts of quantizing: `_what` says of those what a kernel reads and writes."""
+"""Data movement, conversions and the parts of quantizing: `_what` does not name these but "copy", "quantize", ..."""
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 
 
 def _what(node: BaseSchedulerNode, order: dict[fx.Node, int]) -> str:
-    """In a few words; of a group those of its kernels, and how many have each."""
+    """Describe a kernel in a few words; for a group, the words of its kernels, with counts."""
     counts = Counter(word for part in _parts(node) for word in _words(part, _origins(part, order)))
     return ", ".join(f"{word} x {n}" if n > 1 else word for word, n in counts.items())
 
 
 def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
-    """The user's functions, what becomes of the scales' state, and the FP8 that is made."""
+    """Return the user's functions that a kernel computes, its updates of scale state, and the FP8 that it writes."""
     computed = [o for o in origins if o.target not in _CONSTANTS]
     read, written = _bytes(node)
     if read <= SMALL and any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
@@ -236,12 +238,15 @@ def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
 
 
 def _reduction(node: BaseSchedulerNode) -> str:
-    """The kind of a reduction: "max", "sum", ..."""
+    """Return the kind of a reduction: "max", "sum", ..."""
     return str(getattr(getattr(node.node, "data", None), "reduction_type", ""))
 
 
 def _fp8_made(node: BaseSchedulerNode) -> list[str]:
-    """What becomes of FP8: quantized, or copied where nothing else is read; twice where one copy is transposed."""
+    """Return the FP8 writes of a kernel: "quantize e4m3 x 2", say, where it also writes a transposed copy.
+
+    "copy e4m3" if all that the kernel reads is one byte per element.
+    """
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     types = {name: Virtualized.graph.get_dtype(name) for name in moved}
     own = {dep.name for dep in node.read_writes.writes}
@@ -251,10 +256,10 @@ def _fp8_made(node: BaseSchedulerNode) -> list[str]:
 
 
 LAST_STAGE = "batch_amaxes"
-"""The pass whose kernels end amaxes, and make and record what comes of them."""
+"""The pass whose kernels do the last stage of amax reductions, and compute and record the scales."""
 BEGIN_STEP = "begin step"
 _STATE = {"begin_step": BEGIN_STEP, "usable": BEGIN_STEP}
-"""Functions of delayed scaling's state."""
+"""Functions of delayed scaling's state, and the words for them."""
 
 
 def _word(origin: fx.Node) -> str:
@@ -267,7 +272,7 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def _called(origin: fx.Node) -> str:
-    """The function in the user's graph that a node comes from; "" for movement, conversions and quantizing."""
+    """Return the name of the user's function that a node comes from; "" for nodes of fp8pass and names in `_QUIET`."""
     if origin.meta.get(MADE_BY):
         return ""
     backward = origin.meta.get("partitioner_tag") == "is_backward"
@@ -283,7 +288,7 @@ def _called(origin: fx.Node) -> str:
 
 
 def _modules(origins: Sequence[fx.Node]) -> str:
-    """The modules that the nodes come from, at most three."""
+    """Return the paths of the modules that the nodes come from: three, and "..." for more."""
     found: dict[str, None] = {}
     for origin in origins:
         stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack") or {}

@@ -1,4 +1,4 @@
-"""The process behind `inspector.inspect`: pretends that the GPU is there, and compiles the model for it.
+"""The child process of `inspector.inspect`: pretends that the machine has the GPU, and compiles the model for it.
 
 Run as `python -m fp8pass.inspect.process REQUEST ANSWER`: the request as JSON, the path of a file for the answer.
 """
@@ -43,7 +43,11 @@ _NAMED = tuple(
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to train the model: how it is called, what is done to the model, and the arguments of `torch.compile`."""
+    """One way to train the model.
+
+    name: as tables show it. prepare: called with the model, returns the model to compile. backend, options: arguments
+    of `torch.compile`; options is None for a backend other than fp8pass.
+    """
 
     name: str
     prepare: Callable[[Any], Any]
@@ -53,18 +57,21 @@ class _Way:
 
 @dataclass
 class _Work:
-    """What is being done, and what the user can do if it fails."""
+    """The current task, for error messages.
+
+    answer: the file for the error. doing: what has failed if an error comes now. advice: what the user can do then.
+    """
 
     answer: Path
     doing: str
     advice: str = ""
 
     def failed(self, _: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
-        """As `sys.excepthook`: one line for the user."""
+        """Write the error as one line for the user; a `sys.excepthook`."""
         self.answer.write_text(json.dumps({"error": self.line(error)}))
 
     def line(self, error: BaseException) -> str:
-        """What went wrong and what to do next."""
+        """Return what went wrong and what to do next, in one line."""
         lines = [line.strip() for line in str(error).splitlines()]
         said = next((line for line in lines if line and not line.endswith("raised:")), "")
         if isinstance(error, Fp8Error):
@@ -74,7 +81,7 @@ class _Work:
 
 
 def main(request: dict[str, Any], answer: Path) -> None:
-    """Compile what is asked for; write an `Inspection` as JSON, or {"error": one line}."""
+    """Compile the runs that the request asks for; write an `Inspection` as JSON, or {"error": one line}."""
     spec = request["spec"]
     work = _Work(answer, f"{request['machine']} is no machine file")
     sys.excepthook = work.failed
@@ -94,7 +101,7 @@ def main(request: dict[str, Any], answer: Path) -> None:
 
 
 def _has_history(group: SlotGroup) -> None:
-    """Have state count as if the first step, which compiles nothing, was over."""
+    """Mark a slot group's state as past the first step, which runs op by op and compiles nothing."""
     group.assume_scales()
 
 
@@ -163,8 +170,8 @@ def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def _update(model: Any, name: str, way: _Way) -> None:
-    """The update, as it is from the second step on: with state."""
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=True)  # as it is on GPUs
+    """Compile and run the optimizer's update."""
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=True)  # torch's default on GPUs
     _compiled(optimizer.step, way)()
 
 
@@ -175,14 +182,14 @@ def _compiled(function: Any, way: _Way) -> Any:
 
 
 def _backward(result: Any) -> None:
-    """Backward of the sum of all results that have a gradient."""
+    """Run the backward of the sum of all results that require a gradient."""
     sums = [x.sum() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
     if sums:
         torch.stack([x.float() for x in sums]).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _names(found: list[Generated]) -> list[str]:
-    """What each graph is called."""
+    """Return the names of graphs: "forward", "backward" or "update", numbered from the second of a kind on."""
     names, counts = [], Counter[str]()
     for graph in found:
         kind = "backward" if graph.is_backward else "update" if graph.is_inference else "forward"

@@ -1,4 +1,4 @@
-"""`fp8pass inspect` as tables: drawn by rich on a terminal, if it is installed, and plain text elsewhere."""
+"""Print the result of `fp8pass inspect` as tables: by rich on a terminal, if it is installed, else as plain text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def show(found: Inspection) -> None:
 
 
 def kernel_table(run: Run) -> tuple[Sequence[str], Rows]:
-    """Heads and rows: a row per kernel. A "<" in a head is of a column of text."""
+    """Return (heads, rows), a row per kernel. A head that begins with "<" is of a column of text."""
     heads = ["<graph", "<what", "<in", "read MB", "written MB", "predicted us"]
     if any(k.compiled for k in run.kernels):
         heads += ["load bits", "store bits", "registers", "spilled B"]
@@ -45,7 +45,7 @@ def _widths(bits: Sequence[int]) -> str:
 
 
 def totals_table(found: Inspection) -> tuple[Sequence[str], Rows]:
-    """Heads and rows: a row per run."""
+    """Return (heads, rows), a row per run."""
     heads = (
         "<", "GEMM MB", "rest MB", "GEMMs", "Triton launches", "other launches", "saved for backward MB",
         "predicted ms", "GEMMs ms", "predicted speedup",
@@ -64,7 +64,7 @@ def _total(run: Run, bf16: float) -> tuple[str, ...]:
 
 
 def text_table(heads: Sequence[str], rows: Rows) -> str:
-    """Columns apart by two spaces, numbers to the right."""
+    """Format rows as text, with two spaces between columns and numbers aligned to the right."""
     right = {i for i, head in enumerate(heads) if not head.startswith("<")}
     return "\n".join(aligned([[head.removeprefix("<") for head in heads], *rows], right))
 

@@ -1,4 +1,4 @@
-"""`Config`: every choice a user has, and the only reader of the FP8PASS_* environment variables."""
+"""`Config`: all options of fp8pass. Only this file reads the FP8PASS_* environment variables."""
 
 from __future__ import annotations
 
@@ -80,16 +80,17 @@ STEPS = whole(1, "a number of steps, 1 or more")
 
 @dataclass(frozen=True)
 class Reduction(Checked):
-    """Over which ranks amaxes are reduced, and in one of how many steps: see `amax_reduction.py`.
+    """The ranks among which amaxes are reduced, and how often: see `amax_reduction.py`.
 
-    group: None for the default group; a mesh for all of its ranks.
+    group: a process group; a mesh, for all of its ranks; None for the default group. interval: steps from one reduction
+    to the next.
     """
 
     group: ProcessGroup | DeviceMesh | None = field(default=None, metadata=GROUP.field)
     interval: int = field(default=1, metadata=STEPS.field)
 
     def process_group(self) -> ProcessGroup | None:
-        """The group; None where it is of one rank, or torch.distributed does not run."""
+        """Return the group; None if it has one rank, or torch.distributed is not initialized."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         group = self.group
@@ -104,71 +105,72 @@ class Reduction(Checked):
 class Config(Checked):
     """Options of `torch.compile(model, backend="fp8pass", options={...})`.
 
-    Raises ValueError for an unknown field or value, naming the valid ones and the nearest.
+    Raises:
+        ValueError: If a field or a value is unknown; the message names the valid ones and the nearest.
     """
 
     recipe: str | Mapping[str, Any] | Plan | Schedule = field(default="delayed", metadata=RECIPE.field)
-    """A name, a recipe object, a dict {name pattern: recipe or None} of which the first match counts, a `Schedule` of
-    such by step, or None: insert nothing, only find the quantize-dequantize that the user wrote."""
+    """A name, a recipe object, a dict {name pattern: recipe or None} of which the first match counts, or a `Schedule`
+    of these by step. None: insert nothing, and only rewrite the quantize-dequantize that the user wrote."""
     filter: Filter = field(default=None, metadata=(FILTER | None).field)
     """`callable(fqn, M, K, N) -> bool`, true for what to take; or name patterns (`head`, `*.attn.*`) to leave out."""
     min_speedup: float = field(default=1.0, metadata=ratio(0, "a ratio of times, 0 (no rule) or more").field)
     """A matmul predicted to gain less is declined. 0 turns the rule off. On CPU it applies only with `target`."""
     merge_siblings: bool | None = field(default=None, metadata=(flag("True, False or None") | None).field)
-    """Linear layers that read one tensor become one matmul, with one scale for all their weights and one for all
-    gradients. None: where that is predicted to be faster, which is never on CPU without `target`."""
+    """Merge linear layers that read one tensor into one matmul, with one scale for all their weights and one for all
+    gradients. None: if that is predicted to be faster, which is never the case on CPU without `target`."""
     weight_cache: str = field(default="off", metadata=names(*WEIGHT_CACHES).field)
-    """What is kept of each weight from one optimizer step to the next: "off" nothing, it is quantized in every forward;
-    "fp8" its FP8 copy, 1 byte per element; "fp8+transpose" that and the transposed one, 2 bytes. `fp8pass.train_step`
-    begins with the last. Only delayed scaling, and matrices."""
+    """The copies of each weight that are kept between optimizer steps. "off": none, the weight is quantized in every
+    forward. "fp8": its FP8 copy, 1 byte per element. "fp8+transpose": that and a transposed copy, 2 bytes per element;
+    the default of `fp8pass.train_step`. Only with delayed scaling, and for 2-D weights."""
     optimizer_state: str = field(default="off", metadata=names(*OPTIMIZER_STATES).field)
-    """"fp8": an optimizer's first moments are kept in e4m3 and its second ones as square roots in float16: 3 bytes in
-    the place of 8. Only in `fp8pass.train_step`, for optimizers that are compiled."""
+    """"fp8" keeps an optimizer's first moments in e4m3 and the square roots of its second moments in float16: 3 bytes
+    per parameter instead of 8. Only in `fp8pass.train_step`, for compiled optimizers."""
     skip_nonfinite: bool = field(default=False, metadata=FLAG.field)
-    """An optimizer's step whose gradients hold a NaN or an infinity leaves parameters, moments and FP8 state as they
-    were; `TrainStep.skipped` counts. Only for optimizers that are compiled, as `fp8pass.train_step` does it."""
+    """Skip an optimizer step whose gradients hold a NaN or an infinity: parameters, moments and FP8 state stay
+    unchanged, and `TrainStep.skipped` counts it. Only for compiled optimizers, as in `fp8pass.train_step`."""
     monitor: bool | str | Sequence[str] = field(default=False, metadata=MONITOR.field)
-    """Count in the graph what quantization does to each tensor, for `fp8pass.stats`: True for all, or name patterns of
-    slots (`layers.3`, `*.grad_output`). Where gradients are enabled."""
+    """Collect statistics of the quantization of each tensor in the graph, for `fp8pass.stats`: True for all, or name
+    patterns of slots (`layers.3`, `*.grad_output`). Only while gradients are enabled."""
     monitor_interval: int = field(default=1, metadata=STEPS.field)
-    """Count in one of so many steps. In the others runs a graph without the monitor, which is compiled as well."""
+    """Monitor one in this many steps. The other steps run a graph without the monitor, which is compiled too."""
     monitor_steps: int = field(default=128, metadata=STEPS.field)
-    """How many of the steps that are counted are kept, on the device: 36 bytes for each and each tensor."""
+    """Number of monitored steps whose statistics are kept, on the device: 36 bytes per step and tensor."""
     reduce_amax: bool = field(default=True, metadata=FLAG.field)
-    """With torch.distributed: delayed scaling has the same scales on all ranks, by one all-reduce per step. Every rank
-    of the group is to train the same model with the same options, or all raise `Fp8Error` in the first step."""
+    """With torch.distributed: one all-reduce per step gives delayed scaling the same scales on all ranks. Every rank of
+    the group must train the same model with the same options, else all raise `Fp8Error` in the first step."""
     reduce_amax_interval: int = field(default=1, metadata=STEPS.field)
-    """Reduce in one of so many steps, with what the steps between have recorded; until then scales may differ."""
+    """Reduce in one of this many steps, including the amaxes of the steps between; until then scales may differ."""
     amax_group: ProcessGroup | DeviceMesh | None = field(default=None, metadata=GROUP.field)
-    """The ranks that share the model: data, sequence and tensor parallel together, of one pipeline stage. A process
+    """The ranks that share the model: all data, sequence and tensor parallel ranks of one pipeline stage. A process
     group; a device mesh, for all of its ranks; None for the default group."""
     strict: bool = field(default=False, metadata=FLAG.field)
-    """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, and that is not rewritten."""
+    """Raise `Fp8Error` for a matmul that was chosen, or that the user quantized, but is not rewritten."""
     on_fault: str = field(default="warn", metadata=names(*ON_FAULT).field)
-    """What a fault of fp8pass itself does, in a pass say: "warn" compiles the graph without what failed, and says so;
-    "raise" raises `Fp8Error`, as `strict` does."""
+    """The response to an internal error of fp8pass, in a pass say: "warn" compiles the graph without the part that
+    failed, and warns; "raise" raises `Fp8Error`, as `strict` does."""
     target: str | None = field(default=None, metadata=(names(*TARGETS) | None).field)
-    """The GPU to decide for ("sm_90", "h200", ...) where it isn't the one that the tensors are on."""
+    """The GPU to decide for ("sm_90", "h200", ...) if it isn't the one that the tensors are on."""
     mode: str | None = field(default=None, metadata=(names(*list_mode_options()) | None).field)
     """One of Inductor's modes, as in `torch.compile(mode=...)`."""
     lowering: str = field(default="inductor", metadata=names(*LOWERINGS).field)
-    """"eager" runs the rewritten graphs op by op, to tell a fault of fp8pass from one of Inductor."""
+    """"eager" runs the rewritten graphs op by op, to tell an error of fp8pass from one of Inductor."""
     dump_dir: str | None = field(default=None, metadata=(PATH | None).field)
     """Folder for a dump of every graph before and after every pass."""
 
     @property
     def caches_weights(self) -> bool:
-        """Whether FP8 copies of weights are kept."""
+        """True if FP8 copies of weights are kept."""
         return self.weight_cache != "off"
 
     @property
     def caches_transposes(self) -> bool:
-        """Whether transposed ones are, too."""
+        """True if transposed FP8 copies of weights are kept too."""
         return self.weight_cache == "fp8+transpose"
 
     @property
     def reduction(self) -> Reduction | None:
-        """How ranks share the amaxes of delayed scaling; None: not at all. Not for schedules: see `at_step`."""
+        """The reduction of delayed scaling's amaxes among ranks; None for none. Not for schedules: see `at_step`."""
         plan = self.recipe
         recipes = [recipe for _, recipe in plan.rules] if isinstance(plan, ByModule) else [plan]
         if not self.reduce_amax or not any(isinstance(recipe, DelayedScaling) for recipe in recipes):
@@ -176,13 +178,27 @@ class Config(Checked):
         return Reduction(self.amax_group, self.reduce_amax_interval)
 
     def monitors(self, slot: str) -> bool:
-        """Whether the tensor of this slot is to be watched."""
+        """Return whether `monitor` selects the tensor of this slot.
+
+        Args:
+            slot: Name of the slot, `layers.3.up.input` say.
+        """
         if isinstance(self.monitor, bool):
             return self.monitor
         return any(matches(slot, pattern) for pattern in self.monitor)
 
     def leaves_out(self, fqn: str, m: int, k: int, n: int) -> str:
-        """Why `filter` leaves this matmul out; "" if it does not."""
+        """Return the reason why `filter` leaves this matmul out; "" if it does not.
+
+        Args:
+            fqn: Name of the matmul, which is its module's path.
+            m: Rows of the first operand, [M, K].
+            k: Size of the summed dimension.
+            n: Columns of the second operand, [K, N].
+
+        Raises:
+            Fp8Error: If the user's function raises.
+        """
         if self.filter is None:
             return ""
         if callable(self.filter):
@@ -199,7 +215,14 @@ class Config(Checked):
             raise Fp8Error(f"filter({', '.join(map(repr, matmul))}) raised {what}. Mend the function") from error
 
     def recipe_of(self, fqn: str) -> tuple[Recipe | None, str]:
-        """The recipe of the matmul of this name, and if it has none, why. Not for schedules: see `at_step`."""
+        """Return the recipe of the matmul with this name. Not for schedules: see `at_step`.
+
+        Args:
+            fqn: Name of the matmul, which is its module's path.
+
+        Returns:
+            (recipe, ""), or (None, reason) if the matmul has none; the reason is "" if no matmul has a recipe.
+        """
         assert not isinstance(self.recipe, (str, Schedule)), self.recipe
         if isinstance(self.recipe, ByModule):
             return self.recipe.of(fqn)
@@ -208,22 +231,36 @@ class Config(Checked):
 
     @property
     def varies(self) -> bool:
-        """Whether not all steps are compiled alike."""
+        """True if steps differ in what is compiled for them: by a schedule, or a monitor that skips steps."""
         return isinstance(self.recipe, Schedule) or (bool(self.monitor) and self.monitor_interval > 1)
 
     def at_step(self, step: int) -> Config:
-        """This configuration as it is for a step, counted from 0: with one recipe, and the monitor on or off."""
+        """Return the configuration of one step: without a schedule, and with the monitor on or off.
+
+        Args:
+            step: Number of the step, counted from 0.
+        """
         begin, counts = self.variant(step)
         recipe = self.recipe.at(begin) if isinstance(self.recipe, Schedule) else self.recipe
         return replace(self, recipe=recipe, monitor=self.monitor if counts else False, monitor_interval=1)
 
     def variant(self, step: int) -> tuple[int, bool]:
-        """What steps that are compiled alike have in common: where their schedule's phase begins, and the monitor."""
+        """Return a key that is equal for steps that are compiled alike.
+
+        Args:
+            step: Number of the step, counted from 0.
+
+        Returns:
+            (the step at which the schedule's phase begins, 0 without a schedule; whether the monitor is on).
+        """
         begin = self.recipe.begin_of(step) if isinstance(self.recipe, Schedule) else 0
         return begin, bool(self.monitor) and step % self.monitor_interval == 0
 
     def cache_key(self) -> str:
-        """What the passes on the joint graph depend on; the rest has left its traces in that graph already."""
+        """Return a key for torch's caches, of the options that passes on the joint graph read.
+
+        The other options have already had their effects on that graph, which is part of the key too.
+        """
         return repr((self.recipe, self.strict, self.target))
 
 
@@ -231,15 +268,15 @@ _FIELDS = tuple(f.name for f in fields(Config))
 _VARIABLES = {f"FP8PASS_{f.name.upper()}": f for f in fields(Config) if f.metadata[RULE].parse is not None}
 _VARIABLES["FP8PASS_DUMP"] = _VARIABLES["FP8PASS_DUMP_DIR"]
 _OF_TESTS = "FP8PASS_TEST_"
-"""Begins the names of variables that are not the user's."""
+"""Prefix of variables that the project's tests set; users do not."""
 
 
 def make_config(
     options: Mapping[str, Any] | None = None, mode: str | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Config:
-    """The Config for `torch.compile`'s `options` and `mode`: explicit options over FP8PASS_* over the defaults.
+    """Return the Config for `torch.compile`'s `options` and `mode`: explicit options over FP8PASS_* over the defaults.
 
-    defaults: those that are not the fields' own. Raises ValueError for what is not valid.
+    defaults: values that replace the fields' defaults. Raises ValueError for an unknown option or an invalid value.
     """
     if not isinstance(options, Mapping | None):
         raise wrong("options", options, "a dict of fields of fp8pass.Config, {'recipe': 'delayed'} say")
@@ -257,7 +294,7 @@ def make_config(
 
 
 def _from_environment() -> dict[str, Any]:
-    """Options by FP8PASS_* variables. One that is empty is as good as none."""
+    """Return options from FP8PASS_* variables. Empty variables count as unset; unknown ones give a warning."""
     values: dict[str, Any] = {}
     for variable in sorted(v for v in os.environ if v.startswith("FP8PASS_") and not v.startswith(_OF_TESTS)):
         text, of = os.environ[variable], _VARIABLES.get(variable)

@@ -1,7 +1,8 @@
-"""A trial of `fp8pass.bisect`: what of a program runs in FP8, how, and by which passes, whatever its own options say.
+"""Overrides of a trial of `fp8pass.bisect`: which matmuls run in FP8, how, and by which passes.
 
-There is at most one, and it holds for the whole process: backwards are compiled in threads of autograd's. While there
-is one, torch's caches of graphs are not used, and every graph that is compiled says which matmuls it has.
+They take precedence over the program's options. There is at most one trial, and it holds for the whole process, since
+backwards are compiled in autograd's threads. During a trial torch's caches of graphs are not used, and every graph that
+is compiled reports its matmuls to the trial.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from fp8pass.options.config import Config
 from fp8pass.recipes import KINDS, Kind, Recipe, Role
 
 Way = Literal["configured", "eager", "reference"]
-"""How graphs run: as the program's options say; op by op, behind all passes; or as annotated, with no pass at all."""
+"""Ways to run graphs: as the program's options say; op by op after all passes; op by op as annotated, with no pass."""
 REQUIRED = ("list_matmuls", "take_states", "read_moments", "skip_nonfinite", "write_moments", "write_weights")
-"""Passes that change nothing and that others build upon, and those that give an update the inputs it is called with."""
+"""Passes that always run: they change nothing and other passes need them, or they add the inputs that updates need."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Something of a program that may run in FP8, and may not: one matmul, or what an optimizer keeps.
+    """A part of a program that can run in FP8 or not: one matmul, or the optimizers' moments.
 
-    kind: "moments" of the optimizers, whose other fields are empty; or which of the three matmuls of a call it is.
-    name: as in reports. source: "file.py:12". trace: all lines of the user's that lead there. ordinal: of the calls of
-    this name and trace in one graph. The same in every run of the program, in whatever order graphs are compiled.
+    Units are equal in every run of the program, in whatever order graphs are compiled. kind: which of the three matmuls
+    of a call it is; or "moments", with all other fields empty. name: as in reports. source: "file.py:12". trace: all
+    lines of the user's code that lead there. ordinal: number of the call among those with this name and trace in one
+    graph, from 0.
     """
 
     kind: Kind | Literal["moments"]
@@ -52,12 +54,15 @@ Operand = tuple[Unit, Role]
 
 @dataclass
 class Trial:
-    """units: all that runs in FP8; None: what the program's options say. instead: how operands are quantized that are
-    not to be as configured, None for not at all. passes: those that run on what becomes of the annotated graph; None:
-    all. without: those that do not run on Dynamo's graph. weight_cache: whether it may be used.
+    """The overrides of one trial, and records of the graphs that were compiled in it.
 
-    Of the graphs that were compiled, seen: their units, with the recipes; applied: the passes that did something;
-    cached: whether they have FP8 copies.
+    units: the units that run in FP8; None: as the program's options say. instead: recipes for operands that replace the
+    configured ones; None leaves an operand in high precision. way: see `Way`. passes: names of the passes that run on
+    graphs made from the annotated graph; None for all. without: names of passes that do not run on Dynamo's graph.
+    weight_cache: whether FP8 copies of weights may be used.
+
+    Records: seen: the units of the compiled graphs, with their recipes. graphs: how many were compiled. lowerings: the
+    configured ones. applied: names of passes that changed something. cached: whether weights have FP8 copies.
     """
 
     units: Collection[Unit] | None = None
@@ -73,11 +78,11 @@ class Trial:
     cached: bool = False
 
     def configured(self, config: Config) -> Config:
-        """The options of a graph that is compiled in this trial."""
+        """Return the options for a graph that is compiled in this trial, made from its configured options."""
         self.graphs += 1
         self.lowerings.add(config.lowering)
         self.cached |= config.caches_weights
-        config = replace(config, strict=False)  # what the trial leaves out is no error
+        config = replace(config, strict=False)  # a matmul that the trial leaves out is not an error
         if config.optimizer_state == "fp8":
             self.seen[MOMENTS] = None
             config = replace(config, optimizer_state="fp8" if self.has(MOMENTS) else "off")
@@ -90,17 +95,17 @@ class Trial:
         return config
 
     def has(self, unit: Unit) -> bool:
-        """Whether it runs in FP8."""
+        """Return whether the unit runs in FP8."""
         return self.units is None or unit in self.units
 
     def runs(self, name: str, part: str) -> bool:
-        """Whether a pass runs on a graph, of which `part` says whose it is, as in dumps."""
+        """Return whether a pass runs on a graph. part: kind of the graph, as in dumps: "dynamo" for Dynamo's."""
         if part == "dynamo":
             return name not in self.without
         return self.passes is None or name in self.passes or name in REQUIRED
 
     def see(self, unit: Unit, recipe: Recipe) -> bool:
-        """Take note of a matmul that the recipe wants; returns whether it runs in FP8."""
+        """Record a matmul that the recipe selects, and return whether it runs in FP8."""
         self.seen.setdefault(unit, recipe)
         return self.has(unit)
 
@@ -109,13 +114,13 @@ _trial: Trial | None = None
 
 
 def current() -> Trial | None:
-    """The trial that is under way, if any."""
+    """Return the current trial; None if there is none."""
     return _trial
 
 
 @contextmanager
 def trying(trial: Trial) -> Iterator[None]:
-    """Within it, whatever is compiled is compiled as the trial says."""
+    """Apply the trial to all compilations within the context."""
     global _trial
     assert _trial is None, "a bisection within a bisection"
     _trial = trial
@@ -126,7 +131,7 @@ def trying(trial: Trial) -> Iterator[None]:
 
 
 def units_of(node: fx.Node, name: str, calls: Counter[Any]) -> dict[Kind, Unit]:
-    """The identities of the matmuls of a call in Dynamo's graph. calls: counts calls, by name and trace."""
+    """Return the units of the three matmuls of a call in Dynamo's graph. calls: counts of calls by (name, trace)."""
     lines = (node.meta.get("stack_trace") or "").splitlines()
     trace = "\n".join(line.strip() for line in lines if line.lstrip().startswith('File "'))  # without columns
     ordinal = calls[name, trace]

@@ -1,9 +1,9 @@
-"""Name patterns of options that match nothing: an error with the nearest names, or a warning where not all is known.
+"""Find name patterns of options that match nothing: an error with the nearest names, or a warning.
 
-A pattern is held to the names of all modules, parameters and matmuls of a whole model, not of one graph: graphs of a
-model may be several, and come one by one. The whole is the outermost module that holds the one whose forward Dynamo
-compiles, so a block or a bucket may lack what the whole has. Of a function that is compiled, and of the stage of a
-pipeline, the rest is not known: there it is a warning.
+A pattern is compared with the names of all modules, parameters and matmuls of a whole model, not of one graph, since a
+model may have several graphs, compiled one after another. The whole model is the outermost module that holds the module
+whose forward Dynamo compiles; so a block or a DDP bucket may lack names that the model has. If a function or a pipeline
+stage is compiled, the rest of the model is unknown, and an unmatched pattern gives only a warning.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ FILTER, MONITOR, STATIC = "filter", "monitor", "StaticScaling"
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of an option. earlier: those of the same dict of recipes, of which the first that matches counts."""
+    """A name pattern of an option.
+
+    option: name of the option. text: the pattern. earlier: the patterns before it in the same dict of recipes, of which
+    the first match counts.
+    """
 
     option: str
     text: str
     earlier: tuple[str, ...] = ()
 
     def matches(self, name: str) -> bool:
-        """Return whether it matches what has this name, a slot of that, or something that is in it."""
+        """Return whether the pattern matches the module or matmul of this name, one of its slots, or a part of it."""
         if self.option == MONITOR:
             text = _NUMBER.sub("", self.text)
             return any(matches(f"{name}.{role}", each) for role in ROLES for each in (self.text, text))
@@ -50,21 +54,21 @@ class Pattern:
         return matches(name, self.text)
 
     def is_reached(self, name: str) -> bool:
-        """Return whether it matches this name, and none before it does."""
+        """Return whether the pattern matches this name, and no earlier pattern does."""
         return self.matches(name) and not any(matches(name, text) for text in self.earlier)
 
     def is_in(self, names: Set[str]) -> bool:
-        """Return whether it is reached by any of these names."""
+        """Return whether any of these names reaches the pattern, see `is_reached`."""
         return (self.stem in names and self.is_reached(self.stem)) or any(map(self.is_reached, names))
 
     @property
     def stem(self) -> str:
-        """The pattern without the role that a slot's name ends in."""
+        """The pattern without the role at the end of a slot's name."""
         stem, _, last = self.text.rpartition(".")
         return stem if stem and _NUMBER.sub("", last) in ROLES else self.text
 
     def why(self, names: Set[str], of: str) -> str:
-        """Return what is wrong with a pattern that no name reaches. of: whose names these are."""
+        """Return the message for a pattern that no name reaches. of: the owner of the names, for the message."""
         if hidden := [name for name in sorted(names) if self.matches(name)]:
             first = next(text for text in self.earlier if matches(hidden[0], text))
             return (
@@ -78,7 +82,7 @@ class Pattern:
 
 
 def patterns_of(config: Config) -> Iterator[Pattern]:
-    """Return all patterns of a configuration."""
+    """Yield all patterns of a configuration."""
     if isinstance(config.filter, Sequence):
         yield from (Pattern(FILTER, text) for text in config.filter)
     if not isinstance(config.monitor, bool):
@@ -94,10 +98,11 @@ def patterns_of(config: Config) -> Iterator[Pattern]:
 
 
 def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> None:
-    """While Dynamo compiles a frame: raise ValueError for a pattern that matches nothing in the model that it is of.
+    """Raise ValueError for a pattern that matches nothing in the model whose frame Dynamo compiles now.
 
-    Warn once of those that may match something which is not seen from there, and of those that have no effect in this
-    graph, for names begin in it with another module. judged: `check_models` has been called.
+    Warns once of patterns that may match something that is not seen from there, and of patterns that have no effect in
+    this graph because its names are relative to another module. judged: `check_models` has already checked the
+    patterns, so only the latter are looked for.
     """
     patterns = list(patterns_of(config))
     if not patterns:
@@ -135,7 +140,8 @@ def check_compiled(config: Config, graph: fx.Graph, judged: bool = False) -> Non
 def check_models(config: Config, models: Iterable[nn.Module], scope: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a pattern that matches nothing in these models.
 
-    scope: what the function that calls them knows by which name; names in a graph of several models begin so.
+    scope: {name: value} of the variables that the function that calls the models sees; in a graph of several models,
+    names begin with those of the variables. where: the owner of the names, for the message.
     """
     patterns = list(patterns_of(config))
     modules = [*(("", model) for model in models), *_modules_in(scope)] if patterns else []
@@ -144,7 +150,7 @@ def check_models(config: Config, models: Iterable[nn.Module], scope: Mapping[str
 
 
 def scope_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function that is called with these knows by which name."""
+    """Return {name: value} of a function's arguments in this call, its closure, and the globals that it names."""
     plain = inspect.unwrap(getattr(function, "__func__", function))
     scope: dict[str, Any] = {}
     if inspect.isfunction(plain):
@@ -155,7 +161,7 @@ def scope_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def names_of(module: nn.Module) -> set[str]:
-    """Return what graphs call the modules, parameters and matmuls of a module."""
+    """Return the names in graphs of the modules, parameters and matmuls of a module."""
     paths = {without_wrappers(name) for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     parameters = {without_wrappers(name).removesuffix(".weight") for name, _ in tensors}
@@ -178,7 +184,10 @@ def _warn(what: str) -> None:
 
 
 def _holders(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that a module is in, from the inside out."""
+    """Return the modules that contain a module, from the inside out.
+
+    Searches all objects that Python's garbage collector tracks, since modules do not know their parents.
+    """
     holders: dict[int, list[nn.Module]] = {}
     for holder in gc.get_objects():
         if issubclass(type(holder), nn.Module):
@@ -193,14 +202,17 @@ def _holders(module: nn.Module) -> list[nn.Module]:
 
 
 def _of_parts_like(part: nn.Module, holder: nn.Module) -> Iterator[str]:
-    """Return the names that a holder gives to what is in a part, and in others of its kind, which share its code."""
+    """Yield the names within a holder of the contents of a part, and of all modules of its type.
+
+    Modules of one type share the code that is compiled.
+    """
     for path, module in holder.named_modules(remove_duplicate=False):
         if type(module) is type(part):
             yield from _named(without_wrappers(path), part)
 
 
 def _modules_in(scope: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
-    """Return the modules among named values, and those that they hold directly, with their names."""
+    """Return (name, module) of the modules among named values, and of the modules that these values hold directly."""
     held = [(name, _held(value)) for name, value in scope.items()]
     return [
         *((name, value) for name, value in scope.items() if isinstance(value, nn.Module)),
@@ -217,24 +229,24 @@ def _held(value: Any) -> Mapping[Any, Any]:
 
 
 def _named(path: str, module: nn.Module) -> set[str]:
-    """Return what is called how where a module has this path; "" for the root."""
+    """Return the names of a module with this path and of its contents; path "" for the root."""
     return {*_under(path, names_of(module)), path} - {""}
 
 
 def _path_in(names: Names, place: str) -> str:
-    """Return what a graph calls a module that is at this place in its frame: "model", "args.0", "block.up"."""
+    """Return the name in a graph of a module at this place in the graph's frame: "model", "args.0", "block.up"."""
     root = place if place in names.roots else place.partition(".")[0]
     path = place.removeprefix(root).removeprefix(".")
     return ".".join(part for part in (names.relative(root), path) if part)
 
 
 def _under(prefix: str, names: Iterable[str]) -> Iterator[str]:
-    """Return names as they are where they are below a prefix; "" for none."""
+    """Prefix names with a path; "" leaves them as they are."""
     return (f"{prefix}.{name}" if prefix else name for name in names)
 
 
 def _like(names: Set[str]) -> Set[str]:
-    """Return names and patterns that one may have meant: with any number in it, or of whatever ends in a name."""
+    """Return candidates for suggestions: the names, the names with "*" for numbers, and "*.up" for "layers.0.up"."""
     names = {name for name in names if name.rpartition(".")[2] not in MATMULS}
     numbered = {re.sub(r"\b\d+\b", "*", name) for name in names}
     return names | numbered | {f"*.{name.rpartition('.')[2]}" for name in names if "." in name}

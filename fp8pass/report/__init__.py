@@ -1,5 +1,5 @@
-"""Tell what became of every matmul: as objects, a table, a page with drawings.
+"""Report the verdict on every matmul, as objects, a table, or a page with drawings.
 
 May import: `graph` and what is below it.
-Does not live here: finding anything out: passes and `dynamo` publish what is told here.
+Does not live here: code that finds verdicts; passes and `dynamo` publish them here.
 """

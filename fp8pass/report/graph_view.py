@@ -1,6 +1,6 @@
-"""Graphs as data: what a page needs to draw them, and the generated kernels that their nodes run in.
+"""Convert graphs to the data that a page draws, with the generated kernels that their nodes run in.
 
-Nothing is kept of a graph but names, shapes and who reads whom; and only within `draw`.
+Only names, shapes and edges of a graph are kept, and only within `draw`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MOVEMENT = frozenset(
         "unbind", "unfold", "unsqueeze", "view",
     )
 )  # fmt: skip
-"""Ops that compute nothing: they rearrange, take apart, convert, or make a constant."""
+"""Ops that compute nothing: they rearrange, split or convert a tensor, or create a constant."""
 _WIDE = 1 << 16
-"""A tensor with at least so many elements is no scale, no amax and no history."""
+"""A tensor with at least this many elements is not a scale, an amax or a history."""
 
 
 class Drawing:
-    """Collects pictures. kernels: whether Inductor generates code, and which kernel each node runs in."""
+    """Collects pictures. kernels: True if Inductor generates code, so that pictures name the kernel of each node."""
 
     def __init__(self, kernels: bool) -> None:
         self.kernels = kernels
@@ -50,13 +50,13 @@ class Drawing:
         self._unnamed: list[tuple[_Place, Op, Part]] = []
 
     def begin(self, arguments: int) -> None:
-        """What follows is of Dynamo's next graph, which has so many arguments; those behind them are state."""
+        """Begin the next graph of Dynamo. arguments: number of its inputs; further joint graph inputs are state."""
         self._number, self._arguments = self._number + 1, arguments
         self._verdicts = {}
 
     @contextmanager
     def tentative(self, keeps: Callable[[BaseException], bool]) -> Iterator[None]:
-        """Within it, what is drawn stays only if nothing is raised, or an error that `keeps` is true of."""
+        """Discard the drawings of this context if it raises an error for which `keeps` returns False."""
         before = {name: copy.copy(value) for name, value in vars(self).items()}
         before["_of_graph"] = {number: [*gemms] for number, gemms in self._of_graph.items()}
         try:
@@ -67,7 +67,7 @@ class Drawing:
             raise
 
     def verdicts(self, gemms: Mapping[fx.Node, Gemm]) -> None:
-        """Those of the joint graph at hand."""
+        """Record the verdicts of the current joint graph."""
         self._verdicts |= {node.name: gemm for node, gemm in gemms.items()}
         self._of_graph.setdefault(self._number, []).extend(gemms.values())
 
@@ -86,7 +86,7 @@ class Drawing:
         return picture
 
     def generated(self, graph: fx.Graph, part: Part, code: str) -> None:
-        """Draw a graph of which Inductor has generated the code."""
+        """Draw a graph for which Inductor has generated code."""
         picture = self.add(graph, part)
         runs_in: dict[str, list[int]] = {}
         for kernel in dict.fromkeys(re.findall(r"# \[Provenance debug handles\] (\S+)", code)):
@@ -96,7 +96,7 @@ class Drawing:
         _set_kernels(picture, runs_in)
 
     def finish(self, gemms: Sequence[Gemm]) -> list[Picture]:
-        """The pictures, in which matmuls have the position that they have in `gemms`."""
+        """Set each matmul's position in `gemms`, and return the pictures."""
         position = {id(g): i for i, g in enumerate(gemms)}
         for _, op, gemm in self._named:
             op.gemm = position.get(id(gemm))
@@ -105,7 +105,7 @@ class Drawing:
         return self.pictures
 
     def _find_replaced(self, position: Mapping[int, int]) -> None:
-        """What Inductor put in the place of a matmul, an addmm say: by graph, line and size the one that is missing."""
+        """Match ops with which Inductor replaced a matmul (addmm) to a missing verdict of equal graph, line, sizes."""
         found = {id(gemm) for _, _, gemm in self._named}
         for place, op, part in self._unnamed:
             missing = (g for g in self._of_graph.get(place.number, ()) if id(g) not in found and id(g) in position)
@@ -116,11 +116,11 @@ class Drawing:
                 self._named.append((place, op, same))
 
     def _find_users(self) -> None:
-        """What the user's own matmuls became, in order by module, line and size: none where several became one."""
+        """Match the user's matmuls to verdicts, in order, by module, line and sizes. Merged matmuls have no match."""
         became: dict[_Place, list[int]] = {}
         for place, op, _ in self._named:
             same = became.setdefault(place, [])
-            if op.gemm is not None and op.gemm not in same:  # one matmul with batches is several
+            if op.gemm is not None and op.gemm not in same:  # a matmul with batches becomes several ops
                 same.append(op.gemm)
         for place, op, part in self._unnamed:
             if part == "before" and became.get(place):
@@ -128,7 +128,7 @@ class Drawing:
 
 
 class _Place(NamedTuple):
-    """Of a matmul: Dynamo's graph, module, line, and (batches, M, K, N)."""
+    """The key of a matmul: number of Dynamo's graph, module, line, and sizes (batches, M, K, N)."""
 
     number: int
     module: str
@@ -141,14 +141,14 @@ def _sizes_of(gemm: Gemm) -> tuple[str, ...]:
 
 
 def _sizes(matmul: fx.Node) -> tuple[str, ...]:
-    """(batches, M, K, N)."""
+    """Return (batches, M, K, N) of a matmul node, padded."""
     first = 1 if _label(matmul) in ("addmm", "baddbmm") else 0
     a, b = (matmul.args[i].meta["val"].shape for i in (first, first + 1))  # type: ignore[union-attr]
     return _padded(a[0] if len(a) == 3 else 1, a[-2], a[-1], b[-1])
 
 
 def _padded(batches: Any, *sizes: Any) -> tuple[str, ...]:
-    """Sizes as text, as they are in FP8: the user's and what became of them compare equal."""
+    """Return sizes as text, rounded up to multiples of 16 as in FP8, so that original and padded sizes are equal."""
     return str(batches), *(str(-(-size // 16) * 16) if isinstance(size, int) else str(size) for size in sizes)
 
 
@@ -157,9 +157,9 @@ _drawing: ContextVar[Drawing | None] = ContextVar("fp8pass_drawing", default=Non
 
 @contextmanager
 def draw(kernels: bool = False) -> Iterator[Drawing]:
-    """Within it, every graph that is compiled is drawn, its backward at once and not when it is first needed.
+    """Draw every graph that is compiled in this context; backwards are compiled at once, not at their first call.
 
-    kernels: let Inductor generate the code of each graph, and compile none of it: what it returns runs op by op.
+    kernels: True to let Inductor generate the code of each graph without compiling it; the graphs run op by op.
     """
     drawing = Drawing(kernels)
     token = _drawing.set(drawing)
@@ -171,12 +171,13 @@ def draw(kernels: bool = False) -> Iterator[Drawing]:
 
 
 def drawn() -> Drawing | None:
-    """Whoever collects pictures."""
+    """Return the `Drawing` that collects pictures, or None outside of `draw`."""
     return _drawing.get()
 
 
 def part_of(graph: fx.Graph) -> Part:
-    """Whether a graph, cut off a joint one, is the forward or the backward."""
+    """Return whether a graph, partitioned from a joint graph, is the forward or the backward."""
+    # AOTAutograd names the gradients of a graph's outputs tangents_1, tangents_2, ...
     return "backward" if any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder") else "forward"
 
 
@@ -184,11 +185,11 @@ def part_of(graph: fx.Graph) -> Part:
 
 
 class _Generated(BaseException):
-    """The code is there. No Exception, which Inductor takes for a failure of its own."""
+    """Raised when the code is generated. Not an Exception, because Inductor would handle that as its own failure."""
 
 
 def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Inductor's `inner_compile`; where kernels are drawn, one that ends when their code is generated."""
+    """Return Inductor's `inner_compile`; if kernels are drawn, a version that ends after generating code."""
     found = drawn()
     if found is None or not found.kernels:
         return inner_compile
@@ -215,13 +216,13 @@ def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FUSED = re.compile(r"(cpp|triton)_(?!tem)")
-"""Names of kernels that are no matmul: templates of Triton are."""
+"""Names of generated fused kernels. Triton templates ("triton_tem...") are excluded: they are matmuls."""
 
 
 def _set_kernels(picture: Picture, runs_in: Mapping[str, Sequence[int]]) -> None:
-    """The first kernel that Inductor names each op with; of a matmul or attention the call that it is.
+    """Set each op's kernel: the first that Inductor lists for it; for a matmul or attention, a call if there is one.
 
-    Inductor may name a call after the movement that lays its result out, and a fused kernel after a matmul.
+    Inductor may list a call under the movement op that lays out its result, and a fused kernel under a matmul.
     """
     found = [list(runs_in.get(op.name, ())) for op in picture.ops]
     for i in reversed(range(len(picture.ops))):
@@ -238,9 +239,9 @@ def _set_kernels(picture: Picture, runs_in: Mapping[str, Sequence[int]]) -> None
 
 
 def kernel_code(code: str, kernel: str) -> str:
-    """The definition of a kernel in generated code, or of a call of ATen the line that calls it; "" if there is none.
+    """Return a kernel's definition in generated code, or the line of an ATen call; "" if there is none.
 
-    kernel: "name:number", as Inductor's comments have it.
+    kernel: "name:number", as in Inductor's comments.
     """
     name = re.escape(kernel.rpartition(":")[0])
     definition = rf"(?:^#[^\n]*\n)*^{name} = async_compile\.\w+\(.*?'''(?:, [^\n]*)?\)$"
@@ -277,7 +278,7 @@ def _ops(graph: fx.Graph, arguments: int) -> list[Op]:
 
 
 def _place(ops: Sequence[Op]) -> None:
-    """What passes made in a backward is where its readers are, or else where what it reads is."""
+    """Give each op that a pass inserted without a module that of an op that reads it, or else that of an input."""
     for op in reversed(ops):
         for i in op.inputs:
             if ops[i].made_by and not ops[i].module:
@@ -305,14 +306,14 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpK
         return "movement"
     read = {kinds[x] for x in _sources(node)}
     if read == {"movement"}:
-        return "movement"  # made of constants
+        return "movement"  # computed from constants only
     if _is_small(node) and read & {"state", "amax"} and read <= {"state", "amax", "movement"}:
         return "state"
     return "compute"
 
 
 def _position(placeholder: fx.Node) -> int:
-    """Among the arguments of the joint graph, from AOTAutograd's names; -1 of what forward hands to backward."""
+    """Return the index among the joint graph's inputs, from AOTAutograd's names; -1 for tensors saved for backward."""
     if found := re.fullmatch(r"primals_(\d+)", placeholder.name):
         return int(found[1]) - 1
     found = re.fullmatch(r"arg(\d+)_1", placeholder.name)
@@ -320,7 +321,7 @@ def _position(placeholder: fx.Node) -> int:
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """What a node reads, movement taken off."""
+    """Yield the inputs of a node, each followed back through movement ops."""
     for source in node.all_input_nodes:
         while _label(source) in MOVEMENT and source.all_input_nodes:
             source = source.all_input_nodes[0]
@@ -328,7 +329,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _makes_fp8(node: fx.Node) -> bool:
-    """Whether its result is FP8, and what it reads is not, nor has been before it was padded, say."""
+    """Return whether a node's result is FP8 and its first input is not, even before padding and movement ops."""
     if not any(x.dtype in FP8_DTYPES for x in _tensors(node)) or not node.all_input_nodes:
         return False
     source = node
@@ -340,7 +341,7 @@ def _makes_fp8(node: fx.Node) -> bool:
 
 
 def _is_small(node: fx.Node) -> bool:
-    """Whether it can be a scale, an amax or a history, or a write into one."""
+    """Return whether a node can be a scale, an amax or a history, or a write into one."""
     return all(isinstance(x.numel(), int) and x.numel() < _WIDE for x in _tensors(node))
 
 
@@ -350,20 +351,20 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 
 def _label(node: fx.Node) -> str:
-    """The op, without its namespace and overload; of an input its name."""
+    """Return a node's op without namespace and overload; for an input, its name."""
     if node.op != "call_function":
         return node.name if node.op in ("placeholder", "get_attr") else node.op
     return op_name(node)
 
 
 def _module(node: fx.Node) -> str:
-    """The path of the innermost module that it comes from, "" if none; a backward has its forward's."""
+    """Return the path of a node's innermost module, "" if none; a backward node has its forward node's module."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return module_path(list(stack.values())[-1][0]) if stack else ""
 
 
 def _shape(value: Any) -> str:
-    """ "bf16[8192, 4096]"; of several tensors the first."""
+    """Return a tensor's dtype and shape, as "bf16[8192, 4096]"; for several tensors, those of the first."""
     if isinstance(value, (list, tuple)):
         return f"{_shape(value[0])}, ..." if value else ""
     if not isinstance(value, Tensor):

@@ -1,6 +1,6 @@
-"""`Report.to_html`: one page with everything in it. The page itself is page.html; here is what it shows, as JSON.
+"""Write a report as one self-contained page: `Report.to_html`. This module makes the JSON that page.html shows.
 
-Whatever is written more than once, and in a graph of 200 layers nearly everything is, is a number in a list of texts.
+Every text is stored once in a list and referenced by index, because a graph of 200 layers repeats most texts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fp8pass.graph.verdict import Gemm
 from fp8pass.report.report import RECOMPUTED, Picture, Report
 
 CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr")
-"""What a row of numerics may hold beside slot and step."""
+"""The keys that a row of numerics may have besides slot and step."""
 
 
 def page(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """The page as text. See `Report.to_html`."""
+    """Return the page as text. See `Report.to_html`."""
     data = json.dumps(page_data(report, numerics), separators=(",", ":"), allow_nan=False)
     template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     parts = {"<!--summary-->": html.escape(report.summary()), "/*data*/": script_safe(data)}
@@ -34,7 +34,7 @@ def page(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) ->
 
 
 def script_safe(text: str) -> str:
-    """JSON that means the same, and in which no script ends: names come from users."""
+    """Escape JSON so that it cannot end the script element: names come from users."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -52,7 +52,7 @@ class _Texts:
 
 
 def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """What the page shows, as JSON can hold it: no NaN, no infinity."""
+    """Return the data of the page, without NaN and infinities, which JSON cannot represent."""
     texts = _Texts()
     return {
         "torch": torch.__version__,
@@ -95,7 +95,7 @@ def _picture(p: Picture, texts: _Texts) -> dict[str, Any]:
 
 
 def _numerics(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By slot: {"slot", "step": [...], and of `CHARTS` those that any row has: [number or null, ...]}."""
+    """Group rows by slot: {"slot", "step": [...], and [number or null, ...] for each of `CHARTS` that a row has}."""
     slots: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         for name in ("slot", "step"):
@@ -112,6 +112,6 @@ def _numerics(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> float | None:
-    """A number that JSON has, of 6 digits; None for any other."""
+    """Return the number rounded to 6 digits, or None if it is None, NaN or infinite."""
     number = math.nan if value is None else float(value)
     return float(f"{number:.6g}") if math.isfinite(number) else None

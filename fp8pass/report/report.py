@@ -1,4 +1,4 @@
-"""What became of every matmul, and why."""
+"""Collect verdicts on matmuls, graph breaks and recompilations in a `Report`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class _Rows(Protocol):
-    """What `fp8pass.stats` returns."""
+    """The type of the result of `fp8pass.stats`."""
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return a row for each slot and step."""
@@ -31,9 +31,10 @@ class _Rows(Protocol):
 
 @dataclass(frozen=True)
 class Break:
-    """A place where Dynamo ends a graph and goes on with another. source: "file.py:12"; reason: why, in a line.
+    """A graph break: Dynamo ends a graph and continues with another one.
 
-    nbytes: of the tensors that the graph before it has to write to memory for whatever comes after it.
+    source: "file.py:12". reason: in one line. nbytes: size in bytes of the graph's output tensors, which it must write
+    to memory for the code after the break.
     """
 
     source: str
@@ -47,9 +48,10 @@ class Break:
 
 @dataclass
 class Recompile:
-    """A frame that Dynamo compiled more than once. guards: for each time after the first, what no longer held.
+    """A frame that Dynamo compiled more than once.
 
-    name: of the function. source: "file.py:12", the line of it where its graph begins.
+    name: of the function. source: "file.py:12", the line where its graph begins. guards: the guard that failed, for
+    each recompilation.
     """
 
     name: str
@@ -67,10 +69,10 @@ Part = Literal["before", "forward", "backward"]
 
 @dataclass
 class Op:
-    """A node of a graph that is drawn. kind: what colour it has. inputs: positions among the graph's ops.
+    """A node of a drawn graph.
 
-    made_by: the pass of fp8pass that made it, "" for the user's own. gemm: position in `Report.gemms` of the matmul
-    that it is. kernel: position in `Picture.kernels` of the one that it runs in.
+    kind: selects its colour. inputs: indices into the graph's ops. made_by: the pass of fp8pass that created it, "" for
+    the user's nodes. gemm: index of its verdict in `Report.gemms`. kernel: index of its kernel in `Picture.kernels`.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Op:
 
 @dataclass
 class KernelCode:
-    """A kernel of generated code, or a call of ATen. code: as Inductor wrote it."""
+    """A kernel of generated code, or a call of ATen. code: the text that Inductor wrote."""
 
     name: str
     code: str
@@ -95,7 +97,7 @@ class KernelCode:
 
 @dataclass
 class Picture:
-    """A graph to draw. number: which of Dynamo's graphs. part: "before" is the user's own, with its backward."""
+    """A graph to draw. number: index of Dynamo's graph. part: "before" is the user's joint graph, without fp8pass."""
 
     number: int
     part: Part
@@ -104,13 +106,13 @@ class Picture:
 
 
 def frame_of(module: Any) -> tuple[str, str]:
-    """The function that a graph of Dynamo's begins in, and its file; "" if that is not known."""
+    """Return the name of the function in which a graph of Dynamo begins, and its file; "" if unknown."""
     why = getattr(module, "compile_subgraph_reason", None)
     return (why.user_stack[0].name, why.user_stack[0].filename) if why is not None and why.user_stack else ("", "")
 
 
 def break_of(module: Any) -> Break | None:
-    """Where and why a graph of Dynamo's ends, if that is a break."""
+    """Return the graph break that ends a graph of Dynamo, or None if it ends without a break."""
     why = getattr(module, "compile_subgraph_reason", None)
     if why is None or not why.graph_break:
         return None
@@ -123,10 +125,10 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
-    """While a graph of Dynamo's is compiled: its frame and the guard that failed, if it was compiled before.
+    """Return the frame and the failed guard of the current compilation, or None if it is not a recompilation.
 
-    earlier: Dynamo's numbers of what was compiled for the same purpose, to which this one's is added. What another
-    backend compiled, or another call of `explain`, is no reason: that is the same function for another purpose.
+    earlier: Dynamo's compile ids of earlier compilations of the same caller; the current id is added. Compilations of
+    other backends, or of other calls of `explain`, do not count: they compiled the function for another purpose.
     """
     said, number = why_compiled_again(), str(CompileContext.current_compile_id())
     known = said.partition(": ")[0] in earlier
@@ -139,19 +141,19 @@ def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
 
 
 def _guard(said: str) -> str:
-    """ "x.size()[0] == 4", of what Dynamo says in several lines, with the user's code behind it."""
+    """Return the guard, such as "x.size()[0] == 4", from Dynamo's message of several lines with the user's code."""
     line = said.strip().splitlines()[0].partition("  #")[0]
     return re.sub(r"^\d+/\d+: ", "", line).strip()
 
 
 def last_line(stack: Any) -> str:
-    """The user's innermost line, "file.py:12"; "?" without any."""
+    """Return the user's innermost line of a stack, as "file.py:12"; "?" if the stack is empty."""
     own = [f for f in stack if not f.filename.startswith(_TORCH)] or list(stack)
     return f"{base_name(own[-1].filename)}:{own[-1].lineno}" if own else "?"
 
 
 def reason_of(why: Any) -> str:
-    """In a line; of the two breaks that every step has, without Dynamo's advice."""
+    """Return the reason of a graph break in one line; for backward() and the optimizer without Dynamo's advice."""
     if "Tensor.backward()" in why.reason:
         return "backward(), which was compiled with its forward"
     if why.user_stack and why.user_stack[-1].filename.startswith(str(Path(_TORCH) / "optim")):
@@ -161,7 +163,7 @@ def reason_of(why: Any) -> str:
 
 @dataclass
 class Report:
-    """The matmuls of one or more compiled graphs, in graph order."""
+    """The verdicts on the matmuls of one or more compiled graphs, in graph order, and what Dynamo did."""
 
     gemms: list[Gemm] = field(default_factory=list)
     graphs: int = 0
@@ -169,14 +171,14 @@ class Report:
     breaks: list[Break] = field(default_factory=list)
     recompiles: list[Recompile] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    """Where fp8pass itself failed, a sentence each, and what it has done about it: see `faults.py`."""
+    """The internal errors of fp8pass and what it did about each, one sentence each: see `faults.py`."""
     error: str = ""
-    """What ended compilation, if something did: then the rest is what was known by then."""
+    """The error that ended compilation, or ""; with an error, the report holds what was known until then."""
     pictures: list[Picture] = field(default_factory=list)
-    """The graphs, for `to_html`; of what `explain` returns."""
+    """The graphs, for `to_html`; only reports of `explain` have them."""
 
     def add(self, other: Report) -> None:
-        """Append what another report has."""
+        """Append the contents of another report, without repeating notes, faults and breaks."""
         self.gemms += other.gemms
         self.graphs += other.graphs
         self.notes += [note for note in other.notes if note not in self.notes]
@@ -201,36 +203,43 @@ class Report:
         return [g for g in self.gemms if g.status == "declined"]
 
     def reasons(self) -> Counter[str]:
-        """How often each reason declined a matmul."""
+        """Count how often each reason declined a matmul."""
         return Counter(g.reason for g in self.declined)
 
     def rules(self) -> Counter[str]:
-        """How often each condition failed: shorter than `reasons`, which name nodes and numbers."""
+        """Count how often each rule declined a matmul; shorter than `reasons`, which name nodes and numbers."""
         return Counter(g.rule for g in self.declined)
 
     @property
     def flops(self) -> int:
-        """Of all matmuls; see `Gemm.flops`."""
+        """The FLOPs of all matmuls; see `Gemm.flops`."""
         return sum(g.flops for g in self.gemms)
 
     @property
     def fp8_flops(self) -> int:
-        """Of those that run in FP8."""
+        """The FLOPs of the matmuls that run in FP8."""
         return sum(g.flops for g in self.rewritten)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the pictures as plain lists, dicts, numbers and strings; with `flops` and `fp8_flops`."""
+        """Return everything but the pictures as plain lists, dicts, numbers and strings, and `flops`, `fp8_flops`."""
         plain = asdict(replace(self, pictures=[]))
         del plain["pictures"]
         return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops}
 
     def to_html(self, path: str | Path, numerics: _Rows | Sequence[Mapping[str, Any]] | None = None) -> Path:
-        """Write it as one page that needs no network: summary, table, graphs, kernels. Returns the path.
+        """Write the report as one page that needs no network: summary, table, graphs, kernels.
 
-        numerics: what `fp8pass.stats` returns, or rows {"slot", "step", "amax", "scale", "underflow", "saturation",
-        "sqnr"}, of which all but the first two may be missing or None: a chart for each. underflow, saturation: shares
-        of elements, 0 to 1; sqnr: in dB.
-        Raises ValueError for a row without slot or step.
+        Args:
+            path: The file to write.
+            numerics: The result of `fp8pass.stats`, or rows {"slot", "step", "amax", "scale", "underflow",
+                "saturation", "sqnr"}; all but the first two may be missing or None. The page shows a chart for each.
+                underflow, saturation: shares of elements, 0 to 1; sqnr: in dB.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: If a row has no slot or step.
         """
         from fp8pass.report.html import page
 
@@ -240,13 +249,13 @@ class Report:
         return path
 
     def show(self) -> None:
-        """Print it: on a terminal as a table in colours, if rich is installed, elsewhere as `print` does."""
+        """Print the report: on a terminal as a table in colours if rich is installed, else as `print` does."""
         from fp8pass.report.table import show
 
         show(self)
 
     def summary(self) -> str:
-        """One line: how many matmuls, how much of the arithmetic, run in FP8, and how many each rule declined."""
+        """Return one line: the matmuls in FP8, their share of FLOPs, and the number that each rule declined."""
         share = f", {self.fp8_flops / self.flops:.0%} of matmul FLOPs" if self.flops else ""
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
         counted = ", ".join(f"{n} {rule}" for rule, n in self.rules().most_common())
@@ -255,7 +264,7 @@ class Report:
         return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs}){declined}{faults}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table, with a first row of heads. What declined a matmul is a number, of `footnotes`."""
+        """Return the table's rows, headings first. A declined matmul has the number of its reason in `footnotes`."""
         reasons = self._numbered()
         rows = [_HEADER, *(_row(g, reasons) for g in self.gemms)]
         if all(g.predicted_speedup is None for g in self.gemms):
@@ -263,7 +272,7 @@ class Report:
         return rows
 
     def footnotes(self) -> list[str]:
-        """What stands below the table: reasons, notes, breaks, and the summary last. An empty line parts groups."""
+        """Return the lines below the table, in groups after empty lines: reasons; notes; breaks to summary."""
         reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
         if any(g.recomputed for g in self.gemms):
@@ -299,7 +308,7 @@ _collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=Non
 
 @contextmanager
 def collect() -> Iterator[Report]:
-    """Within it, the verdicts of everything that is compiled go into one Report; and then into that around it."""
+    """Collect the verdicts of all graphs compiled in this context in a Report; at the end, add them to an outer one."""
     report = Report()
     token = _collector.set(report)
     try:
@@ -312,7 +321,7 @@ def collect() -> Iterator[Report]:
 
 @contextmanager
 def tentative(keeps: Callable[[BaseException], bool]) -> Iterator[None]:
-    """Within it, verdicts reach whoever collects them if nothing is raised, or an error that `keeps` is true of."""
+    """Discard the verdicts of this context if it raises an error for which `keeps` returns False."""
     around, report = _collector.get(), Report()
     token = _collector.set(report)
     stays = True
@@ -328,11 +337,11 @@ def tentative(keeps: Callable[[BaseException], bool]) -> Iterator[None]:
 
 
 def publish(report: Report) -> None:
-    """Log each verdict of one graph, and hand them to whoever collects."""
+    """Log each verdict of one graph, and add them to the Report of the enclosing `collect`."""
     for g in report.gemms:
         where = f" ({g.source})" if g.source else ""
         log.debug("%s %s [%s,%s,%s]%s: %s %s", g.name, g.kind, g.M, g.K, g.N, where, g.status, g.reason)
-    log.debug("%s", report.summary())  # the line of the whole graph is that of `Dump.compiling`
+    log.debug("%s", report.summary())  # `Dump.compiling` logs the graph's line at INFO
     into = _collector.get()
     if into is not None:
         into.add(report)

@@ -1,4 +1,4 @@
-"""`Report.show`: drawn by rich on a terminal, if it is installed, and plain text elsewhere."""
+"""Print a report, with rich on a terminal if rich is installed, else as plain text: `Report.show`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show(report: Report) -> None:
 
 
 def draw(report: Report, console: object) -> None:
-    """Print it to rich's console: what runs in FP8 green, what was declined yellow."""
+    """Print a report to rich's console: matmuls in FP8 in green, declined matmuls in yellow."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

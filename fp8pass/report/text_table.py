@@ -1,4 +1,4 @@
-"""Tables of text: columns two spaces apart; on a terminal, drawn by rich if it is installed."""
+"""Format tables as text, with two spaces between columns, and find rich's console for terminals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def aligned(rows: Rows, right: Container[int] = ()) -> list[str]:
-    """Return a line for each row. right: the positions of columns that are aligned to the right."""
+    """Return a line for each row. right: indices of right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
@@ -21,12 +21,12 @@ def aligned(rows: Rows, right: Container[int] = ()) -> list[str]:
 
 
 def ruled(lines: Sequence[str]) -> list[str]:
-    """Return the lines with a rule after the first, that of the heads."""
+    """Return the lines with a rule after the first line, which holds the headings."""
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def terminal() -> Any:
-    """Return rich's console if standard output is a terminal, and rich is installed; else None."""
+    """Return rich's console if standard output is a terminal and rich is installed, else None."""
     if not sys.stdout.isatty():
         return None
     try:

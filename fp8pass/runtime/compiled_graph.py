@@ -1,4 +1,4 @@
-"""What Dynamo calls in place of a graph with state: at each call it brings the state of the instance along."""
+"""The callables that Dynamo gets for a graph with state: each call adds the state of the instance to the inputs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from fp8pass.states.steps import Pass, Region, begin_step, checkpointed_region, 
 log = logging.getLogger(__name__)
 
 EAGER_FIRST_STEPS = 3
-"""So many steps of an instance may run eagerly, while some slot has no history; then the graph is compiled for it."""
+"""Number of steps that an instance may run eagerly while a slot has no history. Later ones run compiled code."""
 
 Run = Callable[..., Any]
 
 
 @dataclass
 class _Forward:
-    """A call in the forward of a checkpointed region: what ran, with which scales, and how it is to be repeated.
+    """A call in the forward of a checkpointed region: the code and the scales with which the backward repeats it.
 
-    run: None after a forward without gradients, of another graph; eager: whether that ran op by op. states: the scales
-    of the scale states that the user wrote, a list per state.
+    run: the code that ran; None after a no-grad forward, which ran the code of another graph. eager: True if that ran
+    op by op. scales: the keys of the slots and their scales f32[T], for each group. states: the scales of the
+    `ScaleState`s that the user placed, one each.
     """
 
     run: Run | None
@@ -49,11 +50,11 @@ class _Forward:
 
 
 _ONLY_SHAPES = _Forward(None, False, [], [])
-"""Of a region that is called to infer shapes."""
+"""Remembered for a forward that only infers shapes."""
 
 
 class Kind(Enum):
-    """What a call of a graph is."""
+    """The kinds of calls of a graph."""
 
     PLAIN = "outside of checkpointed regions"
     FIRST = "the forward of a checkpointed region, with gradients"
@@ -64,11 +65,11 @@ class Kind(Enum):
 
 @dataclass
 class _Call:
-    """A call of a graph. owned: the instance's tensors among `args`. forward: what it repeats; None if that is unknown.
+    """A call of a graph. owned: the instance's tensors among `args`. forward: the call it repeats; None if unknown.
 
-    run, eager: the code that runs, and whether that is op by op for the sake of the repetition.
-    numbers, states, cold: of a repetition: where the monitor counts, the state's buffers, and whether a slot has no
-    scale in them.
+    run: the code that runs. eager: True if it runs op by op because the repetition will.
+    For a repetition, numbers: the buffers of the numerics monitor; states: the state inputs; cold: True if a slot has
+    no scale in them.
     """
 
     kind: Kind
@@ -85,12 +86,12 @@ class _Call:
 
 
 class CompiledGraph:
-    """A compiled graph with state; what Dynamo calls.
+    """A compiled graph with state, which Dynamo calls.
 
-    The first step of an instance runs the annotated graph eagerly, each slot without history scaled by its tensor's own
-    amax. That needs no second compilation, and leaves every slot that saw data with a history. Where some slots see no
-    data for long (zeros, or no backward yet), the graph is compiled once more with that choice in it, which costs a
-    pass over each tensor, and is used until the last of them has a history.
+    The first step of an instance runs the annotated graph eagerly and scales each slot without history by the amax of
+    its current tensor. That needs no second compilation, and leaves every slot that saw data with a history. If some
+    slots see no data for several steps (zeros, or no backward yet), the graph is compiled once more with that choice in
+    it, at the cost of a pass over each tensor, and this code runs until all slots have a history.
     """
 
     def __init__(self, compiled: Run, annotation: Annotation, for_cold_slots: Callable[[], Run]) -> None:
@@ -100,7 +101,7 @@ class CompiledGraph:
         self._for_cold_slots: Run | None = None
         self._lock = threading.Lock()
         self._counter: SlotTable | None = None
-        """Of the steps that the numerics monitor counts in."""
+        """The table whose group counts the steps of the numerics monitor; None without the monitor."""
         if (watched := annotation.watched) is not None:
             self._counter = SlotTable.counter(annotation.owned_paths, watched.code)
 
@@ -127,11 +128,11 @@ class CompiledGraph:
         return _Call(kind, args, owned, groups, region if how is not Pass.REPEATED else None, forward)
 
     def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
-        """Of the code and the instance; the same for its training and its evaluation."""
+        """Return the key of the code and the instance: the same for training and evaluation."""
         names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
         return names or id(self)
 
-    # What rolls
+    # `_Row.roll`
 
     def _roll(self, call: _Call) -> None:
         finish()
@@ -141,7 +142,7 @@ class CompiledGraph:
                 begin_step(group)
 
     def _roll_trained(self, call: _Call) -> None:
-        """Roll what the graph of training has of these slots: its forward is one of training, to be repeated."""
+        """Roll these slots in the graph that trains: this no-grad forward belongs to training, and will be repeated."""
         finish()
         for group in call.groups:
             group.tracker.expect_recompute()
@@ -149,10 +150,13 @@ class CompiledGraph:
         self._roll(call)
 
     def _join(self, call: _Call) -> None:
-        """Roll nothing, and take the scales of then; of a region within a region, which is unknown, the newest."""
+        """Roll nothing, and take the scales of the repeated forward.
+
+        The forward of a region within a region is unknown: its repetition takes the newest scales.
+        """
         forward = call.forward
         call.numbers = self._numbers(call.owned, repeats=forward is not None and forward.run is not None)
-        finish()  # or it would overwrite what is recorded here
+        finish()  # or the result of the reduction would overwrite the amaxes recorded here
         for group in call.groups:
             join_step(group)
             if not group.table.remembers:
@@ -166,22 +170,25 @@ class CompiledGraph:
             if group.catch_up():
                 continues(group)
                 if group.table.reduces is not None:
-                    group.reduction.complete()  # this is its backward
+                    group.reduction.complete()  # the repetition runs in the backward
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
             call.states += again.inputs()
             group.tracker.raise_to(1, 1)
 
     def _nothing(self, call: _Call) -> None:
-        """Roll nothing."""
+        """Leave all slots as they are."""
 
-    # Which code
+    # `_Row.code`
 
     def _for_step(self, call: _Call) -> Run:
         waiting = [g for g in call.groups if g.table.training and not g.warm]
         return self._for_step_of(waiting) if waiting else self._compiled
 
     def _as_its_repetition(self, call: _Call) -> Run:
-        """Run op by op if the repetition will, which has to draw the same random numbers."""
+        """Return code that runs op by op if the repetition will.
+
+        Both must draw the same random numbers (`preserve_rng_state`), and Inductor draws other ones than eager ops do.
+        """
         call.eager = not all(g.is_trained() for g in call.groups)
         return self._annotation.run if call.eager else self._for_step(call)
 
@@ -197,7 +204,7 @@ class CompiledGraph:
         cold = any(not g.warm and bool((g.tensors.scale == 0).any()) for g in groups)
         return self._annotation.bootstrapped().run if cold else self._compiled
 
-    # Which buffers
+    # `_Row.inputs`
 
     def _own(self, call: _Call) -> list[Any]:
         states = [x for group in call.groups for x in group.inputs()]
@@ -213,7 +220,7 @@ class CompiledGraph:
         return [*args, *states, *self._last(call, repeats=True), *self._numbers(call.owned, repeats=True)]
 
     def _last(self, call: _Call, repeats: bool = False) -> list[Tensor]:
-        """What the graph is called with after the state."""
+        """Return the inputs after the state: frozen weights, cached weights, and those that the backward writes."""
         of = self._annotation
         return [
             *frozen_weights(of.frozen, call.args, call.groups),
@@ -222,7 +229,7 @@ class CompiledGraph:
         ]
 
     def _numbers(self, owned: Sequence[Tensor], repeats: bool = False) -> list[Tensor]:
-        """What the graph is called with last: where it counts for the numerics monitor."""
+        """Return the last inputs of the graph, the buffers of the numerics monitor; [] without the monitor."""
         if self._annotation.watched is None:
             return []
         assert self._counter is not None
@@ -235,7 +242,10 @@ class CompiledGraph:
         return counter.ring.inputs(repeats)
 
     def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
-        """Dynamo's inputs, with scale states that neither roll nor record, and have the scales of then."""
+        """Return Dynamo's inputs with copies of the user's scale states that neither roll nor record.
+
+        Their scales are those of `forward`; without it, the current ones.
+        """
         held = list(args)
         for i, (scale, history, amax, step_ended, flag) in enumerate(self._annotation.states):
             held[scale] = (forward.states[i] if forward else args[scale]).clone()
@@ -243,10 +253,10 @@ class CompiledGraph:
             held[step_ended], held[flag] = torch.zeros_like(args[step_ended]), torch.ones_like(args[flag])
         return held
 
-    # What is recorded
+    # `_Row.record`
 
     def _record(self, call: _Call, result: Any) -> Any:
-        """Note that a forward has recorded amaxes, and that its backward will."""
+        """Note that a forward has recorded amaxes, and watch for its backward, which will record more."""
         if any(len(g.tensors.amax_backward) for g in call.groups):
             _watch_backward(result, call.groups)
         reduced = [g for g in call.groups if g.reduces is not None and g.table.training]
@@ -255,9 +265,10 @@ class CompiledGraph:
         return result
 
     def _remember(self, call: _Call, result: Any) -> Any:
-        """Have the region remember the scales, and which code ran, for the repetition."""
+        """Store in the region the scales and the code that ran, for the repetition."""
         assert call.region is not None
-        run = call.run if call.kind is Kind.FIRST else None  # ahead it was the code of evaluation
+        # `Kind.AHEAD` ran the code of evaluation, which the repetition cannot use
+        run = call.run if call.kind is Kind.FIRST else None
         scales = [(g.keys(), g.tensors.scale.clone()) for g in call.groups]
         states = [call.args[state[0]].clone() for state in self._annotation.states]
         call.region.remember(self._key(call.groups), _Forward(run, call.eager, scales, states))
@@ -275,7 +286,7 @@ class CompiledGraph:
         return result
 
     def _for_step_of(self, groups: Sequence[SlotGroup]) -> Run:
-        """What runs a step of which some slots may have no scale. Asks the device, until there is none."""
+        """Return the code for a step in which slots may have no scale. Synchronizes with the device."""
         cold = [name for group in groups for name in group.cold()]
         if not cold:
             return self._compiled
@@ -296,7 +307,7 @@ class CompiledGraph:
 
 
 class _Row(NamedTuple):
-    """What is done about one kind of call, in this order: what rolls, which code runs, on what, what is recorded."""
+    """The actions for one kind of call, in this order: roll slots, choose code, collect inputs, record the result."""
 
     roll: Callable[[CompiledGraph, _Call], None]
     code: Callable[[CompiledGraph, _Call], Run]
@@ -315,16 +326,17 @@ _TABLE = {
 
 
 def _watch_backward(result: Any, groups: Sequence[SlotGroup]) -> None:
-    """Have the backward through what a graph returned say that it comes, and why it can't be differentiated."""
+    """Register a hook on the backward of a graph's outputs: it notes that it runs, and rejects `create_graph=True`."""
     hook = functools.partial(_in_backward, [weakref.ref(group) for group in groups])
     for node in {x.grad_fn for x in differentiable(result)}:
         assert node is not None
         node.register_prehook(hook)
 
 
-# in a step that is compiled, Dynamo would take it for code of the user's
+# in a compiled training step, Dynamo would trace this hook as the user's code
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _in_backward(groups: Sequence[weakref.ref[SlotGroup]], _: Any) -> None:
+    # autograd enables gradients in a backward only for create_graph=True
     if torch.is_grad_enabled():
         raise Fp8Error(
             "backward(create_graph=True) through a graph with delayed scaling: its backward records amaxes, and torch "
@@ -336,16 +348,17 @@ def _in_backward(groups: Sequence[weakref.ref[SlotGroup]], _: Any) -> None:
 
 
 def _reducer_of(groups: Sequence[SlotGroup]) -> Reducer | None:
-    """What shares their amaxes with other ranks; None where there is nothing, or nobody, to share them with."""
+    """Return the reducer of the groups' amaxes; None if none of them are reduced, or there are no other ranks."""
     reduced = ((g.reduces, g.table.device) for g in groups if g.reduces is not None)
     return next((reducer_of(*of) for of in reduced), None)
 
 
 class VaryingGraph:
-    """A graph that is not the same in all steps of the instance that it is called for; what Dynamo calls.
+    """A graph that differs between the steps of its instance, which Dynamo calls.
 
-    variant: of a step; the same for steps that are compiled alike. compile_at: compiles for a step. table: without
-    slots; its group counts the steps.
+    variant: maps a step to a key, equal for steps that run the same compiled code. owned: positions of the instance's
+    tensors among the inputs. table: a table without slots, whose group counts the steps. compile_at: compiles the graph
+    for a step.
     """
 
     def __init__(
@@ -363,11 +376,11 @@ class VaryingGraph:
         self._lock = threading.Lock()
 
     def has(self, step: int, run: Run) -> None:
-        """What has been compiled for a step already."""
+        """Add code that has already been compiled for a step."""
         self._runs[self._variant(step)] = run
 
     def __call__(self, *args: Any) -> Any:
-        """Call the graph as it is at this step. Evaluation is as the last step was."""
+        """Call the graph for the current step; in evaluation, for the last step that began."""
         counter = registry.of(self._table, [args[i] for i in self._owned])
         found, key = checkpointed_region(), (self._table.code, *map(id, counter.owned_tensors()))
         region, how = found or (None, None)

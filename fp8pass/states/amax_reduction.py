@@ -1,21 +1,23 @@
-"""Delayed scaling on many ranks: one MAX all-reduce per step gives every rank the amaxes, and so the scales, of all.
+"""Delayed scaling on many ranks: one MAX all-reduce per step gives all ranks the same amaxes, and so the same scales.
 
 before  backward ends         each rank has recorded the amaxes of its own part of the batch, or of the tensor
-        all_reduce(MAX)       of all slots of all graphs in one vector, while the optimizer runs
+        all_reduce(MAX)       reduces all slots of all graphs in one vector, while the optimizer runs
 after   next forward          copies the result to the slots, and rolls their histories: alike on every rank
 
-Amaxes travel as the bits of float32 in int32, which are ordered as the numbers are: -1, nothing, below 0, and NaN above
-infinity, so that no backend's idea of the maximum of NaN matters. The vector is laid out as all ranks have agreed in
-the first step; until then nobody knows that the others have the same slots, or come at all, and they meet in the
-group's store, which does not wait for ever. A rank whose slots change later says so in front of the vector.
+Amaxes are sent as the bits of float32 in int32, which sort as the numbers do: -1, which stands for no amax, below 0,
+and NaN above infinity, so that it does not matter how a backend computes the maximum with NaN. All ranks agree on the
+layout of the vector in the first step. Until then no rank knows that the others have the same slots, or that they take
+part at all, so they meet in the store of the process group, which has a timeout. A rank whose slots change later says
+so in the header of the vector.
 
-What is in the vector is what ran, in the order in which it ran, and not what is there: when Python lets go of a model
-that nobody needs any more, or whether a rank keeps one, is not the same on all ranks. Slots that are in it stay until
-all ranks have let go of them.
+The vector holds the slots of the graphs that ran, in the order in which they ran, not of all graphs that exist: when
+Python frees an unused model, and whether a rank keeps one, differs between ranks. Slots stay in the vector until all
+ranks have freed them.
 
-A collective that not all ranks call is met by one of somebody else's. So none depends on what a rank alone knows: each
-takes part at the end of each backward, if its graphs have no slots, too. A forward, which one rank may call to look at
-something, starts none: what it has recorded, without a backward, goes with the next step's.
+If not all ranks call a collective, it pairs with a different collective of the others. So no collective depends on what
+only one rank knows: each rank takes part at the end of each backward, even if its graphs have no slots. A forward,
+which one rank may run alone for inspection, starts no collective: amaxes that it records without a backward go into the
+reduction of the next step.
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ from fp8pass.states.slots import SlotGroup, registry
 log = logging.getLogger(__name__)
 
 HEADER = 2
-"""Elements in front of the amaxes: whether this rank's slots have changed, 0 or 1, and the same negated. After the
-reduction: whether any rank's have; and whether all ranks' have, negated."""
+"""Elements before the amaxes: 1 if this rank's slots have changed, else 0; and the same negated.
+
+After the reduction: 1 if the slots of any rank have changed; and -1 if those of all ranks have."""
 WARN_AFTER = 30
-"""Seconds that a rank waits for the others in the first step before it says so."""
+"""Seconds that a rank waits for the others in the first step before it logs a warning."""
 
 
 @dataclass
 class _Pending:
-    """A reduction that has been started. parts: of the vector, in which tensors they are to end."""
+    """A reduction that has started. parts: for each part of the vector, the tensor that receives it, or None."""
 
     work: Any
     vector: Tensor
@@ -73,7 +76,7 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Part:
-    """A graph's slots in the vector. row: what ranks compare of them; size: how many amaxes they have."""
+    """A graph's slots in the vector. row: the description that ranks compare; size: their number of amaxes."""
 
     group: weakref.ref[SlotGroup]
     row: list[Any]
@@ -86,40 +89,40 @@ class _Part:
 
 
 class Reducer:
-    """The reductions over one group, of all slots on one device."""
+    """The reductions over one process group of all slots on one device."""
 
     def __init__(self, what: Reduction, device: torch.device) -> None:
         self._what = what
         self._device = device
         self._number = 0
-        """How many reducers there were before for this group and kind of device: the same on all ranks."""
+        """Number of earlier reducers with this process group and device type: the same on all ranks."""
         self._group: dist.ProcessGroup | None = None
         self._agreed: list[_Part] | None = None
-        """The vector: the same on all ranks."""
+        """The layout of the vector, the same on all ranks; None before the first agreement."""
         self._running: dict[SlotGroup, None] = {}
-        """Holds what has run since the last reduction was started, in that order, if its instance is gone, too."""
+        """The groups that ran since the last reduction started, in that order, even if their instance is gone."""
         self._new: dict[SlotGroup, bool] = {}
-        """Holds what has run and is not in the vector; true where a backward has come: all ranks must have it."""
+        """The groups that ran and are not in the vector. True where a backward ran: all ranks must have those."""
         self._agreements = 0
         self._pending: _Pending | None = None
         self._headers: tuple[Tensor, Tensor] | None = None
         self._last_header: Tensor | None = None
-        """Of the reduction before, on the CPU, or on its way there."""
+        """The header of the previous reduction, on the CPU or being copied there."""
         self._task = -1
         self._takes_part = False
-        """A backward of a graph without slots has been; others may have some in its place."""
+        """True if a backward of a graph without slots ran; the same graph may have slots on other ranks."""
         self._steps = 0
         self._lock = threading.RLock()
 
     def is_active(self) -> bool:
-        """Whether there are other ranks."""
+        """Return whether there are other ranks."""
         return self._process_group() is not None
 
     def watch(self, result: Any, groups: Sequence[SlotGroup], may_end: bool = True) -> None:
-        """Behind the forward of a graph with these: its backward will record amaxes, too.
+        """After the forward of a graph with these groups, watch for its backward, which records amaxes too.
 
-        groups: none, if the graph has no slots; other ranks' may. may_end: the end of its backward may be the step's.
-        Raises Fp8Error where ranks may have unequally many batches.
+        groups: empty if the graph has no slots, though it may have some on other ranks. may_end: True if the step may
+        end with this backward. Raises Fp8Error if ranks may have different numbers of batches (DDP's `join`).
         """
         if ddp_joins():
             raise Fp8Error(
@@ -135,11 +138,11 @@ class Reducer:
         self.runs(groups)
 
     def runs(self, groups: Sequence[SlotGroup]) -> None:
-        """Take note that graphs with these run: they take part in the next reduction."""
+        """Note that graphs with these groups run: they take part in the next reduction."""
         with self._lock:
             self._running.update(dict.fromkeys(groups))
 
-    # in a step that is compiled, Dynamo would take it for code of the user's
+    # in a compiled training step, Dynamo would trace this hook as the user's code
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _in_backward(self, refs: Sequence[weakref.ref[SlotGroup]], may_end: bool, _: Tensor) -> None:
         groups = [group for ref in refs if (group := ref()) is not None]
@@ -150,6 +153,7 @@ class Reducer:
                 group.reduction.complete()
             self.runs(groups)
             if may_end and self._task != (task := current_graph_task_id()):
+                # once per backward: autograd runs queued callbacks after the whole graph task
                 self._task = task
                 queue_callback(self._after_backward)
 
@@ -160,9 +164,9 @@ class Reducer:
             self.launch()
 
     def launch(self) -> None:
-        """Start a reduction, if anything has been recorded since the last one. Every rank does this alike.
+        """Start a reduction if amaxes were recorded since the last one. All ranks must call it in the same order.
 
-        Raises Fp8Error, on every rank, if they have different slots.
+        Raises Fp8Error, on every rank, if the ranks have different slots.
         """
         with self._lock:
             news = any(group.reduction.unreduced for group in self._running) or self._takes_part
@@ -173,7 +177,8 @@ class Reducer:
             self._add_new()
             for group in self._groups():
                 if not group.reduction.step_started:
-                    group.roll()  # other ranks may have called it, and what is on its way is of the step behind that
+                    # other ranks may have run this graph and so rolled it: the amaxes sent now are of the step after
+                    group.roll()
                 group.reduction.clear()
             if self._agreed is None or self._says_changed(self._last_header):
                 self._agree(process_group)
@@ -182,7 +187,7 @@ class Reducer:
                 self._start(process_group)
 
     def _add_new(self) -> None:
-        """Add what has run to what is not in the vector, if it is not. From here on nothing has run."""
+        """Move the groups that ran and are not in the vector from `_running` to `_new`; clear `_running`."""
         known = {part.group() for part in self._agreed or ()}
         for group in self._running:
             if group not in known:
@@ -190,7 +195,7 @@ class Reducer:
         self._running.clear()
 
     def finish(self) -> None:
-        """Wait for a reduction that has been started, and give the slots what it found."""
+        """Wait for the reduction that has started, if any, and copy its result to the slots."""
         with self._lock:
             self._finish()
 
@@ -198,7 +203,7 @@ class Reducer:
         return [g for g in registry.groups() if g.reduces == self._what and g.table.device == self._device]
 
     def _process_group(self) -> dist.ProcessGroup | None:
-        """None where there are no other ranks."""
+        """Return the process group, None without other ranks; reset the reducer if the group is a new one."""
         group = self._what.process_group()
         if group is not self._group:
             same = (r for (_, device), r in _reducers.items() if device.type == self._device.type and r is not self)
@@ -218,7 +223,7 @@ class Reducer:
 
     @torch.no_grad()
     def _send(self, process_group: dist.ProcessGroup, changed: bool) -> None:
-        """Start the reduction of what has been agreed upon."""
+        """Start the reduction of the vector that ranks have agreed on."""
         assert self._agreed is not None
         parts: list[Tensor | None] = []
         sizes: list[int] = []
@@ -233,14 +238,14 @@ class Reducer:
         ]
         vector = torch.empty(HEADER + sum(sizes), dtype=torch.int32, device=self._device)
         values = torch.cat(amaxes) if amaxes else torch.empty(0, device=self._device)
-        # a NaN may have a sign, and would be below all numbers then
+        # abs: a NaN with its sign bit set would be a negative int32, below all amaxes
         vector[HEADER:].view(torch.float32).copy_(torch.where(values < 0, values, values.abs()))
         vector[:HEADER].copy_(self._header(changed))
         work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=process_group, async_op=True)
         self._pending = _Pending(work, vector, parts, sizes)
 
     def _header(self, changed: bool) -> Tensor:
-        """On the device, to which a copy in each step would wait for it."""
+        """Return the header, i32[2], from the device: copying it there in each step would synchronize."""
         if self._headers is None:
             same, other = ([0, 0], [1, -1])
             self._headers = (
@@ -256,6 +261,7 @@ class Reducer:
         pending, self._pending = self._pending, None
         pending.work.wait()
         self._last_header = pending.vector[:HEADER].to("cpu", non_blocking=True)
+        # a non_blocking copy to the CPU may be read only after this event: see `_says_changed`
         if self._device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -265,12 +271,15 @@ class Reducer:
             torch._foreach_copy_([to.data for to, _ in pairs], [new for _, new in pairs])
 
     def _all_changed(self) -> bool:
-        """Whether all ranks have slots that are not in the vector that was sent. Waits for it."""
+        """Return whether all ranks have slots that are not in the vector that was sent. Waits for the reduction."""
         self._finish()
         return self._says_changed(self._last_header) and int(self._last_header[1]) == -1  # type: ignore[index]
 
     def _says_changed(self, header: Tensor | None) -> bool:
-        """Whether any rank had. Of the step before: it is long over, and there is nothing to wait for."""
+        """Return whether any rank set the flag in `header`; False for None.
+
+        In `launch`, the header is of an earlier reduction, which has usually ended long before.
+        """
         if header is None:
             return False
         if self._device.type == "cuda":
@@ -278,12 +287,12 @@ class Reducer:
         return int(header[0]) == 1
 
     # -----------------------------------------------------------------------------------------------------------------
-    # What is reduced
+    # Agreement on the layout of the vector
 
     def _agree(self, process_group: dist.ProcessGroup) -> None:
-        """Put what is new into the vector, and take out what no rank has any more.
+        """Add the new groups to the vector, and remove those that no rank has any more.
 
-        Raises Fp8Error, on every rank, if they have trained different things.
+        Raises Fp8Error, on every rank, if the ranks have trained different graphs.
         """
         before, new, self._new = self._agreed or [], self._new, {}
         told = {
@@ -303,9 +312,10 @@ class Reducer:
         self._last_header = None
 
     def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:
-        """Tell all ranks something; return what each has told."""
+        """Send `mine` to all ranks, and return the values of all, by rank."""
         self._agreements += 1
-        if dist.get_backend(process_group) == "fake":  # a dry run of a large world: there are no others to agree with
+        # torch's fake backend simulates a large world in one process: no other rank answers
+        if dist.get_backend(process_group) == "fake":
             return [mine]
         limit = timeout_of(process_group, self._device)
         return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
@@ -318,10 +328,11 @@ class Reducer:
 
 
 def _trained_only(before: list[Any], new: Sequence[Sequence[tuple[Any, bool]]]) -> bool:
-    """Return whether only what has had a backward is to come into the vector: if the rest is not alike on all ranks.
+    """Return whether only graphs whose backward ran may enter the vector, because the others differ between ranks.
 
-    For a rank alone may look at something, and makes no backward. before: the rows that are in the vector; new: those
-    that are not, by rank, with whether they have had one. Raises Fp8Error if ranks have trained different things.
+    One rank may run a graph alone for inspection, without a backward. before: the rows in the vector; new: by rank, the
+    rows that are not in it, each with a flag for whether its backward ran. Raises Fp8Error if the ranks have trained
+    different graphs.
     """
     if _are_alike([[row for row, _ in rows] for rows in new]):
         return False
@@ -335,27 +346,27 @@ def _are_alike(values: Sequence[Any]) -> bool:
 
 
 class NotCome(Fp8Error):
-    """Not all ranks have come to say which slots they have."""
+    """Raised if some ranks did not say in time which slots they have."""
 
 
 def differentiable(result: Any) -> list[Tensor]:
-    """Of what a graph returns, what has a backward."""
+    """Return the tensors among the outputs of a graph that have a backward."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [x for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def _amaxes(group: SlotGroup, interval: int) -> list[Tensor]:
-    """The running amaxes of a graph's slots, and those of the steps before that have not been reduced, f32[...]."""
+    """Return the running amaxes of a graph's slots, and the unreduced ones of the steps before, each f32[...]."""
     t = group.tensors
-    # rows of a history of other length would not be there on all ranks alike; a recipe has the same length everywhere
+    # a shorter history gives fewer rows, but equally many on all ranks, whose recipes are the same
     return [t.amax_forward, t.amax_weights, t.amax_backward, *t.amax_history[: interval - 1].unbind(0)]
 
 
 def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: timedelta) -> list[Any]:
-    """Tell all ranks something, as JSON; return what each has told.
+    """Send `mine` to all ranks as JSON, and return the values of all, by rank.
 
-    name: of the meeting, the same on all ranks. limit: of the time that it may take. Asks no collective of them, which
-    would hang if one did not come. Raises NotCome then.
+    name: identifies the exchange, the same on all ranks. limit: the time that it may take. It uses the store of the
+    process group, not a collective, which would hang if a rank did not take part. Raises NotCome if one does not.
     """
     text = json.dumps(mine)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -366,7 +377,7 @@ def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: time
     if store.add("count", 1) == ranks:
         store.set("all", "")
     _wait(store, rank, ranks, limit.total_seconds())
-    # no longer than a hash for each rank; of what is different there are few
+    # rank 0 gathers a hash per rank, so that each rank reads only the few texts that differ
     digests = [store.get(f"here/{r}").decode() for r in range(ranks)] if rank == 0 else []
     if rank == 0:
         store.set("digests", json.dumps(digests))
@@ -376,7 +387,7 @@ def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: time
 
 
 def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
-    """Until all ranks are here; no longer than `limit` seconds. Raises NotCome that names those that are not."""
+    """Wait at most `limit` seconds until all ranks have arrived. Raises NotCome, which names those that have not."""
     begin = time.monotonic()
     warned = False
     while True:
@@ -386,7 +397,8 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
             break
         except dist.DistStoreError as error:
             absent = [r for r in range(ranks) if r != rank and not store.check([f"here/{r}"])]
-            absent = absent or [r for r in range(ranks) if r != rank]  # one that ended while it came
+            # if none is absent, a rank ended after it set its key and before it was counted
+            absent = absent or [r for r in range(ranks) if r != rank]
             waited = time.monotonic() - begin
             if waited >= limit:
                 store.set("gone", str(rank))
@@ -404,7 +416,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
 
 
 def _difference(layouts: Sequence[Any]) -> str:
-    """What is different, of layouts by rank."""
+    """Return a sentence that says how the layouts, one per rank, differ."""
     stages = [sorted({row[-1] for row in layout if row[-1] is not None}) for layout in layouts]
     if any(mine != stages[0] for mine in stages):
         return _difference_of_stages(stages)
@@ -462,11 +474,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 _reducers: dict[tuple[Reduction, torch.device], Reducer] = {}
 _postponed = 0
-"""How many `postponed` are open."""
+"""Number of open `postponed` contexts."""
 
 
 def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
-    """What reduces the slots of a graph on this device; None where there are no other ranks."""
+    """Return the reducer for the slots of graphs on this device; None if there are no other ranks."""
     reducer = _reducers.get((reduces, device))
     if reducer is None:
         reducer = _reducers[reduces, device] = Reducer(reduces, device)
@@ -475,7 +487,7 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
 
 
 def begins(group: SlotGroup) -> None:
-    """Before a graph rolls its slots, if it does: here a step ends whose end nothing told, or that has no backward."""
+    """Before a graph rolls its slots, reduce their amaxes if no backward or optimizer has ended the step."""
     reducer = reducer_of(group.reduces, group.table.device) if group.reduces is not None else None
     if reducer is not None and group.reduction.unreduced and group.rolls:
         reducer.launch()
@@ -484,20 +496,20 @@ def begins(group: SlotGroup) -> None:
 
 
 def continues(group: SlotGroup) -> None:
-    """Take note that a graph runs, in a step that has begun."""
+    """Note that a graph runs in a step that has begun."""
     group.reduction.start_step()
     if group.reduces is not None and (reducer := reducer_of(group.reduces, group.table.device)) is not None:
         reducer.runs([group])
 
 
 def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:
-    """A graph without slots, in whose place another rank may have one with slots."""
+    """Wrap `run`, a graph without slots, so that it takes part in the reductions of ranks where it has slots."""
 
     def taking_part(*args: Any) -> Any:
         result, call = run(*args), pipeline_call()
         if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
             return result
-        # the device that its slots would be on: inputs may come from another
+        # outputs are on the device that its slots would be on; inputs may be on another
         device = next((x.device for x in differentiable(result)), None)
         if device is not None and (reducer := reducer_of(reduces, device)) is not None:
             reducer.watch(result, [], may_end=call is None)
@@ -508,13 +520,13 @@ def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., An
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Within it, the end of a backward is not that of the step, which an optimizer, or this context's end is."""
+    """Postpone the reduction from the end of a backward to an optimizer's step or the end of this context."""
     global _postponed
     _postponed += 1
     try:
         yield
     except BaseException:
-        _postponed -= 1  # and no collective, to which the other ranks may never come
+        _postponed -= 1  # and start no collective: the other ranks may never call it
         raise
     _postponed -= 1
     if not _postponed:
@@ -522,13 +534,13 @@ def postponed() -> Iterator[None]:
 
 
 def launch() -> None:
-    """The step is over, as far as amaxes go: start what is to be reduced."""
+    """Start the reductions of the step, all of whose amaxes are recorded."""
     for reducer in list(_reducers.values()):
         reducer.launch()
 
 
 def finish() -> None:
-    """Wait for what has been started."""
+    """Wait for all reductions that have started, and copy their results to the slots."""
     for reducer in list(_reducers.values()):
         reducer.finish()
 

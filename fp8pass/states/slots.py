@@ -1,4 +1,4 @@
-"""State of delayed and static scaling: who owns it, and where it lives. `checkpoint.py` saves it.
+"""State of delayed and static scaling: which instance owns which tensors. `checkpoint.py` saves them.
 
 A compiled graph has T slots, one per quantized tensor, named by module path and role (`layers.0.mlp.up.weight`). Dynamo
 reuses one compiled graph for every instance of a class, so a graph owns no state: it takes the state tensors as inputs,
@@ -27,20 +27,23 @@ from fp8pass.states.step_tracker import StepTracker
 
 Entry = dict[str, Tensor]
 PARTS = ("scale", "amax_history", "amax")
-"""What an `Entry`, the state of one slot, consists of: f32[], f32[H] and f32[]."""
+"""The keys of an `Entry`, the state of one slot: f32[], f32[H] and f32[]."""
 
 
 @dataclass(frozen=True)
 class SlotTable:
-    """The slots of one compiled graph: what its state looks like, for whichever instance.
+    """The slots of one compiled graph: the layout of its state, the same for every instance.
 
-    names: T slots: those of F forward tensors, of W weights whose FP8 copies are kept, and of gradients. n_forward: F;
-    n_weights: W; fp8_max: largest value of each slot's format.
-    owned: paths, relative to the graph's root, of the inputs that belong to the instance: parameters, or else buffers.
-    anchors: for each slot the position in `owned` of the parameter that it goes with, or -1 if it goes with none.
-    places: the user's line of each slot's matmul, "" if the slot is of a parameter itself.
-    training: whether the graph records at all. records: for each slot whether it does; the others never have a history.
-    code: identifies the compiled code, in a table without slots. reduces: how ranks share the amaxes; None: not at all.
+    names: the T slots, in order: F forward tensors, W weights whose FP8 copies are cached, then gradients. n_forward:
+    F; n_weights: W; fp8_max: the largest value of each slot's format.
+    owned: paths, relative to the graph's root, of the inputs that belong to the instance: its parameters, or its
+    buffers if it has no parameters.
+    anchors: for each slot, the position in `owned` of the parameter that it goes with; -1 if it goes with none.
+    places: for each slot, the user's source line of its matmul; "" if the slot belongs to a parameter itself.
+    training: True if the graph records amaxes. records: for each slot, True if the graph records its amax; a slot that
+    is not recorded never gets a history.
+    code: identifies the compiled code in a table without slots. reduces: how ranks share the amaxes; None if they do
+    not share them.
     """
 
     names: tuple[str, ...]
@@ -59,7 +62,7 @@ class SlotTable:
 
     @classmethod
     def counter(cls, owned: tuple[str, ...], code: str) -> SlotTable:
-        """A table without slots: the steps of its groups are all that matters."""
+        """Return a table without slots, whose groups only count steps."""
         return cls((), 0, (), DelayedScaling(), torch.device("cpu"), owned, (), (), training=True, code=code)
 
     @property
@@ -70,15 +73,15 @@ class SlotTable:
 
     @property
     def remembers(self) -> bool:
-        """Whether the slots have a history, and not only a scale."""
+        """True if the slots have an amax history; False if they only have a scale."""
         return isinstance(self.recipe, DelayedScaling)
 
     def forward_names(self) -> frozenset[str]:
-        """Of the slots that a forward uses: the same for training and evaluation."""
+        """Return the names of the slots that a forward uses: the same for training and evaluation."""
         return frozenset(self.names[: self.n_forward + self.n_weights])
 
     def new_tensors(self) -> SlotTensors:
-        """State without history: see `SlotTensors`."""
+        """Return state without history: see `SlotTensors`."""
         total, forward, weights, device = len(self.names), self.n_forward, self.n_weights, self.device
         return SlotTensors(
             scale=torch.zeros(total, device=device),
@@ -91,60 +94,68 @@ class SlotTable:
         )
 
     def inputs(self, tensors: SlotTensors) -> list[Tensor]:
-        """What a graph with this table is called with."""
+        """Return the state inputs of a graph with this table.
+
+        Static scaling: one tensor f32[2, T], the scales and their reciprocals.
+        """
         return tensors.inputs() if self.remembers else [torch.stack([tensors.scale, tensors.scale.reciprocal()])]
 
 
 @dataclass(eq=False)
 class SlotGroup:
-    """The state of one instance for one slot table: owns the tensors. Only this file writes the fields, but `frozen`,
-    `cached` and `ring`, which whoever is named there fills."""
+    """The state of one instance for one slot table: owns the tensors.
+
+    Only this file writes the fields, except `frozen`, `cached` and `ring`.
+    """
 
     table: SlotTable
     owned: tuple[weakref.ref[Tensor], ...]
     tensors: SlotTensors
     relatives: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
-    """Groups of other graphs that hold some of the same slots: of evaluation, or of a second entry point."""
+    """Groups of other graphs that share slots with this one: an evaluation graph, or a second entry point."""
     neighbours: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
-    """Groups of other graphs that belong to some of the same tensors."""
+    """Groups of other graphs that share owned tensors with this one."""
     tracker: StepTracker = field(default_factory=StepTracker)
-    """Its steps."""
+    """The steps of this group."""
     reduction: ReductionState = field(default_factory=ReductionState)
-    """What of it is to be reduced over ranks."""
+    """Tracks which recorded amaxes must be reduced over ranks."""
     warm: bool = False
-    """No slot is cold; once true, the device is not asked again."""
+    """True if no slot is cold (without a scale). Once True, the device is not asked again."""
     cold_names: frozenset[str] | None = None
-    """The slots that were cold when the device was asked last; None before."""
+    """The slots that were cold when the device was last asked; None if it was never asked."""
     cold_since: int | None = None
-    """The step in which a slot was found cold first."""
+    """The first step in which a slot was found cold."""
     loads: int = 0
-    """How often slots have been set from outside."""
+    """Number of times that `write` has set slots."""
     held: tuple[bool, ...] = ()
-    """What `tensors.held` holds; () for all false."""
+    """The value of `tensors.held`; () if all are False."""
     held_on_device: dict[tuple[bool, ...], Tensor] = field(default_factory=dict)
-    """What `held` has been, on the device."""
+    """A copy on the device of each value that `held` has had."""
     recompute_buffers: SlotTensors | None = None
-    """See `for_repetition`."""
+    """The buffers that `for_repetition` returns; None until it is called."""
     static_inputs: list[Tensor] | None = None
-    """`inputs` of a static recipe."""
+    """The result of `inputs` for a static recipe; None until it is called."""
     frozen: dict[Any, Any] = field(default_factory=dict)
-    """Parameters in FP8, by what the graph knows them by: see `frozen_weights.py`."""
+    """FP8 parameters by the graph's `Frozen` record: `frozen_weights.py` fills it."""
     cached: dict[Any, Any] = field(default_factory=dict)
-    """FP8 copies of weights, by what the graph knows them by: see `weight_cache.py`."""
+    """FP8 copies of weights by the graph's `Cached` record: `weight_cache.py` fills it."""
     ring: Ring | None = None
-    """What the numerics monitor has counted; of a table without slots."""
+    """The numbers that the numerics monitor has counted; only in the group of a table without slots."""
 
     @property
     def reduces(self) -> Reduction | None:
-        """How ranks share its amaxes; None: not at all. The default group has no other rank with a pipeline's stage."""
+        """The way ranks share the amaxes; None if they do not share them.
+
+        A pipeline stage that only this rank has is not reduced over the default group, whose other ranks lack it.
+        """
         reduces = self.table.reduces
         return None if reduces is not None and reduces.group is None and self.tracker.has_rank_of_its_own else reduces
 
     def keys(self) -> list[tuple[Any, ...]]:
-        """What identifies each slot, whatever graph it is in.
+        """Return a key for each slot that is the same in all graphs of the instance.
 
-        A parameter is one tensor wherever it is used. What it is multiplied with is another tensor at another line of
-        the user's: two halves of a forward may call one layer on very different inputs.
+        A parameter is one tensor wherever it is used, so its key has no source line. The other operand of its matmul
+        is a different tensor at each source line: two parts of a forward may call one layer on very different inputs.
         """
         table, ids = self.table, tuple(map(id, self.owned_tensors()))
         rows = zip(table.names, table.anchors, table.places, strict=True)
@@ -156,15 +167,15 @@ class SlotGroup:
         ]
 
     def owned_tensors(self) -> list[Tensor | None]:
-        """The instance's tensors, None where they are gone."""
+        """Return the tensors of the instance, with None for those that no longer exist."""
         return [ref() for ref in self.owned]
 
     def alive(self) -> bool:
-        """Whether the instance that this is the state of still exists."""
+        """Return whether the instance still exists."""
         return all(ref() is not None for ref in self.owned)
 
     def cold(self) -> list[str]:
-        """The slots that have no scale in the step that has just begun, or goes on. Waits for the device."""
+        """Return the names of the slots without a scale in the current step. Synchronizes with the device."""
         cold = (self._rolled_scale() == 0).tolist()
         rows = zip(self.table.names, cold, self.table.records, strict=True)
         names = [name for name, is_cold, records in rows if is_cold and records]
@@ -175,7 +186,10 @@ class SlotGroup:
 
     @torch.no_grad()
     def _rolled_scale(self) -> Tensor:
-        """f32[T], 0 where there will be none: an amax alone makes no scale, if the history holds a NaN, say."""
+        """Return the scales after the next roll, f32[T]; 0 for a slot that will have none.
+
+        A recorded amax alone is not enough for a scale: the history may hold a NaN, for example.
+        """
         t = self.tensors
         if not self.table.remembers:
             return t.scale
@@ -186,62 +200,64 @@ class SlotGroup:
         return scale
 
     def has_scale(self, slot: int) -> bool:
-        """Whether the slot is known to have one. Does not ask the device."""
+        """Return whether the slot is known to have a scale. Does not ask the device."""
         return self.warm or (self.cold_names is not None and self.table.names[slot] not in self.cold_names)
 
     @property
     def cold_steps(self) -> int:
-        """How many steps some slot has been cold, or forwards that may never see the end of one."""
+        """Number of steps since a slot was first found cold, plus the forwards that still await a backward."""
         if self.cold_since is None:
             return 0
         return self.tracker.steps - self.cold_since + 1 + self.tracker.forwards_awaiting_backward
 
     def assume_scales(self) -> None:
-        """Take it that every slot has a scale, without a look at the device, which is not there."""
+        """Assume that every slot has a scale, where there is no device to ask."""
         self.warm = True
 
     def relate(self, relatives: Iterable[SlotGroup], neighbours: Iterable[SlotGroup]) -> None:
-        """Set the groups of other graphs that this one has to do with."""
+        """Set the groups that share slots (`relatives`) or owned tensors (`neighbours`) with this one."""
         self.relatives, self.neighbours = weakref.WeakSet(relatives), weakref.WeakSet(neighbours)
 
     def forget_copies(self) -> None:
-        """Forget all that can be made again of the tensors."""
+        """Drop everything that can be computed again from the tensors."""
         self.recompute_buffers, self.static_inputs = None, None
         self.frozen.clear()
         self.cached.clear()
 
     def hold(self, held: Sequence[bool]) -> None:
-        """Slots whose step goes on, and whose history does not roll at the next call; () for none."""
+        """Mark the slots whose step continues, so that their history does not roll at the next call.
+
+        held: a flag for each slot; () for none.
+        """
         held = tuple(held) if any(held) else ()
         if held != self.held:
             self.held = held
-            if (
-                held not in self.held_on_device
-            ):  # a copy from the CPU would wait for the device, twice in each accumulated step
+            # kept on the device: a copy from pageable CPU memory synchronizes, here twice in each accumulated step
+            if held not in self.held_on_device:
                 flags = held or [False] * len(self.table.names)
                 self.held_on_device[held] = torch.tensor(flags, device=self.table.device)
             self.tensors.held.copy_(self.held_on_device[held])
 
     @property
     def rolls(self) -> bool:
-        """Whether any slot rolls at the next call."""
+        """True if any slot rolls at the next call."""
         return not self.held or not all(self.held)
 
     def holds(self, slot: int) -> bool:
-        """Whether the step of the slot goes on."""
+        """Return whether the step of the slot continues, so that it does not roll."""
         return bool(self.held) and self.held[slot]
 
     @torch.no_grad()
     def begin_trained_step(self, begin: Callable[[SlotGroup], None]) -> None:
-        """Roll the slots that this group, of evaluation, shares with training: its forward is one of training.
+        """Roll the slots that this group of an evaluation graph shares with the graph that trains.
 
-        begin: decides which slots roll.
+        Called before a no-grad forward that belongs to a training step. begin: decides which slots roll.
         """
         newest = self._trained()
         if newest is None:
             begin(self)
             if self.table.remembers:
-                self.roll()  # what a load brought; `begin_repeated` rolls what of it the graph that trains has
+                self.roll()  # rolls loaded state; `begin_repeated` rolls the part that the training graph has
         else:
             begin(newest)
             *state, amax_weights, made = newest.tensors
@@ -249,7 +265,7 @@ class SlotGroup:
             newest.tracker.use_elsewhere()
 
     def begin_step(self, joins: bool = False) -> None:
-        """Begin a step with this graph. joins: another graph of the instance is known to have begun it already."""
+        """Begin a step with this graph. joins: True if another graph of the instance has already begun it."""
         self.tracker.begin(self._trackers_around(), joins)
 
     def _trackers_around(self) -> list[StepTracker]:
@@ -257,24 +273,27 @@ class SlotGroup:
             return [g.tracker for g in self.neighbours]
 
     def begin_repeated(self) -> None:
-        """Before a forward is repeated: if that is the group's first call, its step began without it, so roll now."""
+        """Roll before a repeated forward if it is the group's first call, whose step began without this graph."""
         if self.table.training and not self.tracker.last_used_at:
             self.roll()
             self.tracker.begin_repeated(self._trackers_around())
 
     @torch.no_grad()
     def roll(self) -> None:
-        """Without a forward, which would say what it uses of kept copies: that is recorded where there was one."""
+        """Roll all slots without running a forward.
+
+        Merges no amaxes of cached weights: the forward that reads the cached copies records those.
+        """
         self.hold(())
         *state, amax_weights, made = self.tensors
         nothing = torch.full_like(made, scaling.NOTHING)
         ops.begin_step(self.table.delayed, *state, *((amax_weights, nothing) if len(amax_weights) else ()))
 
     def for_repetition(self) -> SlotTensors:
-        """What a forward that the backward repeats is called with: nothing rolls, and its amaxes are forgotten.
+        """Return the state for a forward that the backward repeats: no slot rolls, and its amaxes are discarded.
 
-        At the same addresses each time, or else CUDA graphs would be recorded for every repetition. Without records the
-        graph keeps the scales themselves for its backward, and needs some of its own.
+        The buffers keep their addresses, because CUDA graphs would otherwise be recorded for every repetition. A graph
+        that does not record saves the scales themselves for its backward, so each of its calls gets new buffers.
         """
         t = self.tensors
         if self.recompute_buffers is None or not self.table.training:
@@ -290,13 +309,16 @@ class SlotGroup:
         return self.recompute_buffers
 
     def for_rehearsal(self) -> SlotTensors:
-        """As `for_repetition`, for a forward whose backward is to record nothing either."""
+        """Return the state of `for_repetition`, for a forward whose backward must not record amaxes either."""
         return self.for_repetition()._replace(
             amax_backward=torch.full_like(self.tensors.amax_backward, scaling.NOTHING)
         )
 
     def catch_up(self) -> bool:
-        """Whether a backward repeats what ran ahead without gradients, and recorded nothing."""
+        """Return whether the repeated forward first ran without gradients, and so has recorded nothing yet.
+
+        Counts that forward as repeated.
+        """
         return any(g.tracker.take_recompute() for g in (self, *self._kin()))
 
     def _kin(self) -> list[SlotGroup]:
@@ -304,24 +326,24 @@ class SlotGroup:
             return list(self.relatives)
 
     def is_trained(self) -> bool:
-        """Whether no slot is cold in the graph that trains these."""
+        """Return whether no slot is cold in the graph that trains these slots."""
         trained = self._trained()
         return not self.table.remembers or (trained is not None and trained.warm)
 
     def _trained(self) -> SlotGroup | None:
-        """The newest group of a training graph that shares slots with this one."""
+        """Return the most recently used group of a training graph that shares slots with this one."""
         return max((r for r in self._kin() if r.table.training), key=lambda r: r.tracker.last_used_at, default=None)
 
     def amax(self) -> Tensor:
-        """The running amax of all slots, a copy: f32[T]."""
+        """Return a copy of the running amax of all slots, f32[T]."""
         return torch.cat(self._amaxes())
 
     def _amaxes(self) -> list[Tensor]:
-        """In the order of the slots."""
+        """Return the running amaxes in the order of the slots: f32[F], f32[W], f32[T-F-W]."""
         return [self.tensors.amax_forward, self.tensors.amax_weights, self.tensors.amax_backward]
 
     def begin(self) -> None:
-        """Before every call: bring in what other graphs have learnt since about the slots they share with this one."""
+        """Before every call, copy newer state of shared slots from the groups of other graphs."""
         newer = [r for r in self._kin() if r.tracker.last_used_at > self.tracker.synced_at]
         for other in sorted(newer, key=lambda r: r.tracker.last_used_at):
             self._take(other)
@@ -333,7 +355,7 @@ class SlotGroup:
 
     @torch.no_grad()
     def _take(self, other: SlotGroup) -> None:
-        """Copy scale and history of the common slots; a running amax moves over to the one that will roll it."""
+        """Copy scale and history of the common slots, and move their running amax if this group will roll it."""
         mine_, theirs_ = self._common(other.keys())
         self.tensors.scale[mine_] = other.tensors.scale[theirs_]
         self.tensors.amax_history[:, mine_] = other.tensors.amax_history[:, theirs_]
@@ -345,14 +367,14 @@ class SlotGroup:
             other.set_amax(their_amax)
 
     def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """The slots that are among `keys`: their places here, and there."""
+        """Return the positions of the slots that are among `keys`: in this group, and in `keys`."""
         there = {key: i for i, key in enumerate(keys)}
         pairs = [(i, there[key]) for i, key in enumerate(self.keys()) if key in there]
         here, elsewhere = torch.tensor(pairs, device=self.table.device, dtype=torch.long).reshape(-1, 2).unbind(1)
         return here, elsewhere
 
     def copy_slots(self, keys: Sequence[Any], values: Tensor, into: Tensor) -> None:
-        """Copy `values`, one for each key, to where these slots are in `into` f32[T]."""
+        """Copy `values`, one for each of `keys`, to the positions of these slots in `into` f32[T]."""
         here, there = self._common(keys)
         into[here] = values[there]
 
@@ -363,7 +385,7 @@ class SlotGroup:
             part.copy_(new)
 
     def inputs(self) -> list[Tensor]:
-        """What the graph is called with."""
+        """Return the state inputs of the graph."""
         if self.table.remembers:
             return self.tensors.inputs()
         if self.static_inputs is None:
@@ -372,16 +394,16 @@ class SlotGroup:
         return self.static_inputs
 
     def read(self) -> dict[str, Entry]:
-        """The entries of all slots, copied."""
+        """Return copies of the entries of all slots."""
         t, amax = self.tensors, self.amax()
         columns = zip(self.table.names, t.scale.clone(), t.amax_history.t().clone(), amax, strict=True)
         return {name: dict(zip(PARTS, parts, strict=True)) for name, *parts in columns}
 
     @torch.no_grad()
     def write(self, entries: Mapping[str, Entry], anew: bool = False) -> None:
-        """Set slots. A history of another length keeps its newest entries.
+        """Set the slots that `entries` names. A history of another length keeps its newest entries.
 
-        Then, and if `anew`, the scale follows from the history.
+        The scale is computed from the history if the length changed or if `anew`; otherwise it is copied.
         """
         t, amax = self.tensors, self.amax()
         for slot, name in enumerate(self.table.names):
@@ -402,28 +424,29 @@ class SlotGroup:
 
 
 class StateRegistry:
-    """All state of the process. One lock: backends may be called from several threads."""
+    """All state of the process. One lock guards it: backends may be called from several threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.on_new: list[Callable[[SlotGroup], None]] = []
-        """Called with every new group; may raise Fp8Error, and then there is none."""
+        """Callbacks for every new group. If one raises, Fp8Error for example, the group is not kept."""
         self.on_step: list[Callable[[SlotGroup], None]] = []
-        """Called with a group before each of its training forwards."""
+        """Callbacks for a group before each of its training forwards."""
         self._groups: list[SlotGroup] = []
         self._of: dict[tuple[int, ...], tuple[SlotTable, SlotGroup]] = {}
 
     def of(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup:
-        """The state of the instance that owns these tensors, for a graph with this table."""
+        """Return the state of the instance that owns these tensors, for a graph with this table."""
         key = (id(table), *map(id, owned))
         found = self._of.get(key)
+        # Python reuses the id of a tensor that is gone, so a hit is checked by identity
         if found is None or not _same(found[1], owned):
             with self.lock:
                 found = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
         return found[1]
 
     def _find(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup | None:
-        """The group of another compilation of the same code, for another batch size say."""
+        """Return the group of another compilation of the same code (for another batch size, say); None if none."""
         return next((g for g in self._groups if _same(g, owned) and g.table == table), None)
 
     def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup:
@@ -431,7 +454,7 @@ class StateRegistry:
         self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
         with torch.no_grad(), torch.inference_mode(False):
             group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
-        # the step that others may have begun is to be counted here too
+        # other graphs may already have begun steps of this instance: count those before the current one here too
         group.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
         keys, mine = set(group.keys()), set(map(id, owned))
         for other in self._groups:
@@ -451,7 +474,7 @@ class StateRegistry:
         return group
 
     def step_of(self, owned: Sequence[Tensor]) -> int:
-        """How many steps any graph has begun with some of these tensors."""
+        """Return the largest number of steps that one graph has begun with some of these tensors."""
         mine = set(map(id, owned))
         with self.lock:
             return max(
@@ -459,17 +482,17 @@ class StateRegistry:
             )
 
     def drop(self, tables: Sequence[SlotTable]) -> None:
-        """Forget the state of graphs with these tables, which are not called any more."""
+        """Drop the state of graphs with these tables, which are no longer called."""
         with self.lock:
             self.keep([g for g in self._groups if not any(g.table is table for table in tables)])
 
     def keep(self, groups: Sequence[SlotGroup]) -> None:
-        """Forget all groups but these."""
+        """Drop all groups except these."""
         with self.lock:
             self._groups, self._of = list(groups), {}
 
     def groups(self) -> list[SlotGroup]:
-        """All groups whose instances still exist, oldest first."""
+        """Return all groups whose instances still exist, oldest first."""
         with self.lock:
             return [g for g in self._groups if g.alive()]
 

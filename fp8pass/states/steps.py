@@ -1,13 +1,13 @@
-"""What a step of delayed scaling is: which calls of a compiled graph begin one, go on with one, or repeat one.
+"""Steps of delayed scaling: which calls of a compiled graph begin one, continue one, or repeat one.
 
 a training forward                               begins a step
-in `with accumulate(module):`                    the first begins it, the others go on
-under `no_sync` of DistributedDataParallel       it goes on, up to the first forward that is not
-of a stage of `torch.distributed.pipelining`     it goes on, up to the first microbatch that it has had already
-where ranks share amaxes                         it goes on while no backward has come: see `amax_reduction.py`
+in `with accumulate(module):`                    the first begins a step, the others continue it
+under `no_sync` of DistributedDataParallel       continues it, up to and including the first forward outside of it
+of a stage of `torch.distributed.pipelining`     continues it, until a microbatch comes that the step has had already
+where ranks share amaxes                         continues it while no backward has run: see `amax_reduction.py`
 without gradients                                reads the scales
-activation checkpointing around compiled code    the forward begins a step; when the backward repeats it, it sees
-                                                 the scales that it saw then
+activation checkpointing around compiled code    the forward begins a step; the backward repeats it with the scales
+                                                 of that step
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from fp8pass.states.slots import SlotGroup, registry
 
 @dataclass(eq=False)
 class _Step:
-    """Several forwards that are one step. begun: what it has begun: slots, and graphs of instances."""
+    """Several forwards that are one step. begun: keys of the slots, and of graphs of instances, that have begun it."""
 
     begun: set[Hashable] = field(default_factory=set)
 
 
 @dataclass(eq=False, kw_only=True)
 class _Accumulation(_Step):
-    """owned, foreign: ids of tensors that are known to be the module's, or not."""
+    """A step under `accumulate(module)`. owned, foreign: ids of tensors known to belong to the module, or not to."""
 
     module: nn.Module
     owned: set[int] = field(default_factory=set)
     foreign: set[int] = field(default_factory=set)
 
     def owns(self, tensor: int) -> bool:
-        """Whether the tensor of this id is the module's. Some of those come into being in its first forward."""
+        """Return whether the tensor with this id belongs to the module, whose first forward may make new ones."""
         if tensor not in self.owned and tensor not in self.foreign:
             self.owned = ids_of(self.module)
             if tensor not in self.owned:
@@ -67,15 +67,16 @@ class _Accumulation(_Step):
 
 @dataclass(eq=False)
 class _PipelineStep(_Step):
-    """The step that a stage of a pipeline is in. microbatches: those that it has had in it. newest: the latest."""
+    """The current step of a pipeline stage. microbatches: those seen in the step. newest: the last of them."""
 
     microbatches: set[int] = field(default_factory=set)
     newest: int = -1
 
     def take(self, microbatch: int, graph: Hashable, of: int | None) -> None:
-        """A graph is called for a microbatch; for one that has been there already, in the next step.
+        """Note that a graph is called for a microbatch; begin the next step if the step has had the microbatch.
 
-        of: how many microbatches there are. Where there is only one, the graph has to have been called already, too.
+        The newest microbatch may call several graphs without ending the step. of: number of microbatches; if it is 1,
+        the next step begins when a graph is called that the step has had already.
         """
         is_newest = microbatch == self.newest and not (of == 1 and graph in self.begun)
         if microbatch in self.microbatches and not is_newest:
@@ -87,17 +88,23 @@ class _PipelineStep(_Step):
 
 _accumulations: list[_Accumulation] = []
 _pipeline_steps: weakref.WeakKeyDictionary[Any, _PipelineStep] = weakref.WeakKeyDictionary()
-"""By stage."""
+"""The current step of each stage."""
 _held: Counter[ScaleState] = Counter()
+"""Number of open `accumulate` contexts that cover each scale state."""
 
 
 @contextmanager
 def accumulate(module: Any) -> Iterator[None]:
-    """Within it, all forwards and backwards of a module, compiled or not, are one step of delayed scaling.
+    """Make all forwards and backwards of a module within this context one step of delayed scaling.
 
-    The microbatches of one optimizer step: their amaxes merge by max, and the history rolls once. Within another
-    `accumulate` that covers the module it changes nothing. It holds for all threads. Raises TypeError for what is not a
-    module.
+    For the microbatches of one optimizer step: their amaxes merge by max, and the history rolls once. Within another
+    `accumulate` that covers the module it changes nothing. It holds for all threads.
+
+    Args:
+        module: An `nn.Module`, compiled or not.
+
+    Raises:
+        TypeError: If `module` is not a module or a compiled module.
     """
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
@@ -128,20 +135,20 @@ def _holding(state: ScaleState) -> Iterator[None]:
 
 
 def is_rehearsal() -> bool:
-    """Whether a forward is of no step: a stage of a pipeline finds out what it returns."""
+    """Return whether this forward belongs to no step: a pipeline stage infers the shapes of its outputs."""
     call = pipeline_call()
     return call is not None and call.microbatch is None
 
 
 def begin_step(group: SlotGroup) -> None:
-    """Before a training forward: let the slots roll whose step this begins, and hold the others."""
+    """Before a training forward, let the slots roll whose step it begins, and hold the others."""
     call = pipeline_call()
     if call is not None and call.microbatch is None:
         return
     for tell in registry.on_step:
         tell(group)
     step = _step_of_pipeline(call, group)
-    # of all forwards that a pipeline makes of a module in DDP, none is outside of no_sync
+    # torch.distributed.pipelining runs all forwards of a DDP module under no_sync, so no_sync says nothing there
     goes_on = group.tracker.accumulate(step is None and ddp_goes_on()) and step is None
     holds = goes_on or group.reduction.awaits_backward
     if step is None and not _accumulations:
@@ -161,7 +168,7 @@ def begin_step(group: SlotGroup) -> None:
 
 
 def join_step(group: SlotGroup) -> None:
-    """What is running belongs to a step that has begun: nothing of the group rolls before that ends."""
+    """Note that the current call belongs to a step that has begun: no slot of the group rolls before it ends."""
     if _accumulations:
         _begin(*_covered(group))
 
@@ -176,7 +183,10 @@ def _begin(slots: Sequence[_Covered], graph: _Covered) -> None:
 
 
 def _covered(group: SlotGroup, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
-    """Each slot, and the graph as a whole, with the outermost accumulation of a module that it belongs to."""
+    """Return the key of each slot, and of the whole graph, with the outermost accumulation that covers it.
+
+    `otherwise` stands where no accumulation covers it.
+    """
     ids = [id(t) for t in group.owned_tensors()]
     whole = next((a for a in _accumulations if all(map(a.owns, ids))), otherwise)
     anchors = zip(group.keys(), group.table.anchors, strict=True)
@@ -188,12 +198,12 @@ def _covered(group: SlotGroup, otherwise: _Step | None = None) -> tuple[list[_Co
 
 
 def _key(group: SlotGroup) -> Hashable:
-    """Of a graph and its instance."""
+    """Return the key of a graph and its instance."""
     return (group.table.names, group.table.code, *(id(t) for t in group.owned_tensors()))
 
 
 def _step_of_pipeline(call: PipelineCall | None, group: SlotGroup) -> _PipelineStep | None:
-    """The step of the stage that makes the call. Tells the group which one that is."""
+    """Return the step of the pipeline stage that makes the call, and tell the group the stage; None without one."""
     if call is None or call.microbatch is None:
         group.tracker.enter(None, has_rank_of_its_own=False)
         return None
@@ -204,7 +214,7 @@ def _step_of_pipeline(call: PipelineCall | None, group: SlotGroup) -> _PipelineS
 
 
 class Pass(Enum):
-    """What a call inside a checkpointed region is."""
+    """The kinds of calls inside a checkpointed region."""
 
     FIRST = "a forward, with gradients"
     AHEAD = "the forward of a reentrant region, without gradients, which its backward will repeat with them"
@@ -213,17 +223,18 @@ class Pass(Enum):
 
 @dataclass
 class Region:
-    """One call of `torch.utils.checkpoint.checkpoint`, what it called, and how far each repetition of it has come."""
+    """One call of `torch.utils.checkpoint.checkpoint`: the calls in it, and how many of them each backward repeated."""
 
     forwards: dict[Hashable, list[Any]] = field(default_factory=dict)
     repeated: Counter[Hashable] = field(default_factory=Counter)
 
     def remember(self, key: Hashable, forward: Any) -> None:
-        """A call in the forward of the region. key: of the graph and the instance."""
+        """Remember a call in the forward of the region. key: identifies the graph and the instance."""
         self.forwards.setdefault(key, []).append(forward)
 
     def next_forward(self, key: Hashable) -> Any:
-        """What was remembered of the call that is now repeated; None if the region has seen none."""
+        """Return what was remembered for the call that is now repeated; None if the region has no such call."""
+        # each backward (autograd graph task) repeats the region from its start: retain_graph allows several
         token = (key, current_graph_task_id())
         position = self.repeated[token]
         self.repeated[token] += 1
@@ -232,11 +243,12 @@ class Region:
 
 
 def checkpointed_region() -> tuple[Region, Pass] | None:
-    """The checkpointed region that is running, and in which way; None outside of any."""
+    """Return the running checkpointed region and the kind of the call in it; None outside of any region."""
     trains, in_backward = torch.is_grad_enabled(), current_graph_task_id() != -1
     contexts = [] if trains and not in_backward else _contexts_of_stack()
     if not trains:
-        # one that was entered with gradients will be repeated; its own forward has none
+        # CheckpointFunction runs its forward without gradients; only if an input needs one (`next_functions`) will its
+        # backward repeat it
         ahead = None if in_backward else next((c for c in contexts if c.next_functions), None)
         return None if ahead is None else (_region_of(ahead), Pass.AHEAD)
     owner = _frame_of_hooks() or next(iter(contexts), None)
@@ -251,24 +263,31 @@ def _region_of(owner: Any) -> Region:
 
 
 def _frame_of_hooks() -> Any:
-    """Of a region with use_reentrant=False: what its hooks for saved tensors know it by."""
+    """Return the `_CheckpointFrame` of the innermost region with use_reentrant=False; None if there is none.
+
+    It is found in the closure of the region's saved-tensor hook.
+    """
     hooks: Any = top_saved_tensors_hooks(False)
     if hooks is None:
         return None
+    # unwrap: `torch._dynamo.disable` wraps the hook of the recomputation
     cells = getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ()
     contents = (cell.cell_contents for cell in cells if cell != _EMPTY)
+    # torch's hook of the forward closes over the frame, that of the recomputation over a weak reference to it
     found = (c() if isinstance(c, weakref.ref) else c for c in contents)
     return next((c for c in found if isinstance(c, _CheckpointFrame)), None)
 
 
 _EMPTY = CellType()
+"""An empty cell, whose `cell_contents` would raise ValueError."""
 
 
 _REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+"""The code of frames that run a region with use_reentrant=True."""
 
 
 def _contexts_of_stack() -> list[Any]:
-    """Of regions with use_reentrant=True, inner ones first: the contexts of the autograd Functions that they are."""
+    """Return the autograd Function contexts of the running regions with use_reentrant=True, innermost first."""
     found = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
