@@ -44,7 +44,7 @@ def val(node: object) -> torch.Tensor:
 
 
 def is_tensor(x: object) -> TypeGuard[fx.Node]:
-    """Whether x is a node that holds a tensor, not a symbolic size."""
+    """Return whether x is a node that holds a tensor, not a symbolic size."""
     return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
 
 

@@ -112,7 +112,7 @@ def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
 
 
 def _only_waits(node: Any, other: Any) -> bool:
-    """Whether it runs behind the other for a tensor that it does not read."""
+    """Return whether it runs behind the other for a tensor that it does not read."""
     nodes = set(node.get_nodes())
     return any(user.is_weak and user.node in nodes for b in other.get_outputs() for user in b.users)
 

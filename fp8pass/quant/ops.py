@@ -607,7 +607,7 @@ def write_numbers(numbers: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None
 
 @torch.no_grad()
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
-    """Whether any of the tensors, floating and of any shape, holds a NaN or an infinity: b8[]."""
+    """Return whether any of the tensors, floating and of any shape, holds a NaN or an infinity: b8[]."""
     device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
     amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in tensors if x.numel()]
     return scaling.is_finite(torch.stack([a.to(device) for a in amaxes]).amax()).logical_not()

@@ -241,7 +241,7 @@ class UpdateGraph:
 
 
 def _has_values(x: Tensor) -> bool:
-    """Whether it is anything but zeros; a fake tensor, of `inspect`, may be taken to be."""
+    """Return whether it is anything but zeros; a fake tensor, of `inspect`, may be taken to be."""
     return isinstance(x, FakeTensor) or bool(x.any())
 
 

@@ -65,11 +65,11 @@ class Fp8Weight:
         return parts  # type: ignore[return-value]
 
     def is_of(self, parts: Sequence[Tensor]) -> bool:
-        """Whether it is of these parameters, and not of others, gone by now, whose ids they have."""
+        """Return whether it is of these parameters, and not of others, gone by now, whose ids they have."""
         return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
 
     def has_part(self, ids: Set[int]) -> bool:
-        """Whether one of its parameters has one of these ids."""
+        """Return whether one of its parameters has one of these ids."""
         return any(id(ref()) in ids for ref in self._parts)
 
     @property
@@ -108,7 +108,7 @@ class Fp8Weight:
         return self._made_of is not None and self._made_of == self._now()
 
     def _scale_stays(self) -> bool:
-        """Whether the history is known to hold nothing but the amax of the weight as it is now."""
+        """Return whether the history is known to hold nothing but the amax of the weight as it is now."""
         assert self.group is not None
         recipe = self.group.table.delayed
         always = self._changes == 1 and self.group.loads == 0 and isinstance(recipe.amax_compute_algo, str)
@@ -131,7 +131,7 @@ class Fp8Weight:
             self.expected += 1
 
     def settle(self) -> None:
-        """See the function."""
+        """End a training step: invalidate the copy unless the compiled update rewrote it."""
         if not self._was_written:
             self.forget()
         self._was_written = False

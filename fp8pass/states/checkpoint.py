@@ -333,7 +333,7 @@ def _check_recipe(saved: str, own: str) -> None:
 
 
 def _is_among(own: str, saved: str) -> bool:
-    """Whether all recipes of one text are in the other, which may have been cut."""
+    """Return whether all recipes of one text are in the other, which may have been cut."""
     cut = len(saved.encode()) >= _RECIPE_BYTES - 1
     return cut or set(own.split(AND)) <= set(saved.split(AND))
 

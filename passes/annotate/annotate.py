@@ -153,7 +153,7 @@ class _Annotator(Walk):
         _decline(choice, reject if recipe is not None else LeftOut("recipe", why))
 
     def _is_of_experts(self, node: fx.Node, spelling: Spelling) -> bool:
-        """Whether the call multiplies batches by matrices that are a parameter: capacity times experts."""
+        """Return whether the call multiplies batches by matrices that are a parameter: capacity times experts."""
         a, b = argument(node, spelling.a), argument(node, spelling.b)
         if not all(isinstance(x, fx.Node) and _dims(x) == 3 for x in (a, b)):
             return False
@@ -220,7 +220,7 @@ _ELEMENTWISE_OR_VIEW = re.compile(
 
 
 def _comes_from_fp8(node: fx.Node) -> bool:
-    """Whether the user dequantized this operand: casts, scales and views lead from an FP8 tensor to it."""
+    """Return whether the user dequantized this operand: casts, scales and views lead from an FP8 tensor to it."""
     while True:
         if node.target in (scale_state.qdq_operand, scale_state.qdq_unrecorded):
             return True

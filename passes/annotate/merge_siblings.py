@@ -204,7 +204,7 @@ def _is_part(value: Any, merged: Tensor) -> bool:
 
 
 def should_merge(family: Family, target: Target | None, wanted: bool | None, min_speedup: float) -> bool:
-    """Whether one call is faster than several by prediction, or else by the user's word, and is itself taken.
+    """Return whether one call is faster than several by prediction, or else by the user's word, and is itself taken.
 
     As in training: what evaluates the model is to share its scales.
     """

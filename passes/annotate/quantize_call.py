@@ -188,7 +188,7 @@ class QuantizeCall:
         return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
 
     def _is_constant(self, x: fx.Node) -> bool:
-        """Whether `x` is a parameter that only the user can change, between two calls."""
+        """Return whether `x` is a parameter that only the user can change, between two calls."""
         walk, is_whole = self.walk, not isinstance(x.meta["example_value"], DTensor)
         return is_whole and x in walk.names.owned and x not in walk.mutated and not walk.grad_enabled
 
@@ -225,5 +225,5 @@ class QuantizeCall:
 
 
 def _is_cacheable(x: Tensor) -> bool:
-    """Whether it is a parameter, and as a whole on this rank."""
+    """Return whether it is a parameter, and as a whole on this rank."""
     return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, GatheredWeight))

@@ -172,7 +172,7 @@ def _readers(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]
 
 
 def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
-    """Whether `node` moves elements of these, and adds none: no padding, and nothing that is joined to them."""
+    """Return whether `node` moves elements of these, and adds none: no padding, and nothing that is joined to them."""
     if node.target is aten.cat.default:
         return all(n in moved for n in node.args[0])  # type: ignore[union-attr]
     if node.target not in MOVEMENT - JOINS - {aten.constant_pad_nd.default}:
@@ -192,7 +192,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Whether it follows from what it is computed of, and from nothing else."""
+    """Return whether it follows from what it is computed of, and from nothing else."""
     moves = node.target in MOVEMENT or node.target is aten.view.dtype
     return node.op == "call_function" and (moves or _is_elementwise(node))
 
@@ -310,7 +310,7 @@ def amax_from(node: fx.Node) -> fx.Node | None:
 
 
 def widens(node: fx.Node) -> bool:
-    """Whether it is a cast that is exact."""
+    """Return whether it is a cast that is exact."""
     if not is_wide_cast(node):
         return False
     old, new = val(first(node)).dtype, val(node).dtype
@@ -343,7 +343,7 @@ def _split_into(parts: Any) -> fx.Node | None:
 
 
 def _sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
-    """Whether it is the sum over all dimensions but the last, of what keeps to the last dimension of `wait`."""
+    """Return whether it is the sum over all dimensions but the last, of what keeps to the last dimension of `wait`."""
     collective = first(wait)
     if node.target is not aten.sum.dim_IntList or collective.target is not c10d.all_gather_into_tensor.default:
         return False

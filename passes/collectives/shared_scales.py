@@ -69,12 +69,12 @@ def group_of(collective: fx.Node) -> str:
 
 
 def is_shared(x: Any, group: str) -> bool:
-    """Whether `x` is known to be the same on all ranks of a group."""
+    """Return whether `x` is known to be the same on all ranks of a group."""
     return _is_of(x, set(), group)
 
 
 def _is_of(x: Any, amaxes: set[fx.Node], group: str) -> bool:
-    """Whether `x` is computed of these amaxes, and of what all ranks share."""
+    """Return whether `x` is computed of these amaxes, and of what all ranks share."""
     if not isinstance(x, fx.Node) or x in amaxes or constant(x) is not None:
         return True
     if x.target is SHARED:
@@ -143,13 +143,13 @@ def _check_one_number(scales: list[fx.Node], where: str, scaled: list[fx.Node]) 
 
 
 def follows_from_amax(found: Gathered) -> bool:
-    """Whether the scale is computed of the amax of what is gathered, which must be that of all ranks then."""
+    """Return whether the scale is computed of the amax of what is gathered, which must be that of all ranks then."""
     group = group_of(found.collective)
     return bool(found.amaxes) and not all(is_shared(s, group) for s in scales_of(found.quantizes[0].ops))
 
 
 def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
-    """Whether `x` is computed of what a collective brings, other than by way of these nodes."""
+    """Return whether `x` is computed of what a collective brings, other than by way of these nodes."""
     todo, seen = [x], set(but_by)
     while todo:
         node = todo.pop()
@@ -184,12 +184,12 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
 
 
 def _is_from_slots(x: fx.Node) -> bool:
-    """Whether `ops.shared` is among what a scale is computed of."""
+    """Return whether `ops.shared` is among what a scale is computed of."""
     return x.target is SHARED or (is_computed(x) and any(_is_from_slots(n) for n in x.all_input_nodes))
 
 
 def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
-    """Whether it only makes NaN of the scale that these FP8 tensors are dequantized with."""
+    """Return whether it only makes NaN of the scale that these FP8 tensors are dequantized with."""
     return _is_below_infinity(is_finite) and all(
         user.target is aten.where.self
         and user.args[0] is is_finite
@@ -200,7 +200,7 @@ def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
 
 
 def _may_mark(found: Gathered) -> bool:
-    """Whether nobody sees it if infinities are quantized as NaN."""
+    """Return whether nobody sees it if infinities are quantized as NaN."""
     group = group_of(found.collective)
     of_all = {*found.amaxes, *(u for amax in found.amaxes for u in amax.users if widens(u))}
 
@@ -236,7 +236,7 @@ def _poison_of(scale_inv: fx.Node) -> fx.Node:
 
 
 def _dequantizes(scale_inv: fx.Node, quantized: set[fx.Node]) -> bool:
-    """Whether it scales what is made of these FP8 tensors by casts and movement, and nothing else."""
+    """Return whether it scales what is made of these FP8 tensors by casts and movement, and nothing else."""
     for user in scale_inv.users:
         if user.target in RESHAPES | CASTS:
             if not _dequantizes(user, quantized):
@@ -277,7 +277,7 @@ def check_dequantized(found: Dequantized) -> None:
 
 
 def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
-    """Whether `scale_inv`, which is poisoned, is so by the very tensor that `x_q` was quantized of."""
+    """Return whether `scale_inv`, which is poisoned, is so by the very tensor that `x_q` was quantized of."""
     ops = quantized_by(x_q)
     if ops is None:
         return False
@@ -287,7 +287,7 @@ def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
 
 
 def _is_marked(x_q: fx.Node) -> bool:
-    """Whether `x_q` was quantized of what is `marked`: for another collective."""
+    """Return whether `x_q` was quantized of what is `marked`: for another collective."""
     ops = quantized_by(x_q)
     assert ops is not None
     return unmarked(data := as_node(data_of(ops[0]))) is not data

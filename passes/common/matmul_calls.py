@@ -284,7 +284,7 @@ def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the call may write into one of its inputs."""
+    """Return whether the call may write into one of its inputs."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     if name in _MUTATING_METHODS or (name.endswith("_") and not name.endswith("__")):
         return True

@@ -139,12 +139,12 @@ def one_number(x: Any) -> Any:
 
 
 def has_one_element(node: fx.Node) -> bool:
-    """Whether that is known, without a guard."""
+    """Return whether that is known, without a guard."""
     return all(isinstance(size, int) and size == 1 for size in val(node).shape)
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of `node` is made of elements at its place, or is one: views and casts too."""
+    """Return whether each element of `node` is made of elements at its place, or is one: views and casts too."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or (node.target in VIEWS | CASTS and is_tensor(node.args[0]))
 
@@ -183,7 +183,7 @@ def fp8_behind(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
 
 
 def feeds_matmul(node: fx.Node) -> bool:
-    """Whether a matmul reads `node`, by way of no more ops than `fp8_behind` looks through."""
+    """Return whether a matmul reads `node`, by way of no more ops than `fp8_behind` looks through."""
     return any(n.target in ALL_MATMULS for n in _within(node, MAX_OPS_BETWEEN, lambda n: list(n.users)))
 
 

@@ -148,7 +148,7 @@ def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
 
 
 def _is_kept(slot: Slot) -> bool:
-    """Whether the slot is of a weight whose FP8 copy is kept."""
+    """Return whether the slot is of a weight whose FP8 copy is kept."""
     return slot.node.target is ops.cached_operand
 
 

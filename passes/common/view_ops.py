@@ -65,7 +65,7 @@ def reshape(x: Any, shape: Any, emit: Emit) -> Any:
 
 
 def is_view(x: torch.Tensor, shape: Any) -> bool:
-    """Whether `x.view(shape)` exists. Without sizes of 1, for there fake tensors say yes too often."""
+    """Return whether `x.view(shape)` exists. Without sizes of 1, for there fake tensors say yes too often."""
     try:
         x.squeeze().view(shape)
     except (RuntimeError, ValueError):

@@ -89,7 +89,7 @@ def _vector(node: fx.Node) -> fx.Node | None:
 
 
 def _is_shared_operand(node: fx.Node) -> bool:
-    """Whether this is the cast to float8 of what several matmuls read."""
+    """Return whether this is the cast to float8 of what several matmuls read."""
     return node.target in {QUANTIZE, *CASTS} and dtype_of(node) in FP8_DTYPES and len(_matmuls(node)) > 1
 
 

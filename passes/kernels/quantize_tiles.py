@@ -77,7 +77,7 @@ class Match:
 
 
 def match(copy: fx.Node) -> Match | None:
-    """Whether `copy` is a transposed copy of a tensor that this graph quantizes."""
+    """Return whether `copy` is a transposed copy of a tensor that this graph quantizes."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return None
     if copy.meta.get(MADE_BY) == QuantizeTiles.name:
@@ -97,7 +97,7 @@ def match(copy: fx.Node) -> Match | None:
 
 
 def check(m: Match) -> bool:
-    """Whether `x` can be seen in tiles, and is not fused with a reduction along rows."""
+    """Return whether `x` can be seen in tiles, and is not fused with a reduction along rows."""
     tiles = m.rows > 0 and m.rows % ROWS == 0
     return val(m.x).is_contiguous() and tiles and not _comes_of_row_reduction(m.x)
 
@@ -237,7 +237,7 @@ class _InTiles:
         return result
 
     def _fits(self, x: fx.Node) -> bool:
-        """Whether `x` is no view, and each argument has the same shape, or one number for all rows."""
+        """Return whether `x` is no view, and each argument has the same shape, or one number for all rows."""
         if not is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
             return False
         shapes = [val(a).shape for a in x.all_input_nodes]
@@ -346,7 +346,7 @@ def _parts(x: fx.Node) -> list[fx.Node]:
 
 
 def _is_pile(x: fx.Node) -> bool:
-    """Whether `x` is a few inputs, one below the other: the weights of siblings."""
+    """Return whether `x` is a few inputs, one below the other: the weights of siblings."""
     parts, dim = _cat_of(x)
     return dim == 0 and 0 < len(parts) <= MOST and all(p.op == "placeholder" for p in parts)
 
@@ -399,7 +399,7 @@ def _readers_nearby(x: fx.Node) -> list[fx.Node]:
 
 
 def _is_amax(node: fx.Node) -> bool:
-    """Whether this is the second half of `scaling.amax`."""
+    """Return whether this is the second half of `scaling.amax`."""
     if node.target is not aten.amax.default or val(node).shape:
         return False
     rows = first(node)
@@ -412,18 +412,18 @@ def _of_amax(node: fx.Node) -> fx.Node:
 
 
 def _is_amax_made_of(node: fx.Node, x: fx.Node) -> bool:
-    """Whether it is the amax of what is computed of `x`, elementwise."""
+    """Return whether it is the amax of what is computed of `x`, elementwise."""
     of = _of_amax(node)
     return of is x or x in sources(of, lambda n: n is not x and is_elementwise(n))
 
 
 def _is_made_of(scale: fx.Node, amax: fx.Node) -> bool:
-    """Whether `scale` is that of the tensor's own amax, which so can't be in one kernel with what it scales."""
+    """Return whether `scale` is that of the tensor's own amax, which so can't be in one kernel with what it scales."""
     return amax in sources(scale, lambda n: has_one_element(n) and n is not amax)
 
 
 def _is_column_sum(node: fx.Node, m: Match) -> bool:
-    """Whether `node` sums the matrix over its rows."""
+    """Return whether `node` sums the matrix over its rows."""
     if node.target is not aten.sum.dim_IntList or len(node.args) < 2 or val(node).numel() != m.columns:
         return False
     if val(node).dtype == torch.float64:

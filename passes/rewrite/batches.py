@@ -32,7 +32,7 @@ class Factor(NamedTuple):
     rows: Any = None
 
     def is_one_matrix(self) -> bool:
-        """Whether a batched operand is the same for every entry of the batch."""
+        """Return whether a batched operand is the same for every entry of the batch."""
         return all(_is_repeated(_value(t)) for t in self if t is not None) and _value(self.x).dim() == 3
 
 

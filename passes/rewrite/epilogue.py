@@ -165,7 +165,7 @@ def _clamped(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
 
 
 def _fits_kernel(matmul: fx.Node, e: Epilogue) -> bool:
-    """Whether a kernel can end here, without writing more bytes than the matmul did."""
+    """Return whether a kernel can end here, without writing more bytes than the matmul did."""
     if e.low is not None or e.high is not None or e.dtype.itemsize > val(matmul).dtype.itemsize:
         return False
     if e.end.target in RESHAPES or not val(e.end).is_contiguous():
@@ -180,7 +180,7 @@ def _in_one_piece(bias: fx.Node) -> bool:
 
 
 def _is_worth(matmul: fx.Node, e: Epilogue) -> bool:
-    """Whether folding a scale saves a pass over the result, or costs nothing.
+    """Return whether folding a scale saves a pass over the result, or costs nothing.
 
     Multiplying scales is a launch of its own, and what Inductor fuses with the scaling anyway is free there.
     """
@@ -193,7 +193,7 @@ def _is_layout(node: fx.Node) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Whether Inductor makes one kernel of `node` and an elementwise op in front of it."""
+    """Return whether Inductor makes one kernel of `node` and an elementwise op in front of it."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 

@@ -76,7 +76,7 @@ class Scale:
         return Scale(self.number * other.number, self.multiplied + other.multiplied, self.divided + other.divided)
 
     def fits_float32(self) -> bool:
-        """Whether the number is one that kernels can be given: 0, infinity and subnormals are none."""
+        """Return whether the number is one that kernels can be given: 0, infinity and subnormals are none."""
         return _F32.tiny <= abs(self.number) <= _F32.max
 
     def key(self) -> Hashable:
@@ -197,7 +197,7 @@ def _broadcasting(node: fx.Node) -> fx.Node:
 
 
 def is_dequantizing(node: fx.Node) -> bool:
-    """Whether `node` casts an FP8 tensor to a high-precision type."""
+    """Return whether `node` casts an FP8 tensor to a high-precision type."""
     if node.target not in CASTS or dtype_of(first(node)) not in FP8_DTYPES:
         return False
     return dtype_of(node) in WIDE and val(node).device == val(first(node)).device

@@ -137,7 +137,7 @@ def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
 
 
 def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
-    """Whether there is a kernel for two operands of these types; None for one that is not float8."""
+    """Return whether there is a kernel for two operands of these types; None for one that is not float8."""
     if types[0] is types[1] is E5M2:
         kernels = "both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn"
         return [Reject("e5m2 x e5m2", kernels)]
@@ -145,7 +145,7 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
 
 
 def check_batches(a: Factor, b: Factor) -> list[Reject]:
-    """Whether one call, or a few, do it."""
+    """Return whether one call, or a few, do it."""
     if a.x.dim() == 2 or a.is_one_matrix() or b.is_one_matrix():
         return []
     batches, m, k = a.x.shape
@@ -157,7 +157,7 @@ def check_batches(a: Factor, b: Factor) -> list[Reject]:
 
 
 def check_scale(m: Match) -> list[Reject]:
-    """Whether alpha can go into the scale."""
+    """Return whether alpha can go into the scale."""
     if m.alpha == 1 or m.after.scale.fits_float32():
         return []
     return [Reject("scale", f"scales and alpha multiply to {m.after.scale.number:g}, which is no normal float32")]

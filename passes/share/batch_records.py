@@ -120,7 +120,7 @@ def _pin(graph: fx.Graph) -> None:
 
 
 def _is_usable(node: Any) -> bool:
-    """Whether this is what `ops.usable` returns."""
+    """Return whether this is what `ops.usable` returns."""
     if not isinstance(node, fx.Node) or node.target is not aten.where.self or val(node).dim() != 1:
         return False
     cold: Any = node.args[0]

@@ -40,7 +40,7 @@ def match(node: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def check(node: fx.Node) -> bool:
-    """Whether that takes no more memory: nothing else reads a matmul's output, and nobody asked for less."""
+    """Return whether that takes no more memory: nothing else reads a matmul's output, and nobody asked for less."""
     alone = any(readers(product, lambda n: n.target in VIEWS) == [node] for product in _products(node))
     return alone and "recompute" not in node.meta and all(user.op != "output" for user in node.users)
 

@@ -44,7 +44,7 @@ class SaveTransposes:
 
 
 def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether `copy` is a transposed copy, for the backward, of an FP8 tensor that the forward multiplies."""
+    """Return whether `copy` is a transposed copy, for the backward, of an FP8 tensor that the forward multiplies."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return False
     if first(copy).target is not aten.permute.default or not all(u in backward for u in _readers(copy)):
@@ -53,7 +53,7 @@ def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def check(copy: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether saving moves fewer bytes, and nobody has asked for the memory."""
+    """Return whether saving moves fewer bytes, and nobody has asked for the memory."""
     x_q = _source(copy)
     if (x_q.meta.get("custom") or {}).get(GATHERED):
         return False  # kept whole, it would take the memory that FSDP saves
@@ -80,7 +80,7 @@ def _made_of(x_q: fx.Node) -> list[fx.Node]:
 
 
 def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether an elementwise op of the backward reads `node`: in a kernel that can make the copy as well.
+    """Return whether an elementwise op of the backward reads `node`: in a kernel that can make the copy as well.
 
     Statistics of a norm are reductions, and a kernel that has them is one that comes late: behind the norm's backward.
     """

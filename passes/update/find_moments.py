@@ -161,7 +161,7 @@ def _only_grows(old: fx.Node, value: fx.Node) -> bool:
 
 
 def _is_number(x: fx.Node) -> bool:
-    """Whether it is a tensor of one number; an op on lists has many."""
+    """Return whether it is a tensor of one number; an op on lists has many."""
     return isinstance(x.meta["val"], Tensor) and x.meta["val"].dim() == 0
 
 
