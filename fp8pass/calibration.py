@@ -1,6 +1,6 @@
-"""`fp8pass.calibrate`: static scales, for inference, measured once.
+"""`fp8pass.calibrate`: static scales for inference, measured once.
 
-Graphs are shared by instances, so scales are not constants in them, but inputs, as delayed scaling's are.
+Instances share one compiled graph, so scales are inputs of the graph, as in delayed scaling, and not constants.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ _calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @torch.no_grad()
 def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
-    """The scales for `StaticScaling`: of every tensor that a matmul of `model` reads, f32[] by slot name, on CPU.
+    """Measure the scales for `StaticScaling`: one for each tensor that a matmul of `model` reads.
 
-    batches: each a tensor or a tuple of arguments, or a dict of keyword arguments, of `model`, which is run on them in
-    high precision, in the mode (train or eval) that it is in. `scale = 448 / amax` over all batches. Warns of tensors
-    with a NaN or inf, whose calls are passed over, and of those that are zero throughout, whose scale is 1. Raises
-    TypeError for what is not a module, or not a list of batches; ValueError without batches or matmuls.
+    Runs `model` on the batches in high precision, in its current mode (train or eval). `scale = 448 / amax`, with the
+    amax over all batches. Warns of tensors with a NaN or inf, whose values of that call are left out, and of tensors
+    that are zero throughout, whose scale is 1.
+
+    Args:
+        model: A module, compiled or not.
+        batches: Each batch is a tensor or a tuple of arguments of `model`, or a dict of keyword arguments.
+
+    Returns:
+        {slot name: scale f32[]}, on CPU.
+
+    Raises:
+        TypeError: If `model` is not a module, or `batches` is not a list (or other iterable) of batches.
+        ValueError: If there are no batches, or no matmul with parameters was seen with finite values.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
@@ -42,6 +52,7 @@ def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
         raise TypeError(f"batches is a {type(batches).__name__}: pass several in a list, calibrate(model, [x])")
     observer = _Observer(model)
     run = torch.compile(model, backend=observer)
+    # Dynamo runs a function eagerly once it reaches its recompile limit: the observer would miss those matmuls
     unlimited = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     count = 0
     with unlimited, _uncompiled(model):
@@ -59,7 +70,7 @@ def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
 
 @contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Within it, modules that were compiled in place (`module.compile()`) run as they were written."""
+    """Run modules that were compiled in place (`module.compile()`) uncompiled inside this context."""
     compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
     for module in compiled:
         module._compiled_call_impl = None
@@ -75,18 +86,18 @@ def _as_args(batch: Any) -> tuple[Any, ...]:
 
 
 class _Observer:
-    """A backend that runs the graph as it is, and looks at the operands of its matmuls."""
+    """A backend that runs the graph unquantized and records the amaxes of its matmuls' operands."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.groups: dict[tuple[int, ...], SlotGroup] = {}
         self.tables: list[SlotTable] = []
         self.nonfinite: set[str] = set()
-        """Slots whose tensors held a NaN or an infinity in some call."""
+        """Slots whose tensors held a NaN or inf in some call."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         annotation = annotated(module, Config(recipe=Calibration(on_nonfinite="freeze"), min_speedup=0))
-        self.tables += annotation.tables  # groups go by their identity
+        self.tables += annotation.tables  # keeps tables alive: the keys of `groups` have their ids
         return lambda *args: self._run(annotation, args)
 
     def _run(self, annotation: Annotation, args: tuple[Any, ...]) -> Any:
@@ -104,7 +115,7 @@ class _Observer:
         return result
 
     def _pass_over_nonfinite(self, group: SlotGroup, before: Tensor) -> None:
-        """Undo what a call has recorded of tensors with a NaN or an infinity, and note their names."""
+        """Restore the amaxes of tensors that held a NaN or inf in this call, and note the names of their slots."""
         is_finite = group.amax().isfinite()
         group.set_amax(torch.where(is_finite, group.amax(), before))
         names = names_in(self.model, group)
@@ -112,7 +123,7 @@ class _Observer:
         self.nonfinite.update(names[inner] for inner, finite in rows if not finite and inner in names)
 
     def scales(self) -> dict[str, Tensor]:
-        """Return them, and warn of what they can't be trusted for."""
+        """Return {slot name: scale f32[]}, and warn of NaN, inf and tensors of zeros."""
         amaxes: dict[str, Tensor] = {}
         for group in self.groups.values():
             found = dict(zip(group.table.names, group.amax().cpu(), strict=True))
@@ -132,7 +143,7 @@ def _warn_of(what: str, slots: Set[str], so: str) -> None:
 
 
 def _fill(group: SlotGroup) -> None:
-    """Give a new group of a static recipe its scales. Raises Fp8Error if there are none for some of its tensors."""
+    """Set the scales of a new group of a static recipe. Raises Fp8Error if some of its tensors have no scale."""
     recipe = group.table.recipe
     if not isinstance(recipe, StaticScaling):
         return
@@ -147,7 +158,7 @@ def _fill(group: SlotGroup) -> None:
 
 
 def _names(group: SlotGroup, recipe: StaticScaling) -> list[str]:
-    """What the group's slots are called in the model that was calibrated."""
+    """Return the names of the group's slots in the model that was calibrated."""
     for module in _calibrated:
         names = names_in(module, group)
         if len(names) == len(group.table.names) and all(name in recipe.scales for name in names.values()):

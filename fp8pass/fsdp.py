@@ -1,4 +1,4 @@
-"""FSDP2 with weights that travel in FP8: half the bytes of bfloat16.
+"""FSDP2 whose all-gather sends weights in FP8: half the bytes of bfloat16.
 
     fp8pass.fsdp.enable_fp8_all_gather(model)          before fully_shard
     for block in model.blocks:
@@ -6,11 +6,11 @@
         fully_shard(block)
     fully_shard(model)
 
-Each rank quantizes its shard of a weight, and FSDP gathers the bytes. All weights' scales follow from one all-reduce of
-their amaxes, when the weights have changed: within `fp8pass.train_step` at its end, right behind the optimizer, and
-else when the next forward begins. What a compiled graph gets is a tensor that is `dequantize(x_q, scale_inv)`
-to whatever reads it: so the matmul is found as any other is. Parameters themselves, with what optimizers, clipping and
-checkpoints see of them, stay in high precision.
+Each rank quantizes its shard of a weight, and FSDP gathers the bytes. One all-reduce of the amaxes gives the scales of
+all weights after the weights have changed: with `fp8pass.train_step` at the end of the step, right after the optimizer,
+otherwise when the next forward begins. A compiled graph gets a tensor that every op reads as `dequantize(x_q,
+scale_inv)`, so fp8pass finds the matmul as it finds any other. The parameters that optimizers, clipping and checkpoints
+see stay in high precision.
 """
 
 from __future__ import annotations
@@ -47,15 +47,25 @@ FILTER = Rule(_filter)
 
 
 def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[str], bool] = ()) -> list[str]:  # noqa: A002
-    """From the next `fully_shard` on, weights of linear layers travel in FP8. Returns the names of these layers.
+    """Make the next `fully_shard` gather weights of linear layers in FP8.
 
-    filter: name patterns of layers to leave out (`head`, `layers.0.*`), as those of `Config`; or a callable that is
-    true for what to take. Leave out what is left out of FP8 there, too: its weight would be rounded for nothing.
+    The scale of a weight is `448 / amax`, with the amax over all shards: the scale of dynamic scaling, whatever the
+    recipe is. If tensor parallelism has divided a weight before this call, each part has its own scale.
 
-    The scale of a weight is `448 / amax`, of the amax over all shards: that of dynamic scaling, whatever the recipe is.
-    Of a weight that tensor parallel divides, before this is called, each part has its own. Raises Fp8Error for a model
-    that is sharded already; the first forward does, where `shard_placement_fn` divides such a weight by columns. Raises
-    TypeError for what is not a module, and ValueError for a filter that is neither, or a pattern that matches nothing.
+    Args:
+        model: The model, before `fully_shard`.
+        filter: Name patterns of layers to leave out (`head`, `layers.0.*`), as in `Config`; or a callable that takes a
+            layer's name and returns True for layers to gather in FP8. Leave out layers that `Config` leaves out, too:
+            their weights would be rounded without a benefit.
+
+    Returns:
+        The names of the layers whose weights are gathered in FP8.
+
+    Raises:
+        Fp8Error: If the model is sharded already. The first forward raises it if `shard_placement_fn` shards such a
+            weight by columns.
+        TypeError: If `model` is not a module.
+        ValueError: If `filter` is neither patterns nor a callable, or a pattern matches nothing.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable_fp8_all_gather() takes a module, not {type(model).__name__}")
@@ -78,7 +88,7 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
             parts[old] = _parameter_of_shard(old, weights, key)
             after_load = functools.partial(_after_load, weights=weights, key=key)
             module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
-    for other in model.modules():  # an embedding may have one of these weights, too
+    for other in model.modules():  # an embedding may share one of these weights
         for name, parameter in other._parameters.items():
             if parameter is not None and parameter in parts:
                 other._parameters[name] = parts[parameter]
@@ -90,21 +100,21 @@ def _parameter_of_shard(old: Tensor, weights: _Weights, key: int) -> nn.Paramete
 
 
 def _after_load(module: Any, _: Any, *, weights: _Weights, key: int) -> None:
-    """`load_state_dict(assign=True)` puts a plain tensor in the place of the parameter, or of its part."""
+    """Wrap the weight again after `load_state_dict(assign=True)`, which replaces the shard by a plain tensor."""
     weight = module.weight
     if isinstance(part_of(weight), Fp8Shard):
         pass
     elif isinstance(weight, DTensor):
         weight._local_tensor = Fp8Shard(
             weight._local_tensor, weights, key
-        )  # FSDP has the parameter, and looks at it next
+        )  # in place: FSDP holds this parameter, and resets its shards from it after the load
     else:
         module.weight = _parameter_of_shard(weight, weights, key)
     weights.is_parameter(key, module.weight)
 
 
 def write_shards(parameters: Iterable[Tensor]) -> None:
-    """A training step has changed these, on all ranks: make the FP8 of shards among them that the next one gathers."""
+    """Quantize the shards among these parameters, which a training step has changed on all ranks, for the next step."""
     for weights in dict.fromkeys(s._weights for p in parameters if (s := _shard_of(p)) is not None):
         weights.write()
 
@@ -115,7 +125,7 @@ def _shard_of(parameter: Tensor) -> Fp8Shard | None:
 
 
 class _Known(NamedTuple):
-    """A weight that has been gathered. mesh: of all shards. change: how many parameters it was before."""
+    """A weight that has been gathered. mesh: the mesh of its shards. change: how often its parameter was replaced."""
 
     parameter: weakref.ref[Tensor]
     mesh: DeviceMesh
@@ -123,9 +133,9 @@ class _Known(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """FP8 copies of all shards, by their keys, with the scales that they were made by.
+    """FP8 copies of all shards, with the scales that they were quantized with, by key.
 
-    of: the weights as they were; shards: the tensors.
+    of: the value of `_Weights._as_they_are` when they were quantized; shards: the tensors that were quantized.
     """
 
     of: Any
@@ -135,23 +145,23 @@ class _Written(NamedTuple):
 
 
 def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """The modules that a module is in, and itself."""
+    """Return the modules that contain the module `name`, outermost first, and the module itself."""
     path = name.split(".") if name else []
     return (model.get_submodule(".".join(path[:i])) for i in range(len(path) + 1))
 
 
 class _Weights:
-    """All weights of a model that travel in FP8, and their scales.
+    """All weights of a model that are gathered in FP8, and their scales.
 
-    Whether scales are computed, which is a collective, depends on nothing that is not the same on all ranks: the tensor
-    that a shard consists of, say, is not. FSDP makes another one where it has to pad it, behind `load_state_dict`.
+    Computing scales is a collective, so the decision to compute them uses only what is the same on all ranks. The
+    identity of a shard's tensor is not: after `load_state_dict`, FSDP makes a new tensor on ranks that pad their shard.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._known: dict[int, _Known] = {}
-        """By key."""
+        """{key: the weight}."""
         self.names: list[str] = []
-        """Of the layers, by key."""
+        """Names of the layers; a weight's key is its layer's index here."""
         self._scales: dict[int, Tensor] = {}
         self._made_of: Any = None
         self._forwards = 0
@@ -161,32 +171,35 @@ class _Weights:
         model.register_forward_pre_hook(self._begin_forward)
 
     def __deepcopy__(self, _: Any) -> _Weights:
-        """Itself: Dynamo's guards compare a shard's with a copy that they keep."""
+        """Return itself: Dynamo's guards keep a copy of a subclass's metadata, and compare it with the shard's."""
         return self
 
+    # if Dynamo traced this, it would guard on the value of `_forwards`, which each forward changes
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_forward(self, *_: Any) -> None:
         self._forwards += 1
 
     def new_key(self, name: str) -> int:
-        """Of the weight of a layer."""
+        """Return a new key for the weight of the layer `name`."""
         self.names.append(name)
         return len(self.names) - 1
 
     def is_parameter(self, key: int, parameter: Tensor, mesh: DeviceMesh | None = None) -> None:
-        """From now on the weight is this one. mesh: where that is known."""
+        """Set the parameter that the weight of this key is now. mesh: the mesh of its shards, None if not known."""
         known = self._known.get(key)
         mesh = mesh or (known.mesh if known else None)
         if mesh is not None and (known is None or known.parameter() is not parameter):
             self._known[key] = _Known(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
 
     def quantized(self, key: int, parameter: Tensor, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        """A shard in FP8, and its scale f32[]. x: the shard where it is computed with. When any may have changed, the
-        scales of all are computed.
+        """Return a shard in FP8, and its scale f32[]; compute the scales of all weights if any may have changed.
 
-        Each forward begins with that, for there are ways to change a parameter of which nothing counts; where forwards
-        are not the model's own, versions tell. The backward gathers again, by the scales of the forward. Of what a
-        training step has written only what counts can tell that it is not of the weights any more.
+        x: the shard on the device that computes, which is a copy with CPU offload.
+
+        Each forward of the model computes the scales, because some changes of a parameter do not bump its version
+        counter; if submodules are called without the model's forward, only version counters show a change. The backward
+        gathers again, with the scales of the forward. FP8 shards that `write` prepared are dropped only if a version
+        counter changes, a parameter is replaced, or an optimizer runs eagerly.
         """
         self.is_parameter(key, parameter, mesh)
         written, now = self._written, self._as_they_are()
@@ -203,7 +216,7 @@ class _Weights:
             return scaling.quantize(x, scale, scaling.E4M3), scale
 
     def write(self) -> None:
-        """Make the FP8 of all shards. Not before any was gathered: before that nothing is known of them."""
+        """Quantize all shards for the next step. Does nothing before the first all-gather: no parameter is known."""
         shards = self._shards()
         if shards:
             scales = _scales(shards)
@@ -213,7 +226,7 @@ class _Weights:
             self._written = _Written(self._as_they_are(), copies, scales, tensors)
 
     def forget(self) -> None:
-        """What was written may not be of the weights any more."""
+        """Drop the FP8 shards that `write` prepared, because the weights may have changed."""
         self._written = None
 
     def _shards(self) -> _Shards:
@@ -221,7 +234,7 @@ class _Weights:
         return {k: (_tensor_of(p), mesh) for k, (p, mesh) in alive.items() if p is not None}
 
     def _as_they_are(self) -> Any:
-        """Equal as long as nobody has changed the parameters in a way that counts."""
+        """Return a value that stays equal until a parameter is replaced or its version counter changes."""
         alive = {k: (known.parameter(), known.change) for k, known in self._known.items()}
         return [(k, change, p._version) for k, (p, change) in alive.items() if p is not None]
 
@@ -237,13 +250,13 @@ def _tensor_of(parameter: Tensor) -> Tensor:
 
 
 def _forget_all(_: torch.optim.Optimizer) -> None:
-    """What an optimizer does in `p.data`, no version knows."""
+    """Drop all prepared FP8 shards before an eager optimizer step: writes to `p.data` bump no version counter."""
     for weights in _all:
         weights.forget()
 
 
 def _scales(shards: _Shards) -> dict[int, Tensor]:
-    """f32[] of each, by one all-reduce for all that the same ranks have: which is one, unless meshes differ."""
+    """Return the scale f32[] of each weight, by key, with one all-reduce for each mesh."""
     by_mesh: dict[DeviceMesh, dict[int, Tensor]] = {}
     for key, (x, mesh) in shards.items():
         by_mesh.setdefault(mesh, {})[key] = x
@@ -252,7 +265,7 @@ def _scales(shards: _Shards) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tensor]:
-    """A shard may be empty."""
+    """Return the scale f32[] of each weight of one mesh, by key, with one all-reduce. Empty shards count as amax 0."""
     device = torch.device(mesh.device_type)
     amaxes = [scaling.amax(x).to(device) if x.numel() else torch.zeros((), device=device) for x in shards.values()]
     amax = amax_over(torch.stack(amaxes), [mesh.get_group().group_name])
@@ -262,7 +275,7 @@ def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tenso
 
 
 class _StandIn(Tensor):
-    """What computes with other tensors in its place: by `_run`, which each kind has of its own."""
+    """Base of tensor subclasses that run ops on the tensors they hold; subclasses implement `_run`."""
 
     _run: Any
 
@@ -270,10 +283,10 @@ class _StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """One op, of those."""
+        """Run one op by `_run`."""
         return cls._dispatched(func, args, kwargs or {})
 
-    # in a step that is compiled, Dynamo would take it for code of the user's
+    # in a compiled train step, Dynamo would trace it as the user's code
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _dispatched(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -281,9 +294,9 @@ class _StandIn(Tensor):
 
 
 class Fp8Shard(_StandIn):
-    """A parameter in high precision, of which FSDP gathers FP8: its ops are those of the tensor that it holds.
+    """A parameter in high precision that FSDP gathers in FP8. Ops run on the tensor that it holds.
 
-    What FSDP makes of it, shards and copies, are such tensors too; what other ops make of it are plain ones.
+    The ops that FSDP uses to shard and copy parameters return tensors of this class; other ops return plain tensors.
     """
 
     _tensor: Tensor
@@ -292,7 +305,7 @@ class Fp8Shard(_StandIn):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, weights: _Weights, key: int) -> Fp8Shard:
-        """tensor: f[N, K], on any device."""
+        """Make the wrapper, without memory for its values. tensor: f[N, K], on any device."""
         return make_wrapper_subclass(
             cls,
             tensor.size(),
@@ -311,16 +324,16 @@ class Fp8Shard(_StandIn):
         return f"Fp8Shard({self._tensor!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What it consists of, for torch.compile."""
+        """Return the name of the inner tensor's attribute, and the metadata: torch.compile's subclass protocol."""
         return ["_tensor"], (self._weights, self._key)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], of: Any, size: Any, stride: Any) -> Fp8Shard:
-        """The reverse."""
+        """Rebuild the tensor from the parts that `__tensor_flatten__` named."""
         return Fp8Shard(inner["_tensor"], *of)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a file it is a plain tensor."""
+        """Pickle as the plain tensor, which loads without fp8pass."""
         return self._tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -329,7 +342,7 @@ class Fp8Shard(_StandIn):
         plain = pytree.tree_map_only(Fp8Shard, lambda x: x._tensor, (args, kwargs))
         result = func(*plain[0], **plain[1])
         if func._schema.is_mutable and args and isinstance(args[0], Fp8Shard) and isinstance(result, Tensor):
-            return args[0]  # in place
+            return args[0]  # an in-place op returns its first argument
         if func not in _KEEPING:
             return result
         return pytree.tree_map_only(Tensor, lambda x: Fp8Shard(x, found[0]._weights, found[0]._key), result)
@@ -337,7 +350,10 @@ class Fp8Shard(_StandIn):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP gathers: u8[rows of the largest shard, K], and the scale's inverse. Raises Fp8Error for columns."""
+        """Return the tensor for FSDP to gather, u8[rows of the largest shard, K], and its scale_inv f32[].
+
+        FSDP2 calls it before each all-gather. Raises Fp8Error if the weight is sharded by columns.
+        """
         if self.shape[1:] != outer_size[1:]:
             name = self._weights.names[self._key]
             raise Fp8Error(
@@ -348,12 +364,12 @@ class Fp8Shard(_StandIn):
         with torch.no_grad():
             x_q = x_q.view(torch.uint8)
             rows = -(-outer_size[0] // mesh.size()) - x_q.shape[0]
-            if rows:  # uneven: FSDP wants all shards of one size
+            if rows:  # an uneven last shard: FSDP's all-gather takes shards of one size
                 x_q = torch.cat([x_q, x_q.new_zeros(rows, *x_q.shape[1:])])
             return (x_q.contiguous(),), scale.reciprocal()
 
     def _origin(self, module: nn.Module) -> Tensor:
-        """The parameter: with CPU offload, this is a copy of what it consists of."""
+        """Return the parameter that this shard belongs to: with CPU offload, this shard is a copy on the GPU."""
         for parameter in module.parameters(recurse=False):
             local = _shard_of(parameter)
             if local is not None and local._key == self._key:
@@ -363,7 +379,10 @@ class Fp8Shard(_StandIn):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """What forwards are called with: a `GatheredWeight` in `dtype`; `out` if there is one already."""
+        """Return a `GatheredWeight` of `dtype`, which forwards are called with, and its tensor for FSDP to free.
+
+        From the second all-gather on, FSDP passes the earlier weight as `out`: set its scale_inv and return None.
+        """
         x_q = outputs[0].view(scaling.E4M3)
         if out is None:
             return GatheredWeight(x_q, scale_inv, dtype), (x_q,)
@@ -386,18 +405,18 @@ _KEEPING = {
     aten._to_copy.default,
     aten._pin_memory.default,
 }
-"""Ops by which FSDP divides and moves parameters."""
+"""Ops that FSDP uses to shard, copy and move parameters: their results are `Fp8Shard`, too."""
 
 
 class GatheredWeight(_StandIn):
-    """A weight f[N, K] that is `dequantize(x_q, scale_inv)` to all that reads it."""
+    """A gathered weight f[N, K] that every op reads as `dequantize(x_q, scale_inv)`."""
 
     _x_q: Tensor
     _scale_inv: Tensor
 
     @staticmethod
     def __new__(cls, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> GatheredWeight:
-        """x_q: f8[N, K]; scale_inv: f32[]; dtype: that of the weight."""
+        """Make the wrapper, without memory for its values. x_q: f8[N, K]; scale_inv: f32[]; dtype: the weight's."""
         return make_wrapper_subclass(
             cls,
             x_q.size(),
@@ -415,12 +434,12 @@ class GatheredWeight(_StandIn):
         return f"GatheredWeight({self._x_q!r}, {self._scale_inv!r}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What it consists of, for torch.compile."""
+        """Return the names of the inner tensors' attributes, and the metadata: torch.compile's subclass protocol."""
         return ["_x_q", "_scale_inv"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
-        """The reverse."""
+        """Rebuild the tensor from the parts that `__tensor_flatten__` named."""
         return GatheredWeight(inner["_x_q"], inner["_scale_inv"], dtype)
 
     @staticmethod
@@ -446,4 +465,4 @@ _VIEWS = {
     aten.view.default,
     aten.slice.Tensor,
 }
-"""Ops whose result is in FP8, too: those by which FSDP and autograd hand a parameter on."""
+"""View ops whose result stays in FP8: FSDP and autograd apply them to a parameter that they pass on."""

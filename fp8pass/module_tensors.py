@@ -12,17 +12,18 @@ from fp8pass._torch import gathered_parameters, module_of_stage
 
 
 def unwrapped(module: Any) -> Any:
-    """The module itself, of one that is compiled, in `DistributedDataParallel`, or in the stage of a pipeline."""
+    """Return the module inside a compiled module, `DistributedDataParallel`, or the stage of a pipeline."""
     module = module_of_stage(module)
+    # torch.compile(module) returns an OptimizedModule, which holds the module as `_orig_mod`
     module = getattr(module, "_orig_mod", module)
     return unwrapped(module.module) if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, each under all of its names.
+    """Yield parameters and buffers, each under all of its names.
 
-    Of a parameter that FSDP has sharded also the gathered one, with which forwards are called; it exists from the
-    first forward on.
+    For a parameter that FSDP has sharded, also yield the gathered parameter, which forwards are called with; it exists
+    from the first forward on.
     """
     gathered = gathered_parameters(module)
     parameters = module.named_parameters(remove_duplicate=False)
@@ -33,5 +34,5 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def ids_of(module: nn.Module) -> set[int]:
-    """Of all of them."""
+    """Return the ids of all tensors that `named_tensors` yields."""
     return {id(tensor) for _, tensor in named_tensors(module)}

@@ -1,7 +1,7 @@
-"""What Dynamo calls in place of a graph that updates parameters: it brings the FP8 copies of weights along.
+"""The callable that replaces a graph that updates parameters: it also writes the FP8 copies of the weights.
 
-Which weights have copies is known when the graph is called, not when it is compiled: so it is compiled then, and again
-when a weight more has a copy.
+Which weights have copies is known only when Dynamo calls the graph, not when the backend gets it. So the graph is
+compiled at its first call, and again when another weight has a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What runs in a call, and what it is called with behind Dynamo's inputs."""
+    """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs."""
 
     weights: Sequence[Fp8Weight]
     groups: Sequence[SlotGroup]
@@ -39,14 +39,14 @@ class _Plan:
 
 
 class _Kept:
-    """A plan for the next call with the same tensors. Keeps nothing alive of a model that is gone."""
+    """A plan for the next call with the same tensors, held by weak references, so that a model can be freed."""
 
     def __init__(self, plan: _Plan) -> None:
         self._weights, self._groups = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.groups))
         self._moments, self._run = plan.moments, plan.run
 
     def plan(self) -> _Plan | None:
-        """None if some weights or groups are gone, or the scales of the weights are elsewhere."""
+        """Return the plan; None if weights or groups are gone, or the weights' scales are in other groups now."""
         weights = [w for ref in self._weights if (w := ref()) is not None]
         groups = [g for ref in self._groups if (g := ref()) is not None]
         complete = len(weights) == len(self._weights) and len(groups) == len(self._groups)
@@ -56,12 +56,12 @@ class _Kept:
 
 
 class UpdateGraph:
-    """An update; what Dynamo calls. places: of the tensors that it writes.
+    """An update, as a callable for Dynamo. places: the places of the tensors that it writes.
 
-    skips: whether an update with gradients that are not finite is to be skipped. moments: those that are to be kept in
-    FP8. compile_for: compiles for a key, and examples of Dynamo's inputs and of those that come behind them. fall_back:
-    calls something with what is left out after faults of fp8pass, until it does not fail. counts: i64[2], how many
-    updates there were, and how many of them were skipped; None if that is not asked for.
+    skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. compile_for:
+    compiles the graph for a key, and examples of Dynamo's inputs and of the inputs after them. fall_back: compiles with
+    one attempt after another, leaving out what fails by a fault of fp8pass, until an attempt succeeds. counts: i64[2],
+    the number of updates, and of skipped ones; None if updates are not skipped.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class UpdateGraph:
         attributes = [m for m in self._moments if isinstance(m.place, str)]
         self._plain = [m for m in attributes if not isinstance(self._tensor(m.place), Fp8Moment)]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
-        """What is in FP8 of the moments that the optimizer has as plain tensors: with these, by id."""
+        """{id of a moment that the optimizer has as a plain tensor: (that tensor, its FP8 moment)}."""
         self.counts: Tensor | None = None
         if skips:
             tensors = (x for p in self._places if isinstance(x := self._example(p), Tensor))
@@ -95,12 +95,12 @@ class UpdateGraph:
 
     @torch.no_grad()
     def compile(self, args: Sequence[Any]) -> None:
-        """For a call with these inputs of Dynamo's, which are those that it is compiled for."""
+        """Compile for a call with these inputs of Dynamo's, before that call."""
         self._plan(args)
 
     @torch.no_grad()
     def __call__(self, *args: Any) -> Any:
-        """Call the graph with Dynamo's inputs, and what there is of the weights that it writes."""
+        """Call the graph with Dynamo's inputs, and the FP8 copies, moments and state that it writes."""
         plan = self._plan(args)
         stored = [m for spec, m in self._stored_moments(args).items() if spec in plan.moments] if plan.moments else []
         result = plan.run(*args, *self._inputs(plan.weights, plan.groups, stored, self._in_graph(args)))
@@ -146,7 +146,7 @@ class UpdateGraph:
         return _Plan(weights, groups, key.moments, self._runs[key])
 
     def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[SlotGroup], list[Fp8Moment]]:
-        """Return what it is compiled for, the weights, the groups of slots, and the moments in FP8."""
+        """Return the key to compile for, the weights with copies, their groups of slots, and the moments in FP8."""
         tensors = [self._tensor(p, args) for p in self._places]
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
@@ -166,10 +166,10 @@ class UpdateGraph:
         return key, weights, groups, list(moments.values())
 
     def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
-        """After a fault, skip nothing, or leave moments as the optimizer has them.
+        """Turn off skipping, or FP8 moments, if the attempt after a fault leaves them out.
 
-        Weights need nothing: a copy that no update writes is stale, and made again. Raises Fp8Error where moments are
-        in FP8 already, which nothing else can read.
+        Weights need nothing: a copy that no update writes is stale, and is refreshed before its next use. Raises
+        Fp8Error if moments are in FP8 already, because nothing else can read them.
         """
         self._attempt = attempt
         if attempt.form != "fp8" or not attempt.runs("skip_nonfinite"):
@@ -185,7 +185,7 @@ class UpdateGraph:
             self._stored.clear()
 
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
-        """The moments that are stored in FP8: all, but those that are zeros, before their first update."""
+        """Return the moments that are stored in FP8: all except moments of zeros, before their first update."""
         found: dict[Moment, Fp8Moment] = {}
         for m in self._moments:
             x = self._tensor(m.place, args)
@@ -196,9 +196,10 @@ class UpdateGraph:
         return found
 
     def stored(self) -> dict[int, Fp8Moment]:
-        """By the ids of the tensors that the optimizer has them in, its moments in FP8, where it has plain tensors.
+        """Return {id of a plain tensor that the optimizer has as a moment: the moment in FP8}.
 
-        Not by this graph any more: once the optimizer has those in their place, it is another graph's turn.
+        Once the optimizer has the FP8 moments instead of the tensors, Dynamo compiles another graph; this one is not
+        called any more.
         """
         for m in self._plain:
             x = self._tensor(m.place)
@@ -207,9 +208,9 @@ class UpdateGraph:
         return {key: moment for key, (_, moment) in self._stored.items()}
 
     def retire(self) -> None:
-        """Let go of all tensors. Not to be called any more.
+        """Release all tensors. The graph must not be called afterwards.
 
-        Dynamo goes on holding the plain moments, with the graph that they are attributes of: as empty ones.
+        Dynamo keeps the graph, whose attributes are the plain moments: they become empty, to free their memory.
         """
         for x, _ in self._stored.values():
             x.data = x.new_empty(0)
@@ -226,7 +227,7 @@ class UpdateGraph:
         moments: Sequence[Fp8Moment],
         places: dict[int, Place],
     ) -> list[Tensor]:
-        """What `annotated_update` gives the graph inputs for."""
+        """Return the inputs after Dynamo's inputs, in the order in which the passes of `annotated_update` add them."""
         inputs: list[Tensor] = []
         for group in groups:
             tensors = group.tensors._asdict()
@@ -241,7 +242,7 @@ class UpdateGraph:
 
 
 def _has_values(x: Tensor) -> bool:
-    """Return whether it is anything but zeros; a fake tensor, of `inspect`, may be taken to be."""
+    """Return whether a moment has nonzero values; True for a fake tensor, as `inspect` has, which holds no data."""
     return isinstance(x, FakeTensor) or bool(x.any())
 
 
@@ -250,5 +251,5 @@ def _retired(*_: Any) -> Run:
 
 
 def state_of(group: SlotGroup) -> State:
-    """Of the weights of a group."""
+    """Return the part of an update's key that describes the weights of a group."""
     return State(group.table.delayed, group.table.n_forward, group.table.n_weights)

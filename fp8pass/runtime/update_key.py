@@ -1,4 +1,4 @@
-"""What a graph that updates parameters is compiled for: what else it writes."""
+"""The key of a compiled update: the FP8 copies, moments and state that it writes besides the parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from fp8pass.quant.moments import MomentKind
 from fp8pass.recipes import DelayedScaling
 
 Place = int | str
-"""Of a tensor in a graph of Dynamo's: the position of an input, or the name of an attribute."""
+"""The place of a tensor in a Dynamo graph: the position of an input, or the name of an attribute."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """A weight's FP8 copy. parts: where its parameters are in the graph, None for one that is not.
+    """A weight's FP8 copy that the update writes.
 
-    state: which of the states its scale is in; index: where among its W. transposed: see `Fp8Weight`.
+    parts: the places of its parameters in the graph, None for a parameter that the graph does not write. state: the
+    index of the `State` that holds its scale; index: its index among the W weights of that state. transposed: True if
+    the copy has a transposed copy, too: see `Fp8Weight`.
     """
 
     parts: tuple[Place | None, ...]
@@ -29,21 +31,21 @@ class Write:
 
 @dataclass(frozen=True)
 class State:
-    """The state of a group of weights: see `SlotTensors`. first: F; count: W."""
+    """The delayed-scaling state of a group of weights: see `SlotTensors`. first: F; count: W."""
 
     recipe: DelayedScaling
     first: int
     count: int
 
     def inputs(self, skips: bool) -> tuple[str, ...]:
-        """The names of the tensors that an update takes; if it may be skipped, all amaxes of the step."""
+        """Return the names of the state tensors that an update takes: all amaxes of the step, too, if it may skip."""
         of_weights = ("scale", "amax_history", "amax_weights", "made") if self.count else ()
         return (*of_weights, *(("amax_forward", "amax_backward") if skips else ()))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that is kept in FP8. dtype: as the optimizer knows it."""
+    """An optimizer moment stored in FP8. dtype: the dtype that the optimizer sees."""
 
     place: Place
     kind: MomentKind
@@ -52,7 +54,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class UpdateKey:
-    """All of it. keeps: what stays as it is if a gradient is not finite; if empty, nothing."""
+    """Everything that an update is compiled for.
+
+    keeps: the tensors that stay unchanged if a gradient is not finite; empty if the update does not check gradients.
+    """
 
     states: tuple[State, ...]
     writes: tuple[Write, ...]
@@ -61,7 +66,7 @@ class UpdateKey:
 
 
 def attribute(module: torch.nn.Module | None, name: str) -> Any:
-    """What a `get_attr` node of that target gives."""
+    """Return the value of a `get_attr` node with target `name`; None if there is no such attribute."""
     for part in name.split("."):
         module = getattr(module, part, None)
     return module

@@ -1,9 +1,9 @@
-"""FP8 copies of weights, kept from one optimizer step to the next, so that no forward has to make them.
+"""FP8 copies of weights, kept from one optimizer step to the next, so that forwards need not quantize the weights.
 
-A copy is the numbers that the forward would have made: of the weight as it is, with the scale that the next step will
-begin with. An update that is compiled with us writes it along with the weight (`update_graph.py`). Whoever else changes
-a weight counts up its version, or gives it other memory: then the copy is made again before it is used. So it is where
-steps come that no update has prepared, for their scale may be another one.
+A copy holds the values that the next forward would compute: the current weight, quantized with the scale that the next
+step begins with. An update compiled with fp8pass writes the copy together with the weight (`update_graph.py`). Any
+other change of a weight bumps its version counter or moves it to other memory: then the weight is quantized again
+before the copy is used. The same happens in steps that no update has prepared, because their scale may be another one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from fp8pass.states.slots import SlotGroup
 
 
 class Fp8Weight:
-    """The FP8 copy of a weight f[N, K], which is one parameter or several, one below the other. For all graphs.
+    """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
-    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph wants it. group, index: where its scale_inv and the amax of
-    what it was made of are, in `SlotTensors.made` of the graph that was called last.
+    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph needs it. group, index: the group of the graph that was called
+    last, and the column of its `SlotTensors.made` with the copy's scale_inv and the amax of the weight that was
+    quantized.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -36,6 +37,7 @@ class Fp8Weight:
         before_eager_optimizers(_forget)
         first = parts[0]
         shape = sum(p.shape[0] for p in parts), first.shape[1]
+        # a tensor made in inference mode can't be written in place outside of it
         with torch.inference_mode(False), torch.no_grad():
             self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
         self.x_t: Tensor | None = None
@@ -46,69 +48,72 @@ class Fp8Weight:
         self.group: SlotGroup | None = None
         self.index = -1
         self._behind = 0
-        """How many steps have begun since the one that the copy was made for."""
+        """Number of steps begun since the step that the copy was made for."""
         self._unchanged = 0
-        """How many steps have begun since the weight was changed."""
+        """Number of steps begun since the weight was changed."""
         self._changes = 0
         self._was_written = False
-        """Whether a compiled update has made it anew, since `settle` was called last."""
+        """True if a compiled update has written the copy since the last call of `settle`."""
         self.refreshed = 0
-        """How often it was made by kernels of its own."""
+        """Number of calls of `refresh`, which quantizes the weight outside of compiled updates."""
         self.expected = 1
-        """How often of these there was no other way: no update has come for this step, or it knew no scale."""
+        """Number of these calls that were unavoidable: no compiled update ran, or the slot had no scale yet."""
 
     @property
     def parts(self) -> list[Tensor]:
-        """The parameters."""
+        """The parameters that the weight consists of."""
         parts = [ref() for ref in self._parts]
         assert all(p is not None for p in parts), "the parameters are gone"
         return parts  # type: ignore[return-value]
 
     def is_of(self, parts: Sequence[Tensor]) -> bool:
-        """Return whether it is of these parameters, and not of others, gone by now, whose ids they have."""
+        """Return whether this is the copy of `parts`, and not of freed parameters that had their ids."""
         return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
 
     def has_part(self, ids: Set[int]) -> bool:
-        """Return whether one of its parameters has one of these ids."""
+        """Return whether a parameter of the weight has one of these ids."""
         return any(id(ref()) in ids for ref in self._parts)
 
     @property
     def nbytes(self) -> int:
-        """Of memory, beyond that of the weight itself."""
+        """Bytes of memory that the copies take besides the weight itself."""
         return sum(x.nbytes for x in (self.x_q, self.x_t) if x is not None)
 
     def inputs(self, transposed: bool) -> list[Tensor]:
-        """What a graph that reads the weight is called with."""
+        """Return the inputs of a graph that reads the copy: `x_q`, and `x_t` if wanted."""
         return [self.x_q, self.x_t] if transposed and self.x_t is not None else [self.x_q]
 
     def transpose(self) -> None:
-        """From now on there is a transposed copy. Both are to be made again."""
+        """Allocate the transposed copy. Both copies are stale afterwards."""
         with torch.inference_mode(False), torch.no_grad():
             self.x_t = torch.empty(self.x_q.shape[::-1], dtype=scaling.E4M3, device=self.x_q.device)
         self.transposes = [self.x_t.narrow(1, *place) for place in self._places]
         self.forget()
 
     def use_in(self, group: SlotGroup, index: int) -> None:
-        """The graph of this group is called next."""
+        """Prepare for a call of this group's graph: copy `made` from the group that was used last."""
         if self.group is not None and self.group is not group:
             with torch.no_grad():
                 group.tensors.made[:, index].copy_(self.group.tensors.made[:, self.index])
         self.group, self.index = group, index
 
     def begin_step(self) -> None:
-        """A step begins that reads it, and rolls its history."""
+        """Count a step that begins, reads the copy and rolls its history."""
         self._behind += 1
         self._unchanged += 1
 
     def is_fresh(self) -> bool:
-        """Whether it is a copy of the weight as it is now, by the scale of the step that has begun, or the next one."""
+        """Return whether the copy is of the current weight, with the scale of the step that has begun or of the next.
+
+        A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
+        """
         return self._is_of_now() and (self._behind <= 0 or self._scale_stays())
 
     def _is_of_now(self) -> bool:
         return self._made_of is not None and self._made_of == self._now()
 
     def _scale_stays(self) -> bool:
-        """Return whether the history is known to hold nothing but the amax of the weight as it is now."""
+        """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
         assert self.group is not None
         recipe = self.group.table.delayed
         always = self._changes == 1 and self.group.loads == 0 and isinstance(recipe.amax_compute_algo, str)
@@ -120,7 +125,7 @@ class Fp8Weight:
         self._changes += 1
 
     def written(self) -> None:
-        """A compiled update has made it anew. With a slot that has no history yet there was no scale to make it by."""
+        """Note that a compiled update has written the copy; it stays stale if its slot had no scale yet."""
         assert self.group is not None
         has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
         self._made()
@@ -137,7 +142,7 @@ class Fp8Weight:
         self._was_written = False
 
     def forget(self) -> None:
-        """Make it again before it is used."""
+        """Mark the copy as stale: `refresh` runs before its next use."""
         self._made_of = None
 
     def _now(self) -> Any:
@@ -145,7 +150,7 @@ class Fp8Weight:
         return [(p._version, p.data_ptr()) for p in self.parts], self.group.table.recipe, self.group.loads
 
     def refresh(self, begins: bool = True) -> None:
-        """Make it again, op by op. begins: for the step that has just begun; otherwise for the next one."""
+        """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
         group = self.group
         assert group is not None
         recipe, t = group.table.delayed, group.tensors
@@ -167,9 +172,9 @@ class Fp8Weight:
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:
-    """Whatever an optimizer does that runs op by op, it makes its weights' copies stale.
+    """Mark the copies of an optimizer's weights as stale, before each eager step of the optimizer.
 
-    There are optimizers, of other people, that write into `p.data`, of which versions know nothing.
+    Some third-party optimizers write into `p.data`, which does not bump the version counter of `p`.
     """
     if len(_weights):
         for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
@@ -184,9 +189,9 @@ _newest = next(_made)
 def cached_weights(
     cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup], repeats: bool = False
 ) -> list[Tensor]:
-    """What a graph takes of the FP8 copies of weights, which are made first where they are not those of the weights.
+    """Return the inputs of a graph that are FP8 copies of weights, after refreshing the stale copies.
 
-    repeats: a forward runs again, in its backward.
+    repeats: the backward recomputes a forward (activation checkpointing), so no step begins.
     """
     inputs: list[Tensor] = []
     for c in cached:
@@ -222,24 +227,24 @@ def _count_up() -> None:
 
 
 def newest() -> int:
-    """A number that changes when there is a copy more: `weights_of` need not be asked again while it does not."""
+    """Return a number that changes when a copy is added: while it is the same, so is the result of `weights_of`."""
     return _newest
 
 
 def weights_of(tensors: Sequence[Tensor]) -> list[Fp8Weight]:
-    """The FP8 copies of weights that consist of any of these, in the order in which they were first used."""
+    """Return the FP8 copies of weights that contain any of these tensors, in the order of their first use."""
     ids = set(map(id, tensors))
     return [w for w in list(_weights.values()) if w.has_part(ids)]
 
 
 def settle(tensors: Sequence[Tensor]) -> None:
-    """A training step of these is over. A copy that no compiled update has made anew may be of what was before it."""
+    """End a training step of these parameters: a copy that no compiled update has written in it becomes stale."""
     for weight in weights_of(tensors):
         weight.settle()
 
 
 def cached_example(c: Cached, parts: Sequence[Tensor]) -> list[Tensor]:
-    """What a graph is compiled for: the inputs of an `Fp8Weight` of parameters like these."""
+    """Return example inputs to compile a graph with: tensors like the copies of an `Fp8Weight` of these parameters."""
     rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
     shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]
     return [torch.empty(s, dtype=scaling.E4M3, device=parts[0].device) for s in shapes]

@@ -1,6 +1,6 @@
 """`fp8pass.state(model)`: the delayed-scaling state of a module, saved and loaded by slot name.
 
-Gathers whatever belongs to a module's tensors, in whichever graphs, under the names that it has in that module.
+Collects the slots that belong to a module's tensors from all compiled graphs, under their names in that module.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fp8pass.options.unmatched import names_of
 from fp8pass.states.amax_reduction import finish
 from fp8pass.states.slots import PARTS, Entry, SlotGroup, registry
 
-if TYPE_CHECKING:  # whoever has some has imported it already
+if TYPE_CHECKING:  # a caller that has a Metadata has imported this already
     from torch.distributed.checkpoint.metadata import Metadata
 
 log = logging.getLogger(__name__)
 
 RECIPE, STEPS = "recipe", "steps"
-"""Keys of a state dict that belong to no slot."""
+"""Keys of a state dict that do not belong to a slot."""
 _RECIPE_BYTES = 512
 AND = " and "
 _WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
@@ -39,7 +39,7 @@ _WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
 
 @dataclass
 class _Loaded:
-    """What `load_state_dict` got; graphs that are made later take theirs from it."""
+    """The state that `load_state_dict` got; graphs that are compiled later are restored from it."""
 
     entries: dict[str, Entry]
     recipe: str
@@ -51,8 +51,9 @@ class State:
     """The delayed-scaling state of a module, by slot name. Stateful: `state_dict()`, `load_state_dict()`.
 
     Each slot, `layers.0.mlp.up.weight` say, has three plain tensors: `....scale` f32[] (0 until the slot has seen
-    data), `....amax_history` f32[H], newest first, and `....amax` f32[], what the running step has recorded (-1:
-    nothing). With them are saved `steps` i64[], the training steps so far, and `recipe` u8[512], its text.
+    data), `....amax_history` f32[H], newest first, and `....amax` f32[], the running amax of the current step (-1:
+    nothing recorded). The state dict also has `steps` i64[], the training steps so far, and `recipe` u8[512], the
+    recipe's text.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +63,7 @@ class State:
 
     @property
     def module(self) -> nn.Module | None:
-        """Whose state it is; None once that is gone."""
+        """The module that the state belongs to; None once the module is gone."""
         return self._module()
 
     @property
@@ -72,13 +73,17 @@ class State:
 
     @property
     def steps(self) -> int:
-        """The training steps that the module has begun, those before a load included."""
+        """The number of training steps that the module has begun, including the steps before a load."""
         return max((self._steps, *(group.tracker.step for group in self._groups())))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Plain tensors of fixed sizes, copied; {} before the first call. Loads with weights_only=True.
+        """Return the state as plain tensors, which `torch.load` loads with weights_only=True.
 
-        `torch.distributed.checkpoint.load` fills what this returns: before the first call, give it `as_saved`.
+        `torch.distributed.checkpoint.load` fills the returned tensors in place: before the first call, pass it
+        `as_saved(...)` instead.
+
+        Returns:
+            Copies of the tensors, of fixed sizes: see `State`. {} before the first call.
         """
         finish()
         entries = sorted(self._entries().items())
@@ -88,17 +93,24 @@ class State:
         return {**slots, STEPS: torch.tensor(self.steps), RECIPE: _as_tensor(self._recipe())}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Restore what `state_dict` returned, before or after the first call of the compiled module.
+        """Restore a state that `state_dict` returned, before or after the first call of the compiled module.
 
-        A history of another length keeps its newest entries. Raises Fp8Error, listing them, for keys that belong to no
-        slot, for incomplete or wrong-sized slots, and for numbers that no training leaves: NaN, say. With `strict` also
-        for slots of the module that the state lacks; for slots of layers that the module lacks, and once it has been
-        trained for all slots that it lacks; and for a state of another recipe. What is not known before the first call
-        is checked then; slots that the first step does not use are a warning after it, for a later step may. Without
-        `strict` what fits is loaded, the rest is named in a warning, and where the recipe is another one scales are
-        computed anew from the histories.
+        A history of another length keeps its newest entries. Checks that need the module's slots are made at the first
+        call if the module has not been called yet. Slots that the first step does not use are kept, because a later
+        step may use them, and named in a warning after that step.
+
+        Args:
+            state_dict: Tensors by name, as `state_dict` returns them.
+            strict: If False, the slots that fit are loaded and the others named in a warning; under another recipe,
+                scales are recomputed from the histories.
+
+        Raises:
+            Fp8Error: If keys do not belong to a slot, slots are incomplete or of wrong sizes, or values are such as
+                training never leaves, NaN for example. With `strict` also if the state lacks slots of the module, has
+                slots of layers that the module lacks (once the module has been trained: any slots that the module
+                lacks), or was saved under another recipe. The message lists the keys, slots or values.
         """
-        finish()  # what is on its way would come after what is loaded
+        finish()  # an all-reduce of amaxes under way would otherwise write its result over the loaded state
         entries = _entries_of(state_dict)
         saved = _as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
         steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
@@ -143,13 +155,13 @@ class State:
         _unjudged.add(self)
 
     def begin_with(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take what another state's `state_dict` returned, before the module has any of its own."""
+        """Load another state's `state_dict`, not strictly, before the module has any state of its own."""
         self._steps = int(state_dict[STEPS])
         saved = _as_text(state_dict[RECIPE])
         self._loaded = _Loaded(_entries_of(state_dict), saved, strict=False, steps=self._steps)
 
     def judge(self, group: SlotGroup) -> None:
-        """Once a step is over since the load: warn of slots that it did not use. A later one may, so they are kept."""
+        """Warn of loaded slots that the first step after the load did not use; they are kept, as a later step may."""
         if group.tracker.steps <= self._steps or not any(group is g for g in self._groups()):
             return
         _unjudged.discard(self)
@@ -162,18 +174,28 @@ class State:
             )
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Say what to save, or copy: this belongs to the module that is there."""
+        """Raise TypeError with the call that saves the state: a State belongs to its module."""
         raise TypeError(
             "a State belongs to its module, and can't be copied or pickled: save fp8pass.state(model).state_dict(), a "
             "dict of tensors, and load that with fp8pass.state(model).load_state_dict(...)"
         )
 
     def as_saved(self, metadata: Metadata, key: str = "fp8", strict: bool = True) -> Saved:
-        """What `torch.distributed.checkpoint.load` takes for this state also before the first call.
+        """Return an object that `torch.distributed.checkpoint.load` can load this state into before the first call.
 
-        metadata: of the checkpoint, as its reader's `read_metadata()` returns it; it names the slots, which this state
-        does not know yet. key: where the state was saved, the names of nested dicts joined by dots. Histories may have
-        another length. Raises Fp8Error if no state was saved there.
+        Before the first call this state does not know its slots; the checkpoint's metadata names them. Saved histories
+        may have another length.
+
+        Args:
+            metadata: The checkpoint's metadata, as its reader's `read_metadata()` returns it.
+            key: The key that the state was saved under, the names of nested dicts joined by dots.
+            strict: As in `load_state_dict`.
+
+        Returns:
+            A `Saved` with tensors of the saved sizes, which loads them into this state.
+
+        Raises:
+            Fp8Error: If no state was saved under `key`.
         """
         sizes = metadata.state_dict_metadata
         prefix = f"{key}."
@@ -194,20 +216,20 @@ class State:
         return self._own_recipe() or self._loaded.recipe
 
     def _own_recipe(self) -> str:
-        """The text of the recipes that the module is trained with; "" if that is not known yet."""
+        """Return the text of the recipes that the module is trained with; "" if they are not known yet."""
         return _recipe_text(self._groups())
 
     def _groups(self) -> list[SlotGroup]:
-        """All groups of the module, oldest first, those without slots included."""
+        """Return all groups of the module, oldest first, including groups without slots."""
         module = self._module()
         mine = ids_of(module) if module is not None else set()
         groups = (g for g in registry.groups() if g.table.remembers)
         return [g for g in groups if any(id(t) in mine for t in g.owned_tensors())]
 
     def _located(self) -> list[tuple[SlotGroup, dict[str, str]]]:
-        """The groups that belong to this module, oldest first, with {name in this module: name in the group}.
+        """Return the module's groups with slots, oldest first, each with {name in this module: name in the group}.
 
-        Where two graphs give different slots one name, as two halves of a forward may, the later one's are numbered.
+        If two graphs give different slots one name, as two halves of a forward may, the later graph's are numbered.
         """
         taken: dict[str, Any] = {}
         located = []
@@ -221,7 +243,10 @@ class State:
 
     @torch.no_grad()
     def _entries(self) -> dict[str, Entry]:
-        """Of a slot that several graphs have, the entry of the one trained last; evaluation only ever reads."""
+        """Return the entries by slot name; for a slot of several graphs, the entry of the graph trained last.
+
+        Graphs of evaluation come first, because they only read.
+        """
         entries = {name: {p: x.clone() for p, x in entry.items()} for name, entry in self._loaded.entries.items()}
         located = sorted(self._located(), key=lambda of: (of[0].table.training, of[0].tracker.last_used_at))
         for group, names in located:
@@ -230,9 +255,10 @@ class State:
         return entries
 
     def restore(self, group: SlotGroup) -> None:
-        """Give a group that is made after `load_state_dict` what was loaded for it.
+        """Restore the loaded state into a group that was made after `load_state_dict`.
 
-        Raises Fp8Error if that was to be strict, and does not fit.
+        Raises:
+            Fp8Error: If the state was loaded with `strict` and does not fit the group.
         """
         if any(group is g for g in self._groups()):
             group.tracker.raise_to(self._steps, self._steps)
@@ -249,7 +275,7 @@ class State:
                     ", ".join(several),
                 )
             absent = [name for name in names if name not in loaded.entries]
-            # what begins in a later step, as a phase of a schedule may, the saved run had not begun either
+            # a group that first runs in a later step, as a phase of a schedule may, had not run in the saved run either
             if loaded.strict and group.table.training and self.steps <= loaded.steps + 1:
                 _check_recipe(loaded.recipe, _recipe_text([group]))
                 if absent:
@@ -263,24 +289,24 @@ class State:
 
 
 class Saved:
-    """What a checkpoint has of a state, to be filled and loaded: see `State.as_saved`. Stateful, too."""
+    """Empty tensors of a checkpoint's sizes, to be filled and loaded: see `State.as_saved`. Stateful, too."""
 
     def __init__(self, state: State, empty: dict[str, Tensor], strict: bool) -> None:
         self._state, self._empty, self._strict = state, empty, strict
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors of the saved sizes, with nothing in them yet."""
+        """Return uninitialized tensors of the saved sizes, by key."""
         return dict(self._empty)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load them into the state."""
+        """Load the filled tensors into the state: see `State.load_state_dict`."""
         self._state.load_state_dict(state_dict, self._strict)
 
 
 def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
-    """{name in the group: name in `module`} of the group's slots that belong to the module.
+    """Return {name in the group: name in `module`} for the group's slots that belong to the module.
 
-    A slot that goes with a parameter is named after the parameter; the others follow most of the parameters.
+    A slot with a parameter is renamed as its parameter is; the others are renamed as most of the parameters are.
     """
     renames, usual = _renames(module, group)
     slots = zip(group.table.names, group.table.anchors, strict=True)
@@ -289,23 +315,26 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
 
 
 def usual_name(module: nn.Module, group: SlotGroup, name: str) -> str | None:
-    """What the module calls something of a graph; None if nothing of the graph belongs to it."""
+    """Return a graph's `name` as the module has it, renamed as most parameters are; None if it owns none of them."""
     _, usual = _renames(module, group)
     return None if usual is None else _renamed(name, usual, group)
 
 
 def _renamed(name: str, rename: _Rename, group: SlotGroup) -> str:
-    """Return what the module calls something of a graph.
+    """Return the name in the module for `name` in a graph.
 
-    In a graph whose root has a parameter "weight", as that of a compiled `nn.Linear`, slots are called "weight.input";
-    in a larger module they are called as there, "head.input".
+    In a graph whose root has a parameter "weight", as a compiled `nn.Linear` has, slots are named "weight.input"; in a
+    larger module they are named as in its own graphs, "head.input".
     """
     is_part = rename.add and not rename.drop
     return rename(name.removeprefix("weight.") if is_part and "weight" in group.table.owned else name)
 
 
 def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename | None], _Rename | None]:
-    """For each of the instance's tensors what makes of its name in the graph that in the module; and for most."""
+    """Return for each of the instance's tensors the rename from graph to module, and the most common rename.
+
+    A tensor that the module does not have gets None; so does the most common rename if the module has none of them.
+    """
     paths: dict[int, list[str]] = {}
     if module is not None:
         for path, tensor in named_tensors(module):
@@ -319,7 +348,7 @@ def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename |
 
 
 def _recipe_text(groups: Sequence[SlotGroup]) -> str:
-    """The recipes of groups, but for the length of their histories, which may change."""
+    """Return the text of the groups' recipes without the length of their histories, which may change."""
     recipes = (g.table.delayed for g in groups if g.table.names)
     return AND.join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
 
@@ -333,13 +362,13 @@ def _check_recipe(saved: str, own: str) -> None:
 
 
 def _is_among(own: str, saved: str) -> bool:
-    """Return whether all recipes of one text are in the other, which may have been cut."""
+    """Return whether all recipes of `own` are in `saved`; True if `saved` was cut at 512 bytes."""
     cut = len(saved.encode()) >= _RECIPE_BYTES - 1
     return cut or set(own.split(AND)) <= set(saved.split(AND))
 
 
 def _as_tensor(text: str) -> Tensor:
-    """u8[512]."""
+    """Encode the text as u8[512]: cut, or padded with zeros."""
     return torch.tensor(list(text.encode()[:_RECIPE_BYTES].ljust(_RECIPE_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -357,7 +386,10 @@ class _Rename:
 
 
 def _rename(relative: str, paths: Sequence[str]) -> _Rename:
-    """What makes of a parameter's name in the graph one of its paths in the module: the one that ends alike."""
+    """Return the rename of a parameter's name in the graph to one of its paths in the module.
+
+    Takes the first path that ends with the name, or that the name ends with; otherwise renames the layer whole.
+    """
     for path in paths:
         if path == relative or path.endswith(f".{relative}"):
             return _Rename(add=path[: len(path) - len(relative)])
@@ -375,7 +407,7 @@ def _free_name(name: str, key: Any, taken: dict[str, Any]) -> str:
 
 
 def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Return the slots of a state dict. Raises Fp8Error for what can't be one."""
+    """Return the slots of a state dict. Raises Fp8Error if it is not the state dict of a `State`."""
     if not isinstance(state_dict, Mapping) or not all(isinstance(value, Tensor) for value in state_dict.values()):
         raise Fp8Error(f"the FP8 state to load is not a dict of tensors, but {_kind_of(state_dict)}; {_WHAT}")
     entries: dict[str, Entry] = {}
@@ -405,7 +437,10 @@ def _kind_of(x: object) -> str:
 
 
 def _check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> None:
-    """Raise Fp8Error for numbers that no training leaves. freezes: amaxes that are not finite may be in a history."""
+    """Raise Fp8Error for values that training never leaves.
+
+    freezes: on_nonfinite="freeze" is possible, so amaxes and histories may hold NaN and inf.
+    """
     wrong = [f"{STEPS} {steps}"] if steps < 0 else []
     for name, entry in entries.items():
         for part, x in entry.items():
@@ -422,7 +457,7 @@ def _check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> No
 
 
 def _unknown(entries: Mapping[str, Entry], module: nn.Module) -> str:
-    """Return what says of which slots the module has no layer, with the nearest that it has; "" if there is none."""
+    """Return a text that lists slots whose layer the module lacks, with the nearest layer's name; "" if none do."""
     names = names_of(module)
     layers = {slot: [part.rpartition(".")[0] for part in parts_of(slot)] for slot in entries}
     absent = [slot for slot, of in layers.items() if not all(x in names or x.rpartition(".")[2] in MATMULS for x in of)]
@@ -431,9 +466,10 @@ def _unknown(entries: Mapping[str, Entry], module: nn.Module) -> str:
 
 
 def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
-    """The entries under the names that are wanted, where layers were separate and are merged now, or the reverse.
+    """Return the entries under the `wanted` names if layers that were separate are merged now, or the reverse.
 
-    A merged slot has seen whatever its parts have; a part, as far as is known, what the merged slot has.
+    A merged slot gets the largest amaxes of its parts; a part gets the state of the merged slot, because its own is
+    not known.
     """
     merged = {part: name for name in entries for part in parts_of(name) if part != name}
     found: dict[str, Entry] = {}
@@ -442,7 +478,7 @@ def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
         parts = parts_of(name)
         sources = [part for part in (*parts, merged.get(name)) if part in entries]
         if not name.rpartition(".")[2].startswith("input") and name not in merged and len(sources) < len(parts):
-            continue  # what is not known of a part may be the largest; the input is the same for all, and saved once
+            continue  # a part that is not saved may have the largest amax; all parts have one input, saved once
         if sources:
             found[name] = _together([entries[source] for source in sources])
             used.update(sources)
@@ -452,7 +488,7 @@ def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:
 
 
 def _together(entries: Sequence[Entry]) -> Entry:
-    """The state of a tensor that consists of several."""
+    """Merge the states of several tensors into one: the smallest scale that is not 0, the largest amaxes."""
     histories = [entry["amax_history"] for entry in entries]
     length = max(map(len, histories))
     scales = torch.stack([entry["scale"] for entry in entries])
@@ -467,7 +503,7 @@ _states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary
 
 
 _unjudged: weakref.WeakSet[State] = weakref.WeakSet()
-"""Those that have been loaded, and in which no step has ended since."""
+"""States that were loaded and have not ended a step since."""
 
 
 def _judge(group: SlotGroup) -> None:
@@ -487,10 +523,19 @@ registry.on_new.append(_restore)
 
 
 def state(module: Any) -> State:
-    """The delayed-scaling state of a module, compiled or not, or of what a `train_step` trains; always the same object.
+    """Return the delayed-scaling state of a module, or of the model that a `train_step` trains.
 
-    Exists, and can be loaded, before the first call; of a step whose model is an argument, from then on. Raises
-    TypeError for what is not a module, and for a step that trains none or several.
+    The state exists, and can be loaded, before the first call. For a step that takes its model as an argument, it
+    exists from the first call on.
+
+    Args:
+        module: A module, compiled or not, or a function decorated with `train_step`.
+
+    Returns:
+        The module's state, the same object each time.
+
+    Raises:
+        TypeError: If `module` is not a module, or a step that trains no model or several.
     """
     if callable(of_step := getattr(module, "state", None)) and not isinstance(module, nn.Module):
         return of_step()  # type: ignore[no-any-return]
@@ -507,11 +552,14 @@ def _state_of(module: nn.Module) -> State:
 
 
 COMPANION = "_fp8pass_state"
-"""The attribute of a module by which its state notices that the module is copied or pickled."""
+"""Name of a module's attribute whose value copies the state when the module is deep-copied, and warns at pickling."""
 
 
 class _Companion:
-    """Lies in a module's `__dict__`, and is copied with it, after its parameters."""
+    """An entry in a module's `__dict__`, which `copy.deepcopy` and pickle call when they reach it.
+
+    It comes after `_parameters` in the dict, so a copy of the module has its parameters by then.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -522,14 +570,14 @@ class _Companion:
         copy = memo.get(id(module))
         if module is None or copy is None:
             return None
-        with unset_fake_temporarily():
+        with unset_fake_temporarily():  # a module may be copied under a fake mode; its state is real tensors
             saved = _state_of(module).state_dict()
         if saved:
             _state_of(copy).begin_with(saved)
         return _Companion(copy)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """In a file there is None in its place, for which nobody needs fp8pass."""
+        """Pickle as None, which loads without fp8pass; warn that the FP8 state is not pickled with the module."""
         module = self._module()
         if module is not None and _state_of(module).slots:
             warn_once(
@@ -540,7 +588,7 @@ class _Companion:
 
 
 def _model_goes_along(group: SlotGroup) -> None:
-    """The same of the outermost module that is running, for an instance that is called for the first time."""
+    """Call `goes_along` for the outermost running module that owns tensors of the new group."""
     mine = {id(tensor) for tensor in group.owned_tensors()}
     model = next((m for m in reversed(running_modules()) if not mine.isdisjoint(ids_of(m))), None)
     if model is not None and group.table.remembers:
@@ -551,6 +599,6 @@ registry.on_new.append(_model_goes_along)
 
 
 def goes_along(module: nn.Module) -> None:
-    """From now on, a deep copy of a module has a copy of its state, and to pickle the module is to be told of it."""
+    """Make deep copies of a module copy its state, and pickling it warn that the state is not included."""
     if vars(module).get(COMPANION) is None:
         vars(module)[COMPANION] = _Companion(module)

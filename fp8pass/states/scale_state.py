@@ -1,12 +1,12 @@
-"""Delayed scaling where users place it: `in_qdq`, `out_qdq`, and the `ScaleState` that each tensor's scale comes from.
+"""Delayed scaling placed by users: `in_qdq`, `out_qdq`, and the `ScaleState` that each tensor's scale comes from.
 
-Runs eagerly, under every torch.compile backend, and best under fp8pass. The functions that are marked `allow_in_graph`
-stand in Dynamo's graph as one node each; other backends run or trace them as they are, and the `lift_scale_states` pass
-replaces them. They take tensors and constants only, and all that changes from call to call is in tensors: Python values
-would be burnt into the compiled graph.
+Runs eagerly and under every torch.compile backend; fp8pass makes the fastest code of it. Each function marked
+`allow_in_graph` is one node in Dynamo's graph; other backends run or trace it as it is, and the `lift_scale_states`
+pass replaces it. These functions take tensors and constants only, and keep all that changes between calls in tensors:
+Dynamo would make Python values constants of the compiled graph.
 
-When a step ends is written in two flags. A backward sets `step_ended`; the next use rolls the history and clears it.
-While `held`, as in gradient accumulation, backwards leave it alone.
+Two flags say when a step ends. A backward sets `step_ended`; the next use rolls the history and clears the flag. While
+`held` is set, as in gradient accumulation, backwards do not set `step_ended`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,33 @@ from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling
 
 _recipes: dict[str, DelayedScaling] = {}
-"""What the keys stand for by which graphs name a recipe: Dynamo passes strings on, but not objects."""
+"""{key: recipe}. Graphs refer to a recipe by its key, because Dynamo takes strings as constants, but not objects."""
 
 
 class ScaleState(nn.Module):
-    """The delayed-scaling state of one tensor, quantized to one format. A module, so that a model's state has it.
+    """The delayed-scaling state of one tensor, quantized to one format.
 
-    amax_history_len, amax_compute_algo, margin, on_nonfinite: see `fp8pass.recipes.DelayedScaling`; raises its
-    ValueErrors. Buffers, which stay float32 whatever the model is cast to:
+    It is a module, so that the `state_dict` of a model contains it. Buffers, which keep their dtype when the model is
+    cast:
 
-        scale           f32[]   0 until the tensor has been anything but zeros: then it is scaled by its own amax
+        scale           f32[]   0 until a nonzero value was recorded; while 0, the tensor is scaled by its own amax
         amax_history    f32[H]  newest first
-        amax            f32[]   running amax of the step, -1 where it has recorded nothing
+        amax            f32[]   running amax of the step, -1 if nothing is recorded
         fp8_max         f32[]   largest value of the format that it was last used with, 0 before
         step_ended      bool[]  the next use begins a step; not saved
         held            bool[]  between `begin_accumulation` and `end_accumulation`; not saved
 
     Use it for one tensor and one dtype: a scale made for one format is wrong for another. Loading an `amax_history` of
     another length keeps the newest entries and recomputes the scale.
+
+    Args:
+        amax_history_len: H, the number of steps in the history, 1 or more.
+        amax_compute_algo: "max", "most_recent", or a callable f32[H] -> f32[] written in torch.
+        margin: `scale = fp8_max / amax / 2**margin`, 0 or more.
+        on_nonfinite: "evict", "skip" or "freeze": see `fp8pass.recipes.DelayedScaling`.
+
+    Raises:
+        ValueError: If an argument is not one that `fp8pass.recipes.DelayedScaling` takes.
     """
 
     scale: Tensor
@@ -73,32 +82,39 @@ class ScaleState(nn.Module):
         self._anchor = self._new_anchor()
 
     def reset_parameters(self) -> None:
-        """Forget everything. By the name that is called where a model has begun on the meta device."""
+        """Reset all buffers to the state before the first use.
+
+        FSDP and others call a method of this name on modules that were built on the meta device.
+        """
         for number in (self.scale, self.amax_history, self.fp8_max):
             number.zero_()
         self.amax.fill_(scaling.NOTHING)
         self.end_accumulation()
 
     def _new_anchor(self) -> Tensor:
-        """Gives a tensor that needs no gradient a place in the backward nonetheless, which ends the step."""
+        """Return a tensor f32[] that requires a gradient.
+
+        As an input of `_EndsStep` it makes autograd run its backward, which ends the step, for an `x` that does not
+        require a gradient.
+        """
         return torch.zeros((), device=self.scale.device, requires_grad=True)
 
     def extra_repr(self) -> str:
-        """The recipe's arguments."""
+        """Return the recipe's arguments as text."""
         return repr(self.recipe).partition("(")[2].removesuffix(")")
 
     def begin_accumulation(self) -> None:
-        """From here on all uses are one step, whatever backwards come between; the first use begins it."""
+        """Make all uses until `end_accumulation` one step, whatever backwards run between; the first begins it."""
         self.step_ended.logical_or_(self.held.logical_not())
         self.held.fill_(True)
 
     def end_accumulation(self) -> None:
-        """The next use begins a new step."""
+        """Make the next use begin a new step."""
         self.step_ended.fill_(True)
         self.held.fill_(False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ScaleState:
-        """Moves with the model and is not cast with it."""
+        """Move the buffers with the model, without its casts: `Module.to`, `half` and the like call this."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
@@ -117,23 +133,23 @@ class ScaleState(nn.Module):
         self.end_accumulation()
 
     def _resized(self, state_dict: dict[str, Any], prefix: str, saved: Tensor) -> dict[str, Tensor]:
-        """What changes in `state_dict` if its history `saved` becomes as long as this one's."""
+        """Return the history `saved` resized to this state's length, and the scale recomputed from it, by key."""
         length = len(self.amax_history)
         history = scaling.resized_history(saved, length)
         amax = scaling.amax_of_history(history.unsqueeze(1), self.recipe.amax_compute_algo)[0]
         scale, fp8_max = (state_dict.get(f"{prefix}{part}") for part in ("scale", "fp8_max"))
-        if scale is None or fp8_max is None:  # torch reports it
+        if scale is None or fp8_max is None:  # Module._load_from_state_dict reports missing keys
             return {f"{prefix}amax_history": history}
         scale = torch.where(fp8_max > 0, scaling.scale_from_amax(amax, fp8_max, scale, self.recipe.margin), scale)
         return {f"{prefix}amax_history": history, f"{prefix}scale": scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.key = _key(self.recipe)  # keys are this process's
+        self.key = _key(self.recipe)  # keys hold in one process only: `_recipes` numbers them
 
 
 def _key(recipe: DelayedScaling) -> str:
-    """The recipe's text, numbered where two functions have one name."""
+    """Return the recipe's key: its text, numbered if another recipe has the same text (two functions of one name)."""
     number = 0
     while _recipes.setdefault(key := f"{recipe}~{number}" if number else repr(recipe), recipe) != recipe:
         number += 1
@@ -141,27 +157,40 @@ def _key(recipe: DelayedScaling) -> str:
 
 
 def remember(key: str, recipe: DelayedScaling) -> None:
-    """Let a graph run that another process has made, in which a key stands for a recipe."""
+    """Register the key of a recipe, so that a graph made in another process, which holds the key, runs here."""
     _recipes[key] = recipe
 
 
 def recipe_of(argument: object) -> Any:
-    """The recipe that an argument of a call in a graph is, has, or stands for as a key; None if none."""
+    """Return the recipe for an argument of a call in a graph: a key, an object with a `recipe`, or a recipe.
+
+    Returns None for a key that is not registered, and any other argument itself.
+    """
     return _recipes.get(argument) if isinstance(argument, str) else getattr(argument, "recipe", argument)
 
 
 def in_qdq(x: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E4M3) -> Tensor:
-    """`x` quantized and dequantized with the scale of `state`, which records its amax. Gradient: straight through.
+    """Quantize and dequantize `x` with the scale of `state`, and record its amax there. Gradient: straight through.
 
-    x: floating, any shape of rank 1 or more; returns the same shape and dtype. dtype: an FP8 type. A tensor that holds
-    NaN or inf becomes NaN throughout, and one without elements records nothing. Several uses of a state in one step
-    merge by max. Without gradients enabled nothing is recorded. Raises TypeError for an `x` that is not floating and a
-    `state` that is not a ScaleState, ValueError for another dtype.
+    A tensor that holds NaN or inf becomes NaN throughout, and one without elements records nothing. Several uses of a
+    state in one step merge by max. If gradients are disabled, nothing is recorded.
 
-    Eager, a step lasts until the first use after a backward through `x`; the result requires a gradient even where `x`
-    does not, to learn of that backward. Compiled by fp8pass, each call of a graph is a step, and forwards and backwards
-    may come in any order; compiled by other backends it is as eager, and torch raises RuntimeError for a backward that
-    has not come before the next forward's.
+    In eager mode, a step lasts until the first use after a backward through `x`; the result requires a gradient even if
+    `x` does not, so that the backward is noticed. Compiled by fp8pass, each call of a graph is a step, and forwards and
+    backwards may run in any order. Compiled by other backends, steps are as in eager mode, and torch raises
+    RuntimeError for a backward that runs after the next forward.
+
+    Args:
+        x: Floating point, any shape of rank 1 or more.
+        state: The state of this tensor.
+        dtype: An FP8 dtype.
+
+    Returns:
+        A tensor of the shape and dtype of `x`.
+
+    Raises:
+        TypeError: If `x` is not a floating-point tensor, or `state` is not a ScaleState.
+        ValueError: If `dtype` is not an FP8 dtype.
     """
     _check(x, state, dtype)
     if not torch.is_grad_enabled():
@@ -173,14 +202,26 @@ def in_qdq(x: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E4M3) -> T
 
 
 def out_qdq(y: Tensor, state: ScaleState, dtype: torch.dtype = scaling.E5M2) -> Tensor:
-    """`y` itself; its gradient is quantized and dequantized with the scale of `state`, which records its amax.
+    """Return `y`; quantize and dequantize its gradient with the scale of `state`, and record the gradient's amax there.
 
-    y: floating, any shape of rank 1 or more. dtype, state, errors: as for `in_qdq`. The scale is that of the
-    step that the forward belongs to; what a backward records counts for the step in which it runs.
+    The backward uses the scale of the forward's step; the amax that it records counts for the step in which the
+    backward runs.
+
+    Args:
+        y: Floating point, any shape of rank 1 or more.
+        state: The state of the gradient.
+        dtype: An FP8 dtype.
+
+    Returns:
+        A tensor with the values of `y`, not an alias of it.
+
+    Raises:
+        TypeError: If `y` is not a floating-point tensor, or `state` is not a ScaleState.
+        ValueError: If `dtype` is not an FP8 dtype.
     """
     _check(y, state, dtype)
     if not (torch.is_grad_enabled() and y.requires_grad):
-        return y.clone()  # as with gradients, no alias of `y`
+        return y.clone()  # not an alias of `y`, as with gradients
     scale = begin_use(*_step(state), state.key, dtype)
     arguments = state.amax, state.step_ended, state.held, state.key, dtype
     return qdq_gradient(y, scale, *arguments)  # type: ignore[no-any-return]
@@ -198,8 +239,8 @@ def _step(state: ScaleState) -> tuple[Tensor, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What stands in Dynamo's graph. key: the recipe's, in `_recipes`. State is written through `.data`, where autograd does
-# not count it: an activation checkpoint that was given the state must not take it for changed.
+# The functions in Dynamo's graph. key: the recipe's key in `_recipes`. They write state through `.data`, which does not
+# bump its version counter: with it, an activation checkpoint that takes the state as input would find it modified.
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -213,7 +254,7 @@ def begin_use(
     key: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Roll what the last step recorded if it has ended, in place. Returns the scale of this step, f32[], a copy."""
+    """Roll the history in place if the last step has ended. Return a copy of the scale of this step, f32[]."""
     new_scale = _roll_if(step_ended, scale, amax_history, amax, fp8_max, key, dtype)
     step_ended.data.fill_(False)
     return new_scale
@@ -229,9 +270,10 @@ def begin_graph(
     key: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`begin_use` of a graph each call of which is a step, unless held: ends the step before and, for the next, this.
+    """Roll the history for a graph whose every call is a step unless held; mark this call's step as ended, too.
 
-    What a graph does not roll in its backward need not be read there, and several forwards may run before theirs.
+    It is `begin_use` for such graphs. Their backwards do not write `step_ended`, so they need not read the flags, and
+    several forwards may run before their backwards.
     """
     released = held.logical_not()
     new_scale = _roll_if(step_ended | released, scale, amax_history, amax, fp8_max, key, dtype)
@@ -242,7 +284,7 @@ def begin_graph(
 def _roll_if(
     ended: Tensor, scale: Tensor, amax_history: Tensor, amax: Tensor, fp8_max: Tensor, key: str, dtype: torch.dtype
 ) -> Tensor:
-    """Roll in place where `ended` bool[]; returns the scale from there on."""
+    """Roll in place if `ended` bool[] is true; return the scale f32[] for this use."""
     recipe = _recipes[key]
     fp8_max.data.fill_(scaling.fp8_max(dtype))
     new_scale, history = scaling.roll_history(
@@ -271,7 +313,7 @@ def qdq_operand(
     key: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`x` quantized and dequantized; records its amax in `amax`, in place. The backward ends the step."""
+    """Quantize and dequantize `x`, and record its amax in `amax`, in place. The backward ends the step."""
     x = _EndsStep.apply(x, step_ended, held, anchor)  # type: ignore[no-untyped-call]
     return ops.qdq_operand(x, quantizer(key, dtype), scale, amax)
 
@@ -280,31 +322,31 @@ def qdq_operand(
 def qdq_gradient(
     y: Tensor, scale: Tensor, amax: Tensor, step_ended: Tensor, held: Tensor, key: str, dtype: torch.dtype
 ) -> Tensor:
-    """`y` itself; its gradient is quantized, dequantized and recorded in `amax`, which ends the step."""
+    """Return `y`; the backward quantizes and dequantizes its gradient, records it in `amax`, and ends the step."""
     y = _EndsStep.apply(y, step_ended, held, None)  # type: ignore[no-untyped-call]
     return ops.qdq_gradient(y, quantizer(key, dtype), scale, amax)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def qdq_unrecorded(x: Tensor, scale: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-    """`x` quantized and dequantized, without gradient."""
+    """Quantize and dequantize `x`, without gradient or record."""
     return ByState(_recipes[key], dtype)(x, scale)
 
 
 def quantizer(key: str, dtype: torch.dtype) -> Any:
-    """What quantizes by the recipe of that key: a `ByState`, which fx's types do not know."""
+    """Return the `ByState` for the recipe of that key, typed as Any: fx's types of node arguments lack it."""
     return ByState(_recipes[key], dtype)
 
 
 @dataclass(frozen=True)
 class ByState:
-    """How a tensor is quantized with the scale f32[] of its state; by its own amax where that is 0."""
+    """A quantizer with the scale f32[] of a tensor's state, or with the tensor's own amax while that scale is 0."""
 
     recipe: DelayedScaling
     dtype: torch.dtype
 
     def __call__(self, x: Tensor, scale: Tensor, amax: Tensor | None = None) -> Tensor:
-        """`x` quantized and dequantized; records its amax in `amax` f32[], in place."""
+        """Quantize and dequantize `x`, and record its amax in `amax` f32[], in place, unless that is None."""
         new = scaling.amax(x)
         own = scaling.scale_from_amax(new, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
         scale = torch.where(scale == 0, own, scale)
@@ -315,6 +357,8 @@ class ByState:
 
 
 class _EndsStep(torch.autograd.Function):
+    """The identity, whose backward sets `step_ended` unless `held`. anchor: see `ScaleState._new_anchor`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, step_ended: Tensor, held: Tensor, anchor: Tensor | None) -> Tensor:
         ctx.flags = step_ended, held
