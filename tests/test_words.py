@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import rooms
 
-OPENINGS = {"What": 65, "Of": 17, "Whether": 12, "And": 0, "Not": 2, "But": 0, "See the function": 0}
+OPENINGS = {"What": 48, "Of": 13, "Whether": 11, "And": 0, "Not": 2, "But": 0, "See the function": 0}
 """How the first line of a function's docstring, or of a pass's, may not begin, for a verb is missing; and how many still
 do. A count only falls: whoever mends one lowers it, until all are 0."""
-IDIOMS = {"behind": 25, "in front of": 11, "is none of": 1, "is no": 13, "are no": 3, "of its own": 8}
-"""What a first line may not say (after, before; is not one of; is not; its own), and how many still do."""
+IDIOMS = {"behind": 24, "in front of": 11, "is none of": 1, "is no": 7, "are no": 1, "of its own": 7}
+"""What a first line may not say, but after "there" (after, before; is not one of; is not; its own), and how many still do."""
 
 
 def docstrings() -> Iterator[tuple[str, str, str]]:
@@ -56,7 +56,7 @@ def test_functions_and_passes_do_not_begin_with(opening: str) -> None:
 
 @pytest.mark.parametrize("idiom", IDIOMS)
 def test_first_lines_do_not_say(idiom: str) -> None:
-    found = [f"{at}: {line}" for at, _, line in ALL if re.search(rf"\b{idiom}\b", line)]
+    found = [f"{at}: {line}" for at, _, line in ALL if re.search(rf"(?<!there )\b{idiom}\b", line)]
     assert len(found) <= IDIOMS[idiom], found
 
 
