@@ -1,5 +1,5 @@
-"""Tell Inductor what it can't know of FP8: what is saved for the backward, how kernels are cut and grouped.
+"""Settings of Inductor for FP8: which tensors are saved for the backward, how kernels are tiled, fused and combined.
 
 May import: node_meta and files below it.
-Does not live here: passes: they note in `node.meta` what is read here.
+Does not live here: passes, which leave the notes in `node.meta` that are read here.
 """

@@ -1,7 +1,7 @@
-"""What Inductor decides by heuristics that do not know FP8: how kernels are cut into programs and tiles.
+"""Replacements for Inductor's heuristics that do not know FP8: how kernels are cut into programs and tiles.
 
-Inductor asks its `InductorChoices` about the node at hand; for nodes that our passes made, and kernels that hold them,
-the answers are here. All others are Inductor's own.
+Inductor asks its `InductorChoices` about the current node. The answers for nodes that our passes made, and for kernels
+that hold them, are here; for all others Inductor's heuristics decide.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _TILES = {
     "columns": {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1},
     "rows": {"XBLOCK": 32, "R0_BLOCK": 128, "num_warps": 8, "num_stages": 1},
 }
-"""By what is reduced; X is what is not. A thread stores 16 bytes of FP8 at once, in either orientation.
+"""Triton configurations by the dimension that is reduced; X is the other one. A thread stores 16 bytes of FP8 at once,
+in either orientation.
 
-Compared by the code that Triton 3.7 makes for sm_90; nothing was timed. All tiles below store whole sectors of 32 bytes
-in either orientation and spill nothing, but for those with a note. Registers of a thread, in a kernel that quantizes a
+Chosen by the code that Triton 3.7 generates for sm_90; nothing was timed. All tiles below store whole sectors of 32
+bytes in either orientation and do not spill, except as noted. Registers per thread, in a kernel that quantizes a
 weight, in a norm, and in the backward of SwiGLU, which stores five FP8 tensors:
 
     X    R0   warps  weight  norm  SwiGLU
@@ -42,31 +43,32 @@ weight, in a norm, and in the backward of SwiGLU, which stores five FP8 tensors:
     32   256  8         152   175
     16   256  8          63    98          half a sector across
 
-Of the smaller ones 64 by 64 has the longest lines. Kernels by rows have a program for X rows, all of whose columns it
-walks along: 8192 rows make 256 programs for 132 SMs, where 64 at once would make 128. Where the norm adds a residual,
-that takes 80 registers and spills 8 bytes.
+Among the smaller tiles 64 by 64 has the longest lines. A kernel by rows has one program for X rows, which walks along
+all their columns: 8192 rows make 256 programs for 132 SMs, while X = 64 would make 128. If the norm adds a residual,
+the "rows" tile takes 80 registers and spills 8 bytes.
 """
 
 
 class Choices(InductorChoices):
-    """Installed while a graph is lowered: see `with_choices`."""
+    """Our `InductorChoices`, installed while a graph is lowered: see `with_choices`."""
 
     def triton_kernel_kwargs(
         self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Tiles for kernels that store FP8 in both orientations."""
+        """Return Inductor's arguments, with fixed tiles for kernels that store FP8 in both orientations."""
         with faults_of("choices"):
             tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
             if features.is_reduction() and tiled:
                 tile = FixedTritonConfig(_TILES["rows" if "rows" in tiled else "columns"])
+                # a persistent reduction would hold the whole reduced dimension in one block
                 return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
             return kernel_kwargs
 
-    # static or not, by version of torch
+    # a static method or not, depending on the version of torch
     def reduction_split_factor(  # type: ignore[override]
         self, device: torch.device, reduction_numel_hint: Any, *sizes: Any, **how: Any
     ) -> Any:
-        """No second stage for what has few enough elements, or was cut already, and is one launch without."""
+        """Return 1, for one launch without a second stage, for marked reductions of at most MAX_PARTIALS elements."""
         if _is_one_stage(Virtualized.graph.current_node, reduction_numel_hint):
             return 1
         return super().reduction_split_factor(device, reduction_numel_hint, *sizes, **how)
@@ -74,12 +76,13 @@ class Choices(InductorChoices):
     def can_fuse(  # type: ignore[override]
         self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int
     ) -> bool:
-        """Each orientation of a tensor is fused with the kernel of its amax before anything else.
+        """Return whether two nodes may be fused: not in the following cases, else as Inductor decides.
 
-        The amax decides the order of loops, and can't change that of a pair. And nothing is fused with the second half
-        of a sum that will be taken away: the casts of all such sums can share a launch. On CPUs, Inductor can't have in
-        one nest of loops what writes into a tensor and what reads it before that, and is read elsewhere: it looks for a
-        read that isn't there.
+        Each orientation of a quantized tensor is fused with the kernel of its amax before anything else: the amax
+        decides the order of loops, and cannot change the order of a pair that is fused already. Nothing is fused with
+        the second half of a column sum that Inductor will remove: so the casts of all such sums can share a launch. On
+        CPUs, a node that writes into a tensor is not fused with one that reads it before the write, and is itself read
+        elsewhere: in one nest of loops, Inductor looks for a read that does not exist.
         """
         if _stay_apart(scheduler, node1, node2):
             return False
@@ -87,7 +90,7 @@ class Choices(InductorChoices):
 
 
 MAX_PARTIALS = 1 << 16
-"""So many amaxes one program may go through: 128 KB, about what one SM reads from L2 in the time of a launch."""
+"""Most amaxes that one program reduces: 128 KB, about what one SM reads from L2 in the time of a launch."""
 
 
 @faults_of("choices")
@@ -97,7 +100,7 @@ def _is_one_stage(node: fx.Node | None, elements: Any) -> bool:
 
 @faults_of("choices")
 def _stay_apart(scheduler: Any, node1: Any, node2: Any) -> bool:
-    """Return whether they are not fused, for one of the reasons that `Choices.can_fuse` has."""
+    """Return whether two nodes must not be fused, for one of the reasons in `Choices.can_fuse`."""
     nodes = node1, node2
     if not any(n.is_reduction() for n in nodes) and any(map(_waits_for_amax, nodes)):
         return True
@@ -112,8 +115,9 @@ def _completes_sum_of_mixed(scheduler: Any, node: Any) -> bool:
 
 
 def _only_waits(node: Any, other: Any) -> bool:
-    """Return whether it runs behind the other for a tensor that it does not read."""
+    """Return whether `node` must run after `other` for a tensor that it does not read."""
     nodes = set(node.get_nodes())
+    # weak: a dependency by which Inductor only orders a read before a mutation
     return any(user.is_weak and user.node in nodes for b in other.get_outputs() for user in b.users)
 
 
@@ -126,20 +130,23 @@ def _origins(nodes: Iterable[Any]) -> Iterable[fx.Node]:
 
 
 ONE_AT_A_TIME = threading.RLock()
-"""Held while a graph is changed: the backward of one may be compiled in several threads at once."""
+"""Lock that is held while a graph is changed: one backward may be compiled in several threads at once."""
 
 
 def with_choices(
     module: fx.GraphModule, example_inputs: Any, *, chooses: bool = True, combines: bool = True, **kwargs: Any
 ) -> Any:
-    """Inductor's `compile_fx_inner`, with our choices."""
+    """Run Inductor's `compile_fx_inner` within `choices`."""
     with ONE_AT_A_TIME, choices(chooses, combines):
         return compile_fx_inner(module, example_inputs, **kwargs)
 
 
 @contextlib.contextmanager
 def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
-    """A context in which Inductor has our choices, and combines kernels our way: each unless it has failed before."""
+    """Let Inductor use our choices, and combine kernels in our groups, within the context.
+
+    chooses, combines: False for a part that has failed before.
+    """
     _let_triton_compare()
     token = _comparing.set(chooses)
     try:
@@ -157,10 +164,11 @@ _comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
 
 @functools.cache
 def _let_triton_compare() -> None:
-    """Once: within `choices`, Triton code compares and selects where torch from 2.14 on says `PropagateNan`.
+    """Patch Triton code generation, once: within `choices` it compares and selects instead of using `PropagateNan`.
 
-    That becomes `min.NaN` and `max.NaN`, beside which the assembler that Triton brings for sm_90 (ptxas 12.9) breaks
-    float8 tensors that one kernel stores both by rows and transposed: triton-lang/triton#11111. Same numbers.
+    Torch from 2.14 on generates `PropagateNan`, which becomes `min.NaN` and `max.NaN`. With these, the assembler that
+    Triton brings for sm_90 (ptxas 12.9) breaks float8 tensors that one kernel stores both by rows and transposed:
+    triton-lang/triton#11111. The numbers are the same.
     """
     for name, sign in (("minimum", "<"), ("maximum", ">")):
         theirs = getattr(TritonOverrides, name)

@@ -1,9 +1,9 @@
-"""Small kernels of a graph that do not depend on each other become one launch.
+"""Combine small kernels of a graph that do not depend on each other into one launch.
 
-What FP8 adds to a graph beside its large kernels is many tiny ones: the last stage of each amax, the scales of each
-slot, the roll of the history. Inductor can combine kernels ("combo kernels"), and takes whatever stands at the same
-depth of the graph, large or small, and elementwise kernels apart from reductions. Here only small ones are combined, of
-both kinds, as late as possible: when a large kernel needs one of them, with all others that are ready by then.
+Besides large kernels, FP8 adds many tiny ones to a graph: the last stage of each amax, the scales of each slot, the
+roll of the history. Inductor can combine kernels ("combo kernels"); it groups all kernels at the same depth of the
+graph, large or small, and separates elementwise kernels from reductions. Here only small kernels are combined, of both
+kinds, as late as possible: when a large kernel needs one of them, with all others that are ready by then.
 """
 
 from __future__ import annotations
@@ -23,36 +23,42 @@ from fp8pass._torch import (
 from fp8pass.errors import faults_of
 
 SMALL = 1 << 20
-"""Bytes that a kernel may read and write to count as small: less than what an H100 moves in the time of a launch."""
+"""Most bytes that a small kernel reads and writes: less than an H100 moves in the time of a launch."""
 NEVER = 1 << 62
 MOST = 64
-"""Kernels in one launch."""
+"""Most kernels in one launch."""
 MEMORY_GATES = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
-"""Settings of Inductor, in some versions, that would have it choose groups by memory; small kernels take none."""
+"""Settings of Inductor, in some versions, by which it would choose groups by memory; small kernels take none."""
 
 
 class Node(Protocol):
-    """What is asked of Inductor's scheduler nodes. ancestors: names of all operations that come before."""
+    """The interface of Inductor's scheduler nodes that is used here.
+
+    ancestors: names of all operations that come before.
+    """
 
     ancestors: Any
 
     def get_operation_names(self) -> Any:
-        """The names of its own operations."""
+        """Return the names of the node's operations."""
 
 
 def groups(nodes: Sequence[Node], small: Sequence[bool]) -> list[list[Node]]:
-    """Which of the small nodes run together: as few groups as can be, each node in the last one that is in time.
+    """Group small nodes that run together: as few groups as possible, each node in the last group that is in time.
 
-    Late, because what a small node waits for is held in memory: the weights of a whole model, quantized, else.
+    The last, since the tensors that a small node waits for are held in memory: with early groups, the quantized weights
+    of a whole model.
     """
     return _Grouping(nodes, small).groups()
 
 
 class _Grouping:
-    """Levels count large nodes: of a large node, those on the longest way to it; of a small one, the last before it.
+    """The state of `groups`: levels of nodes, and what small nodes wait for.
 
-    A large node that others wait for has the level before theirs: weights are not quantized before their time.
-    Nodes are known by position, and sets of them are bits of an int: there are thousands, of which each waits for most.
+    Levels count large nodes. A large node's level is the number of large nodes on the longest path to it; a small
+    node's level is the level of the last large node before it. A large node that others wait for then gets the level
+    before theirs, so that weights are not quantized too early. Nodes are identified by position, and sets of nodes are
+    bits of an int: there are thousands of nodes, and each waits for most of the others.
     """
 
     def __init__(self, nodes: Sequence[Node], small: Sequence[bool]) -> None:
@@ -60,7 +66,7 @@ class _Grouping:
         self.small = [i for i, is_small in enumerate(small) if is_small]
         self.levels: list[int] = []
         self.needed = [NEVER] * len(nodes)
-        """The level of the first large node that waits for it."""
+        """By node, the level of the first large node that waits for it."""
         before, after_which = _before(nodes)
         for last, is_small in zip(after_which, small, strict=True):
             self.levels.append(max((self.levels[i] for i in last), default=-1) + (not is_small))
@@ -74,7 +80,7 @@ class _Grouping:
             self.levels[i] = max((self.levels[j] for j in after_which[i]), default=-1)
         smalls = sum(1 << i for i in self.small)
         self.waits = {i: _last(before[i] & smalls, before) for i in self.small}
-        """The small nodes that a small one waits for, without those that these wait for."""
+        """By small node, the small nodes that it waits for, without those that these wait for."""
 
     def groups(self) -> list[list[Node]]:
         group_of, times = self._as_early_as_possible()
@@ -89,7 +95,10 @@ class _Grouping:
         return found
 
     def _as_early_as_possible(self) -> tuple[dict[int, int], list[int]]:
-        """By small node its group, and by group the level of the large nodes it must come before, which never falls."""
+        """Return the group of each small node, and for each group the level of the large nodes that it must precede.
+
+        The levels never fall from group to group.
+        """
         group_of: dict[int, int] = {}
         times: list[int] = []
         missing = {i: len(waits) for i, waits in self.waits.items()}
@@ -112,9 +121,9 @@ class _Grouping:
 
 
 def _before(nodes: Sequence[Node]) -> tuple[list[int], list[list[int]]]:
-    """Of each node all that come before it, and which of them come before no other of them.
+    """Return for each node the set of all nodes before it, and a list of those that precede no other in the set.
 
-    Inductor's sets do not know what was fused with an ancestor later.
+    Inductor's sets of ancestors lack operations that were fused with an ancestor later, so they are completed here.
     """
     bits = {name: 1 << i for i, n in enumerate(nodes) for name in n.get_operation_names()}
     before: list[int] = []
@@ -123,7 +132,7 @@ def _before(nodes: Sequence[Node]) -> tuple[list[int], list[list[int]]]:
         near = 0
         for name in node.ancestors:
             near |= bits.get(name, 0)
-        near &= (1 << i) - 1  # its own operations may be ancestors of each other
+        near &= (1 << i) - 1  # operations of one fused node may be ancestors of each other
         last = _last(near, before)
         for j in last:
             near |= before[j]
@@ -133,7 +142,7 @@ def _before(nodes: Sequence[Node]) -> tuple[list[int], list[list[int]]]:
 
 
 def _last(nodes: int, before: list[int]) -> list[int]:
-    """Those of a set that come before no other of it."""
+    """Return the members of a set of nodes that precede no other member."""
     found = []
     while nodes:
         i = nodes.bit_length() - 1
@@ -144,7 +153,7 @@ def _last(nodes: int, before: list[int]) -> list[int]:
 
 @faults_of("combine")
 def _groups(scheduler: Any) -> list[list[Any]]:
-    """For Inductor."""
+    """Return the nodes of Inductor's scheduler to combine, in groups of at most MOST."""
     nodes = scheduler.nodes
     mixed = {name for n in nodes for name in sums_of_mixed(n)}
     found = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
@@ -152,9 +161,9 @@ def _groups(scheduler: Any) -> list[list[Any]]:
 
 
 def sums_of_mixed(node: Any) -> set[str]:
-    """Of a kernel that reduces rows and columns, the sums of columns, by parts.
+    """Return the names of the partial column sums of a kernel that reduces both rows and columns; else an empty set.
 
-    Inductor completes them behind that kernel, and takes away the nodes that would have done so.
+    Inductor completes these sums after that kernel, and removes the nodes that would have done so.
     """
     return set(node.node2.get_buffer_names()) if type(node).__name__ == "FusedMixOrderReductions" else set()
 
@@ -167,7 +176,7 @@ def _is_small(node: Any) -> bool:
 
 @contextlib.contextmanager
 def combining() -> Iterator[None]:
-    """Within it, Inductor combines kernels, and groups them our way."""
+    """Let Inductor combine kernels in our groups within the context."""
     settings: dict[str, Any] = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
     settings |= {name: None for name in MEMORY_GATES if hasattr(inductor_config, name)}
     groups_of = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
@@ -184,5 +193,8 @@ def combining() -> Iterator[None]:
 
 @faults_of("combine")
 def _undivided(nodes: list[Any], *_: Any) -> list[list[Any]]:
-    """Elementwise kernels and reductions together: with `combo_kernel_per_subkernel_blocks` each has its own sizes."""
+    """Return all nodes as one partition, elementwise kernels and reductions together.
+
+    With `combo_kernel_per_subkernel_blocks` each kernel of a launch has its own block sizes.
+    """
     return [nodes]

@@ -1,8 +1,8 @@
-"""The cut between forward and backward: torch's own, with some tensors saved that it would compute again.
+"""The partition into forward and backward: by torch's partitioner, but it saves the nodes that passes marked SAVED.
 
-Torch's partitioner saves what costs the least memory, and takes what is computed elementwise from saved tensors for
-free. It keeps no node that only the backward reads in the forward, whatever its tags say. So while it cuts, such nodes
-pose as outputs of the forward.
+Torch's partitioner saves the tensors that cost the least memory, and assumes that elementwise ops on saved tensors are
+free to recompute. It never keeps a node in the forward that only the backward reads, whatever its tags say. So while it
+runs, marked nodes are outputs of the forward.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 class Partition(CustomPartitionerFn):
-    """Inductor's `custom_partitioner_fn`. own: the one that the user has configured, if any.
+    """The partitioner for Inductor's setting `custom_partitioner_fn`.
 
-    seen: called with the graphs of forward and backward.
+    own: the partitioner that the user has configured, if any. seen: called with the graphs of forward and backward.
     """
 
     def __init__(self, own: Any = None, seen: Callable[[fx.Graph, fx.Graph], None] | None = None) -> None:
@@ -31,7 +31,7 @@ class Partition(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The graphs of forward and backward; nodes marked SAVED are in the former, and read by the latter."""
+        """Return the graphs of forward and backward; the backward reads nodes marked SAVED from the forward."""
         cut: Partitioner = self.own or min_cut_partition
         saved = [n for n in gm.graph.nodes if SAVED in n.meta]
         end = kwargs.pop("num_fwd_outputs")
@@ -44,11 +44,14 @@ class Partition(CustomPartitionerFn):
         return forward, backward
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what decides about the cut: AOTAutograd's cache pickles this for its key."""
+        """Return the state that decides about the partition: AOTAutograd's cache pickles it for its key."""
         return {"own": self.own}
 
     def uuid(self) -> Any:
-        """Changes with this file, and with the user's own partitioner."""
+        """Return a key that changes with this file, and with the user's own partitioner.
+
+        Inductor needs it to cache graphs that a custom partitioner cut.
+        """
         return get_hash_for_files((__file__,)), self.own.uuid() if self.own is not None else None
 
 
@@ -56,7 +59,7 @@ def _insert_outputs(graph: fx.Graph, position: int, nodes: list[fx.Node]) -> Non
     output = graph.output_node()
     values, descriptions = list(output.args[0]), output.meta.get("desc")  # type: ignore[arg-type]
     output.args = ((*values[:position], *nodes, *values[position:]),)
-    if descriptions is not None:  # one for each output; what they say of these is read by nobody
+    if descriptions is not None:  # AOTAutograd has one for each output; those of inserted outputs are never read
         described = list(descriptions)
         output.meta["desc"] = [*described[:position], *described[:1] * len(nodes), *described[position:]]
 

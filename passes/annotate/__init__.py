@@ -1,5 +1,5 @@
-"""On Dynamo's graph: write every matmul as a matmul, and put quantize-dequantize around what the recipe takes.
+"""Passes over Dynamo's graph that write products as matmuls and annotate them with quantize-dequantize by the recipe.
 
 May import: `common`.
-Does not live here: ATen: what is decided here is decided by the user's functions and names.
+Does not live here: passes over ATen graphs; these passes decide by the functions and module names of the user.
 """

@@ -1,19 +1,19 @@
-"""The recipe's choices become quantize-dequantize in the graph, around each matmul that it takes.
+"""Insert quantize-dequantize around each matmul that the recipe and the filter select.
 
 before   y: bf16[B, S, N] = linear(x: bf16[B, S, K], w: bf16[N, K], b)
 after    x_: bf16[B, S, K] = qdq_operand(x)          amax, quantize, dequantize; the gradient passes through
          w_: bf16[N, K]    = qdq_operand(w)
          y_: bf16[B, S, N] = qdq_gradient(linear(x_, w_))    identity; quantizes the gradient
-         y                 = y_ + b                  the bias's gradient comes from the unquantized one
-or       y_o = linear(operand(x, by rows), operand(w, by rows))        where the three matmuls of a layer differ in how
-         y_x = linear(x, operand(w, by columns))                       their operands are quantized, or whether: the
-         y_w = linear(operand(x, by columns), w)                       product in three forms, of which the last two
-         y_: bf16[B, S, N] = route(y_o, y_x, y_w, by rows, by columns)         only give their gradients
-changes  the numbers, to those of FP8: from here on the graph, run eagerly, is the reference of what is compiled
+         y                 = y_ + b                  the bias's gradient is computed from the unquantized gradient
+or       y_o = linear(operand(x, by rows), operand(w, by rows))        if the three matmuls of a layer quantize their
+         y_x = linear(x, operand(w, by columns))                       operands differently, or not all of them: the
+         y_w = linear(operand(x, by columns), w)                       product in three forms; the last two only
+         y_: bf16[B, S, N] = route(y_o, y_x, y_w, by rows, by columns)         contribute their gradients
+changes  the numbers, to those of FP8: the annotated graph, run eagerly, is the reference for the compiled one
 
-This is the one pass that runs on Dynamo's graph, in torch functions: there the matmuls still have module names, and
-forward and backward are one thing. A tensor that feeds several matmuls is quantized once, if alike. With delayed
-scaling the graph gets the state tensors as extra inputs behind all others, and begins with the roll of the last step
+The pass runs on Dynamo's graph, in torch functions: its matmuls still have module names, and one graph stands for
+forward and backward. A tensor that several matmuls read in the same way is quantized once. With delayed scaling the
+graph gets the state tensors as inputs after all others, and begins by rolling the amaxes of the last step
 (state_inputs.py). A graph that reads no parameter and no buffer has no instance to keep state for, and is scaled
 dynamically.
 """
@@ -48,12 +48,15 @@ from fp8pass.states import scale_state
 
 
 class Annotate:
-    """Over Dynamo's graph and its regions. Grad mode is that of the graph's beginning."""
+    """The pass over Dynamo's graph and its checkpointed regions. The caller sets grad mode as at the graph's start."""
 
     name = "annotate"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Annotate; returns how many calls are. Raises Fp8Error under `strict` for matmuls in control flow."""
+        """Annotate the graph; return the number of annotated calls.
+
+        Raises Fp8Error under `strict` if the graph of a control-flow operator holds a matmul.
+        """
         _Annotator(context).run()
         choices = context.annotation.choices
         if context.config.strict:
@@ -91,7 +94,7 @@ class _Annotator(Walk):
         of.cached = cache(self.graph, of.tables, self.regions, self.weights)
 
     def _visit_all(self, around: tuple[Transform, ...] = ()) -> None:
-        """Annotate `self.graph`. around: the function transforms that it is inside of as a whole."""
+        """Annotate `self.graph`. around: the function transforms that the whole graph is inside of."""
         self.inside = transforms(self.graph, around)
         for node in in_its_modes(self.graph):
             if node.op == "get_attr":
@@ -102,7 +105,7 @@ class _Annotator(Walk):
                 self._visit(node)
 
     def _enter(self, call: fx.Node) -> None:
-        """Annotate the body of a region of activation checkpointing, as a part of this graph."""
+        """Annotate the body of a checkpointed region, as a part of this graph."""
         body = body_of(self.module, call, self.names)
         self.regions.append(Region(self.graph, call, body))
         own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
@@ -116,7 +119,7 @@ class _Annotator(Walk):
         if node.target is set_grad_enabled:
             self.grad_enabled = bool(node.args[0])
         if mutates(node):
-            self.quantized.clear()  # what was quantized before may not be what the name stands for now
+            self.quantized.clear()  # a tensor that was quantized before may have been written since
             self.mutated.update(_sources(node))
         spelling = spelling_of(node)
         if spelling is None:
@@ -124,7 +127,7 @@ class _Annotator(Walk):
             return
         choice, anchor = self._choice(node, spelling)
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
-            return  # quantized by the user: the detector's business
+            return  # quantized by the user: passes over the joint graph detect it
         try:
             if self.declined:
                 raise Reject("internal", self.declined)
@@ -143,7 +146,7 @@ class _Annotator(Walk):
         QuantizeCall(self, call, choice, anchor).rewrite()
 
     def _note_refusal(self, node: fx.Node) -> None:
-        """List a call that multiplies matrices, and could not be written as matmuls."""
+        """Record a refused choice for a call that multiplies matrices but could not be written as matmuls."""
         inside = self.inside.get(node, ())
         reject = refusal(node, inside)
         if reject is None:
@@ -153,14 +156,14 @@ class _Annotator(Walk):
         _decline(choice, reject if recipe is not None else LeftOut("recipe", why))
 
     def _is_of_experts(self, node: fx.Node, spelling: Spelling) -> bool:
-        """Return whether the call multiplies batches by matrices that are a parameter: capacity times experts."""
+        """Return whether the call multiplies batches by a parameter that holds matrices: experts with a capacity."""
         a, b = argument(node, spelling.a), argument(node, spelling.b)
         if not all(isinstance(x, fx.Node) and _dims(x) == 3 for x in (a, b)):
             return False
         return self.names.is_owned(_untransposed(b)) and _dims(node) == 3
 
     def _list_region(self, region: Any, holder: fx.Node) -> None:
-        """Matmuls in a graph of its own, of control flow: listed, not annotated."""
+        """Record a refused choice for each matmul in the graph of a control-flow operator; annotate none of them."""
         if not isinstance(region, fx.GraphModule) or any(user.target is CHECKPOINT for user in holder.users):
             return
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
@@ -175,7 +178,7 @@ class _Annotator(Walk):
                 )
 
     def _choice(self, node: fx.Node, spelling: Spelling) -> tuple[Choice, int]:
-        """A new entry of `choices`; AOTAutograd carries its index along to every node that comes of this one."""
+        """Append a matmul's entry to `choices`; return it, and the anchor of its slots (see `SlotTable`)."""
         operands = argument(node, spelling.b), argument(node, spelling.a)
         if spelling.offs is not None:
             operands = _untransposed(operands[0]), operands[1]
@@ -183,6 +186,7 @@ class _Annotator(Walk):
 
     def _listed(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[Choice, int]:
         name, anchor = self.names.of(node, op, operands)
+        # AOTAutograd copies meta["custom"] to each ATen node that it traces from this one, in the backward too
         node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
         self.choices.append(Choice(name, source_of(node)))
         return self.choices[-1], anchor
@@ -197,13 +201,13 @@ class _Annotator(Walk):
 
 
 def _dims(node: fx.Node) -> int:
-    """How many dimensions the tensor has; -1 for what is none."""
+    """Return the number of dimensions of the node's tensor; -1 if its value is not a tensor."""
     value = node.meta.get("example_value")
     return value.dim() if isinstance(value, Tensor) else -1
 
 
 def _untransposed(node: Any) -> Any:
-    """What `node` is made of by no more than casts and transposes, as experts are in memory."""
+    """Return the node that `node` is computed from by casts and transposes only: how experts' weights are stored."""
     while isinstance(node, fx.Node) and node.op in ("call_function", "call_method"):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         if not _CAST_OR_TRANSPOSE.match(str(name)):
@@ -220,7 +224,7 @@ _ELEMENTWISE_OR_VIEW = re.compile(
 
 
 def _comes_from_fp8(node: fx.Node) -> bool:
-    """Return whether the user dequantized this operand: casts, scales and views lead from an FP8 tensor to it."""
+    """Return whether the user dequantized this operand: only casts, scaling and views lead from an FP8 tensor to it."""
     while True:
         if node.target in (scale_state.qdq_operand, scale_state.qdq_unrecorded):
             return True
@@ -231,6 +235,7 @@ def _comes_from_fp8(node: fx.Node) -> bool:
         sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("example_value"), Tensor)]
         if node.op not in ("call_function", "call_method") or not sources or not _ELEMENTWISE_OR_VIEW.match(str(name)):
             return False
+        # of a tensor and its scale, follow the one with more dimensions
         node = max(sources, key=lambda n: n.meta["example_value"].dim()) if len(sources) > 1 else sources[0]
 
 
@@ -239,7 +244,7 @@ def _decline(choice: Choice, reject: Reject) -> None:
 
 
 def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> None:
-    """Say before anything is compiled that a recipe has no kernels on this device."""
+    """Warn before anything is compiled if a recipe has no kernels on this device."""
     if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)) and device is not None:
         target = hardware.target_of(device, config.target)
         if reason := hardware.why_no_block_kernel(recipe.name, device, target):
@@ -250,7 +255,7 @@ def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> No
 
 
 def _sources(node: fx.Node) -> set[fx.Node]:
-    """All nodes that `node` comes of: what it writes into may be a view of any of them."""
+    """Return all nodes that `node` depends on: the tensor that it writes into may be a view of any of them."""
     found, todo = set(), [node]
     while todo:
         new = [n for n in todo.pop().all_input_nodes if n not in found]

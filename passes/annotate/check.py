@@ -1,4 +1,4 @@
-"""Whether a matmul of Dynamo's graph can run in FP8, and is wanted to: only refuses."""
+"""Check whether a matmul of Dynamo's graph can run in FP8, and whether the user wants it to. Rewrites nothing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fp8pass.recipes import Calibration, DelayedScaling, DynamicScaling, Recipe,
 from fp8pass.roofline import predicted_speedup
 
 ONE_SCALE = (DelayedScaling, DynamicScaling)
-"""Recipes under which a merged tensor is quantized as a whole: not their subclasses, which calibrate."""
+"""Recipes that quantize a merged tensor with one scale. Compared by exact type: the subclasses calibrate."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A matmul call of Dynamo's graph that nothing is against, and its recipe.
+    """A matmul call of Dynamo's graph that passed all checks, and its recipe.
 
-    speedup: predicted, None without a target. sizes: examples of M, K, N.
+    speedup: predicted by the roofline model; None without a target. sizes: example values of M, K, N.
     """
 
     node: fx.Node
@@ -51,10 +51,10 @@ def check(
     experts: bool = False,
     inside: Sequence[Transform] = (),
 ) -> Call:
-    """Raise LeftOut if the recipe or the filter does not want this matmul, Reject if it can't be had.
+    """Raise LeftOut if the recipe or the filter excludes this matmul, Reject if it cannot run in FP8; return the call.
 
-    merged: the recipe of a call that stands for several, which were checked one by one. experts: whether the second
-    operand is several matrices that are a parameter. inside: the function transforms that it is inside of.
+    merged: the recipe of a call that stands for several calls, which were checked one by one. experts: True if the
+    second operand is a parameter that holds a batch of matrices. inside: the function transforms around the call.
     """
     operands = argument(node, spelling.a), argument(node, spelling.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
@@ -95,8 +95,10 @@ def check(
 
 
 def _by_rows(recipe: Recipe) -> Recipe:
-    """The recipe of a grouped matmul, whose kernels take a scale for each row: without state, so that an expert which
-    gets no token has none to lose."""
+    """Return the recipe of a grouped matmul, whose kernels take one scale per row. Raises Reject if there is none.
+
+    Rowwise scaling keeps no state, so an expert that gets no token in a step has no amax history to lose.
+    """
     if isinstance(recipe, RowwiseScaling):
         return recipe
     if isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration):
@@ -105,7 +107,7 @@ def _by_rows(recipe: Recipe) -> Recipe:
 
 
 def check_speedup(call: Call, device: torch.device, config: Config) -> None:
-    """Raise LeftOut if the call is predicted to gain less than the user wants."""
+    """Raise LeftOut if the predicted speed-up of the call is below `config.min_speedup`."""
     if call.speedup is not None and call.speedup < config.min_speedup:
         target = hardware.target_of(device, config.target)
         assert target is not None
@@ -118,9 +120,10 @@ def check_speedup(call: Call, device: torch.device, config: Config) -> None:
 
 
 def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Transform]) -> None:
-    """Raise LeftOut or Reject for a matmul inside of function transforms, without a look at sizes but the filter's.
+    """Raise LeftOut or Reject for a matmul inside of function transforms. Only the filter looks at its sizes.
 
-    Under vmap the operands show the sizes of one example, which may be vectors where a matmul of all examples runs.
+    Under vmap the operands show the sizes of one example, which may be a vector although the matmul of all examples
+    has matrices.
     """
     *rows, k = (hint(size) for size in (a.shape or (1,)))
     recipe_of(name, config, math.prod(rows), k, hint(b.numel()) // max(k, 1))
@@ -148,7 +151,10 @@ def _check_operands(a: Tensor, b: Tensor) -> None:
 
 
 def for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
-    """The recipe where there may be no instance to keep state for. Raises LeftOut for scales that do not exist."""
+    """Return the recipe, or dynamic scaling instead of delayed if the graph has no instance to keep state for.
+
+    Raises LeftOut if a static scale is missing, or if calibration has no parameters to name scales by.
+    """
     if isinstance(recipe, StaticScaling):
         absent = [f"{name}.{role}" for role in ("input", "weight") if not recipe.has(f"{name}.{role}")]
         if absent or not has_owner:

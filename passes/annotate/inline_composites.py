@@ -1,11 +1,12 @@
-"""Composite torch functions become the functions that they are made of.
+"""Replace composite torch functions with the ATen ops that they consist of.
 
 before   out, weights = multi_head_attention_forward(q, k, v, ...)
 after    packed = aten.linear(q, in_proj_weight, in_proj_bias); ...; out = aten.linear(attended, out_proj.weight, ...)
 changes  nothing: the same ops, one level down
 
-Dynamo leaves a few functions of torch.nn.functional as one call, with matmuls inside that the annotate pass would not
-see. They are traced as torch.export does, ahead of autograd, so that what comes out can still be differentiated.
+Dynamo keeps a few functions of torch.nn.functional as one call, with matmuls inside that the annotate pass would not
+see. The pass traces them as torch.export does, before autograd (pre-dispatch), so that the result is still
+differentiable.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ COMPOSITES = (F.multi_head_attention_forward,)
 
 
 class InlineComposites:
-    """Over Dynamo's graph and its regions."""
+    """The pass over Dynamo's graph and its checkpointed regions."""
 
     name = "inline_composites"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Inline every composite function, but for those inside of function transforms."""
+        """Inline every composite function that is not inside a function transform; return how many were found."""
         return sum(_inline(part) for part in parts(context.annotation.module, context.names))
 
 
@@ -45,7 +46,7 @@ def _inline(part: Part) -> int:
 
 
 def _with_grad(value: Any, inputs: list[fx.Node]) -> Any:
-    """Tracing ahead of autograd forgets what needs a gradient: take it that all floating results of such inputs do."""
+    """Mark a floating-point value as requiring grad if any input does: pre-dispatch tracing does not keep this."""
     needed = torch.is_grad_enabled() and any(n.meta["example_value"].requires_grad for n in inputs)
     if needed and isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().requires_grad_()
@@ -55,7 +56,7 @@ def _with_grad(value: Any, inputs: list[fx.Node]) -> Any:
 def _inline_call(graph: fx.Graph, node: fx.Node) -> None:
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
     others = set(node.all_input_nodes) - set(inputs)
-    if others:  # symbolic sizes as arguments: leave it, and its matmuls will be listed as declined
+    if others:  # symbolic sizes among the arguments: keep the call; its matmuls are reported as declined
         return
 
     def call(*tensors: Any) -> Any:
@@ -64,10 +65,11 @@ def _inline_call(graph: fx.Graph, node: fx.Node) -> None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     values = [n.meta["example_value"] for n in inputs]
-    modes = (v.fake_mode for v in values if isinstance(v, FakeTensor))  # Dynamo's, which is not AOTAutograd's
-    with next(modes, contextlib.nullcontext()):  # what the function makes by itself is fake, too
+    # Dynamo's fake mode, which differs from AOTAutograd's
+    modes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
+    with next(modes, contextlib.nullcontext()):  # tensors that the function creates are fake, too
         traced = make_fx(call, pre_dispatch=True)(*values)
-    if any(n.op == "get_attr" for n in traced.graph.nodes):
+    if any(n.op == "get_attr" for n in traced.graph.nodes):  # a traced constant, which this graph does not hold
         return
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     twin = dict(zip(placeholders, inputs, strict=True))

@@ -1,15 +1,14 @@
-"""Put what a `torch.compiler.nested_compile_region` does in the place of each call, named after that call's modules.
+"""Inline each call of a `torch.compiler.nested_compile_region`, with module names of the call.
 
 before   y = invoke_subgraph(body, "subgraph_1", x, layers.1.w)[0]
          z = invoke_subgraph(body, "subgraph_1", y, layers.2.w)[0]
 after    y = linear(x, layers.1.w)
          z = linear(y, layers.2.w)
-changes  nothing: this is the graph of the same model without the mark
+changes  nothing: this is the graph of the same model without the decorator
 
-Dynamo traces a region when it is first called, and lets later calls run the same body, whose nodes name the modules of
-the first. torch traces a body's backward as a graph of its own, where no pass of the joint graph comes. FP8 needs
-forward and backward in one graph, and a state for each layer; for that, the time of compilation that the mark would
-have saved is given up.
+Dynamo traces a region at its first call; later calls run the same body, whose nodes name the modules of the first call.
+torch traces the backward of a body as a separate graph, which no pass over the joint graph sees. FP8 needs forward and
+backward in one graph, and state for each layer, so the pass gives up the compile time that the decorator would save.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from fp8pass.names import Path, path_of, source_name, source_of_path
 
 
 class InlineRegions:
-    """Over Dynamo's graph, and whatever graphs are in it."""
+    """The pass over Dynamo's graph and all graphs in it."""
 
     name = "inline_regions"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Inline the calls of all regions."""
+        """Inline the calls of all regions; return the number of calls."""
         module = context.annotation.module
         sources = {p: source_name(p) for p in _inputs(module)}
         inliner = _Inliner()
@@ -46,10 +45,10 @@ class _Inliner:
     def __init__(self) -> None:
         self.count = 0
         self.traced: dict[str, list[Path | None]] = {}
-        """By the name of a body: the paths of the module that called it first, and of what was handed to it then."""
+        """Name of a body: the path of the module that first called it, and the paths of that call's operands."""
 
     def visit(self, module: fx.GraphModule, nodes: Iterable[fx.Node], paths: Mapping[fx.Node, Path]) -> None:
-        """Inline what `nodes` of `module` call, in the order in which Dynamo traced them. paths: of its inputs."""
+        """Inline the regions that `nodes` of `module` call, in the order of tracing. paths: the paths of its inputs."""
         for node in list(nodes):
             if node.target is INVOKE_SUBGRAPH:
                 self.visit(module, self._inline(module, node, paths), paths)
@@ -59,7 +58,7 @@ class _Inliner:
                 self.visit(body, body.graph.nodes, {inner: paths[x] for inner, x in handed if x in paths})
 
     def _inline(self, module: fx.GraphModule, call: fx.Node, paths: Mapping[fx.Node, Path]) -> list[fx.Node]:
-        """Put the nodes of the body in the place of the call; return them."""
+        """Replace the call with copies of the nodes of the body; return the copies."""
         self.count += 1
         holder, name, *operands = _args(call)
         body = getattr(module, holder.target)
@@ -71,7 +70,7 @@ class _Inliner:
             for node in inner:
                 twin[node] = copy = module.graph.node_copy(node, twin.__getitem__)
                 _rename(copy, renames)
-                if node.op == "get_attr":  # a copy for each call: what is done to one is done to it alone
+                if node.op == "get_attr":  # each call gets a copy: passes edit it in place
                     copy.target = _add(module, getattr(body, str(node.target)), renames)
         results = fx.map_arg(_args(body.graph.output_node())[0], twin.__getitem__)
         for user in list(call.users):  # getitem
@@ -92,19 +91,19 @@ def _args(node: fx.Node) -> Any:
 
 
 def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graph and all graphs in it."""
+    """Return the graph and all graphs in it."""
     return (part for part in module.modules() if isinstance(part, fx.GraphModule))
 
 
 def _bodies(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
-    """Yield the graphs that a higher-order op, of checkpointing or control flow, runs."""
+    """Return the graphs that a higher-order op for checkpointing or control flow runs."""
     holders = (x for x in node.all_input_nodes if x.op == "get_attr")
     bodies = (getattr(module, str(holder.target), None) for holder in holders)
     return (body for body in bodies if isinstance(body, fx.GraphModule))
 
 
 def _add(module: fx.GraphModule, attribute: Any, renames: Mapping[Path, Path]) -> str:
-    """Give the module an attribute, of a graph a copy; return its name."""
+    """Add an attribute to the module and return its name. A graph module is copied, and its nodes renamed."""
     name = next(name for i in itertools.count() if not hasattr(module, name := f"inlined_{i}"))
     if isinstance(attribute, fx.GraphModule):
         attribute = copy_to_edit(attribute)
@@ -115,15 +114,15 @@ def _add(module: fx.GraphModule, attribute: Any, renames: Mapping[Path, Path]) -
 
 
 def _innermost(node: fx.Node) -> Path | None:
-    """The path of the module that calls."""
+    """Return the path of the innermost module that the node is called in; None if it is unknown."""
     stack = node.meta.get("nn_module_stack")
     return path_of(list(stack.values())[-1][0]) if stack else None
 
 
 def _renames(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dict[Path, Path]:
-    """{where the body was traced: where it is called}, as what both calls were given has it.
+    """Return {module path of the traced call: module path of this call}, found by comparing the paths of both.
 
-    Of layers.1.up.weight and layers.2.up.weight that is {layers.1: layers.2}: what both end with is the body's own.
+    layers.1.up.weight and layers.2.up.weight give {layers.1: layers.2}: their common end lies inside the body.
     """
     found: dict[Path, Path] = {}
     for old, new in zip(traced, given, strict=True):
@@ -136,7 +135,7 @@ def _renames(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dic
 
 
 def _rename(node: fx.Node, renames: Mapping[Path, Path]) -> None:
-    """Put the node into the modules of this call, where it is in those of the body's first."""
+    """Replace module paths of the traced call in the node's `nn_module_stack` with those of this call."""
     stack = {}
     for key, (source, kind) in (node.meta.get("nn_module_stack") or {}).items():
         path = path_of(source)

@@ -1,4 +1,4 @@
-"""What quantization does to each tensor is counted, next to where it is quantized: see `fp8pass/monitor_ops.py`.
+"""Insert ops that count what quantization does to each tensor, next to the quantize: see `quant/monitor_ops.py`.
 
 before   x_ = qdq_operand(x, q, scales, amax)
          y_ = qdq_gradient(y, q, scales, amax)
@@ -7,9 +7,9 @@ after    graph(..., numerics_forward: f32[F, 9], numerics_backward: f32[T-F, 9])
          x_ = qdq_operand(x, q, scales, amax)
          y_ = qdq_gradient(y, q, scales, amax)
          y_2 = watch_gradient(y_, (q,), numerics_backward, (0,), scales, amax)
-changes  no number of the model
+changes  no value that the model computes
 
-Runs on Dynamo's annotated graph, where gradients are enabled. Without it, nothing of the monitor is in a graph.
+Runs on Dynamo's annotated graph, if gradients are enabled. No other pass inserts ops of the monitor.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ INPUTS = ("numerics_forward", "numerics_backward")
 
 
 class InsertMonitors:
-    """Over Dynamo's graph and its regions."""
+    """The pass over Dynamo's graph and its checkpointed regions."""
 
     name = "insert_monitors"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Watch what `config.monitor` names; returns how many tensors that are."""
+        """Watch the tensors that `config.monitor` names; return their number."""
         if not context.config.monitor or not torch.is_grad_enabled():
             return 0
         context.annotation.watched = table = _watch(context.annotation.module, context.config)
@@ -51,7 +51,7 @@ class InsertMonitors:
 
 
 def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
-    """Watch in place. The tables are in the order of the graph."""
+    """Insert the ops; return the table of watched tensors, forward then backward, each in graph order, or None."""
     parts = list(_parts(module))
     found = [(part, node) for part, _ in parts for node in part.graph.nodes if _watches(node, config)]
     forward = [(p, n) for p, n in found if n.target in FORWARD]
@@ -71,7 +71,7 @@ def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
 
 
 def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | None]]:
-    """The graph, and the regions of activation checkpointing in it, outer ones first, each in the order of its call."""
+    """Yield the graph, then its checkpointed regions: outer before inner ones, each in the order of its call."""
     todo: list[tuple[fx.GraphModule, Region | None]] = [(module, None)]
     while todo:
         part, region = todo.pop(0)
@@ -84,7 +84,7 @@ def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | No
 def _watches(node: fx.Node, config: Config) -> bool:
     if node.target not in FORWARD and node.target not in BACKWARD:
         return False
-    if WATCHED not in node.meta:  # the user's own `in_qdq` or `out_qdq`, which has no slot to be counted under
+    if WATCHED not in node.meta:  # a user's `in_qdq` or `out_qdq`, which has no slot to count under
         return False
     return any(config.monitors(w.name) for w in node.meta[WATCHED]) and not any(
         isinstance(a, ops.Observe) for a in node.args
@@ -94,9 +94,9 @@ def _watches(node: fx.Node, config: Config) -> bool:
 def _inputs(
     parts: Sequence[tuple[fx.GraphModule, Region | None]], wanted: set[fx.GraphModule]
 ) -> dict[fx.GraphModule, dict[str, fx.Node]]:
-    """The inputs of each part; regions are handed those of the graph around them."""
+    """Add the table inputs to each part; return them by part. Regions get the inputs of the graph around them."""
     graphs = {part.graph: part for part, _ in parts}
-    for part, region in reversed(parts):  # what is handed on inwards
+    for part, region in reversed(parts):  # a graph passes the tables on to its inner regions
         if part in wanted and region is not None:
             wanted = {*wanted, graphs[region.outer]}
     inputs: dict[fx.GraphModule, dict[str, fx.Node]] = {}

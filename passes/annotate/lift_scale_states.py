@@ -1,13 +1,13 @@
-"""The scale states that the user's `in_qdq` and `out_qdq` name become state that the graph is called with.
+"""Turn the scale states that the user's `in_qdq` and `out_qdq` name into state that the graph is called with.
 
 before   s: f32[] = begin_use(scale, amax_history, amax, ..., key, float8_e5m2)      rolls if a backward has run
          y_ = qdq_gradient(y, s, amax, step_ended, held, key, float8_e5m2)           its backward ends the step
 after    s: f32[] = begin_graph(scale, amax_history, amax, ..., key, float8_e5m2)    rolls: each call is a step
          y_ = qdq_gradient(y, ByState(...), s, amax_late)                            its backward only records
-changes  when a step ends, to each call of the graph; later uses of a state in the graph take the scale of the first
+changes  the end of a step: each call of the graph is one. Later uses of a state in it take the scale of the first
 
-Runs on Dynamo's graph, behind the annotate pass. `amax_late` is the buffer `amax` once more, as an input of its own:
-see `fp8pass.quant.ops.SlotTensors.inputs`. Uses in the bodies of control flow and checkpoints stay as they are.
+Runs on Dynamo's graph, after the annotate pass. `amax_late` is the buffer `amax`, passed a second time as a separate
+input: see `fp8pass.quant.ops.SlotTensors.inputs`. Uses in the bodies of control flow and checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fp8pass.states import scale_state
 
 
 class LiftScaleStates:
-    """Over Dynamo's graph, but not the graphs in it."""
+    """The pass over Dynamo's graph. Graphs in it are left alone."""
 
     name = "lift_scale_states"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Make every call of the graph a step of the states that it uses; returns how many those are."""
+        """Make every call of the graph a step of the states that it uses; return the number of these states."""
         lifter = _Lifter(graph)
         if any(n.target is scale_state.begin_use for n in graph.nodes):
             for node in list(graph.nodes):
@@ -42,7 +42,7 @@ class _Lifter:
         self.graph = graph
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.begun: dict[fx.Node, fx.Node] = {}
-        """By `amax`, which stands for the state: its scale in this graph."""
+        """The node of a state's scale in this graph, by the state's `amax` input."""
         self.late: list[int] = []
         self.states: list[tuple[int, ...]] = []
         self.inputs: dict[fx.Node, fx.Node] = {}

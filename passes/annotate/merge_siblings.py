@@ -1,16 +1,17 @@
-"""Linear layers that read one tensor become one: queries, keys and values; gate and up.
+"""Merge linear layers that read one tensor into one: queries, keys and values; gate and up.
 
 before   q: bf16[..., Q] = linear(x: bf16[..., K], w_q: bf16[Q, K]);  k = linear(x, w_k);  v = linear(x, w_v)
 after    y: bf16[..., Q + R + R] = linear(x, cat([w_q, w_k, w_v]))
          q, k, v = split(y, [Q, R, R], -1);  v = contiguous(v)
-changes  the numbers: the weights share a scale, and so do the gradients of the results. The gradient of x is summed up
-         in float32, within a matmul, where it would be a sum of bfloat16s
+changes  the numbers: the weights share a scale, and so do the gradients of the results. The gradient of x is summed in
+         float32, within one matmul, instead of as bfloat16 tensors
 
-Three launches become one, forward and backward, and the gradient of x is written once instead of once for each layer.
-Cats of quantized tensors are kernels' business (quantize_tiles.py): nothing is written twice.
+One matmul is launched instead of three, forward and backward, and the gradient of x is written once instead of once
+for each layer. Kernels write the parts of a concatenation of quantized tensors in place (quantize_tiles.py): nothing is
+written twice.
 
-A result that only elementwise ops read, or views of it, is read in place. Any other reader gets a copy, for it may
-depend on strides, or be saved for backward, which would keep all of y alive; but not attention that reads all of them.
+A result that only views and elementwise ops read is read in place. Any other reader gets a copy: it may depend on
+strides, or be saved for backward, which would keep all of y alive. Attention that reads all the results gets no copies.
 
 Runs on Dynamo's graph, before the annotate pass, which gives merged weights one scale.
 """
@@ -40,12 +41,12 @@ from fp8pass.roofline import memory_seconds, merged_seconds_saved, predicted_spe
 
 
 class MergeSiblings:
-    """Over Dynamo's graph and its regions."""
+    """The pass over Dynamo's graph and its checkpointed regions."""
 
     name = "merge_siblings"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Merge every family for which it pays, or every one, as `config.merge_siblings` says."""
+        """Merge the families that gain by prediction, or all, as `config.merge_siblings` says; return their number."""
         if context.config.merge_siblings is False:
             return 0
         return sum(_merge_all(part, context) for part in parts(context.annotation.module, context.names))
@@ -63,20 +64,20 @@ def _merge_all(part: Part, context: DynamoContext) -> int:
 
 
 def _sibling(node: fx.Node, part: Part, context: DynamoContext) -> Sibling | None:
-    """A linear layer, if the recipe and the filter take it."""
+    """Return the linear layer as a sibling; None if the recipe or the filter does not select it."""
     if node in part.inside:
         return None
     name, _ = context.names.of(node, LINEAR.name, [argument(node, LINEAR.b)])
     try:
         call = check(node, LINEAR, name, context.config, node.meta["example_value"].requires_grad)
     except Reject:
-        return None  # for a reason that it will be given as itself
+        return None  # the annotate pass rejects this call again, and reports why
     return Sibling(node, call.recipe, call.sizes)
 
 
 @dataclass(frozen=True)
 class Sibling:
-    """A linear layer that its recipe takes. sizes: M, K, N."""
+    """A linear layer that its recipe selects. sizes: M, K, N."""
 
     node: fx.Node
     recipe: Recipe
@@ -84,21 +85,21 @@ class Sibling:
 
     @property
     def weight(self) -> fx.Node:
-        """[N, K]."""
+        """The weight, [N, K]."""
         weight = argument(self.node, LINEAR.b)
         assert isinstance(weight, fx.Node)
         return weight
 
     @property
     def bias(self) -> fx.Node | None:
-        """[N]."""
+        """The bias, [N]; None if the layer has none."""
         bias = argument(self.node, LINEAR.bias)
         return bias if isinstance(bias, fx.Node) else None
 
 
 @dataclass(frozen=True)
 class Family:
-    """Siblings, in the graph's order, and those of them whose results are copied."""
+    """Siblings in graph order. copied: for each, True if its result is copied out of the merged one."""
 
     siblings: list[Sibling]
     copied: list[bool]
@@ -109,11 +110,11 @@ class Family:
 
 
 def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling | None]) -> list[Family]:
-    """Layers that read one tensor under one recipe, with parameters of their own that nothing else reads or writes."""
+    """Return layers that read one tensor under one recipe, and whose parameters nothing else reads or writes."""
     found: dict[Hashable, list[Sibling]] = {}
     stretch = 0
     for node in graph.nodes:
-        # what is written in between may be what one of them reads; modes are those of the place
+        # a write between two layers may change what the second reads; grad and autocast modes may differ after a change
         stretch += mutates(node) or node.target in MODE_CHANGES
         if spelling_of(node) is LINEAR and (sibling := taken(node)) is not None and _is_alone(sibling, names):
             found.setdefault((stretch, *_alike(sibling)), []).append(sibling)
@@ -129,11 +130,11 @@ def _is_alone(sibling: Sibling, names: Names) -> bool:
 
 
 _PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
-"""Parameters that are one tensor: not those of torch.distributed, say."""
+"""Types of parameters that are one plain tensor: not DTensor, for example."""
 
 
 def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
-    """What siblings have in common."""
+    """Return the key that siblings share: input, recipe, K, dtypes, device and requires_grad."""
     weight, bias = _example(sibling.weight), sibling.bias
     of_bias = None if bias is None else (_example(bias).dtype, _example(bias).requires_grad)
     x = argument(sibling.node, LINEAR.a)
@@ -141,7 +142,7 @@ def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
 
 
 def _copied(results: list[fx.Node]) -> list[bool]:
-    """Which results are to be copied out of the merged one, for what reads them."""
+    """Return for each result whether it must be copied out of the merged one, by its readers."""
     merged = _merged([_example(r) for r in results])
     readers = [_readers(r, merged) for r in results]
     if all(of == {F.scaled_dot_product_attention} for of in readers):
@@ -151,11 +152,11 @@ def _copied(results: list[fx.Node]) -> list[bool]:
 
 @torch.no_grad()
 def _readers(result: fx.Node, merged: Tensor) -> set[Any]:
-    """What reads `result`, or views of it, as it would be within `merged`, and is not elementwise."""
+    """Return the targets that read `result`, or a view of it, as a slice of `merged`, and are not elementwise."""
     values: dict[fx.Node, Any] = {result: merged.narrow(-1, 0, _example(result).shape[-1])}
     found: set[Any] = set()
     todo = sorted(result.users)
-    while todo:  # in the graph's order, so that all views that one reads are known
+    while todo:  # in graph order, so that all views that a node reads are known
         reader = heapq.heappop(todo)
         if reader in values:
             continue
@@ -169,7 +170,7 @@ def _readers(result: fx.Node, merged: Tensor) -> set[Any]:
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """What `node` computes, given what some nodes are now; None if it does something that may depend on strides."""
+    """Return the value of `node`, given new values of some inputs; None if it runs an op that may depend on strides."""
     if node.op not in ("call_function", "call_method") or mutates(node):
         return None
     try:
@@ -177,21 +178,23 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         function: Any = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
         with _OnlyElementwise():  # type: ignore[no-untyped-call]
             return function(*args[isinstance(node.target, str) :], **kwargs)
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # no such view, for one
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        # for example, a view that these strides do not allow
         return None
 
 
 class _OnlyElementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises RuntimeError for what is neither elementwise nor a view."""
+    """A dispatch mode that raises RuntimeError for ops that are neither elementwise nor views."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         harmless = func.is_view or torch.Tag.pointwise in func.tags or func in _LIKE_ELEMENTWISE
-        if not harmless and func.namespace != "prim":  # the latter ask where a tensor is, and the like
+        if not harmless and func.namespace != "prim":  # prim ops query a tensor's device and the like
             raise RuntimeError(f"{func} may depend on strides")
         return func(*args, **(kwargs or {}))
 
 
 _aten = torch.ops.aten
+# not tagged pointwise, but their results do not depend on the strides of their inputs
 _LIKE_ELEMENTWISE = {_aten.cat.default, _aten.clone.default, _aten._to_copy.default, _aten._unsafe_view.default}
 
 
@@ -204,9 +207,9 @@ def _is_part(value: Any, merged: Tensor) -> bool:
 
 
 def should_merge(family: Family, target: Target | None, wanted: bool | None, min_speedup: float) -> bool:
-    """Return whether one call is faster than several by prediction, or else by the user's word, and is itself taken.
+    """Return whether one call is predicted to be faster than several, or the user wants it, and it reaches min_speedup.
 
-    As in training: what evaluates the model is to share its scales.
+    The prediction is for training in evaluation too: both graphs must merge alike to share scales.
     """
     if target is None:
         return bool(wanted)
@@ -225,7 +228,7 @@ def should_merge(family: Family, target: Target | None, wanted: bool | None, min
 
 
 def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
-    """One call in the place of the siblings; returns it."""
+    """Replace the siblings with one call; return it."""
     nodes, widths = [s.node for s in family.siblings], [s.sizes[2] for s in family.siblings]
     meta = {**nodes[0].meta, "nn_module_stack": _merged_stack(family, names)}
     with graph.inserting_before(nodes[0]):
@@ -248,7 +251,7 @@ def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
 
 
 def _merged_stack(family: Family, names: Names) -> dict[Any, Any]:
-    """Where the first sibling is in the model, with all their names in the place of its own, for reports."""
+    """Return the module stack of the first sibling, its name replaced by the joined names of all, for reports."""
     name, *_ = parts = [names.of(s.node, LINEAR.name, [s.weight])[0].rpartition(".")[2] for s in family.siblings]
     stack = dict(family.siblings[0].node.meta.get("nn_module_stack") or {})
     if stack:
@@ -266,7 +269,7 @@ def _cat(graph: fx.Graph, parameters: list[fx.Node], meta: dict[str, Any]) -> fx
 
 
 def _merged(examples: list[Tensor], dim: int = -1) -> Tensor:
-    """What the cat of them is an example of, made without adding them to a graph of autograd's."""
+    """Return the concatenation of the examples, computed without recording it in autograd."""
     with torch.no_grad():
         return torch.cat(examples, dim).requires_grad_(examples[0].requires_grad)
 

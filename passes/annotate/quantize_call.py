@@ -1,4 +1,4 @@
-"""Quantize-dequantize around one matmul call: only builds."""
+"""Insert quantize-dequantize around one matmul call that passed all checks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from fp8pass.recipes import FACTORS, KINDS, Kind, Role
 
 
 class Walk:
-    """What is known while a graph is walked: the nodes that were made so far, and what state they need.
+    """The state of a walk over a graph: the nodes that were added so far, and the slots that they need.
 
-    graph: the one that the walk is in, Dynamo's or a region's. quantized: the tensors of that which are quantized, by
-    what, of what and how. merged: the recipes of calls that stand for several.
+    graph: the graph that the walk is in, Dynamo's or a region's. quantized: its quantized tensors, by the tensor, the
+    op, the quantizer and the group offsets. merged: the recipes of calls that stand for several.
     """
 
     def __init__(self, context: DynamoContext) -> None:
@@ -50,7 +50,7 @@ class Walk:
 
 
 class QuantizeCall:
-    """Puts quantize-dequantize around one matmul call. anchor: see `SlotTable`."""
+    """Inserts quantize-dequantize around one matmul call. anchor: see `SlotTable`."""
 
     def __init__(self, walk: Walk, call: Call, choice: Choice, anchor: int) -> None:
         self.walk = walk
@@ -60,7 +60,7 @@ class QuantizeCall:
         self.anchor = anchor
 
     def rewrite(self) -> None:
-        """Replace the call."""
+        """Replace the call with its annotated form; keep it if none of its matmuls is quantized."""
         node, spelling = self.call.node, self.call.spelling
         a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
@@ -69,7 +69,7 @@ class QuantizeCall:
         if not found:
             return
         with self.graph.inserting_before(node):
-            # alpha belongs to an operand: behind the product it could come too late, float16 overflows
+            # alpha scales an operand: a float16 product may overflow before it could be scaled
             first = a if alpha == 1 else self._call(torch.mul, (a, alpha), a)
             build = self._uniform if is_uniform(found, trains) else self._routed
             y = build(first, b, found, trains)
@@ -79,7 +79,7 @@ class QuantizeCall:
         self.graph.erase_node(node)
 
     def _quantizers(self, a: fx.Node, b: fx.Node, trains: bool) -> dict[Kind, Pair]:
-        """By kind of matmul what quantizes its factors; those that stay in high precision are noted, and not in it."""
+        """Return the quantizers of each matmul by kind; record matmuls in high precision in `choice.declined`."""
         nodes: dict[Role, fx.Node] = {"input": a, "weight": b, "grad_output": self.call.node}
         tensors = {role: node.meta["example_value"] for role, node in nodes.items()}
         found: dict[Kind, Pair] = {}
@@ -95,7 +95,7 @@ class QuantizeCall:
         return found
 
     def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
-        """What a trial of `fp8pass.bisect` makes of it."""
+        """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or its refusal."""
         trial, (kind, call) = overrides.current(), (unit.kind, self.call)
         assert trial is not None and kind != "moments"
         of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
@@ -113,7 +113,7 @@ class QuantizeCall:
         return tried[0], tried[1]
 
     def _uniform(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
-        """All matmuls read the same quantized tensors, and autograd does the rest."""
+        """Build a call whose three matmuls read the same quantized tensors: autograd derives the backward."""
         of_a, of_b = found["output"]
         a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
         if b_ in self.walk.weights and a.meta["example_value"].requires_grad:
@@ -122,7 +122,7 @@ class QuantizeCall:
         return self._quantized(ops.qdq_gradient, (y, found["grad_input"][0]), y, "grad_output") if trains else y
 
     def _routed(self, a: fx.Node, b: fx.Node, found: dict[Kind, Pair], trains: bool) -> fx.Node:
-        """The product three times: for its value, for the gradient of the one factor, and for that of the other."""
+        """Build the product three times: for its value, for the gradient of `a`, and for the gradient of `b`."""
         none: tuple[None, None] = (None, None)
         (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (found.get(kind, none) for kind in KINDS)
         operand = functools.partial(self._operand, ops.operand)
@@ -135,7 +135,7 @@ class QuantizeCall:
         return self._quantized(ops.route, routed, y, "grad_output")
 
     def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
-        """The call, without its bias, of other operands. kind: the matmul that it is there for."""
+        """Copy the call without its bias, with operands `a` and `b`. kind: the matmul that the copy stands for."""
         node, spelling = self.call.node, self.call.spelling
         if spelling.product is not None and (spelling is GROUPED_FALLBACK or argument(node, spelling.bias) is not None):
             y = self._call(spelling.product, (a, b, *self._groups()), node)
@@ -147,10 +147,10 @@ class QuantizeCall:
         return y
 
     def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
-        """`x` quantized and dequantized, once for all matmuls that read it so."""
-        if isinstance(sharded.part_of(x.meta["example_value"]), GatheredWeight):  # quantized where it came from
+        """Return `x` quantized and dequantized: one node for all matmuls that read it in the same way."""
+        if isinstance(sharded.part_of(x.meta["example_value"]), GatheredWeight):  # FSDP quantizes before the all-gather
             return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
-        if isinstance(quantizer, ops.Observe):  # under each name that it has
+        if isinstance(quantizer, ops.Observe):  # calibration records it under the name of each slot
             return self._quantized(how, (x, quantizer), x, role)
         offs = self._offs(quantizer)
         key = (x, how, quantizer, *offs, self.walk.grad_enabled)
@@ -161,7 +161,7 @@ class QuantizeCall:
             if parts:
                 node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
                 self.walk.weights[node] = Weight(parts, transposed=False)
-                # through `operand` no gradient passes, and through a cached one it would: a second one for the weight
+                # unlike `operand`, `cached_operand` passes a gradient: without detach the weight would get a second one
                 known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
             else:
                 new = (x, quantizer, *offs)
@@ -169,16 +169,16 @@ class QuantizeCall:
         return known[key]
 
     def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
-        """Where the groups end that one of them quantizes by."""
+        """Return the call's group offsets if one of the quantizers works by groups; () if none does."""
         return self._groups() if any(isinstance(q, ops.Groupwise) for q in quantizers) else ()
 
     def _groups(self) -> tuple[fx.Node, ...]:
-        """Where the groups of rows end that the call has."""
+        """Return the node that holds the end of each group of rows of the call; () if it has no groups."""
         offs = argument(self.call.node, self.call.spelling.offs)
         return () if offs is None else (offs,)
 
     def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:
-        """The parameters that `x` consists of, if their FP8 copy is kept from one step to the next."""
+        """Return the parameters that `x` consists of, if their FP8 copies are cached between steps; () if not."""
         names, mutated = self.walk.names, self.walk.mutated
         if not self.walk.config.caches_weights or not self.walk.grad_enabled or x.meta["example_value"].dim() != 2:
             return ()
@@ -188,12 +188,12 @@ class QuantizeCall:
         return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
 
     def _is_constant(self, x: fx.Node) -> bool:
-        """Return whether `x` is a parameter that only the user can change, between two calls."""
+        """Return whether `x` is a whole parameter that only the user can change, and only between two calls."""
         walk, is_whole = self.walk, not isinstance(x.meta["example_value"], DTensor)
         return is_whole and x in walk.names.owned and x not in walk.mutated and not walk.grad_enabled
 
     def _frozen(self, x: fx.Node, quantizer: Any, role: Role) -> fx.Node:
-        """A parameter that nothing changes while it is used: quantized in advance."""
+        """Add a node for a parameter that is quantized in advance, since nothing changes it while it is used."""
         value = x.meta["example_value"]
         node = self._quantized(ops.frozen_operand, (x, quantizer, value.dtype), x, role)
         if value.dim() == 2 and self.call.dims.contracted("output")[int(role == "weight")] == (0,):
@@ -201,7 +201,7 @@ class QuantizeCall:
         return node
 
     def _quantized(self, how: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, role: Role) -> fx.Node:
-        """A call with quantizers among its arguments. One that has state gets a slot."""
+        """Add a call with quantizers among its arguments; give each quantizer that has state a slot."""
         node, walk = self._call(how, args, like), self.walk
         watched = []
         for quantizer in dict.fromkeys(a for a in args if isinstance(a, ops.Quantizer)):
@@ -211,7 +211,8 @@ class QuantizeCall:
                 continue
             place = "" if walk.names.is_owned(like) else self.choice.source
             if self.call.node in walk.merged:
-                place += " merged"  # one state with a call at the same line that stands for itself: not right for both
+                # an unmerged call at the same line has other scales, and must not share the state
+                place += " merged"
             walk.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
         node.meta[WATCHED] = watched
         if walk.names.is_gathered(like):
@@ -225,5 +226,5 @@ class QuantizeCall:
 
 
 def _is_cacheable(x: Tensor) -> bool:
-    """Return whether it is a parameter, and as a whole on this rank."""
+    """Return whether `x` is a parameter that lies whole on this rank."""
     return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, GatheredWeight))

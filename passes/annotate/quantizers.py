@@ -1,10 +1,11 @@
-"""Which quantizers a recipe puts around a matmul call: one for each factor of each of its three matmuls.
+"""Choose the quantizers of a matmul call by its recipe: one for each factor of each of its three matmuls.
 
     output         input       @ weight            contracts K
     grad_input     grad_output @ weight            contracts N
     grad_weight    input       @ grad_output       contracts M
 
-Tensorwise recipes quantize a tensor once for both matmuls that it is in; the others along what each of them contracts.
+Tensorwise recipes quantize a tensor once for both matmuls that read it; other recipes quantize it for each matmul,
+along the dimensions that the matmul contracts.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from fp8pass.recipes import (
 BLOCK, MX_BLOCK = 128, 32
 
 Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]
-"""Of the two factors; None for one that stays as it is, as only trials of `fp8pass.bisect` have it."""
+"""The quantizers of the two factors; None for a factor that is not quantized: only in trials of `fp8pass.bisect`."""
 
 
 def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool) -> Pair | Reject:
-    """What quantizes the two factors of one matmul, or why it stays in high precision.
+    """Return the quantizers of the two factors of one matmul, or the reason why it stays in high precision.
 
-    tensors: examples; record: whether amaxes count.
+    tensors: example tensors by role. record: True if amaxes are recorded.
     """
     if kind in recipe.high_precision:
         return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
@@ -63,7 +64,7 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
 
 
 def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
-    """Whether no matmul stays in high precision, and every tensor is quantized in one way for all that read it."""
+    """Return whether all matmuls are quantized, and each tensor in the same way for all matmuls that read it."""
     if len(found) < (len(FACTORS) if trains else 1):
         return False
     ways: dict[Role, set[ops.Quantizer | None]] = {}
@@ -98,7 +99,7 @@ def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...
 
 
 def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int, cut: str = "") -> None:
-    """Blocks must come out even; a size that is not known when the graph is compiled may not. cut: into what."""
+    """Raise Reject if the size along `along` is not a known multiple of `block`. cut: what the message calls it."""
     size: Any = math.prod(x.shape[d] for d in along)
     known = size if isinstance(size, int) else size.node.maybe_as_int()
     what = cut or f"{size} elements along the sum"

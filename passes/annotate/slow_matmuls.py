@@ -1,4 +1,4 @@
-"""Warns of models in bfloat16 or float16 on CPUs where torch multiplies these by a reference routine."""
+"""Warn of models in bfloat16 or float16 on CPUs where torch multiplies these by a reference routine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NEEDED = {torch.bfloat16: "AVX-512 BF16 or AMX", torch.float16: "AVX-512 FP16"}
 
 
 def warn_of_slow_matmuls(module: fx.GraphModule) -> None:
-    """Warn if Dynamo's graph multiplies on the CPU in a type that is slow there.
+    """Warn if Dynamo's graph multiplies on the CPU in a dtype that is slow there.
 
-    Once per process: the message depends on the CPU only. It is asked of the graph before any pass, for passes do not
-    run where torch's caches have what they would make. So a model of which all runs in FP8 gets the warning too: its
-    matmuls are slow where they are not compiled.
+    Warns once per process, since the message depends only on the CPU. The graph is checked before any pass, because
+    passes do not run if torch's caches already hold their result. So a model that runs all matmuls in FP8 gets the
+    warning too: its matmuls are slow where they are not compiled.
     """
     slow = hardware.reference_dtypes()
     if hardware.pretended_device is not None or not set(slow) & set(_dtypes_multiplied(module)):
@@ -33,7 +33,7 @@ def warn_of_slow_matmuls(module: fx.GraphModule) -> None:
 
 
 def _dtypes_multiplied(module: fx.GraphModule) -> Iterator[torch.dtype]:
-    """The types of what the graph, and regions in it, multiply on the CPU."""
+    """Yield the dtype of each matmul on the CPU in the graph and its regions."""
     graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     for node in (n for graph in graphs for n in graph.nodes if spelling_of(n)):
         product = node.meta.get("example_value")

@@ -1,4 +1,4 @@
-"""Products of matrices that torch writes in some other way become matmuls.
+"""Rewrite matrix products that torch expresses in other ways as matmuls.
 
 before   y = einsum("bij,bjk,kl->bil", [x, v, w])
 after    xv = einsum("abc,abd->acd", ...); y = einsum("abc,cd->abd", xv, w)       in the order that torch takes
@@ -10,8 +10,8 @@ before   y.addmm_(a, b)
 after    y.copy_(addmm(y, a, b))
 changes  nothing but the order in which a few sums are rounded
 
-Runs on Dynamo's graph, before the annotate pass, which knows the calls of matmul_calls.py and would see no matmul in
-these. What stays as it is has a verdict by `refusal`.
+Runs on Dynamo's graph, before the annotate pass, which only knows the calls of matmul_calls.py. `refusal` says why any
+other product stays as it is.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Term = list[str]
 
 
 class WriteMatmuls:
-    """Over Dynamo's graph and its regions."""
+    """The pass over Dynamo's graph and its checkpointed regions."""
 
     name = "write_matmuls"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Rewrite every call that is written as matmuls, but for those inside of function transforms."""
+        """Rewrite every such call that is not inside a function transform; return how many were rewritten."""
         return sum(_write(part) for part in parts(context.annotation.module, context.names))
 
 
@@ -52,7 +52,7 @@ def _write(part: Part) -> int:
 
 
 def refusal(node: fx.Node, inside: Sequence[Transform] = ()) -> Reject | None:
-    """Return why a call that multiplies matrices, and is no matmul, stays as it is; None for any other call.
+    """Return why a call that multiplies matrices, but is not a matmul, stays as it is; None for any other call.
 
     inside: the function transforms that it is inside of.
     """
@@ -106,7 +106,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 class _Write:
-    """Writes calls where `node` is, as belonging to what it belongs to."""
+    """Adds calls at the insertion point, with the metadata of `node`."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph = graph
@@ -116,7 +116,7 @@ class _Write:
         self.needs_grad = any(r.requires_grad for r in results if isinstance(r, Tensor))
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Call a function of torch."""
+        """Add a call of a torch function, with the example value that it returns for the inputs' examples."""
         node = self.graph.call_function(function, args, kwargs)
         examples = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with torch.no_grad():
@@ -126,13 +126,13 @@ class _Write:
         return node
 
     def copy(self, to: fx.Node, source: fx.Node) -> fx.Node:
-        """Write `source` into `to`."""
+        """Add a call that writes `source` into `to`."""
         node = self.graph.call_method("copy_", (to, source))
         node.meta = dict(self.meta)
         return node
 
     def as_was(self, result: fx.Node, example: Tensor) -> fx.Node:
-        """Return `result` in the type that autocast gave the call as one."""
+        """Return `result` in the dtype of `example`, which autocast gave the original call."""
         if result.meta["example_value"].dtype == example.dtype:
             return result
         return self(torch.Tensor.to, result, example.dtype)
@@ -144,12 +144,12 @@ def _needs_grad(node: fx.Node) -> bool:
 
 
 def _shape(node: fx.Node) -> list[int]:
-    """Return its sizes, or examples of them."""
+    """Return the sizes of the node's tensor, with example values for symbolic ones."""
     return [hint_of(size) for size in node.meta["example_value"].shape]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products in place, of a chain, and powers.
+# In-place products, chains of products, and powers.
 
 
 _OUT_OF_PLACE: dict[str, Callable[..., Tensor]] = {
@@ -162,7 +162,7 @@ _OUT_OF_PLACE: dict[str, Callable[..., Tensor]] = {
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., fx.Node | None]:
     def writer(write: _Write, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
         if torch.is_autocast_enabled(x.meta["example_value"].device.type):
-            return None  # which casts what is out of place, and nothing that is in place
+            return None  # autocast casts torch.addmm and the like, but not their in-place forms
         return write.copy(x, write(function, x, *args, **kwargs))
 
     return writer
@@ -181,7 +181,7 @@ def _multi_dot(write: _Write, tensors: Sequence[fx.Node], out: Any = None) -> fx
 
 
 def _chain(write: _Write, tensors: list[fx.Node]) -> fx.Node:
-    """Multiply in the order that costs the fewest operations."""
+    """Multiply in the order with the fewest operations."""
     if len(tensors) == 1:
         return tensors[0]
     sizes = [_shape(tensors[0])[0], *(_shape(x)[1] for x in tensors)]
@@ -190,7 +190,8 @@ def _chain(write: _Write, tensors: list[fx.Node]) -> fx.Node:
 
 
 def _best_split(sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Return the cost of matrices of [sizes[0], sizes[1]], [sizes[1], sizes[2]], ... and where to split them in two."""
+    """Return the least cost of a product of [sizes[0], sizes[1]], [sizes[1], sizes[2]], ... and where to split it."""
+    # the dynamic program of matrix-chain multiplication: cost[i, j] is for the matrices i to j - 1
     cost = {(i, i + 1): (0, i) for i in range(len(sizes) - 1)}
     for length in range(2, len(sizes)):
         for i in range(len(sizes) - length):
@@ -207,7 +208,7 @@ def _chain_matmul(write: _Write, *tensors: fx.Node, out: Any = None) -> fx.Node 
 
 def _matrix_power(write: _Write, A: fx.Node, n: Any, out: Any = None) -> fx.Node | None:
     if out is not None or not isinstance(n, int) or n in (-1, 0, 1):
-        return None  # which multiply nothing
+        return None  # these powers multiply nothing
     square, power, left = A if n > 0 else write(torch.linalg.inv, A), None, abs(n)
     while True:
         if left & 1:
@@ -223,7 +224,7 @@ def _matrix_power(write: _Write, A: fx.Node, n: Any, out: Any = None) -> fx.Node
 
 
 def _bilinear(write: _Write, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-    """The product that leaves the smaller tensor first: of `weight`, [N, I, J], by [..., I] or by [..., J]."""
+    """Multiply `weight`, [N, I, J], by the input with the smaller product first: [..., N, J] or [..., N, I]."""
     _, i, j = _shape(weight)
     if i >= j:
         y = write(torch.mul, write(torch.einsum, "...i,nij->...nj", input1, weight), write(torch.unsqueeze, input2, -2))
@@ -282,13 +283,13 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., fx.Node]:
 
 
 def _parts(write: _Write, y: fx.Node, count: int) -> list[fx.Node]:
-    """Cut the last dimension in equal parts."""
+    """Cut the last dimension into equal parts."""
     size = _shape(y)[-1] // count
     return [write(torch.narrow, y, -1, i * size, size) for i in range(count)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Einsums that are no product of two.
+# Einsums that are not a product of two operands.
 
 
 def _einsum(write: _Write, *args: Any) -> fx.Node | None:
@@ -311,29 +312,30 @@ def _einsum(write: _Write, *args: Any) -> fx.Node | None:
 
 
 def _equation(args: Sequence[Any]) -> tuple[str, list[fx.Node]]:
-    """Return equation and operands of a call in any of its forms."""
+    """Return the equation and the operands of an einsum call in any of its forms."""
     if isinstance(args[0], str):
         operands = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[1:]
         return args[0], list(operands)
-    terms = [_spelled(term) for term in args[1::2]]  # operand, letters, ..., and maybe the letters of the result
+    # torch.einsum's sublist form: operand, numbers, operand, numbers, ..., then optionally the numbers of the result
+    terms = [_spelled(term) for term in args[1::2]]
     arrow = f"->{_spelled(args[-1])}" if len(args) % 2 else ""
     return ",".join(terms) + arrow, list(args[: len(args) - len(args) % 2 : 2])
 
 
 def _spelled(term: Sequence[Any]) -> str:
-    """Return a term that is given in numbers as letters: they sort alike."""
+    """Return a term of numbers as letters, which sort as the numbers do."""
     letters = string.ascii_uppercase + string.ascii_lowercase
     return "".join("..." if i is Ellipsis else letters[i] for i in term)
 
 
 def _terms(equation: str, dims: Sequence[int]) -> tuple[list[Term], Term]:
-    """Return the letters of each operand and of the result, those of ellipses spelled out."""
+    """Return the letters of each operand and of the result, with letters for the dimensions of an ellipsis."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     spare = [letter for letter in string.ascii_letters if letter not in equation]
     hidden = [n - len(t.replace("...", "")) if "..." in t else 0 for t, n in zip(terms, dims, strict=True)]
     dots = spare[: max(hidden)]
-    if not arrow:  # torch's rule: dimensions of the ellipsis, then the letters that appear once
+    if not arrow:  # torch.einsum's rule: the dimensions of the ellipsis, then the letters that appear once, sorted
         plain = inputs.replace(",", "").replace("...", "")
         output = "..." + "".join(sorted(c for c in set(plain) if plain.count(c) == 1))
     found = [_with_dots(t, dots[len(dots) - n :]) for t, n in zip(terms, hidden, strict=True)]
@@ -346,31 +348,31 @@ def _with_dots(term: str, dots: Sequence[str]) -> Term:
 
 
 def _takes_more(terms: Sequence[Term], out: Term) -> bool:
-    """Return whether an einsum of two takes a diagonal or a sum before it multiplies."""
+    """Return whether an einsum of two operands takes a diagonal or a sum before it multiplies."""
     a, b = terms
     alone = set(a) ^ set(b)
     return len(set(a)) < len(a) or len(set(b)) < len(b) or not alone <= set(out)
 
 
 def _diagonal(write: _Write, x: fx.Node, term: Term) -> tuple[fx.Node, Term]:
-    """Take the diagonal of dimensions that have a letter in common."""
+    """Take the diagonal of dimensions that share a letter."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
             i = term.index(letter)
             j = term.index(letter, i + 1)
-            x = write(torch.diagonal, x, 0, i, j)
+            x = write(torch.diagonal, x, 0, i, j)  # torch puts the diagonal's dimension last
             term = [*(c for k, c in enumerate(term) if k not in (i, j)), letter]
     return x, term
 
 
 def _summed(write: _Write, x: fx.Node, term: Term, kept: Container[str]) -> tuple[fx.Node, Term]:
-    """Sum up the dimensions that nothing else has."""
+    """Sum over the dimensions whose letters are not in `kept`."""
     over = [i for i, letter in enumerate(term) if letter not in kept]
     return (write(torch.sum, x, over) if over else x), [letter for letter in term if letter in kept]
 
 
 def _path(terms: Sequence[Term], out: Term, operands: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """Return which two to multiply in each step, as torch would; the product is then the last one."""
+    """Return the pair of operands of each step, in torch's order. A step removes its pair and appends the product."""
     settings: Any = torch.backends.opt_einsum
     if len(operands) > 2 and settings.enabled and (module := settings.get_opt_einsum()) is not None:
         equation = f"{','.join(map(''.join, terms))}->{''.join(out)}"
@@ -379,6 +381,7 @@ def _path(terms: Sequence[Term], out: Term, operands: Sequence[fx.Node]) -> list
         )
         if all(len(step) == 2 for step in path):
             return [(min(step), max(step)) for step in path]
+    # without opt_einsum torch goes from left to right: the last product is at left - 1, the next operand at 0
     return [(0, 1), *((left - 1, 0) for left in range(len(operands) - 1, 1, -1))]
 
 

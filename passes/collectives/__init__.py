@@ -1,5 +1,5 @@
-"""On the joint graph: let collectives send FP8.
+"""Passes on the joint graph that let collectives send FP8.
 
 May import: `common`.
-Does not live here: amaxes that ranks agree on between steps: see `fp8pass.states.amax_reduction`.
+Does not live here: the all-reduce of amaxes between steps: see `fp8pass.states.amax_reduction`.
 """

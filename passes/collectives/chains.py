@@ -1,12 +1,12 @@
-"""Capture of what is quantized behind a collective, and of what is dequantized in front of one.
+"""Capture of the ops that quantize a tensor after a collective, and of those that dequantize one before it.
 
-behind     x = wait_tensor(collective(x_local)), and all that is made of x by movement alone; of all that is read
+after      x = wait_tensor(collective(x_local)), and all tensors made of x by movement alone. Their readers may be
            elementwise ops that end in a cast to FP8       the quantizes
-           amax(abs(.)), of all of it                      their amaxes
-           sum(.) over all rows that were gathered         gradients of biases
-in front   elementwise ops and movement, back from what goes in, to an FP8 tensor
+           amax(abs(.)) of the whole tensor                their amaxes
+           sum(.) over all gathered rows                   gradients of biases
+before     elementwise ops and movement, from the collective's input back to an FP8 tensor
 
-Of what is read otherwise, nothing is captured, with a reason if it is quantized as well.
+If `x` has any other reader, nothing is captured; if it is quantized as well, the refusal gives the reason.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from fp8pass.scaling import FP8_DTYPES
 
 c10d = torch.ops._c10d_functional
 COLLECTIVES = {c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.broadcast.default}
-"""They move elements between ranks and change none."""
+"""Collectives that move elements between ranks and change none."""
 WAIT = c10d.wait_tensor.default
 
 OF_ALL = {*RESHAPES, *COPIES, aten.permute.default}
-"""Movement that leaves each element in the tensor, once."""
+"""Movement after which the tensor holds each element exactly once."""
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 _OF_ROWS = {aten.view.default, aten.reshape.default, aten.cat.default, aten.clone.default, operator.getitem}
-"""Movement that leaves the last dimension alone if its size stays the same."""
+"""Movement that does not mix the last dimension with others if its size stays the same."""
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """How `source`, behind a collective, becomes FP8: elementwise ops, of which the last is the cast."""
+    """The elementwise ops that quantize `source`, a tensor after a collective; the last op is the cast to FP8."""
 
     source: fx.Node
     ops: tuple[fx.Node, ...]
@@ -65,9 +65,10 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What is quantized behind a collective, in one way. moved: all that has been made of it by movement.
+    """A tensor that is quantized after a collective, always by the same ops.
 
-    amaxes: of all of it, [] of any dtype. sums: over its rows, gradients of biases.
+    moved: all tensors made of it by movement, `wait` included. amaxes: amaxes of the whole tensor, [] of any dtype.
+    sums: sums over its rows, gradients of biases.
     """
 
     collective: fx.Node
@@ -80,7 +81,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Dequantized:
-    """What is dequantized in front of a collective. ops: from the FP8 tensor on, movement among them."""
+    """A tensor that is dequantized before a collective. ops: from the FP8 tensor `x_q` on, movement included."""
 
     collective: fx.Node
     wait: fx.Node
@@ -89,9 +90,12 @@ class Dequantized:
 
 
 def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gathered | None:
-    """None if what comes out of the collective is not quantized. Raises Reject if not only that.
+    """Capture the quantizes of a collective's output; None if it is not quantized.
 
-    gemms: the verdicts so far, of matmuls that may be what reads it in high precision.
+    Raises Reject if the output is also read in high precision, if an amax covers only a part of it, or if it is
+    quantized in several ways.
+
+    gemms: the verdicts on matmuls so far, to name the matmuls that read the output in high precision.
     """
     wait = _wait(collective)
     if wait is None:
@@ -123,14 +127,14 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
 
 
 def _told(readers: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> list[str]:
-    """Who reads: matmuls by their modules, with the rule by which they are not in FP8; and the first other op."""
+    """Return names of readers for a message: all matmuls with the rule that excludes them, and the first other op."""
     known = {n: gemms[n] for n in readers if n in gemms and gemms[n].name}
     named = dict.fromkeys(f"{g.name} ({g.rule})" if g.rule else g.name for g in known.values())
     return [*named, *[at(n) for n in readers if n not in known][:1]]
 
 
 def capture_dequantized(collective: fx.Node) -> Dequantized | None:
-    """None if what goes into the collective has not just been dequantized."""
+    """Capture the dequantize of a collective's input; None if elementwise ops and movement lead to no FP8 tensor."""
     wait = _wait(collective)
     if wait is None:
         return None
@@ -146,18 +150,18 @@ def capture_dequantized(collective: fx.Node) -> Dequantized | None:
 
 
 def _wait(collective: fx.Node) -> fx.Node | None:
-    """What waits for a collective that brings high precision, if nothing else does."""
+    """Return the `wait_tensor` of a collective if its output is high precision and has no other user; else None."""
     users = list(collective.users)
     known = len(users) == 1 and users[0].target is WAIT and not collective.kwargs
     return users[0] if known and val(users[0]).dtype in WIDE else None
 
 
 def _readers(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]]:
-    """What is made of `wait` by movement of its elements alone, and what reads that: what is read, and the reader."""
+    """Return the tensors made of `wait` by movement alone, and a pair (tensor, reader) for each read of one."""
     found, todo = [], list(wait.users)
     moved, seen = {wait}, set()
     heapq.heapify(todo)
-    while todo:  # in the order of the graph: all that a node is computed of comes before it
+    while todo:  # in the order of the graph, so that all inputs of a node come before it
         node = heapq.heappop(todo)
         if node in seen:
             continue
@@ -166,13 +170,13 @@ def _readers(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]
             moved.add(node)
             for user in node.users:
                 heapq.heappush(todo, user)
-        elif _mark_of(node) is None:  # or else what it marks reads it as well
+        elif _mark_of(node) is None:  # the `abs` of a mark is skipped: the mark's `where` is a reader itself
             found += [(n, node) for n in node.all_input_nodes if n in moved]
     return moved, found
 
 
 def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
-    """Return whether `node` moves elements of these, and adds none: no padding, and nothing that is joined to them."""
+    """Return whether `node` only moves elements of `moved`: no padding, and no other tensor joined to them."""
     if node.target is aten.cat.default:
         return all(n in moved for n in node.args[0])  # type: ignore[union-attr]
     if node.target not in MOVEMENT - JOINS - {aten.constant_pad_nd.default}:
@@ -181,24 +185,27 @@ def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Elementwise ops: one tensor that is quantized or dequantized, the data, and others that scale it.
+# Elementwise ops: they quantize or dequantize one tensor, the data; their other tensors are scales.
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Not `where`, although it is tagged so: all that it takes is data, and there is no telling the scales."""
+    """Return whether `node` is a cast or tagged pointwise, other than `where`.
+
+    `aten.where` is tagged pointwise, but its inputs cannot be split into data and scale.
+    """
     if node.target in JOINS:
         return False
     return node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def is_computed(node: fx.Node) -> bool:
-    """Return whether it follows from what it is computed of, and from nothing else."""
+    """Return whether the value of `node` depends on its inputs alone: it is elementwise or movement."""
     moves = node.target in MOVEMENT or node.target is aten.view.dtype
     return node.op == "call_function" and (moves or _is_elementwise(node))
 
 
 def data_of(node: fx.Node) -> fx.Node | None:
-    """The tensor that an op moves, or scales: the first, or the second if that is scaled by the first."""
+    """Return the tensor that an op moves or scales: the first; the second if the first is its one-element scale."""
     x, *others = node.args or (None,)
     if node.target is aten.mul.Tensor and is_tensor(x) and is_tensor(others[0]):
         x = others[0] if has_one_element(x) and not has_one_element(others[0]) else x
@@ -206,7 +213,7 @@ def data_of(node: fx.Node) -> fx.Node | None:
 
 
 def scales_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
-    """The tensors that elementwise ops take beside their data."""
+    """Return the tensor inputs of elementwise ops other than their data."""
     found: list[fx.Node] = []
     for op in ops:
         if unmarked(op) is not op:
@@ -217,7 +224,7 @@ def scales_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _quantize(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
-    """From `node` on, elementwise ops on `source` that end in a cast to FP8; a mark, with all its ops, among them."""
+    """Return the elementwise ops on `source`, from `node` to a cast to FP8, including the ops of a mark; else None."""
     ops: list[fx.Node] = []
     while True:
         if unmarked(node) is source:
@@ -234,7 +241,7 @@ def _quantize(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def quantized_by(x_q: fx.Node) -> list[fx.Node] | None:
-    """The elementwise ops that a tensor was quantized by, the first one first; None if they are not in the graph."""
+    """Return the elementwise ops that quantize into `x_q`, in order; None if they are not in the graph."""
     ops: list[fx.Node] = []
     node: fx.Node | None = x_q
     while node is not None and _is_elementwise(node) and data_of(node) is not None and not has_one_element(node):
@@ -246,7 +253,7 @@ def quantized_by(x_q: fx.Node) -> list[fx.Node] | None:
 
 
 def _ways(quantizes: list[Quantize]) -> int:
-    """In how many ways they do it: ops that are the same ops, on the same, are known to give the same."""
+    """Return the number of distinct quantizations. Chains with equal ops and inputs count once."""
     keys: dict[str, str] = {}
 
     def key(node: fx.Node, known: dict[fx.Node, str]) -> str:
@@ -261,25 +268,25 @@ def _ways(quantizes: list[Quantize]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Marks: what `quantize_collectives` makes of infinities, before it quantizes in front of a collective.
+# Marks: NaN, with which `quantize_collectives` replaces infinities before it quantizes before a collective.
 
 
 def marked(x: Tensor) -> Tensor:
-    """`x` with NaN for infinities, which would be the largest number of FP8, like others."""
+    """Return `x` with NaN for infinities, which the clamp of quantize would turn into the largest FP8 number."""
     return torch.where(x.abs() == float("inf"), float("nan"), x)
 
 
 def unmarked(node: fx.Node) -> fx.Node:
-    """The tensor that became `node` by `marked`, for another collective; `node` itself if none did."""
+    """Return the `x` of `node = marked(x)`, from the rewrite of another collective; else `node` itself."""
     if node.target is not aten.where.self or constant(node.args[1]) == constant(node.args[1]):
-        return node
+        return node  # the constant is not NaN: only NaN differs from itself
     condition, x = as_node(node.args[0]), as_node(node.args[2])
     is_mark = condition.target is aten.eq.Scalar and condition.args[1] == float("inf")
     return x if is_mark and first(condition).target is aten.abs.default and first(first(condition)) is x else node
 
 
 def _mark_of(node: fx.Node) -> fx.Node | None:
-    """What is `marked`, if `node` is the `abs` by which infinities are found for it."""
+    """Return the result of `marked` that finds infinities with `node`, an `abs`; None if there is none."""
     if node.target is not aten.abs.default or len(node.users) != 1:
         return None
     (condition,) = node.users
@@ -290,11 +297,11 @@ def _mark_of(node: fx.Node) -> fx.Node | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reductions of what a collective brings.
+# Reductions of a collective's output.
 
 
 def amax_from(node: fx.Node) -> fx.Node | None:
-    """The amax of all of a tensor, whose `abs` is `node`, or its cast to a wider type."""
+    """Return the amax of a whole tensor, given the first op of it: `abs` or a widening cast; None if there is none."""
     is_abs = False
     while True:
         if node.target is aten.amax.default and is_abs:
@@ -310,7 +317,7 @@ def amax_from(node: fx.Node) -> fx.Node | None:
 
 
 def widens(node: fx.Node) -> bool:
-    """Return whether it is a cast that is exact."""
+    """Return whether `node` is a cast to a type that holds all values of the old one."""
     if not is_wide_cast(node):
         return False
     old, new = val(first(node)).dtype, val(node).dtype
@@ -318,7 +325,7 @@ def widens(node: fx.Node) -> bool:
 
 
 def _is_whole(node: fx.Node, wait: fx.Node) -> bool:
-    """Whether it has each element of `wait` once: rearranged as a whole, or cut up and all pieces put together."""
+    """Return whether `node` holds each element of `wait` once: moved as a whole, or split and fully joined again."""
     while node is not wait:
         if node.target is aten.cat.default:
             split = _split_into(node.args[0])
@@ -333,7 +340,7 @@ def _is_whole(node: fx.Node, wait: fx.Node) -> bool:
 
 
 def _split_into(parts: Any) -> fx.Node | None:
-    """The split that has these pieces, and no others."""
+    """Return the split whose pieces are exactly these; None if there is none."""
     if any(p.target is not operator.getitem for p in parts):
         return None
     split = first(parts[0])
@@ -343,7 +350,7 @@ def _split_into(parts: Any) -> fx.Node | None:
 
 
 def _sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
-    """Return whether it is the sum over all dimensions but the last, of what keeps to the last dimension of `wait`."""
+    """Return whether `node` sums gathered rows: over all dimensions but the last, which is that of `wait`."""
     collective = first(wait)
     if node.target is not aten.sum.dim_IntList or collective.target is not c10d.all_gather_into_tensor.default:
         return False
@@ -359,7 +366,7 @@ def _sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
 
 
 def between(wait: fx.Node, node: fx.Node, moved: Collection[fx.Node]) -> list[fx.Node]:
-    """The movement that makes `node` of `wait`, in order. moved: all that is made of it."""
+    """Return the movement ops from `wait` to `node`, in order. moved: all tensors made of `wait`."""
     path: set[fx.Node] = set()
     todo = [node]
     while todo:

@@ -1,4 +1,4 @@
-"""What is quantized behind a collective is quantized in front of it, and what was dequantized in front of it, behind.
+"""Move quantize before a collective and dequantize after it, so that the collective sends FP8.
 
 before   x: bf16[n M, K] = wait_tensor(all_gather_into_tensor(x_local: bf16[M, K]))
          x_q: f8[n M, K] = to(clamp(x * scale, -448, 448), f8)
@@ -10,16 +10,19 @@ or
 before   x = wait_tensor(all_gather_into_tensor(to(x_q, f32) * scale_inv))
 after    x = to(view(wait_tensor(all_gather_into_tensor(view(x_q, u8))), f8), f32) * scale_inv
 changes  nothing, as long as the scale is the same on all ranks of the group; half of the bytes travel, or fewer.
-         Gradients of biases, sums over gathered rows, become sums of the ranks' sums: in another order. Where the amax
-         of a tensor made all of it NaN for one NaN or infinity, that makes NaN of its own element, which travels; and
-         where each rank recorded 0, or nothing, for all of it, now only the rank does that has the element
+         Gradients of biases, sums over gathered rows, become sums of the ranks' sums: the order of additions changes.
+         A NaN or infinity, which through the amax made the whole tensor NaN, now makes only its own element NaN, and
+         that NaN is sent; for such a tensor each rank recorded 0, or nothing, and now only the rank with the element
+         does
 
-all_gather_into_tensor, all_to_all_single and broadcast: they move elements and change none. Bytes travel as u8, which
-every backend has; where Inductor makes one op of a matmul and its collective (async tensor parallel), FP8 as such,
-which is what it looks for. A scale is the same on all ranks if it comes of `ops.shared`, of constants, or of an
-all-reduce. That of dynamic scaling follows from the gathered tensor; it then follows from an amax that is reduced over
-the group. Only what is recorded for a scale of `ops.shared` may be this rank's amax: any other reader gets that of the
-whole, from a reduction over the group, or from the rank that broadcasts; of what an all-to-all brings there is none.
+Handles all_gather_into_tensor, all_to_all_single and broadcast: they move elements and change none. FP8 is sent as u8,
+which every backend has; but as FP8 where Inductor fuses a matmul with its collective (async tensor parallelism), since
+Inductor looks for FP8. A scale is the same on all ranks if it is computed from `ops.shared`, constants or the result of
+an all-reduce. A scale of dynamic scaling is computed from the amax of the gathered tensor; after the rewrite that amax
+is reduced over the group.
+
+A record for a scale of `ops.shared` reads this rank's amax. Any other reader of the amax gets the amax of the whole
+tensor, by a reduction over the group, or from the rank that broadcasts. After an all-to-all there is no such amax.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class _Rewriter:
         self.builder = Builder(graph, name)
 
     def gathered(self, found: Gathered) -> None:
-        """Quantize in front."""
+        """Quantize before the collective."""
         at_, x = found.collective, first(found.collective)
         poisons = self._replace_amaxes(found)
         for old in found.sums:
@@ -87,7 +90,7 @@ class _Rewriter:
             old.replace_all_uses_with(self._laid_out(old, x_q, old))
 
     def dequantized(self, found: Dequantized) -> None:
-        """Dequantize behind."""
+        """Dequantize after the collective."""
         at_, group = found.collective, group_of(found.collective)
         scales = {a: unpoisoned(a, group) for a in scales_of(found.ops)}
         if any(new is not old for old, new in scales.items()):
@@ -103,24 +106,24 @@ class _Rewriter:
         found.wait.replace_all_uses_with(self._laid_out(found.wait, whole, found.wait))
 
     def _sent(self, found: Gathered | Dequantized, x_q: fx.Node) -> fx.Node:
-        """`x_q` through the collective."""
+        """Send `x_q` through the collective; return the output as FP8."""
         at_, emit, dtype = found.collective, self.builder.emit, val(x_q).dtype
-        x_q = self._laid_out(at_, x_q, first(at_))  # collectives take what is contiguous
-        if micro_pipelines(group_of(at_)):  # Inductor looks for FP8 itself, and may have no such collective left
+        x_q = self._laid_out(at_, x_q, first(at_))  # collectives need contiguous inputs
+        if micro_pipelines(group_of(at_)):  # Inductor's async TP matches a collective on FP8, and may fuse it away
             return emit(found.wait, WAIT, emit(at_, at_.target, x_q, *at_.args[1:]))
-        bits = emit(at_, aten.view.dtype, x_q, torch.uint8)
+        bits = emit(at_, aten.view.dtype, x_q, torch.uint8)  # not every backend of torch.distributed has FP8
         sent = emit(at_, at_.target, bits, *at_.args[1:])
         return emit(found.wait, aten.view.dtype, emit(found.wait, WAIT, sent), dtype)
 
     def _again(self, before: fx.Node, ops: Iterable[fx.Node], known: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """The same ops, on what is known to stand for their arguments: what stands for them, too."""
+        """Emit `ops` again on the replacements in `known`; return `known`, with the new nodes by old node added."""
         for op in ops:
             args, kwargs = fx.map_arg((op.args, op.kwargs), lambda n: known.get(n, n))
             known[op] = self.builder.emit(before, op.target, *args, **kwargs)
         return known
 
     def _laid_out(self, before: fx.Node, x: fx.Node, like: fx.Node) -> fx.Node:
-        """`x` with the strides of `like`: elementwise ops copied what was a slice, or expanded."""
+        """Return `x`, or a clone, with the strides of `like`: elementwise ops copied what was sliced or expanded."""
         if _same_strides(x, like):
             return x
         x = self.builder.emit(before, aten.clone.default, x)
@@ -130,9 +133,9 @@ class _Rewriter:
         return x
 
     def _replace_amaxes(self, found: Gathered) -> bool:
-        """Put this rank's amax, or that of the whole, in the place of that of the gathered tensor.
+        """Replace the amax of the gathered tensor by this rank's amax, or by the reduced one, for each use.
 
-        Returns whether anything was poisoned.
+        A use "poison" is removed: its `where` is replaced by the finite scale_inv. Returns True if there was one.
         """
         uses = uses_of_amaxes(found)
         known: dict[tuple[str, torch.dtype], fx.Node] = {}
@@ -148,8 +151,9 @@ class _Rewriter:
         return any(use.how == "poison" for use in uses)
 
     def _amax(self, collective: fx.Node, of: str, dtype: torch.dtype) -> fx.Node:
-        """Of what goes in. of: "part", this rank's; "whole", all ranks'."""
-        # one rank may send nothing, and records that; refused, its collective would not be that of the others
+        """Emit the amax of the collective's input. of: "part" for this rank's, "whole" for that of all ranks."""
+        # A rank may send nothing, and then records NOTHING. If it refused the rewrite, its collective would differ
+        # from that of the other ranks.
         may_be_empty = not statically_known_true(val(first(collective)).numel() > 0)
 
         def amax(x: Tensor) -> Tensor:
@@ -167,7 +171,7 @@ class _Rewriter:
         return found
 
     def _reduce_sum(self, old: fx.Node, local: fx.Node, collective: fx.Node) -> None:
-        """The sum of all ranks' sums, f32 on its way, in the place of that over the gathered rows."""
+        """Replace the sum over gathered rows by an all-reduce, in f32, of the ranks' sums."""
         shape, dtype, group = val(old).shape, val(old).dtype, group_of(collective)
 
         def of_rows(x: Tensor) -> Tensor:
@@ -183,7 +187,7 @@ class _Rewriter:
         old.replace_all_uses_with(new)
 
     def _mark(self, x_q: fx.Node) -> None:
-        """Quantize `x_q` of a tensor that is `marked`, if it is not already."""
+        """Let `x_q` be quantized from a `marked` tensor, if it is not already."""
         ops = quantized_by(x_q)
         assert ops is not None
         data = as_node(data_of(ops[0]))
@@ -197,14 +201,14 @@ def _same_strides(x: fx.Node, y: fx.Node) -> bool:
 
 
 class QuantizeCollectives:
-    """All of a graph."""
+    """Rewrites all collectives of a graph for which this is possible."""
 
     name = "quantize_collectives"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite what can be; what is quantized behind a collective, and can't be in front, has a note."""
+        """Rewrite collectives; note why where one is refused. Return the number of rewritten collectives."""
         applied = before = after = 0
-        while True:  # behind one collective may be another
+        while True:  # collectives may follow each other: the rewrite of one can make that of the next possible
             found, notes = applied, []
             for node in [n for n in graph.nodes if n.target in COLLECTIVES]:
                 numel = _numel(node)
@@ -234,7 +238,7 @@ class QuantizeCollectives:
                 rewriter.gathered(gathered)
                 return True
         except Reject as reason:
-            refusal = reason  # what goes in may be FP8 all the same
+            refusal = reason  # the input may be dequantized FP8 all the same
         if (dequantized := capture_dequantized(node)) is not None:
             check_dequantized(dequantized)
             rewriter.dequantized(dequantized)
@@ -245,7 +249,7 @@ class QuantizeCollectives:
 
 
 def _erase(graph: fx.Graph, collective: fx.Node) -> None:
-    """The collective, what is made of what it brought, and what that alone was made of: nobody reads it any more."""
+    """Erase the collective, all nodes computed from its output, and inputs of these that nothing reads any more."""
     behind, todo = {collective}, [collective]
     while todo:
         new = [n for n in todo.pop().users if n not in behind]
@@ -264,7 +268,7 @@ def _erase(graph: fx.Graph, collective: fx.Node) -> None:
 
 
 def _numel(node: fx.Node) -> int:
-    """Of the sizes that it was traced with, where they vary; 0 if they depend on data."""
+    """Return the number of elements, with the traced sizes for dynamic ones; 0 if sizes depend on data."""
     sizes: Any = val(node).shape
     hinted = all(isinstance(n, int) or n.node.has_hint() for n in sizes)
     return math.prod(int(hint_of(n)) for n in sizes) if hinted else 0

@@ -1,12 +1,13 @@
-"""Which scales are the same on all ranks of a collective, so that FP8 may travel: the check of `quantize_collectives`.
+"""The check of `quantize_collectives`: are scales the same on all ranks of a collective, so that it may send FP8?
 
-the same         numbers, `ops.shared`, an all-reduce, and what is computed of these elementwise
-made the same    what is computed of these, and of the amax of what a collective brings: that is reduced over its group
-poisoned         where(amax < inf, scale_inv, nan): NaN for a tensor that is not finite, on the rank that has it alone.
-                 FP8 has a NaN of its own, so each rank marks its elements instead, and the scale is the same again
+the same         numbers, `ops.shared`, the result of an all-reduce, and elementwise functions of these
+made the same    functions of these and of the amax of the collective's output: that amax is reduced over the group
+poisoned         where(amax < inf, scale_inv, nan): NaN for a tensor that is not finite, only on the rank that has it.
+                 FP8 has a NaN, so each rank marks its non-finite elements instead, and the scale is the same again
 
-That a number is the same is taken for granted: ranks run one program. Code that computes a scale of its rank, or has
-the rank pick an entry of what is shared, is compiled to other numbers on each rank, and no graph tells.
+Numbers in the graph are assumed to be the same on all ranks: ranks run one program. Code that computes a scale from the
+rank, or picks an entry of a shared tensor by rank, is compiled with other numbers on each rank, and the graph does not
+show it.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ from fp8pass.quant.ops import RECORD, SHARED
 
 
 class Use(NamedTuple):
-    """Who reads an amax, or its cast to f32, and how.
+    """A node `user` that reads an amax, or its cast to f32.
 
-    "part": records it for a scale that all ranks share, where this rank's will do. "poison": makes NaN of what is
-    dequantized. "whole": that of the whole tensor, for anything else.
+    how: "part" if it records the amax for a scale that all ranks share: this rank's amax is enough. "poison" if it
+    makes a dequantized tensor NaN. "whole" for any other reader, which needs the amax of the whole tensor.
     """
 
     amax: fx.Node
@@ -64,7 +65,7 @@ class Use(NamedTuple):
 
 
 def group_of(collective: fx.Node) -> str:
-    """The name of its group."""
+    """Return the name of a collective's group."""
     return str(collective.args[-1])
 
 
@@ -74,7 +75,7 @@ def is_shared(x: Any, group: str) -> bool:
 
 
 def _is_of(x: Any, amaxes: set[fx.Node], group: str) -> bool:
-    """Return whether `x` is computed of these amaxes, and of what all ranks share."""
+    """Return whether `x` is computed from these amaxes and from values that are the same on all ranks alone."""
     if not isinstance(x, fx.Node) or x in amaxes or constant(x) is not None:
         return True
     if x.target is SHARED:
@@ -89,7 +90,7 @@ def _is_within(group: str, other: str) -> bool:
 
 
 def unpoisoned(scale_inv: Any, group: str) -> Any:
-    """`scale_inv` without being NaN for what is not finite on this rank; None if it is not the same on all ranks then.
+    """Strip `where(amax < inf, ..., nan)` from `scale_inv`; None if the result may differ between ranks.
 
     before   where(amax < inf, reciprocal(scale), nan)
     """
@@ -100,7 +101,7 @@ def unpoisoned(scale_inv: Any, group: str) -> Any:
     if scale_inv.target is not aten.where.self:
         return None
     condition, finite, nan = scale_inv.args
-    is_poison = constant(nan) != constant(nan) and _is_below_infinity(as_node(condition))
+    is_poison = constant(nan) != constant(nan) and _is_below_infinity(as_node(condition))  # NaN differs from itself
     return finite if is_poison and is_shared(finite, group) else None
 
 
@@ -109,11 +110,15 @@ def _is_below_infinity(condition: fx.Node) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Behind a collective
+# Quantize after a collective
 
 
 def check_gathered(found: Gathered) -> None:
-    """Raise Reject if the scale may differ between ranks."""
+    """Raise Reject if the scale may differ between ranks or is not one number.
+
+    Also if the scale depends on the collective's output other than by its amax, or if the amax of an all-to-all's
+    output is read other than for a record.
+    """
     collective, group = found.collective, group_of(found.collective)
     scales = scales_of(found.quantizes[0].ops)
     _check_one_number(scales, f"behind {at(collective)}", [first(collective), *(q.source for q in found.quantizes)])
@@ -143,13 +148,13 @@ def _check_one_number(scales: list[fx.Node], where: str, scaled: list[fx.Node]) 
 
 
 def follows_from_amax(found: Gathered) -> bool:
-    """Return whether the scale is computed of the amax of what is gathered, which must be that of all ranks then."""
+    """Return whether the scale is computed from the gathered tensor's amax, which must then be reduced over ranks."""
     group = group_of(found.collective)
     return bool(found.amaxes) and not all(is_shared(s, group) for s in scales_of(found.quantizes[0].ops))
 
 
 def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
-    """Return whether `x` is computed of what a collective brings, other than by way of these nodes."""
+    """Return whether `x` depends on a collective's output by a path that avoids the nodes `but_by`."""
     todo, seen = [x], set(but_by)
     while todo:
         node = todo.pop()
@@ -162,9 +167,9 @@ def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
 
 
 def uses_of_amaxes(found: Gathered) -> list[Use]:
-    """All, those of casts to f32 among them."""
+    """Return all uses of the amaxes, including uses of their casts to f32."""
     group, uses = group_of(found.collective), []
-    to_all = found.collective.target is c10d.broadcast.default  # of which only one rank has the tensor
+    to_all = found.collective.target is c10d.broadcast.default  # only the source rank has the tensor
     quantized = {q.ops[-1] for q in found.quantizes}
     for_whole = follows_from_amax(found)
     may_mark = not for_whole and _may_mark(found)
@@ -184,12 +189,12 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
 
 
 def _is_from_slots(x: fx.Node) -> bool:
-    """Return whether `ops.shared` is among what a scale is computed of."""
+    """Return whether a scale is computed from a result of `ops.shared`."""
     return x.target is SHARED or (is_computed(x) and any(_is_from_slots(n) for n in x.all_input_nodes))
 
 
 def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
-    """Return whether it only makes NaN of the scale that these FP8 tensors are dequantized with."""
+    """Return whether `is_finite` only poisons the scale_inv that dequantizes the FP8 tensors `quantized`."""
     return _is_below_infinity(is_finite) and all(
         user.target is aten.where.self
         and user.args[0] is is_finite
@@ -200,7 +205,7 @@ def _is_poison(is_finite: fx.Node, group: str, quantized: set[fx.Node]) -> bool:
 
 
 def _may_mark(found: Gathered) -> bool:
-    """Return whether nobody sees it if infinities are quantized as NaN."""
+    """Return whether quantizing inf as NaN cannot change any result: all readers use a poisoned scale_inv."""
     group = group_of(found.collective)
     of_all = {*found.amaxes, *(u for amax in found.amaxes for u in amax.users if widens(u))}
 
@@ -212,11 +217,11 @@ def _may_mark(found: Gathered) -> bool:
 
 def _keeps_nan(ops: Iterable[fx.Node]) -> bool:
     clamps = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
-    return {op.target for op in ops} <= {*CASTS, *MULTIPLYING, *DIVIDING, *clamps}
+    return {op.target for op in ops} <= {*CASTS, *MULTIPLYING, *DIVIDING, *clamps}  # torch's clamp propagates NaN
 
 
 def _is_always(x_q: fx.Node, is_poisoned: Callable[[fx.Node], bool]) -> bool:
-    """Whether all that reads an FP8 tensor, behind casts and movement, scales it by a scale_inv that is poisoned."""
+    """Return whether every reader of an FP8 tensor, after casts and movement, scales it by a poisoned scale_inv."""
     for user in x_q.users:
         if user.target in (MOVEMENT - JOINS) | CASTS:
             poisoned = _is_always(user, is_poisoned)
@@ -229,14 +234,14 @@ def _is_always(x_q: fx.Node, is_poisoned: Callable[[fx.Node], bool]) -> bool:
 
 
 def _poison_of(scale_inv: fx.Node) -> fx.Node:
-    """The amax by which `scale_inv`, which is poisoned, is NaN."""
+    """Return the amax that decides whether a poisoned `scale_inv` is NaN."""
     while scale_inv.target in RESHAPES:
         scale_inv = first(scale_inv)
     return first(first(scale_inv))
 
 
 def _dequantizes(scale_inv: fx.Node, quantized: set[fx.Node]) -> bool:
-    """Return whether it scales what is made of these FP8 tensors by casts and movement, and nothing else."""
+    """Return whether `scale_inv` scales only tensors made of the FP8 tensors `quantized` by casts and movement."""
     for user in scale_inv.users:
         if user.target in RESHAPES | CASTS:
             if not _dequantizes(user, quantized):
@@ -253,11 +258,14 @@ def _dequantizes(scale_inv: fx.Node, quantized: set[fx.Node]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In front of a collective
+# Dequantize before a collective
 
 
 def check_dequantized(found: Dequantized) -> None:
-    """Raise Reject if the scale may differ between ranks."""
+    """Raise Reject if the scale may differ between ranks or is not one number, or if results could change.
+
+    Results could change where NaN or inf is not marked in the FP8 tensor, or where padding is not 0 in FP8.
+    """
     group, where = group_of(found.collective), f"in front of {at(found.collective)}"
     scaled = [first(op) for op in found.ops if scales_of([op]) and is_tensor(op.args[0])]
     scales = scales_of(found.ops)
@@ -277,7 +285,7 @@ def check_dequantized(found: Dequantized) -> None:
 
 
 def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
-    """Return whether `scale_inv`, which is poisoned, is so by the very tensor that `x_q` was quantized of."""
+    """Return whether a poisoned `scale_inv` is NaN by the amax of the tensor that was quantized into `x_q`."""
     ops = quantized_by(x_q)
     if ops is None:
         return False
@@ -287,14 +295,14 @@ def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
 
 
 def _is_marked(x_q: fx.Node) -> bool:
-    """Return whether `x_q` was quantized of what is `marked`: for another collective."""
+    """Return whether `x_q` was quantized from a `marked` tensor: by the rewrite of another collective."""
     ops = quantized_by(x_q)
     assert ops is not None
     return unmarked(data := as_node(data_of(ops[0]))) is not data
 
 
 def _may_mark_here(x_q: fx.Node, group: str) -> bool:
-    """As `_may_mark`, in front of a collective."""
+    """Return what `_may_mark` does, for a tensor that is dequantized before a collective."""
 
     def is_poisoned(scale_inv: fx.Node) -> bool:
         return unpoisoned(scale_inv, group) not in (None, scale_inv) and _is_poison_of(scale_inv, x_q)
@@ -303,14 +311,14 @@ def _may_mark_here(x_q: fx.Node, group: str) -> bool:
 
 
 def _unmoved(node: fx.Node) -> fx.Node:
-    """The tensor that it was before it was rearranged as a whole, and cast to a wider type."""
+    """Return the tensor from which `node` is made by widening casts and movement of all elements."""
     while node.target in OF_ALL or widens(node):
         node = first(node)
     return node
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a tensor, rearranged as a whole or cast to a wider type or not."""
+    """Return the readers of a tensor, and of what widening casts and movement of all its elements make of it."""
     found, todo = [], [node]
     while todo:
         for user in todo.pop().users:

@@ -1,5 +1,5 @@
-"""What several passes know of nodes: patterns, views, spellings of a matmul, state as inputs.
+"""Helpers that several passes share: patterns of nodes, views, spellings of a matmul, state as inputs.
 
-May import: `fp8pass.graph` and what is below it.
-Does not live here: anything that changes a graph in the name of one pass.
+May import: `fp8pass.graph` and the packages below it.
+Does not live here: changes of a graph that only one pass makes.
 """

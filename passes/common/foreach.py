@@ -1,4 +1,4 @@
-"""An optimizer's ops on lists of tensors, `_foreach_`, in Dynamo's graph: one op for each tensor in their place."""
+"""Replace an optimizer's `_foreach_` ops on lists of tensors, in Dynamo's graph, by one op for each tensor."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ SPLITS = {
     *("abs", "add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "div", "exp", "lerp", "mul", "neg", "pow"),
     *("reciprocal", "rsqrt", "sign", "sqrt", "sub"),
 }
-"""The ops of which one on a list is the same as one on each tensor, argument by argument."""
+"""Ops whose `_foreach_` form on a list equals the op on each tensor, argument by argument."""
 
 
 def expand_symbolic(graph: fx.Graph) -> int:
     """Replace ops on lists that have a symbolic number among their arguments by one op for each tensor.
 
-    A learning rate that may change from call to call is such a number. On lists, torch takes it for a constant, and
-    compiles anew for each. Returns how many ops were replaced.
+    A learning rate that may change from call to call is such a number. In ops on lists, torch treats it as a constant,
+    and recompiles for each value. Returns how many ops were replaced.
     """
     return expand_foreach(graph, lambda node: any(map(_is_symbolic, node.all_input_nodes)))
 
 
 def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _: True) -> int:
-    """Replace ops on lists, in Dynamo's graph, by one op for each tensor; returns how many."""
+    """Replace ops on lists, in Dynamo's graph, by one op for each tensor; return how many were replaced.
+
+    wanted: True for nodes to replace.
+    """
     applied = 0
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -53,7 +56,7 @@ def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:
         kwargs["value"] = args.pop()
     if method.endswith("_"):
         new = graph.call_method(method, tuple(args), kwargs)
-    else:  # on numbers too: 0.9 ** step
+    else:  # a function, not a method: the first argument may be a number, as in 0.9 ** step
         new = graph.call_function(getattr(torch, method), tuple(args), kwargs)
     new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
     return new

@@ -1,4 +1,4 @@
-"""What grouped FP8 matmuls take: the check that annotate and the rewrite share."""
+"""Check whether torch has a grouped FP8 kernel for a matmul: shared by annotate and the rewrite."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.quant import grouped
 
 MAX_GROUPS = 1023
-"""https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledGroupMM.cu"""
+"""Most groups that torch's kernel takes:
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledGroupMM.cu"""
 
 
 def why_no_kernel(experts: Tensor, dtype: torch.dtype, target: hardware.Target | None) -> Reject | None:
-    """What is against a grouped FP8 matmul of [M, K] or [G, M, K] by [G, K, N], and against its gradients.
+    """Return why [M, K] or [G, M, K] by [G, K, N], and its gradients, cannot be grouped FP8 matmuls; None if they can.
 
-    dtype: of the result, which that of the operands may differ from under autocast.
+    experts: the tensor [G, K, N]. dtype: the result's type, which under autocast may differ from the operands' type.
     """
     if reason := hardware.why_no_grouped_kernel(experts.device, target):
         return Reject("no kernel", reason)

@@ -1,4 +1,4 @@
-"""The torch spellings of a matmul in Dynamo's graph: where their operands are, and what sizes they come down to."""
+"""The torch functions that spell a matmul in Dynamo's graph: where their operands are, and their 2-D sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ Where = tuple[int, str]
 
 @dataclass(frozen=True)
 class Spelling:
-    """Where the two operands are; a third one that is added, and the product without it; where groups of rows end."""
+    """The positions of a matmul's arguments in a call.
+
+    a, b: the operands. bias: the tensor that is added. product: the function for the product without the bias. offs:
+    where groups of rows end.
+    """
 
     name: str
     a: Where = (0, "input")
@@ -37,7 +41,7 @@ class Spelling:
 
 
 def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply batches, and sum the products up: one matmul whose sum goes over the batches, too."""
+    """Multiply batches and add the products up: one matmul that sums over the batches, too."""
     return torch.einsum("bmk,bkn->mn", a, b)
 
 
@@ -54,7 +58,7 @@ EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
 TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
 GROUPED_MM = Spelling("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
 GROUPED_FALLBACK = Spelling("_grouped_mm", b=(1, "weight"), product=grouped.in_bfloat16, offs=(2, "offs"))
-"""Spells what transformers' experts call where torch's own grouped matmul does not take their type."""
+"""The spelling of the op that transformers' experts call if torch's grouped matmul does not take their type."""
 
 _aten = torch.ops.aten
 _FUNCTIONS: dict[Any, Spelling] = {
@@ -64,7 +68,7 @@ _FUNCTIONS: dict[Any, Spelling] = {
     torch.matmul: MATMUL,
     torch.linalg.matmul: MATMUL,
     operator.matmul: MATMUL,
-    operator.imatmul: MATMUL,  # which tensors do not have: Python assigns the product
+    operator.imatmul: MATMUL,  # tensors have no `__imatmul__`: Python assigns the product
     _aten.matmul: MATMUL,
     _aten.linalg_matmul: MATMUL,
     torch.mm: MM,
@@ -84,7 +88,7 @@ _FUNCTIONS: dict[Any, Spelling] = {
     torch._grouped_mm: GROUPED_MM,
     _aten._grouped_mm: GROUPED_MM,
 }
-"""Return all overloads of an op of aten."""
+"""Spellings by function. An ATen op packet stands for all its overloads."""
 _METHODS = {
     "matmul": MATMUL,
     "__matmul__": MATMUL,
@@ -99,18 +103,19 @@ _METHODS = {
 
 
 def spelling_of(node: fx.Node) -> Spelling | None:
-    """How the node spells a matmul; None if it is something else."""
+    """Return how the node spells a matmul; None if it is not a matmul."""
     if node.op == "call_function":
         target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
         if isinstance(target, OpOverloadPacket) and target._qualified_op_name == grouped.FALLBACK:
             return GROUPED_FALLBACK
         spelling = _FUNCTIONS.get(target)
-        return None if spelling is EINSUM and len(node.args) < 3 else spelling  # a sum, or a transpose
+        # an einsum of one operand is a sum or a transpose
+        return None if spelling is EINSUM and len(node.args) < 3 else spelling
     return _METHODS.get(str(node.target)) if node.op == "call_method" else None
 
 
 def argument(node: fx.Node, where: Where | None) -> Any:
-    """The argument of a call by position or keyword; None if it is not given."""
+    """Return an argument of a call by position or keyword; None if it is not given."""
     if where is None:
         return None
     index, keyword = where
@@ -118,7 +123,7 @@ def argument(node: fx.Node, where: Where | None) -> Any:
 
 
 def set_argument(node: fx.Node, where: Where, value: fx.Node) -> None:
-    """Replace what `argument` returns."""
+    """Replace the argument that `argument` returns."""
     index, keyword = where
     if index < len(node.args):
         node.update_arg(index, value)
@@ -129,15 +134,16 @@ def set_argument(node: fx.Node, where: Where, value: fx.Node) -> None:
 Letters = tuple[str, ...]
 BATCH = "batch"
 GROUP = "group"
-"""Of the second operand's matrices, one for each group of the first one's rows."""
+"""The dimension of the second operand's matrices: one for each group of rows of the first operand."""
 
 
 @dataclass(frozen=True)
 class Dims:
-    """What the dimensions of the two operands and of the result stand for: equal letters are one dimension.
+    """Letters for the dimensions of the two operands and of the result: equal letters are one dimension.
 
-    A letter in both operands and not in the result is contracted. So it is for the gradients: of the first operand,
-    what the second and the result share and it has not.
+    A letter in both factors of a product and not in its result is contracted. This holds for the gradients, too: the
+    gradient of the first operand contracts the letters that the second operand and the result share and the first
+    operand does not have.
     """
 
     a: Letters
@@ -146,13 +152,13 @@ class Dims:
 
     @property
     def has_groups(self) -> bool:
-        """Whether the first operand's rows, and the result's, are in groups."""
+        """True if the rows of the first operand and of the result are in groups."""
         return GROUP in self.b
 
     def contracted(self, kind: Kind) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The dimensions that this matmul sums over, in each of its factors.
+        """Return the dimensions that this product sums over, in each of its two factors.
 
-        Those are (a, b) for the output, (gradient, b) for grad_input and (a, gradient) for grad_weight.
+        The factors are (a, b) for the output, (gradient, b) for grad_input and (a, gradient) for grad_weight.
         """
         x, y, result = {
             "output": (self.a, self.b, self.out),
@@ -163,9 +169,9 @@ class Dims:
         return tuple(i for i, c in enumerate(x) if c in both), tuple(i for i, c in enumerate(y) if c in both)
 
     def sizes(self, a: Tensor, b: Tensor) -> Sizes:
-        """The sizes of the 2-D products that the call comes down to, for operands of these shapes.
+        """Return the sizes of the 2-D products that the call computes for operands of these shapes.
 
-        Of rows in groups those of a group on average, rounded up.
+        For rows in groups, M is the average number of rows of a group, rounded up.
         """
         if self.has_groups:
             (rows, k), (groups, _, n) = a.shape, b.shape
@@ -173,7 +179,7 @@ class Dims:
         size = {**dict(zip(self.b, b.shape, strict=True)), **dict(zip(self.a, a.shape, strict=True))}
         in_a, in_b, out = set(self.a), set(self.b), set(self.out)
         of_a, of_b = ({c for c in out & (x - y) if c.startswith(BATCH)} for x, y in ((in_a, in_b), (in_b, in_a)))
-        if of_a and of_b:  # each repeats the other, and there is a product for every pair
+        if of_a and of_b:  # both broadcast over each other's batches: one product for every pair
             in_a, in_b = in_a | of_b, in_b | of_a
 
         def product(letters: set[str]) -> Any:
@@ -185,7 +191,7 @@ class Dims:
 
 
 def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
-    """What the call does with the dimensions of its operands. Raises Reject if it can't be told."""
+    """Return letters for the dimensions of the call's operands and result. Raises Reject if they are not known."""
     if spelling is EINSUM:
         return _einsum_dims(str(node.args[0]), a, b)
     if spelling is TENSORDOT:
@@ -209,7 +215,7 @@ def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
 
 
 def result_type(spelling: Spelling, node: fx.Node) -> torch.dtype:
-    """Return the type that the product is written in."""
+    """Return the dtype of the product."""
     value: Tensor = node.meta["example_value"]
     device = value.device.type
     autocasts = spelling is GROUPED_FALLBACK and torch.is_autocast_enabled(device)
@@ -221,7 +227,10 @@ def _shape(x: Tensor) -> str:
 
 
 def _broadcast(a: Sequence[Any], b: Sequence[Any]) -> tuple[Letters, Letters, Letters]:
-    """Letters of dimensions that broadcast, counted from the right; one of size 1 is not the other's."""
+    """Return letters for dimensions that broadcast, counted from the right: of a, of b, and of the result.
+
+    A dimension of size 1 that is broadcast gets its own letter.
+    """
     in_a, in_b, out = [], [], []
     for i in reversed(range(max(len(a), len(b)))):
         shared = f"{BATCH}{i}"
@@ -251,7 +260,7 @@ def _einsum_dims(equation: str, a: Tensor, b: Tensor) -> Dims:
     repeated = {c for c in left if c in size_b and _is_one(size_a[c]) != _is_one(size_b[c])}
     left = tuple(f"{c} of a" if c in repeated and _is_one(size_a[c]) else c for c in left)
     right = tuple(f"{c} of b" if c in repeated and _is_one(size_b[c]) else c for c in right)
-    if not arrow:  # torch's rule: dimensions of the ellipsis, then the letters that appear once
+    if not arrow:  # torch.einsum's implicit output: dimensions of the ellipsis, then the letters that appear once
         once = Counter(inputs.replace(",", "").replace("...", ""))
         output = "..." + "".join(sorted(c for c, n in once.items() if n == 1))
     out = _letters(output, dots) if "..." in output else tuple(output)
@@ -261,7 +270,7 @@ def _einsum_dims(equation: str, a: Tensor, b: Tensor) -> Dims:
 
 
 def _letters(term: str, dots: Letters) -> Letters:
-    """One name per dimension of an operand of einsum; dots: those of its ellipsis."""
+    """Return one name for each dimension of an operand of einsum. dots: the names for its ellipsis."""
     head, ellipsis, tail = term.partition("...")
     return (*head, *dots, *tail) if ellipsis else tuple(term)
 
@@ -275,6 +284,7 @@ def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
     left, right = [f"m{i}" for i in range(a.dim())], [f"n{i}" for i in range(b.dim())]
     for i, (d, e) in enumerate(zip(in_a, in_b, strict=True)):
         left[d] = right[e] = f"k{i}"
+    # torch.tensordot sums a dimension first if the other operand has size 1 there
     if any(_is_one(a.shape[d]) != _is_one(b.shape[e]) for d, e in zip(in_a, in_b, strict=True)):
         raise Reject("form", "tensordot takes a sum before it multiplies; do that first, by itself")
     k = math.prod(a.shape[d] for d in in_a)
@@ -295,7 +305,7 @@ def mutates(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverloadPacket):
         return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())  # type: ignore[no-untyped-call]
     if isinstance(node.target, HigherOrderOperator):
-        return True  # a graph, or a kernel of the user's: not worth finding out
+        return True  # a graph or a user's kernel: assumed to write
     if getattr(node.target, "__module__", "") == "_operator":
         return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__") and name not in _PURE)
     return node.kwargs.get("out") is not None or _inplace_argument(node)
@@ -307,13 +317,13 @@ _MUTATING_METHODS -= {"__index__", "__inv__", "__invert__"}
 
 
 def _inplace_argument(node: fx.Node) -> bool:
-    """`inplace=True`, or embedding's `max_norm`, by keyword or by position."""
+    """Return whether the call has `inplace=True`, or `max_norm` of an embedding, by keyword or by position."""
     if node.kwargs.get("inplace") is True or node.kwargs.get("max_norm") is not None:
         return True
     if not inspect.isroutine(node.target) or not any(a is True or isinstance(a, float) for a in node.args):
         return False
     try:
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):  # a builtin without a signature: take it that a True among its arguments is this
+    except (TypeError, ValueError):  # a builtin without a signature: assume that a True is `inplace`
         return any(a is True for a in node.args)
     return bound.arguments.get("inplace") is True or bound.arguments.get("max_norm") is not None

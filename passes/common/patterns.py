@@ -1,4 +1,4 @@
-"""Ops that several captures know, and what one can say of a node without knowing what it is for."""
+"""Sets of ops that several captures use, and general queries of nodes: dtype, constant value, readers, sources."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fp8pass.names import source_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+# The `dtype` overloads of matmuls are those with `out_dtype`.
 ADDING_MATMULS = (
     aten.addmm.default,
     aten.baddbmm.default,
@@ -24,7 +25,7 @@ ADDING_MATMULS = (
 )
 MATMULS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype, *ADDING_MATMULS)
 ALL_MATMULS = (*MATMULS, aten._grouped_mm.default)
-"""Those of experts too, which have kernels of their own."""
+"""All matmuls, with the grouped ones of experts, which run in other kernels."""
 
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,7 +34,7 @@ MULTIPLYING = {aten.mul.Tensor, aten.mul.Scalar}
 DIVIDING = {aten.div.Tensor, aten.div.Scalar}
 ADDING = {aten.add.Tensor, aten.sub.Tensor}
 
-# Movement: ops that rearrange elements and change none, as Inductor's decompositions leave them.
+# Movement: ops that rearrange elements without changing their values, as Inductor's decompositions leave them.
 RESHAPES = {
     aten.view.default,
     aten.reshape.default,
@@ -62,34 +63,34 @@ MOVEMENT = {*VIEWS, *COPIES, *GATHERS, *JOINS, aten.constant_pad_nd.default}
 
 
 def as_node(x: Any) -> fx.Node:
-    """`x`, which is a node."""
+    """Assert that `x` is a node, and return it."""
     assert isinstance(x, fx.Node), x
     return x
 
 
 def first(node: fx.Node) -> fx.Node:
-    """The first argument, where that is a tensor."""
+    """Return the first argument of `node`, which must be a node."""
     return as_node(node.args[0])
 
 
 def at(node: fx.Node) -> str:
-    """A node as reasons name it: with the user's line, where torch knows it."""
+    """Return the name of a node for reasons, with the user's source line if torch recorded it."""
     return f"{node.name} ({source_of(node)})" if source_of(node) else node.name
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
-    """The dtype of a node; None for what is no tensor."""
+    """Return the dtype of a node; None if it is not a tensor."""
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """The name of a dtype without its module: float32."""
+    """Return the name of a dtype without its module, such as "float32"; "no tensor" for None."""
     return str(dtype).removeprefix("torch.") if dtype is not None else "no tensor"
 
 
 def is_wide_cast(node: fx.Node) -> bool:
-    """A cast from one high-precision type to another, on the same device."""
+    """Return whether `node` casts from one high-precision type to another, on the same device."""
     if node.target not in CASTS:
         return False
     old, new = val(first(node)), val(node)
@@ -97,7 +98,7 @@ def is_wide_cast(node: fx.Node) -> bool:
 
 
 def constant(x: Any) -> float | None:
-    """The real number that `x` holds in every element, if the graph says so; None if it does not."""
+    """Return the real number that every element of `x` holds, if the graph shows it; else None."""
     if isinstance(x, (int, float)):
         return float(x)
     if not is_tensor(x) or val(x).dtype.is_complex:
@@ -114,12 +115,12 @@ def constant(x: Any) -> float | None:
         return None
     if not isinstance(value, (int, float)):
         return None
-    with unset_fake_temporarily():
+    with unset_fake_temporarily():  # a real tensor, whose value can be read
         return float(torch.tensor(value).to(val(x).dtype))
 
 
 def _attribute(node: fx.Node) -> float | None:
-    """The number in a constant tensor that the graph holds: `torch.tensor(448.0)` in compiled code."""
+    """Return the number in a one-element constant of the graph, such as `torch.tensor(448.0)` in compiled code."""
     module = node.graph.owning_module
     tensor = getattr(module, str(node.target), None)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.numel() != 1:
@@ -129,7 +130,7 @@ def _attribute(node: fx.Node) -> float | None:
 
 
 def one_number(x: Any) -> Any:
-    """What `x` is one and the same value of, in every element: a number or a one-element tensor; None if it is not."""
+    """Return the number or one-element tensor that equals every element of `x`; None if none is known."""
     known = constant(x)
     if known is not None:
         return known
@@ -139,18 +140,21 @@ def one_number(x: Any) -> Any:
 
 
 def has_one_element(node: fx.Node) -> bool:
-    """Return whether that is known, without a guard."""
+    """Return whether `node` is known to have one element, without adding a guard on a symbolic size."""
     return all(isinstance(size, int) and size == 1 for size in val(node).shape)
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Return whether each element of `node` is made of elements at its place, or is one: views and casts too."""
+    """Return whether `node` is a pointwise op, a view or a cast: each element depends on one element of each input."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or (node.target in VIEWS | CASTS and is_tensor(node.args[0]))
 
 
 def same_value(x: Any, depth: int = 8) -> Hashable:
-    """Equal for one-element arguments that certainly hold the same: the same elementwise ops on the same nodes."""
+    """Return a key that is equal only for one-element arguments that certainly hold the same value.
+
+    They do if they are the same elementwise ops on the same nodes. depth: how many ops to compare.
+    """
     if not is_tensor(x):
         return str(x)
     if x.target in RESHAPES | COPIES:
@@ -162,7 +166,7 @@ def same_value(x: Any, depth: int = 8) -> Hashable:
 
 
 def changes_places(node: fx.Node) -> bool:
-    """Whether a scale commutes with `node`, or is it: movement, casts, negation, scaling by one number, adding 0."""
+    """Return whether a scale commutes with `node`: movement, casts, negation, scaling by one number, adding 0."""
     if node.target in MULTIPLYING or node.target in DIVIDING:
         return any(one_number(a) is not None for a in node.args)
     if node.target in ADDING:
@@ -171,24 +175,28 @@ def changes_places(node: fx.Node) -> bool:
 
 
 MAX_OPS_BETWEEN = 4
-"""Ops that a scale does not commute with, between an FP8 tensor and a matmul that still seems meant to be FP8."""
+"""Most ops that do not commute with a scale between an FP8 tensor and a matmul, for the matmul to count as meant to be
+FP8."""
 
 
 def fp8_behind(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
-    """A float8 tensor of any kind, behind `node` and ops that change places with its scale.
+    """Return a float8 tensor of any kind that `node` is computed from by ops that commute with its scale; else None.
 
-    ops_between: how many other ops may be in between; matmuls are never looked through.
+    ops_between: how many other ops may be in between. The search never goes through a matmul.
     """
     return next((n for n in _within(node, ops_between, lambda n: n.all_input_nodes) if _is_float8(n)), None)
 
 
 def feeds_matmul(node: fx.Node) -> bool:
-    """Return whether a matmul reads `node`, by way of no more ops than `fp8_behind` looks through."""
+    """Return whether a matmul reads `node`, through at most MAX_OPS_BETWEEN ops that do not commute with a scale."""
     return any(n.target in ALL_MATMULS for n in _within(node, MAX_OPS_BETWEEN, lambda n: list(n.users)))
 
 
 def _within(node: fx.Node, ops_between: int, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
-    """All nodes that are that near; matmuls end the way."""
+    """Yield `node` and all nodes that it reaches through at most `ops_between` ops that do not commute with a scale.
+
+    Paths end at matmuls.
+    """
     budget, todo = {node: ops_between}, [node]
     while todo:
         node = todo.pop()
@@ -208,12 +216,12 @@ def _is_float8(node: fx.Node) -> bool:
 
 
 def readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """What reads `node`, directly or behind ops that are looked through."""
+    """Return the nodes that read `node`, directly or through ops that `looked_through` accepts."""
     return _reached(node, lambda n: n.users, lambda n: n.op != "output" and looked_through(n))
 
 
 def sources(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The tensors that `node` is computed of, directly or by ops that are looked through."""
+    """Return the tensors that `node` is computed from, directly or through ops that `looked_through` accepts."""
     return _reached(node, lambda n: filter(is_tensor, n.all_input_nodes), looked_through)
 
 
@@ -231,7 +239,7 @@ def _reached(
 
 
 def move_before(at: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Move `nodes`, and what they are computed of, in front of `at`, which none of them depends on."""
+    """Move `nodes`, and the nodes that they depend on, before `at`. None of them may depend on `at`."""
     late: set[fx.Node] = set()
     todo = [n for n in nodes if n > at]
     while todo:

@@ -1,4 +1,4 @@
-"""Dynamo's graph, and the graphs within it that activation checkpointing runs: passes go over all of them."""
+"""Iterate over Dynamo's graph and the graphs within it that activation checkpointing runs: passes visit all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8pass.passes.common.transforms import Transform, transforms
 
 @dataclass(frozen=True)
 class Region:
-    """A graph within the graph, of activation checkpointing: `call`, in the graph `outer`, runs `body`."""
+    """A checkpointed region, which is a graph within a graph: `call`, in the graph `outer`, runs `body`."""
 
     outer: fx.Graph
     call: fx.Node
@@ -25,16 +25,16 @@ class Region:
 
 @dataclass(frozen=True)
 class Part:
-    """Dynamo's graph, or a region's. inside: the function transforms that nodes are inside of, for those that are."""
+    """Dynamo's graph, or a region's graph. inside: the function transforms around each node that is inside any."""
 
     module: fx.GraphModule
     inside: Mapping[fx.Node, tuple[Transform, ...]]
 
 
 def parts(module: fx.GraphModule, names: Names, around: tuple[Transform, ...] = ()) -> Iterator[Part]:
-    """Yield the graph, and then the regions in it, each while autocast is on or off as it will be where that runs.
+    """Yield the graph, then the regions in it, each with autocast set as it will be when the graph runs.
 
-    names: learns what the inputs of regions stand for. around: the transforms that the graph itself is inside of.
+    names: gets the inputs of regions as aliases of the tensors handed in. around: the transforms around the graph.
     """
     inside = transforms(module.graph, around)
     yield Part(module, inside)
@@ -44,7 +44,7 @@ def parts(module: fx.GraphModule, names: Names, around: tuple[Transform, ...] = 
 
 
 def body_of(module: fx.GraphModule, call: fx.Node, names: Names) -> fx.GraphModule:
-    """Return the graph that a call of CHECKPOINT runs. names: learns what its inputs stand for."""
+    """Return the graph that a call of CHECKPOINT runs. names: gets its inputs as aliases of the call's operands."""
     holder, *operands = call.args
     assert isinstance(holder, fx.Node)
     body: fx.GraphModule = getattr(module, str(holder.target))
@@ -55,7 +55,7 @@ def body_of(module: fx.GraphModule, call: fx.Node, names: Names) -> fx.GraphModu
 
 
 def in_its_modes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield the nodes, each while autocast is on or off as it will be where the node runs."""
+    """Yield the nodes, each with autocast set as it will be when the node runs."""
     entered: dict[Any, Any] = {}
     try:
         for node in list(graph.nodes):

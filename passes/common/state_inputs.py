@@ -1,11 +1,11 @@
-"""State as inputs of the annotated graph: what a recipe remembers of each tensor that its quantizers see.
+"""Lift the state of recipes (scales, amax histories, FP8 weights) to inputs of the annotated graph.
 
 before   x_ = qdq_operand(x, Delayed(slot=-1))
 after    graph(..., scale: f32[T], amax_history: f32[H, T], amax_forward: f32[F], amax_backward: f32[T-F], held: b8[T],
                amax_backward_late: f32[T-F])
          scales = begin_step(scale, amax_history, amax_forward, amax_backward, held)
          x_ = qdq_operand(x, Delayed(slot=3, index=3), usable(scales), amax_forward)
-changes  nothing: it says where the numbers live
+changes  nothing: the state only becomes inputs
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from fp8pass.states.slots import SlotTable
 
 @dataclass(frozen=True)
 class Weight:
-    """What an operand is an FP8 copy of: inputs of the graph, one below the other. transposed: see `Cached`."""
+    """A weight that an operand is an FP8 copy of.
+
+    parts: the inputs of the graph that the weight consists of, one below the other. transposed: see `Cached`.
+    """
 
     parts: tuple[fx.Node, ...]
     transposed: bool
@@ -37,7 +40,7 @@ class Weight:
 
 @dataclass
 class Slot:
-    """A quantizer in the arguments of `node` that waits for its place in the state. anchor, place: see `SlotTable`."""
+    """A quantizer in the arguments of `node` that has no slot in the state yet. anchor, place: see `SlotTable`."""
 
     name: str
     role: Role
@@ -55,10 +58,10 @@ def lift_state(
     device: torch.device | None,
     reduces: Reduction | None,
 ) -> list[SlotTable]:
-    """Give the graph the state inputs of each recipe, and every quantizer its place in them.
+    """Add the state inputs of each recipe to the graph, and assign every quantizer its slot.
 
-    regions: outer ones before inner ones; their bodies get as inputs of their own what is read in there. reduces: how
-    ranks share what is recorded.
+    regions: outer ones before inner ones; the state is handed to their bodies as further inputs. reduces: how ranks
+    share recorded amaxes. Returns one table for each recipe.
     """
     by_recipe: dict[DelayedScaling | StaticScaling, list[Slot]] = {}
     for slot in slots:
@@ -68,7 +71,7 @@ def lift_state(
         assert device is not None
         twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe)) is not None}
         for i, twin in twins.items():
-            twin.name = min(twin.name, of_recipe[i].name, key=len)  # without a number, if one has none
+            twin.name = min(twin.name, of_recipe[i].name, key=len)  # prefer the name without a numeric suffix
         own = [s for i, s in enumerate(of_recipe) if i not in twins]
         ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s)))
         table = SlotTable(
@@ -94,7 +97,7 @@ def lift_state(
 
 
 def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -> list[Frozen]:
-    """Give the graph an input for each parameter that is quantized in advance, behind all others.
+    """Add an input for each parameter that is quantized in advance, after all other inputs of the graph.
 
     by_columns: the nodes whose matmul sums over the first dimension of the parameter.
     """
@@ -111,9 +114,9 @@ def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -
 def cache(
     graph: fx.Graph, tables: list[SlotTable], regions: list[Region], weights: dict[fx.Node, Weight]
 ) -> list[Cached]:
-    """Give the graph inputs for the FP8 copy of each weight, behind all others, and regions what they read of them.
+    """Add inputs for the FP8 copy of each weight, after all other inputs of the graph, and hand them to regions.
 
-    weights: what the operands are copies of.
+    A region gets the copies that it, or a region in it, reads. weights: the weight of each operand that is a copy.
     """
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     inputs: dict[Cached, dict[str, fx.Node]] = {}
@@ -139,7 +142,7 @@ def cache(
 
 
 def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
-    """The region's own and those of the regions in it."""
+    """Return the body of the region and the bodies of all regions in it."""
     found = {region.body.graph}
     for other in regions:  # outer ones come first
         if other.outer in found:
@@ -148,7 +151,7 @@ def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
 
 
 def _is_kept(slot: Slot) -> bool:
-    """Return whether the slot is of a weight whose FP8 copy is kept."""
+    """Return whether the slot belongs to a weight whose FP8 copy is cached."""
     return slot.node.target is ops.cached_operand
 
 
@@ -157,7 +160,7 @@ def _records(slot: Slot) -> bool:
 
 
 def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
-    """Of a parameter that is read without gradients too: the slot of where it is read with them."""
+    """Return the slot of the use with grad, for a parameter read both with and without grad; else None."""
     if _records(slot) or slot.place or slot.role == "grad_output":
         return None
     same = (o for o in others if _records(o) and (o.anchor, o.place, o.role) == (slot.anchor, "", slot.role))
@@ -203,14 +206,14 @@ def _place(
 
 
 def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:
-    """Hand state on into the body of a region; returns what it is called there."""
+    """Hand state into the body of a region; return its new inputs by the names of `outer`."""
     region.call.args = (*region.call.args, *outer.values())
     region.body.meta[STATE_INPUTS] = region.body.meta.get(STATE_INPUTS, 0) + len(outer)
     return {name: state_input(region.body.graph, f"fp8pass_{name}{suffix}") for name in outer}
 
 
 def state_input(graph: fx.Graph, name: str) -> fx.Node:
-    """A new input of the graph, behind all others."""
+    """Add an input to the graph, after all others, and return it."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)

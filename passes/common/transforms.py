@@ -1,10 +1,10 @@
-"""Find the function transforms of torch.func in Dynamo's graph, and what runs inside each.
+"""Find the function transforms of torch.func in Dynamo's graph, and the nodes inside each.
 
 _vmap_increment_nesting(8, 'error')       opens a region
-x = _add_batch_dim(batch, 0, 1)           one example, as what follows sees it: its dimension of 8 does not show
+x = _add_batch_dim(batch, 0, 1)           one example: ops that follow do not see its dimension of 8
 y = matmul(x, w)                          inside `vmap`
 ys = _remove_batch_dim(y, 1, 8, 0)
-_vmap_decrement_nesting()                 closes it: `ys` is a tensor like any other
+_vmap_decrement_nesting()                 closes it: `ys` is an ordinary tensor
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8pass.graph.refusal import Reject
 class Transform:
     """A kind of region of Dynamo's graph, by the names of the calls that open and close it.
 
-    why: what there makes FP8 impossible, and what the user can do, for "inside torch.func.vmap, ...".
+    why: why FP8 is impossible there, and what the user can do; completes "inside of torch.func.vmap, ...".
     """
 
     name: str
@@ -34,7 +34,7 @@ DERIVED = (
     "whose derivative is taken in the forward and differentiated in the backward: quantization has no second "
     "derivative; take the first with backward()"
 )
-"""Why no matmul of a derivative that the forward takes is in FP8."""
+"""The reason that matmuls of a derivative taken in the forward are declined."""
 VMAP = Transform(
     "torch.func.vmap",
     "_vmap_increment_nesting",
@@ -53,9 +53,9 @@ _CLOSING = {t.closed_by: t for t in TRANSFORMS}
 
 
 def transforms(graph: fx.Graph, around: tuple[Transform, ...] = ()) -> dict[fx.Node, tuple[Transform, ...]]:
-    """Return the transforms that each node is inside of, the outermost first, for nodes that are inside of any.
+    """Return the transforms around each node that is inside any, the outermost first.
 
-    around: those that the graph itself is inside of.
+    around: the transforms around the graph itself.
     """
     found: dict[fx.Node, tuple[Transform, ...]] = {}
     inside = around
@@ -72,6 +72,6 @@ def transforms(graph: fx.Graph, around: tuple[Transform, ...] = ()) -> dict[fx.N
 
 
 def held_by(inside: Sequence[Transform]) -> Reject:
-    """Return why a matmul inside of these transforms, the outermost first, is declined."""
+    """Return why a matmul inside these transforms, the outermost first, is declined."""
     transform = VMAP if VMAP in inside else inside[0]
     return Reject("torch.func", f"inside of {transform.name}, {transform.why}")

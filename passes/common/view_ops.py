@@ -1,12 +1,12 @@
-"""Ops that move elements and change none: what stands between a dequantize and its matmul.
+"""Ops that move elements without changing their values, between a dequantize and its matmul.
 
-A scale that is one number commutes with all of them, so they are done on the FP8 tensor, where an element is one byte.
+A scale that is one number commutes with all of them. So they are done on the FP8 tensor, whose elements are one byte.
 
     before   x: bf16 = op(x_q: f8 * scale_inv)
     after    x_q' : f8 = op(x_q),  x = x_q' * scale_inv
 
-What is filled in must be 0, which is 0 under every finite scale. Under an infinite or NaN scale the whole product is
-NaN, where in eager rows of zeros that were filled in stay 0: `_scaled_mm` has one scale for all of an operand.
+Padding must be with 0, which stays 0 under every finite scale. Under an infinite or NaN scale the whole product is NaN,
+because `_scaled_mm` has one scale for the whole operand; in eager mode rows of padding stay 0.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common.patterns import COPIES, JOINS, MOVEMENT, at, aten, constant, first, prims
 
 Emit = Callable[..., Any]
-"""`emit(target, *args, **kwargs)`: a new node of the graph, or what it would compute."""
+"""A function `emit(target, *args, **kwargs)` that returns a new node of the graph, or the fake tensor of one."""
 
-# Not everywhere possible on FP8: done on a float32 copy that lives in registers once the three ops are fused. Exact.
+# Not implemented for FP8 everywhere: done in float32, which is exact, and stays in registers once the ops are fused.
 _IN_FLOAT32 = {aten.constant_pad_nd.default, prims.rev.default}
 
 
 def moved_input(node: fx.Node) -> fx.Node | None:
-    """The tensor whose elements `node` moves; None if it is no movement. Raises Reject if it can't move them in FP8."""
+    """Return the tensor whose elements `node` moves; None if `node` is not movement.
+
+    Raises Reject if the movement cannot be done on FP8.
+    """
     if node.target not in MOVEMENT - JOINS:
         return None
     if node.meta.get("unbacked_bindings"):
@@ -44,12 +47,12 @@ def moved_input(node: fx.Node) -> fx.Node | None:
 
 
 def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
-    """What `node` does to its input, done to the FP8 tensor `x` of `dtype`."""
+    """Apply the movement that `node` does to the FP8 tensor `x` of `dtype`."""
     if node.target in COPIES:
-        return x  # which layout a kernel needs is decided later, and once
+        return x  # layout.py decides later, once, which layout the kernel needs
     if node.target in (aten.view.default, aten.reshape.default):
         return reshape(x, node.args[1], emit)
-    if node.target in (aten.mul.Tensor, aten.div.Tensor):  # the scale had more dimensions than the tensor
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):  # the scale broadcasts the tensor to more dimensions
         return emit(aten.expand.default, x, list(val(node).shape))
     if node.target in _IN_FLOAT32:
         return _in_float32(emit, dtype, node.target, x, *node.args[1:], **node.kwargs)
@@ -57,7 +60,10 @@ def move(node: fx.Node, x: Any, dtype: torch.dtype, emit: Emit) -> Any:
 
 
 def reshape(x: Any, shape: Any, emit: Emit) -> Any:
-    """A view of `x`, if need be of a copy: one that Inductor makes by itself may have another layout than it says."""
+    """Emit a view of `x`, or of a contiguous copy if `x` has no such view.
+
+    The copy is explicit because one that Inductor makes by itself may have another layout than the graph says.
+    """
     value = val(x) if isinstance(x, fx.Node) else x
     if not is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
         x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -65,7 +71,7 @@ def reshape(x: Any, shape: Any, emit: Emit) -> Any:
 
 
 def is_view(x: torch.Tensor, shape: Any) -> bool:
-    """Return whether `x.view(shape)` exists. Without sizes of 1, for there fake tensors say yes too often."""
+    """Return whether `x.view(shape)` exists. Drops sizes of 1 first, for which fake tensors allow too many views."""
     try:
         x.squeeze().view(shape)
     except (RuntimeError, ValueError):
@@ -74,7 +80,7 @@ def is_view(x: torch.Tensor, shape: Any) -> bool:
 
 
 def join(node: fx.Node, parts: dict[fx.Node, Any], dtype: torch.dtype, emit: Emit) -> Any:
-    """What `node` makes of its inputs, made of their FP8 twins. parts: the twin of each input."""
+    """Apply the join that `node` does to the FP8 counterparts of its inputs. parts: the counterpart of each input."""
     if node.target is aten.where.self:
         condition, x, y = node.args
         assert isinstance(x, fx.Node) and isinstance(y, fx.Node)
@@ -84,13 +90,13 @@ def join(node: fx.Node, parts: dict[fx.Node, Any], dtype: torch.dtype, emit: Emi
 
 
 def joined(node: fx.Node) -> list[fx.Node]:
-    """The tensors that `node` joins."""
+    """Return the tensors that `node` joins."""
     tensors: Any = node.args[1:] if node.target is aten.where.self else node.args[0]
     return list(tensors)
 
 
 def pinned(x: fx.Node, emit: Emit) -> Any:
-    """`x` in the layout that it says it has: what is computed in columns, Inductor may lay out in rows."""
+    """Return `x` with its strides forced: Inductor may lay out in rows a tensor that the graph has in columns."""
     strides = list(val(x).stride())
     if x.op != "call_function" or val(x).is_contiguous() or not all(isinstance(s, int) for s in strides):
         return x
@@ -98,12 +104,12 @@ def pinned(x: fx.Node, emit: Emit) -> Any:
 
 
 def negate(x: Any, dtype: torch.dtype, emit: Emit) -> Any:
-    """`-x` of an FP8 tensor."""
+    """Return `-x` of an FP8 tensor."""
     return _in_float32(emit, dtype, aten.neg.default, x)
 
 
 def pad(x: Any, padding: list[Any], dtype: torch.dtype, emit: Emit) -> Any:
-    """`x` with zeros around it; `padding` as in `torch.nn.functional.pad`."""
+    """Pad `x` with zeros; `padding` is as in `torch.nn.functional.pad`."""
     return _in_float32(emit, dtype, aten.constant_pad_nd.default, x, padding, 0)
 
 

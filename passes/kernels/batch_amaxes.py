@@ -1,4 +1,4 @@
-"""The last stages of amaxes that are needed at the same time become one, which records them as well.
+"""Merge the last stages of amaxes that are needed at the same time into one reduction, and record its result.
 
 before   amax_0: f32[] = amax(rows_0: bf16[R])             ... for every slot
          s_0: f32[]    = where(is_finite(amax_0), reciprocal(scale_0), nan)
@@ -10,10 +10,10 @@ after    amax: f32[n]  = amax(fp8pass.rows([rows_0, rows_1, ...]), 1)
          copy_(amaxes[:n], merge_amax(before[:n], amax))
 changes  nothing
 
-One group for each depth: operands of the same matmuls, and of others that do not wait for these. A weight waits for
-what it is multiplied with, so that not all weights of a model are quantized at its beginning.
+Each depth of the graph has a group: the operands of some matmuls, and of others that do not wait for these. A weight
+is in the group of the tensor that it is multiplied with, so that not all weights of a model are quantized at its start.
 
-Runs on the graphs of forward and backward, after they were cut apart.
+Runs on the graphs of forward and backward, after the partitioner.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fp8pass.quant.kernel_ops import JOINED, ROWS
 from fp8pass.scaling import is_finite, merge_amax
 
 MOST = 8
-"""Slots in one group: each program of its kernel asks of each whether that is its own."""
+"""Most slots in one group: each program of its kernel compares its index with each slot's."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """One record. index: its entry. whole: the amax; partial: what it is taken of. inverse: its scale_inv."""
+    """One record. index: its entry. whole: the amax; partial: the tensor it is reduced from. inverse: its scale_inv."""
 
     index: int
     whole: fx.Node
@@ -49,7 +49,7 @@ class Slot:
 
     @property
     def scale(self) -> fx.Node:
-        """f32[]."""
+        """The slot's scale, f32[]."""
         return first(as_node(self.inverse.args[1]))
 
 
@@ -62,17 +62,17 @@ class Match:
 
     @property
     def before(self) -> fx.Node:
-        """Return the running amaxes of the step that the new ones are merged into, f32[F]."""
+        """The running amaxes of the step that the new ones are merged into, f32[F]."""
         return first(as_node(self.copy.args[1]))
 
     @property
     def on_nonfinite(self) -> str:
-        """Return what a record makes of an amax that is NaN or infinite."""
+        """The treatment of an amax that is NaN or infinite: see `merge_amax`."""
         return str(as_node(self.copy.args[1]).meta[RECORDED])
 
 
 def match(copy: fx.Node) -> Match | None:
-    """The records of a graph; None where not every slot is of the form above, once."""
+    """Return the records that `copy` writes; None if a slot does not have the form above."""
     if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
         return None
     new = as_node(copy.args[1].args[1])
@@ -101,12 +101,12 @@ def _slot(index: int, amax: fx.Node) -> Slot | None:
 
 
 class BatchAmaxes:
-    """All records of a graph."""
+    """Rewrites all records of a graph."""
 
     name = "batch_amaxes"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every match; return in how many groups."""
+        """Rewrite every match; return the number of groups, and of scales that were reshaped for matmuls."""
         applied = 0
         for node in list(graph.nodes):
             if (found := match(node)) is not None and found.slots:
@@ -120,9 +120,9 @@ class BatchAmaxes:
 
 
 def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
-    """By depth: that of the tensor, or of what it is first multiplied with.
+    """Group slots by depth: the slot's own, or that of the first reader of its scale_inv if that is deeper.
 
-    So what reads an element of a group first is at that depth or deeper, and nothing that the group is made of is.
+    So every reader of a group's elements is at the group's depth or deeper, and no input of the group is.
     """
     by_inverse = {s.inverse: s for s in slots}
     depths: dict[fx.Node, int] = {}
@@ -155,10 +155,10 @@ class _Rewriter:
         self.m.copy.graph.erase_node(self.m.copy)
 
     def _scales(self, group: list[Slot]) -> None:
-        """Give a group a vector of its own scales, so that the kernels of equal layers are equal: compiled once.
+        """Give a group a vector of its scales, so that the kernels of equal layers are equal, and compiled once.
 
-        An element of the scales of all slots would be a number in the code of each kernel. Not where a scale is made of
-        an amax of this step: that all others would wait for.
+        An index into the scales of all slots would be a number in the code of each kernel. Does nothing where a scale
+        is computed from an amax of this step: all others would wait for that amax.
         """
         scales = list(dict.fromkeys(slot.scale for slot in group))
         if any(scale.target is not aten.select.int for scale in scales):
@@ -167,15 +167,15 @@ class _Rewriter:
         at = min(users)
         move_before(at, scales)
         vector = self.build.emit(at, JOINED, scales)
-        vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])
+        vector = self.build.emit(at, FORCE_STRIDE_ORDER, vector, [1])  # Inductor then makes it a buffer
         for i, scale in enumerate(scales):
             element = self.build.emit(at, aten.select.int, vector, 0, i)
             scale.replace_all_uses_with(element, delete_user_cb=users.__contains__)
 
     def _last_stage(self, group: list[Slot]) -> fx.Node:
-        """The amaxes of a group, f32[n]; what read scales reads elements of one vector.
+        """Emit the amaxes of a group, f32[n], and let readers of each scale_inv read elements of one vector.
 
-        Stands at the end of the graph where only its outputs are read by a backward.
+        The nodes stand at the end of the graph if only the backward reads the scale_invs.
         """
         at = min([self.m.copy, *(user for slot in group for user in slot.inverse.users)])
         sources = [slot.partial for slot in group], [slot.scale for slot in group]
@@ -187,16 +187,17 @@ class _Rewriter:
         return amax
 
     def _record(self, group: list[Slot], amax: fx.Node) -> None:
-        """Write the amaxes of a group, whose slots follow one another, into their part of the buffer."""
+        """Write the amaxes of a group of consecutive slots into their part of the buffer."""
         copy = self.m.copy
         part = group[0].index, group[-1].index + 1
         old, into = (self.build.emit(copy, aten.slice.Tensor, x, 0, *part) for x in (self.m.before, first(copy)))
         self.build.emit(copy, aten.copy_.default, into, self._merged(old, amax))
 
     def _record_at_once(self, groups: list[list[Slot]], amaxes: list[fx.Node]) -> None:
-        """Write the amaxes of all groups, whose slots alternate, by one kernel at the end.
+        """Write the amaxes of all groups, whose slots alternate, in one kernel at the end.
 
-        It is made anew: the old one may stand before matmuls that need a scale, and so before the amaxes.
+        The merge is emitted again, since the old one may stand before matmuls that need a scale, and so before the
+        amaxes.
         """
         copy, elements = self.m.copy, {}
         for group, amax in zip(groups, amaxes, strict=True):
@@ -206,7 +207,7 @@ class _Rewriter:
         self.build.emit(copy, aten.copy_.default, first(copy), self._merged(self.m.before, *in_order))
 
     def _merged(self, before: fx.Node, *amaxes: fx.Node) -> fx.Node:
-        """The running amaxes f32[n] of the step merged with a vector of new ones, or with n that are to be one."""
+        """Emit the running amaxes f32[n] of the step, merged with new ones: a vector f32[n], or n of f32[]."""
 
         def merge(before: Tensor, *new: Tensor) -> Tensor:
             return merge_amax(before, torch.stack(new) if new[0].dim() == 0 else new[0], self.m.on_nonfinite)
@@ -216,7 +217,7 @@ class _Rewriter:
 
 
 def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
-    """Give matmuls their scales as f32[1, 1]: Inductor takes views without dimensions for what they are views of."""
+    """Give matmuls their scales as f32[1, 1]: Inductor takes a 0-d view for the tensor that it is a view of."""
     matrices: dict[fx.Node, fx.Node] = {}
     matmuls = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
     for matmul in matmuls:
@@ -233,7 +234,10 @@ def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
 
 
 def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The amax of each partial, f32[n], and 1 / its scale, NaN where that is not finite. inputs: partials, scales."""
+    """Return the amax of each partial, f32[n], and 1 / scale, NaN where the amax is not finite.
+
+    inputs: n partials, then n scales.
+    """
     partials, scales = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
     amax = ROWS(partials).amax(1)
     return amax, torch.where(is_finite(amax), JOINED(scales).reciprocal(), float("nan"))

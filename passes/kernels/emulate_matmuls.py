@@ -1,18 +1,19 @@
-"""FP8 matmuls in float32, on processors where they would take a thousand times as long.
+"""Compute FP8 matmuls in float32 on CPUs where oneDNN would take a thousand times as long.
 
 before   y: bf16[M, N] = _scaled_mm(a: e4m3[M, K], b: e4m3[K, N], scale_a, scale_b, bias)
 after    y             = ((a.float() * scale_a) @ (b.float() * scale_b) + bias).to(bf16)
 changes  nothing
 
-That is what torch does itself on CPUs without AMX, and for e5m2 times e4m3 on those without AMX for 16-bit floats.
-Elsewhere it calls oneDNN, which has kernels for FP8 only with AMX for 16-bit floats. On Sapphire Rapids, which lacks
-that, and where ONEDNN_MAX_CPU_ISA forbids it, oneDNN runs its reference, element by element. The pass goes by what
-torch reports of the CPU, never by timing: ranks, resumed runs and caches must agree.
+Torch does the same on CPUs without AMX, and for e5m2 times e4m3 on those without AMX for 16-bit floats. Elsewhere torch
+calls oneDNN, which has kernels for FP8 only with AMX for 16-bit floats. On Sapphire Rapids, which lacks that, and where
+ONEDNN_MAX_CPU_ISA forbids it, oneDNN runs its reference, element by element. The pass decides by what torch reports
+about the CPU, never by timing: ranks, resumed runs and caches must agree.
 
-What torch does in float32 stays `_scaled_mm`, though compiled float32 is up to twice as fast (bench/cpu_matmuls.py): it
-rounds its result, where Inductor fuses the rounding away with what follows, and it is less to compile.
+A `_scaled_mm` that torch computes in float32 stays, though compiled float32 is up to twice as fast
+(bench/cpu_matmuls.py): `_scaled_mm` rounds its result, while Inductor would fuse the rounding away with the ops that
+follow, and it is less to compile.
 
-Runs on the graphs of forward and backward, on CPUs alone; last, for the other passes know matmuls by the op.
+Runs on the graphs of forward and backward, on CPUs only, and last, since the other passes know matmuls by the op.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class EmulateMatmuls:
-    """All of one graph."""
+    """Rewrites all FP8 matmuls of one graph that need it."""
 
     name = "emulate_matmuls"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite those that the processor has no kernel for."""
+        """Rewrite the matmuls that the CPU has no FP8 kernel for; return their number."""
         reasons = {n: why for n in graph.nodes if (why := _why_emulated(n))}
         if reasons:
             build = context.builder(graph, self.name)
@@ -68,6 +69,6 @@ def _emulate(build: Builder, node: fx.Node) -> None:
 
 
 def in_float32(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of a: float8[M, K] and b: float8[K, N], times their scales, plus bias[N]: float32[M, N]."""
+    """Return the product of a: float8[M, K] and b: float8[K, N], times their scales, plus bias[N], in float32[M, N]."""
     y = torch.mm(a.float() * scale_a, b.float() * scale_b)
     return y if bias is None else y + bias.float()

@@ -1,12 +1,12 @@
-"""Quantizing is one node. Inductor takes its time by the node, and other passes look for nodes.
+"""Fold the ops of a quantize into one node: Inductor compiles fewer nodes, and other passes match a single one.
 
 before   wide: f32[...] = convert_element_type(x: bf16[...], float32)        unless x is float32; integers stay cast
          scaled         = wide * scale
          x_q: f8[...]   = convert_element_type(clamp_max(clamp_min(scaled, -448), 448), float8_e4m3fn)
 after    x_q: f8[...]   = fp8pass.quantize(x, scale, float8_e4m3fn)
-changes  nothing: Inductor is told to generate the same
+changes  nothing: the op's lowering has Inductor generate the same code
 
-Runs on the graphs of forward and backward, after they were cut apart.
+Runs on the graphs of forward and backward, after the partitioner.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 def match(x_q: fx.Node) -> Match | None:
-    """The steps of `scaling.quantize`, backwards; of each but the cast to float32 nothing else reads the result."""
+    """Match the ops of `scaling.quantize` backwards; only the cast to float32 may have other readers."""
     dtype = dtype_of(x_q)
     if x_q.target is not prims.convert_element_type.default or dtype not in FP8_DTYPES:
         return None
@@ -48,17 +48,17 @@ def match(x_q: fx.Node) -> Match | None:
     if val(x).shape != val(x_q).shape:
         return None
     if x.target in CASTS and dtype_of(x) == torch.float32 and len(x.args) == 2 and val(first(x)).is_floating_point():
-        x = first(x)  # counts, masks and one-hot rows are nothing that `quantize` takes
+        x = first(x)  # not for counts, masks and one-hot rows: `quantize` takes floating point only
     return Match(x_q, x, scale)
 
 
 class FoldQuantizes:
-    """All of a graph."""
+    """Folds all quantizes of a graph."""
 
     name = "fold_quantizes"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every match."""
+        """Rewrite every match; return their number."""
         found = [m for node in graph.nodes if (m := match(node)) is not None]
         if found:
             build = context.builder(graph, self.name)

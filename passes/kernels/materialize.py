@@ -1,4 +1,4 @@
-"""What several kernels read is computed once, and in one piece.
+"""Materialize values that several kernels read, so that Inductor does not recompute them in each.
 
 before   amax: f32[T] = cat([amax_forward: f32[F], amax_backward: f32[T - F]])
          scale: f32[T] = where(...);  copy_(scale_buffer, scale)
@@ -8,11 +8,11 @@ before   x_q: f8[M, K]      = quantize(x);  y = _scaled_mm(x_q, ...);  z = _scal
 after    x_q                = force_stride_order(quantize(x))
 changes  nothing
 
-Inductor would quantize anew for each matmul, whose operands have to have a certain layout. A cat of inputs is a launch
-of its own, which an elementwise op is not. And what is written to a buffer Inductor would compute again in every kernel
-that reads an element of it, from the buffer as it was, which then has to be kept.
+Inductor would quantize again for each matmul, whose operands must have a certain layout. A cat of inputs needs its own
+launch, which an elementwise op does not. And a value that is written to a buffer Inductor would compute again in every
+kernel that reads an element of it, from the old buffer, which then has to be kept.
 
-Runs on the graphs of forward and backward, after they were cut apart.
+Runs on the graphs of forward and backward, after the partitioner.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
 from fp8pass.scaling import FP8_DTYPES
 
 MOST = 1 << 12
-"""Elements of a vector that is worth it."""
+"""Most elements of a vector that is materialized."""
 MOST_PARTS = 8
 MOST_AMAXES = 1 << 21
-"""Of the histories of 2,048 slots in 1,024 steps."""
+"""Most elements that a one-stage amax reads: 1,024 steps of history for 2,048 slots."""
 
 
 class Materialize:
-    """Vectors of slots, and operands of several matmuls."""
+    """Materializes vectors of slots, and operands of several matmuls."""
 
     name = "materialize"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite all of them."""
+        """Rewrite all of them, and mark small amaxes as one stage; return the number of rewritten values."""
         cats = [n for n in graph.nodes if _is_small_cat(n)]
         written = [v for n in graph.nodes if (v := _vector(n)) is not None]
         build = context.builder(graph, self.name)
@@ -57,7 +57,7 @@ class Materialize:
 
     def _make_here(self, build: Builder, value: fx.Node) -> None:
         made = build.emit(value.next, FORCE_STRIDE_ORDER, value, list(val(value).stride()))
-        value.replace_all_uses_with(made, delete_user_cb=lambda user: user > made)  # not what its strides are read by
+        value.replace_all_uses_with(made, delete_user_cb=lambda user: user > made)  # not nodes that read its strides
 
 
 def _is_small_cat(node: fx.Node) -> bool:
@@ -70,12 +70,15 @@ def _is_small_cat(node: fx.Node) -> bool:
 
 
 def _is_small_amax(node: fx.Node) -> bool:
-    """Of a history, or of the amaxes of rows or columns."""
+    """Return whether `node` is the amax of a history, or of the amaxes of rows or columns."""
     return node.target is aten.amax.default and val(node.args[0]).numel() <= MOST_AMAXES and val(node).numel() <= MOST
 
 
 def _vector(node: fx.Node) -> fx.Node | None:
-    """A small value that is computed in the graph, and that `node` reads a part of or writes to an input."""
+    """Return a small value, computed in the graph, of which `node` reads a part or which it writes to an input.
+
+    None if `node` does neither.
+    """
     if node.target is aten.copy_.default and is_tensor(node.args[1]) and len(node.args[1].users) > 1:
         value = node.args[1]
     elif node.target in (aten.select.int, aten.slice.Tensor) and is_tensor(node.args[0]):
@@ -85,11 +88,11 @@ def _vector(node: fx.Node) -> fx.Node | None:
     computed = value.op == "call_function" and value.target is not FORCE_STRIDE_ORDER
     if not computed or val(value).dim() == 0 or not _is_small(val(value)):
         return None
-    return value if val(value).is_contiguous() else None  # not one number expanded: the gradient of a sum, sliced
+    return value if val(value).is_contiguous() else None  # excludes an expanded number: the gradient of a sum, sliced
 
 
 def _is_shared_operand(node: fx.Node) -> bool:
-    """Return whether this is the cast to float8 of what several matmuls read."""
+    """Return whether `node` casts to float8, and several matmuls read the result."""
     return node.target in {QUANTIZE, *CASTS} and dtype_of(node) in FP8_DTYPES and len(_matmuls(node)) > 1
 
 

@@ -1,4 +1,4 @@
-"""A tensor that is quantized in both orientations is read once, in tiles.
+"""Quantize a tensor in both orientations by one kernel that reads it once, in tiles.
 
 before   a: bf16[R]        = amax(abs(x: bf16[R, C]), -1);  amax: bf16[] = amax(a)
          x_q: f8[R, C]     = quantize(x)
@@ -11,14 +11,16 @@ after    v: bf16[k, R/k, C] = reshape(x)
          b                 = sum(sum(v, 1), 0)
 changes  nothing: a maximum does not depend on order; a sum is in float32 either way
 
-Inductor makes one kernel of the four, which walks down columns: a tile of it reads and writes whole sectors in either
-orientation. With reductions along rows it has one row at a time, whose transposed bytes are R apart, and a second pass
-for the sum. Not done where `x` comes out of a reduction along rows, a norm, with which it is fused.
+Inductor fuses the four into one kernel that walks down columns: each tile reads and writes whole sectors in either
+orientation. With reductions along rows it would handle one row at a time, whose transposed bytes are R apart, and need
+a second pass for the sum. Not done where `x` is computed from a reduction along rows, as by a norm: it is fused with
+that reduction.
 
-A cat is not made. Parts that have inputs in common, as the gradients of gate and up have, are quantized by one kernel,
-each into its place; inputs one below the other, as the weights of siblings, are read where they are.
+A cat is not materialized. Parts that have inputs in common, as the gradients of gate and up have, are quantized by one
+kernel, each into its slice of the result; inputs joined along dimension 0, as the weights of siblings, are read where
+they are.
 
-Runs on the graphs of forward and backward, after they were cut apart.
+Runs on the graphs of forward and backward, after the partitioner.
 """
 
 from __future__ import annotations
@@ -51,14 +53,15 @@ from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROUNDED, WR
 from fp8pass.scaling import FP8_DTYPES
 
 ROWS, COLUMNS = 64, 24576
-"""A tile's height at least; about how many columns in all: 64 to a program make three programs for each of 132 SMs."""
+"""The least height of a tile, and about the number of columns in all: with 64 columns to a program that makes three
+programs for each of 132 SMs."""
 MOST = 8
-"""Siblings in one kernel: Inductor joins no more elementwise."""
+"""Most siblings in one kernel: Inductor does not join more of them elementwise."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A quantized tensor with a transposed copy, seen as a matrix [rows, columns]."""
+    """A quantized tensor with a transposed copy, viewed as a matrix [rows, columns]."""
 
     x_q: fx.Node
     copy: fx.Node
@@ -67,17 +70,17 @@ class Match:
 
     @property
     def x(self) -> fx.Node:
-        """What is quantized."""
+        """The tensor that is quantized."""
         return first(self.x_q)
 
     @property
     def scale(self) -> fx.Node:
-        """f32, one element."""
+        """The scale, f32, one element."""
         return as_node(self.x_q.args[1])
 
 
 def match(copy: fx.Node) -> Match | None:
-    """Return whether `copy` is a transposed copy of a tensor that this graph quantizes."""
+    """Match `copy` if it is a transposed copy of a tensor that this graph quantizes; else return None."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return None
     if copy.meta.get(MADE_BY) == QuantizeTiles.name:
@@ -97,13 +100,13 @@ def match(copy: fx.Node) -> Match | None:
 
 
 def check(m: Match) -> bool:
-    """Return whether `x` can be seen in tiles, and is not fused with a reduction along rows."""
+    """Check that `x` can be viewed in tiles, and is not fused with a reduction along rows."""
     tiles = m.rows > 0 and m.rows % ROWS == 0
     return val(m.x).is_contiguous() and tiles and not _comes_of_row_reduction(m.x)
 
 
 def _comes_of_row_reduction(x: fx.Node) -> bool:
-    """Whether statistics of rows, one number for each, were spread over them again on the way to `x`: as norms do."""
+    """Return whether `x` is computed from statistics of rows, one number per row, broadcast again: as norms do."""
     behind = sources(x, lambda n: is_elementwise(n) and not _is_column(n))
     return any(_is_column(n) and not has_one_element(n) for n in (x, *behind))
 
@@ -113,12 +116,12 @@ def _is_column(x: fx.Node) -> bool:
 
 
 class QuantizeTiles:
-    """All copies of a graph."""
+    """Rewrites all transposed copies of a graph."""
 
     name = "quantize_tiles"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite what `match` finds and `check` has nothing against."""
+        """Rewrite every match that passes `check`, move the others; return the number of matches."""
         found = [m for node in graph.nodes if (m := match(node)) is not None]
         if not found:
             return 0
@@ -133,7 +136,7 @@ class QuantizeTiles:
 
 
 def _move(build: Builder, m: Match) -> None:
-    """Make the copy where the tensor is quantized, so that both are in one kernel."""
+    """Make the transposed copy right after the tensor is quantized, so that one kernel writes both."""
     x_q, emit = m.x_q, functools.partial(build.emit, m.x_q.next)
     shape = val(x_q).shape
     if shape[-1] != m.columns:
@@ -147,7 +150,7 @@ def _move(build: Builder, m: Match) -> None:
 
 
 def _made_here(emit: Callable[..., fx.Node], x: fx.Node, tiled: str) -> fx.Node:
-    """`x` as a buffer that stands here: what is read late, Inductor would make late, and fuse with nothing."""
+    """Return `x` as a buffer at this position: else Inductor would compute it where it is read, late and unfused."""
     made = emit(FORCE_STRIDE_ORDER, x, list(val(x).stride()))
     made.meta[TILED] = tiled
     return made
@@ -171,7 +174,7 @@ def _rewrite(build: Builder, m: Match) -> None:
             aten.clone.default, emit(aten.permute.default, part, [2, 0, 1]), memory_format=torch.contiguous_format
         )
 
-    # each quantized anew: what reads another's result, Inductor may put into another kernel
+    # each result quantizes again: Inductor may put a node that reads the other's result into another kernel
     if into:
         for write, turned in zip(into, (True, False), strict=True):
             _write(build, write, quantized(tiles[0]), turned)
@@ -183,7 +186,7 @@ def _rewrite(build: Builder, m: Match) -> None:
 
 
 def _compute_scales_once(build: Builder, scale: fx.Node) -> None:
-    """Make the vector that `scale` is of, which each kernel would compute for itself."""
+    """Materialize the vector of which `scale` is an element, which each kernel would compute again."""
     if scale.target is aten.select.int and first(scale).target is not FORCE_STRIDE_ORDER:
         vector = first(scale)
         made = build.emit(min(vector.users), FORCE_STRIDE_ORDER, vector, list(val(vector).stride()))
@@ -191,9 +194,9 @@ def _compute_scales_once(build: Builder, scale: fx.Node) -> None:
 
 
 def _destinations(m: Match) -> list[fx.Node]:
-    """The `copy_` that writes the transposed copy into an input, and that which so writes the tensor itself.
+    """Return the `copy_` of the transposed copy into an input, and the `copy_` of the tensor itself.
 
-    None if either is needed for anything else.
+    An empty list if either tensor has another reader.
     """
     writes = [*map(_write_of, m.copy.users), *(_write_of(u) for u in m.x_q.users if u is not first(m.copy))]
     found = [w for w in writes if w is not None]
@@ -202,15 +205,15 @@ def _destinations(m: Match) -> list[fx.Node]:
 
 
 def _write_of(user: fx.Node) -> fx.Node | None:
-    """The node that copies what `user` is given into an input, if that is all that it is for."""
-    if user.target is aten.copy.default and len(user.users) == 1:  # what is written into strides of the input's
+    """Return the `copy_` that writes the input of `user` into a graph input; None if `user` has another purpose."""
+    if user.target is aten.copy.default and len(user.users) == 1:  # adapts strides to those of the graph input
         (user,) = user.users
     into_input = user.target is aten.copy_.default and first(user).op == "placeholder"
     return user if into_input and not user.users else None
 
 
 class _InTiles:
-    """What is computed elementwise of tensors of one shape, computed of their tiles."""
+    """Emits elementwise computations on tensors of one shape again, on tiles of these tensors."""
 
     def __init__(self, build: Builder, x: fx.Node, tiles: list[int]) -> None:
         self.build = build
@@ -220,7 +223,7 @@ class _InTiles:
         self.of: dict[fx.Node, fx.Node] = {}
 
     def __call__(self, at: fx.Node, x: fx.Node) -> fx.Node:
-        """`x`, in tiles, in front of `at`."""
+        """Emit `x` in tiles before `at`, with the nodes it is computed from."""
         if x in self.of:
             return self.of[x]
         if val(x).shape != self.shape:
@@ -231,13 +234,13 @@ class _InTiles:
             args = fx.map_arg((x.args, x.kwargs), lambda n: self(at, n))
             result = self.build.emit(at, x.target, *args[0], **args[1])
             if x is not self.last and sum(val(u).shape == self.shape for u in x.users if is_tensor(u)) > 1:
-                # what several nodes read is one node that all can be fused with, or else each would compute it
+                # a buffer, so that all its readers can be fused with it; Inductor would compute it again in each
                 result = self.build.emit(at, FORCE_STRIDE_ORDER, result, list(val(result).stride()))
         self.of[x] = result
         return result
 
     def _fits(self, x: fx.Node) -> bool:
-        """Return whether `x` is no view, and each argument has the same shape, or one number for all rows."""
+        """Return whether `x` is not a view, and each input has the same shape or is the same for all rows."""
         if not is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
             return False
         shapes = [val(a).shape for a in x.all_input_nodes]
@@ -245,9 +248,9 @@ class _InTiles:
 
 
 def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.Node]) -> fx.Node:
-    """`x`, which an update computes, in tiles, and what else the update writes of it: in one kernel, read once.
+    """Emit `x`, which an update computes, in tiles, with the update's other writes: one kernel that reads once.
 
-    Whatever is written into inputs of this size and made of the same tensors belongs to it.
+    These are all writes into graph inputs of the shape of `x` whose value is computed from the same large tensors.
     """
     in_tiles, made_of = _InTiles(build, m.x, tiles), _large_sources(m.x)
 
@@ -258,7 +261,7 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
     copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
     writes = [n for n in copies if first(n).op == "placeholder" and belongs(as_node(n.args[1]))]
     amaxes = [n for n in build.graph.nodes if _is_amax(n) and belongs(_of_amax(n)) and _of_amax(n) is not m.x]
-    # before anything is written that it may read
+    # before any write to an input that the emitted nodes may read
     first_write = min(n for n in build.graph.nodes if n.target in (aten.copy_.default, WRITE))
     new = first(m.x) if m.x.target is ROUNDED else m.x
     at = min([*m.x.users, first_write, *(n for n in amaxes if _is_amax_made_of(n, new))])
@@ -269,7 +272,7 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
         columns.meta[TILED] = "columns"
         build.replace(node, build.emit(node, aten.amax.default, columns))
 
-    early = [n for n in amaxes if n < at]  # where what `x` is made of need not be known yet
+    early = [n for n in amaxes if n < at]  # some inputs of `x` may not be computed there yet
     for node in early:
         take(node)
     tile = in_tiles(at, new)
@@ -284,13 +287,13 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
 
 
 def _large_sources(x: fx.Node) -> set[fx.Node]:
-    """The inputs of its size that `x` is computed of, elementwise: not vectors of scales, which all weights share."""
+    """Return the graph inputs of its size that `x` is computed from elementwise: no scales, which weights share."""
     size = val(x).numel()
     return {n for n in {x, *sources(x, is_elementwise)} if n.op == "placeholder" and val(n).numel() == size}
 
 
 def _write(build: Builder, copy: fx.Node, tiles: fx.Node, turned: bool = False) -> None:
-    """Write tiles into an input, turned or not, in place of a `copy_` of the whole."""
+    """Write tiles into a graph input, transposed if `turned`, instead of the `copy_` of the whole tensor."""
     emit, shape = functools.partial(build.emit, copy), list(val(tiles).shape)
     into = val(first(copy))
     strides = (into.t() if turned else into).view(shape).stride()
@@ -300,7 +303,7 @@ def _write(build: Builder, copy: fx.Node, tiles: fx.Node, turned: bool = False) 
 
 
 def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx.Node], fx.Node], dim: int) -> fx.Node:
-    """What is `made` of tiles; of those of each part of a cat, and the results put together."""
+    """Return `made(tiles)`; for several parts of a cat, the results of all parts concatenated along `dim`."""
     if len(tiles) == 1:
         return made(tiles[0])
     results = [made(part) for part in tiles]
@@ -310,12 +313,12 @@ def _each(emit: Callable[..., fx.Node], tiles: list[fx.Node], made: Callable[[fx
 
 
 def _tiles(build: Builder, m: Match, into: list[fx.Node]) -> list[fx.Node]:
-    """[k, R/k, C], of each part of a cat. into: see `_destinations`."""
+    """Emit the tiles [k, R/k, C] of `x`, or of each part if it is a cat. into: see `_destinations`."""
     at, shared = min(m.x.users), len(m.x.users) > 2
     xs = [m.x] if into else _parts(m.x)
     chunks = _chunks(m.rows, max(val(p).shape[-1] for p in xs))
     shapes = [[chunks, m.rows // chunks, val(p).shape[-1]] for p in xs]
-    # an elementwise op that torch 2.11, too, fuses in any order of loops
+    # `joined` is an elementwise op, which torch 2.11, too, fuses in any order of loops; `cat` is not
     xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
     if into:
         return [_update_in_tiles(build, m, shapes[0], into)]
@@ -326,7 +329,7 @@ def _tiles(build: Builder, m: Match, into: list[fx.Node]) -> list[fx.Node]:
 
 
 def _cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
-    """The parts of a cat, and the dimension that they follow each other along; no parts of anything else."""
+    """Return the contiguous parts of a cat, and its dimension; no parts if `x` is not a cat of such."""
     if x.target is not aten.cat.default or not is_launched(x):
         return [], 0
     parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
@@ -336,9 +339,10 @@ def _cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
-    """What `x` is the cat of, along its rows, if kernels of their own are better: if two parts are made of one tensor.
+    """Return the parts of `x = cat(parts, -1)` if two of them read one tensor; else `[x]`.
 
-    Where Inductor computes a cat element by element it reads such a tensor for each of them.
+    Each part then gets its own computation. Where Inductor computes a cat element by element, it reads such a tensor
+    once for each part.
     """
     parts, dim = _cat_of(x)
     read = Counter(n for p in parts for n in {p, *sources(p, is_elementwise)} if not has_one_element(n))
@@ -346,20 +350,20 @@ def _parts(x: fx.Node) -> list[fx.Node]:
 
 
 def _is_pile(x: fx.Node) -> bool:
-    """Return whether `x` is a few inputs, one below the other: the weights of siblings."""
+    """Return whether `x` is a cat along dimension 0 of a few graph inputs: the weights of siblings."""
     parts, dim = _cat_of(x)
     return dim == 0 and 0 < len(parts) <= MOST and all(p.op == "placeholder" for p in parts)
 
 
 def is_launched(x: fx.Node) -> bool:
-    """Not on a CPU, where Inductor would copy what is joined."""
+    """Return whether `x` is not on a CPU, where Inductor would copy the parts of a cat."""
     return val(x).device.type != "cpu"
 
 
 def _reduce(build: Builder, m: Match, tiles: list[fx.Node]) -> bool:
-    """Take amaxes, and the sums of columns, by tiles, where this graph takes them.
+    """Rewrite amaxes and column sums of `x` in this graph as reductions of tiles.
 
-    Returns whether there is an amax that what is quantized need not wait for.
+    Returns True if there is an amax from which the scale is not computed: then quantize need not wait for it.
     """
     taken = _readers_nearby(m.x)
     for node in taken:
@@ -378,7 +382,7 @@ def _reduce(build: Builder, m: Match, tiles: list[fx.Node]) -> bool:
 
 
 def _sum(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
-    """Of each column, in float32 up to the end."""
+    """Emit the sum of each column by tiles, in float32 up to the final cast."""
     emit = functools.partial(build.emit, node)
     columns = _each(emit, tiles, lambda part: emit(aten.sum.dim_IntList, part, [1], dtype=torch.float32), 1)
     columns.meta[TILED] = "columns"
@@ -390,7 +394,7 @@ def _sum(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
 
 
 def _readers_nearby(x: fx.Node) -> list[fx.Node]:
-    """What reads `x`, and what reads that: up to three steps."""
+    """Return the readers of `x`, their readers, and the readers of these."""
     found, near = [], [x]
     for _ in range(3):
         near = [user for node in near for user in node.users]
@@ -399,7 +403,7 @@ def _readers_nearby(x: fx.Node) -> list[fx.Node]:
 
 
 def _is_amax(node: fx.Node) -> bool:
-    """Return whether this is the second half of `scaling.amax`."""
+    """Return whether `node` is the final reduction of `scaling.amax`."""
     if node.target is not aten.amax.default or val(node).shape:
         return False
     rows = first(node)
@@ -407,23 +411,23 @@ def _is_amax(node: fx.Node) -> bool:
 
 
 def _of_amax(node: fx.Node) -> fx.Node:
-    """What it is the amax of."""
+    """Return the tensor that an amax is taken of."""
     return first(first(first(node)))
 
 
 def _is_amax_made_of(node: fx.Node, x: fx.Node) -> bool:
-    """Return whether it is the amax of what is computed of `x`, elementwise."""
+    """Return whether `node` is the amax of `x`, or of a tensor that is computed from it elementwise."""
     of = _of_amax(node)
     return of is x or x in sources(of, lambda n: n is not x and is_elementwise(n))
 
 
 def _is_made_of(scale: fx.Node, amax: fx.Node) -> bool:
-    """Return whether `scale` is that of the tensor's own amax, which so can't be in one kernel with what it scales."""
+    """Return whether `scale` is computed from `amax`, so that one kernel cannot both take the amax and quantize."""
     return amax in sources(scale, lambda n: has_one_element(n) and n is not amax)
 
 
 def _is_column_sum(node: fx.Node, m: Match) -> bool:
-    """Return whether `node` sums the matrix over its rows."""
+    """Return whether `node` sums the matrix over its rows, in less than float64."""
     if node.target is not aten.sum.dim_IntList or len(node.args) < 2 or val(node).numel() != m.columns:
         return False
     if val(node).dtype == torch.float64:
@@ -435,6 +439,6 @@ def _is_column_sum(node: fx.Node, m: Match) -> bool:
 
 
 def _chunks(rows: int, columns: int) -> int:
-    """Into how many the rows are cut: as few as make enough programs, each of at least a tile's height."""
+    """Return into how many chunks to cut the rows: the fewest that give enough programs, in multiples of ROWS rows."""
     possible = [k for k in range(1, rows // ROWS + 1) if rows % k == 0 and rows // k % ROWS == 0]
     return next((k for k in possible if k * columns >= COLUMNS), possible[-1])

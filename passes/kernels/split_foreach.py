@@ -1,4 +1,4 @@
-"""An optimizer's `_foreach_` ops leave out the large tensors, which get ops of their own.
+"""Split large tensors off an optimizer's `_foreach_` ops, into one op per tensor.
 
 before   updated       = _foreach_addcdiv([p_0: bf16[N, K], p_1: bf16[K]], [m_0, m_1], [d_0, d_1], -0.001)
          x_q           = quantize(updated[0])
@@ -7,10 +7,10 @@ after    updated_0     = addcdiv(p_0, m_0, d_0, value=-0.001)
          x_q           = quantize(updated_0)
 changes  nothing
 
-Inductor puts all tensors of a `_foreach_` op into one launch, and nothing that reduces or transposes into that: whoever
-quantizes a weight would read it once more. For small tensors one launch is what is wanted.
+Inductor puts all tensors of a `_foreach_` op into one launch, and fuses no op that reduces or transposes with it: the
+kernel that quantizes a weight would read it once more. For small tensors one launch is better.
 
-Runs on graphs of updates that quantize, once they are in ATen ops.
+Runs on graphs of updates that quantize, after they are traced to ATen ops.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fp8pass.scaling import FP8_DTYPES
 
 
 def match(node: fx.Node) -> str:
-    """The op that a `_foreach_` op is of each tensor; "" for any other node."""
+    """Return the name of the op that a `_foreach_` op applies to each tensor; "" for any other node."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return ""
     name = node.target._schema.name.removeprefix("aten::")
     base = name.removeprefix("_foreach_")
-    # with a tensor that has a number for each
+    # overload "Tensor" takes one tensor with a number for each tensor of the lists
     odd = base in ("addcdiv", "addcmul") and node.target._overloadname == "Tensor"
     return base if name != base and base in SPLITS and not odd else ""
 
 
 def large(node: fx.Node) -> list[int]:
-    """Which of the tensors are large, those that something else reads than by position aside."""
+    """Return the indices of the large tensors; none if a node reads the whole list of results."""
     if any(u.target is not operator.getitem for u in node.users):
         return []
     lists = [a for a in node.args if isinstance(a, (list, tuple)) and all(map(is_tensor, a))]
@@ -51,12 +51,12 @@ def large(node: fx.Node) -> list[int]:
 
 
 class SplitForeach:
-    """All of a graph."""
+    """Rewrites all `_foreach_` ops of a graph that quantizes."""
 
     name = "split_foreach"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every op that has large tensors, if the graph quantizes."""
+        """Rewrite every op that has large tensors, if the graph quantizes; return their number."""
         found = [n for n in graph.nodes if match(n)]
         if not found or not any(dtype_of(n) in FP8_DTYPES for n in graph.nodes if n.op == "call_function"):
             return 0
@@ -88,7 +88,7 @@ def _rewrite(build: Builder, node: fx.Node, op: str, apart: list[int]) -> None:
 
 
 def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
-    """The op on the i-th tensor of each list."""
+    """Emit the op on the i-th tensor of each list."""
     args = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
     tensors = [a for a in args if is_tensor(a)]
 
@@ -96,7 +96,7 @@ def _one(build: Builder, node: fx.Node, op: str, i: int) -> fx.Node:
         more = iter(given)
         values: list[Any] = [next(more) if is_tensor(a) else a for a in args]
         kwargs = dict(node.kwargs)
-        if op in ("addcdiv", "addcmul") and len(values) > 3:  # positional on lists only
+        if op in ("addcdiv", "addcmul") and len(values) > 3:  # `value` is positional in `_foreach_` ops, else a keyword
             kwargs["value"] = values.pop()
         result: Tensor = getattr(aten, op)(*values, **kwargs)
         return result

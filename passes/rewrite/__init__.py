@@ -1,5 +1,5 @@
-"""On the joint graph: find dequantize, dequantize, matmul, and make scaled matmuls of them. The detector.
+"""On the joint graph: find two dequantizes and a matmul, and rewrite them as a scaled matmul. The detector.
 
 May import: `common`.
-Does not live here: choices: whatever is FP8 in the graph is rewritten, or declined with its reason.
+Does not live here: choices of what becomes FP8: each FP8 matmul in the graph is rewritten, or declined with a reason.
 """

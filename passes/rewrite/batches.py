@@ -1,8 +1,8 @@
-"""A matmul, batched or not, as 2-D products, which is all that `_scaled_mm` has.
+"""Split a matmul, batched or not, into 2-D products: `_scaled_mm` takes no others.
 
 [M, K] by [K, N]                      one product
 [B, M, K] by one matrix [K, N]        one product, [B*M, K] by [K, N]
-one matrix [M, K] by [B, K, N]        one product, [M, K] by [K, B*N], and the result laid out anew
+one matrix [M, K] by [B, K, N]        one product, [M, K] by [K, B*N], and a copy of the result in the layout of bmm
 [B, M, K] by [B, K, N]                B products
 """
 
@@ -23,23 +23,24 @@ from fp8pass.passes.rewrite.layout import Layout
 
 
 class Factor(NamedTuple):
-    """One FP8 operand of a matmul, as that has it, and its scales without the summed dimension: f32[M] or f32[B, M].
+    """One FP8 operand of a matmul, in the matmul's shape, and its scales without the summed dimension.
 
-    rows: None where one scale is enough. Of nodes, or of fake tensors.
+    rows: f32[M] or f32[B, M]; None if the operand has one scale. Both fields are nodes, or both are fake tensors.
     """
 
     x: Any
     rows: Any = None
 
     def is_one_matrix(self) -> bool:
-        """Return whether a batched operand is the same for every entry of the batch."""
+        """Return whether a batched operand is one matrix, repeated for every entry of the batch."""
         return all(_is_repeated(_value(t)) for t in self if t is not None) and _value(self.x).dim() == 3
 
 
 class Product(NamedTuple):
-    """FP8 rows [M, K] and [N, K], padded, and how many columns N there are without the padding: an int or a node.
+    """Operands of one 2-D product: FP8 rows [M, K] and [N, K], padded.
 
-    rows_a, rows_b: their scales, f32[M] and f32[N], if each row has its own.
+    n: the number of columns N without the padding, an int or a node. rows_a, rows_b: the scales of the rows, f32[M] and
+    f32[N]; None if the operand has one scale.
     """
 
     a: fx.Node
@@ -50,14 +51,17 @@ class Product(NamedTuple):
 
 
 class Batches:
-    """`a` and `b` are always the FP8 operands as the matmul has them, with or without a batch dimension."""
+    """Builds the 2-D products of a matmul, and puts their results together.
+
+    In all methods `a` and `b` are the FP8 operands in the matmul's shapes, with or without a batch dimension.
+    """
 
     def __init__(self, emit: Callable[..., fx.Node]) -> None:
         self.emit = emit
         self.layout = Layout(emit)
 
     def products(self, a: Factor, b: Factor) -> list[Product]:
-        """The operands of each product, laid out."""
+        """Return the operands of each product, laid out and padded for the kernel."""
         (x, rows_x), (y, rows_y) = a, b
         if b.is_one_matrix():
             x, rows_x = self._flat(x), self._flat_rows(rows_x)
@@ -79,22 +83,25 @@ class Batches:
         return None if x is None else self.emit(aten.select.int, x, 0, i)
 
     def _flat_rows(self, rows: Any) -> Any:
-        """f32[B, R] as f32[B*R]."""
+        """Reshape f32[B, R] to f32[B*R]."""
         return None if rows is None else view_ops.reshape(rows, [self._count(rows)], self.emit)
 
     def _flat(self, x: fx.Node) -> fx.Node:
-        """f8[B, R, C] as f8[B*R, C]."""
+        """Reshape f8[B, R, C] to f8[B*R, C]."""
         flat: fx.Node = view_ops.reshape(x, [self._count(x), self.layout.size(x, 2)], self.emit)
         return flat
 
     def _count(self, x: fx.Node) -> Any:
-        """B*R."""
+        """Return B*R of a tensor [B, R] or [B, R, C]: an int, or a node if a size is symbolic."""
         batches, rows = (self.layout.size(x, d) for d in range(2))
         symbolic = isinstance(batches, fx.Node) or isinstance(rows, fx.Node)
         return self.emit(operator.mul, batches, rows) if symbolic else batches * rows
 
     def call(self, product: Product, *arguments: Any) -> fx.Node:
-        """One product without its padding, contiguous: users count on the strides that the matmul's result had."""
+        """Emit one product, sliced to its size without padding, and contiguous.
+
+        Users of the result rely on the strides of the matmul's result.
+        """
         y = self.emit(aten._scaled_mm.default, product.a, self.layout.transposed(product.b), *arguments)
         n = product.n.meta["val"] if isinstance(product.n, fx.Node) else product.n
         if statically_known_true(val(y).shape[1] == n):
@@ -103,7 +110,7 @@ class Batches:
         return self.emit(aten.clone.default, y, memory_format=torch.contiguous_format)
 
     def assembled(self, products: list[fx.Node], a: Factor, b: Factor) -> fx.Node:
-        """The results of all products as the matmul's."""
+        """Put the results of all products together into the matmul's result."""
         y, size = products[0], self.layout.size
         if val(a.x).dim() == 2:
             return y
@@ -117,7 +124,7 @@ class Batches:
         return entries[0] if len(entries) == 1 else self.emit(aten.cat.default, entries)
 
     def bias(self, bias: fx.Node, a: Factor, b: Factor) -> fx.Node:
-        """A bias [N] or [1, ..., N] over all columns that the kernel computes."""
+        """Return a bias [N] or [1, ..., N] repeated and padded to all columns that the kernel computes."""
         if val(bias).dim() > 1:
             bias = self.emit(aten.view.default, bias, [self.layout.size(bias, -1)])
         if a.is_one_matrix() and not b.is_one_matrix():

@@ -1,14 +1,14 @@
-"""Two dequantizes with a scale for each block, and a matmul, become one scaled matmul, where there is a kernel for it.
+"""Rewrite two dequantizes with a scale for each block, and a matmul, as one scaled matmul, where a kernel exists.
 
     before   a: bf16[M, K] = dequantize_blocks(a_q: f8e4m3fn[M, K], a_scale_inv: f32[M, K/128])
              b: bf16[K, N] = permute(dequantize_blocks(b_q: f8e4m3fn[N, K], b_scale_inv: f32[N/128, K/128]))
              y: bf16[M, N] = mm(a, b)
     after    y: bf16[M, N] = _scaled_mm(a_q, permute(b_q), a_scale_inv by columns, permute(b_scale_inv), out_dtype=bf16)
 
-changes  nothing but rounding: scales are copied into the layouts that cuBLASLt takes them in
+changes  nothing but rounding: scales are copied into the layouts that cuBLASLt takes
 
-Blocks are 1x128, 128x128, or 1x32 with scales in e8m0, which are laid out in tiles of 128 rows by 4 blocks. What can't
-be shown to fit a kernel is declined, and stays a multiplication of the same FP8 values in high precision.
+Blocks are 1x128, 128x128, or 1x32 with scales in e8m0, which are laid out in tiles of 128 rows by 4 blocks. A matmul
+that cannot be shown to fit a kernel is declined, and multiplies the same FP8 values in high precision.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fp8pass.scaling import E4M3
 
 @dataclass(frozen=True)
 class Blocks:
-    """One operand as rows [R, K] that the matmul sums along, which are `x_q` or its transpose.
+    """One operand as rows [R, K], where the matmul sums over K. The rows are `x_q` or its transpose.
 
-    transposed: whether x_q has K first. size: elements per block along K; square: whether blocks have as many rows.
+    transposed: True if x_q has K first. size: elements per block along K. square: True if blocks have as many rows.
     """
 
     x_q: fx.Node
@@ -48,22 +48,25 @@ class Blocks:
 
     @property
     def is_e8m0(self) -> bool:
-        """Whether the scales are codes of e8m0: those of MXFP8."""
+        """True if the scales are e8m0 codes (MXFP8)."""
         return val(self.scale_inv).dtype == torch.uint8
 
     @property
     def rows(self) -> int:
-        """M or N."""
+        """The number of rows: M or N."""
         return int(val(self.x_q).shape[1 if self.transposed else 0])
 
     @property
     def k(self) -> int:
-        """K."""
+        """The size of the dimension that the matmul sums over."""
         return int(val(self.x_q).shape[0 if self.transposed else 1])
 
 
 def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
-    """Capture of an operand, whose dimension `dim` is summed. Raises Reject if its blocks do not lie along that."""
+    """Capture an operand with a scale for each block.
+
+    dim: the dimension that the matmul sums over. Raises Reject if the blocks do not lie along it.
+    """
     assert dq.blocks is not None
     assert isinstance(dq.x_q, fx.Node)
     node, x_q = dq.blocks, val(dq.x_q)
@@ -74,6 +77,7 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
         raise Reject("block layout", f"{at(node)} dequantizes {what}, not float8_e4m3fn in rows of a fixed size")
     moved = dq.moved(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), {})
     moved = val(moved) if isinstance(moved, fx.Node) else moved
+    # movement is on fake tensors, which have no addresses: shape, strides and storage tell a view of `x_q` from a copy
     rows, columns = x_q.shape
     along = (rows, columns) if dim == -1 else (columns, rows)
     strides = (columns, 1) if dim == -1 else (1, columns)
@@ -94,7 +98,7 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
 
 
 def match(captured: Sequence[Dequantize | None], mode: FakeTensorMode) -> tuple[Blocks, Blocks]:
-    """Both operands of a matmul."""
+    """Capture both operands of a matmul. Raises Reject if one has no scale for each block, or its blocks do not fit."""
     dq_a, dq_b = captured
     if dq_a is None or dq_b is None or dq_a.blocks is None or dq_b.blocks is None:
         raise Reject("block layout", "one operand has a scale for each block, and the other has not")
@@ -125,12 +129,12 @@ def check(a: Blocks, b: Blocks, node: fx.Node, target: str | None) -> None:
 
 
 class BlockwiseMM:
-    """Before detection by tensor or row, which does not know blocks."""
+    """The pass. Runs before `scaled_mm`, which handles only scales for tensors and rows."""
 
     name = "blockwise_mm"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite what there is a kernel for; the other matmuls of such operands get their reasons."""
+        """Rewrite matmuls for which a kernel exists; note why the others with blockwise operands are declined."""
         if not any(node.target is DEQUANTIZE_BLOCKS for node in graph.nodes):
             return 0
         applied, build = 0, context.builder(graph, self.name)
@@ -162,7 +166,7 @@ def _try_dequantize(operand: fx.Node) -> Dequantize | None:
 
 
 def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
-    """The product that `node` stands for, in front of it."""
+    """Emit the scaled matmul that computes `node`, before it."""
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return build.emit(node, target, *args, **kwargs)
@@ -178,19 +182,22 @@ def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
     layout_a, layout_b = (tiles, tiles) if a.is_e8m0 else (_layout_of_a(a), _layout_of_b(b))
     (scale_a,), (scale_b,) = build.inline(node, layout_a, a.scale_inv), build.inline(node, layout_b, b.scale_inv)
     columns = emit(aten.permute.default, rows(b), [1, 0])
-    # no fast accumulation: these kernels add up in float32
+    # no fast accumulation: blockwise kernels accumulate in float32
     y = emit(aten._scaled_mm.default, rows(a), columns, scale_a, scale_b, None, None, out_dtype, False)
     y = y if out_dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
     return y if val(node).dim() == 2 else emit(aten.view.default, y, list(val(node).shape))
 
 
 def _by_columns(scale_inv: Tensor) -> Tensor:
-    """The same f32[R, C], laid out with R contiguous."""
+    """Copy f32[R, C] into a layout with R contiguous."""
     return scale_inv.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _layout_of_a(a: Blocks) -> Any:
-    """[M, K/128] by columns; of square blocks [M/128, K/128] by rows."""
+    """Return the function that lays out scales of the first operand as cuBLASLt takes them.
+
+    1x128 blocks: [M, K/128] by columns. 128x128 blocks: [M/128, K/128] by rows.
+    """
     if not a.square:
         return _by_columns
     return (
@@ -199,15 +206,19 @@ def _layout_of_a(a: Blocks) -> Any:
 
 
 def _layout_of_b(b: Blocks) -> Any:
-    """[K/128, N] by rows; of square blocks [K/128, N/128] by columns."""
+    """Return the function that lays out scales of the second operand as cuBLASLt takes them.
+
+    1x128 blocks: [K/128, N] by rows. 128x128 blocks: [K/128, N/128] by columns.
+    """
     if not b.square:
         return lambda s: s.t().clone(memory_format=torch.contiguous_format)
     return _by_columns if b.transposed else (lambda s: s.t())
 
 
 def tiles(codes: Tensor) -> Tensor:
-    """e8m0 codes u8[R, C] as e8m0[R' * C'], R padded to 128 and C to 4: cuBLASLt's layout of scales for 1x32 blocks.
+    """Lay out e8m0 codes u8[R, C] as e8m0[R' * C'], cuBLASLt's layout of scales for 1x32 blocks.
 
+    R' and C' are R and C padded to multiples of 128 and 4.
     The code of row r and block c is at ((r // 128) * C'/4 + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4.
     """
     rows, columns = codes.shape

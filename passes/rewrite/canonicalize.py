@@ -1,14 +1,14 @@
-"""FP8 quantize and dequantize ops of other libraries become the ATen ops that they stand for.
+"""Replace FP8 quantize and dequantize ops of other libraries by the ATen ops that they stand for.
 
 before   x_q: f8e4m3fn = quantize_per_tensor(x: f32, 0.5, 0, -448, 448, f8e4m3fn)
          y: f32 = dequantize_per_tensor(x_q, 0.5, 0, -448, 448, f8e4m3fn)
 after    x_q = to(clamp(round(x * 2.0), -448, 448), f8e4m3fn)
          y = to(x_q, f32) * 0.5
-changes  nothing: the formulas are those that the libraries run. Inductor has none for FP8, or calls these ops one by
-         one, and detection needs to know one spelling only
+changes  nothing: the libraries run the same formulas. Inductor has no FP8 formula for some of these ops and calls
+         others one by one; after this pass, detection needs to know only one spelling
 
-`torch.ops.quantized_decomposed` and torchao, as they stand in graphs that `torch.export` made. torchao's other affine
-ops have been decomposed by the time that passes run.
+Covers `torch.ops.quantized_decomposed` and torchao ops in graphs that `torch.export` made. torchao's other affine ops
+are already decomposed when passes run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8pass.scaling import FP8_DTYPES, fp8_max
 
 
 def _quantize_per_tensor(x: Tensor, scale: Any, zero_point: Any, low: Any, high: Any, dtype: torch.dtype) -> Tensor:
-    # rounds to integers, for FP8 as well: what the op does
+    # the op rounds to integers, for FP8 types as well
     rounded: Tensor = torch.round(x.float() * (1.0 / _scalar(scale))) + _scalar(zero_point)
     return rounded.clamp(low, high).to(dtype)
 
@@ -48,7 +48,7 @@ def _dequantize_affine_float8(x_q: Tensor, scale: Tensor, dtype: torch.dtype = t
 
 
 def _scalar(x: Any) -> Any:
-    """A one-element tensor without dimensions, so that it does not widen what it scales."""
+    """Reshape a one-element tensor to 0 dimensions, so that type promotion does not widen the tensor that it scales."""
     return x.reshape(()) if isinstance(x, Tensor) else x
 
 
@@ -57,7 +57,7 @@ def _is_zero(x: Any) -> bool:
 
 
 def _spread(scale: Tensor, x: Tensor) -> Tensor:
-    """A scale per block, one for every element of the block; any other broadcasts by itself."""
+    """Repeat scales of blocks for each element of their block; return any other scale as it is, for it broadcasts."""
     if scale.dim() == x.dim():
         for dim, (size, blocks) in enumerate(zip(x.shape, scale.shape, strict=True)):
             if blocks not in (1, size):
@@ -65,7 +65,7 @@ def _spread(scale: Tensor, x: Tensor) -> Tensor:
     return scale
 
 
-# By name: the ops exist only where the library that defines them is imported.
+# Keys are names: the ops exist only after the library that defines them is imported.
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "quantized_decomposed.quantize_per_tensor.default": _quantize_per_tensor,
     "quantized_decomposed.quantize_per_tensor.tensor": _quantize_per_tensor,
@@ -79,12 +79,12 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 
 class Canonicalize:
-    """Op by op."""
+    """The pass. Replaces each op independently of the others."""
 
     name = "canonicalize"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every such op that reads or makes FP8."""
+        """Replace every such op that reads or returns FP8; return how many there were."""
         found = [n for n in graph.nodes if str(n.target) in _FORMULAS and _touches_fp8(n)]
         for node in found:
             _expand(graph, node)

@@ -1,15 +1,16 @@
-"""Capture of what follows a matmul and belongs into its kernel.
+"""Capture the ops after a matmul that its kernel can do: scaling, bias, cast, clamp.
 
     y * s, y / s, any number of them         into the scale of the first operand, unless Inductor fuses them for free
     y + bias[N]                              into the kernel's bias, where its type is the output's, bfloat16 or float16
     y.to(narrower)                           the kernel's output type
     clamp(y, -max, max).to(f8)               float8 output; the kernel saturates
 
-Reshapes, copies and wider casts may stand in between. Only a chain of single users is followed: what else reads an
-intermediate result needs it, and so no scale can depend on the product that it scales. A scale behind a bias or a clamp
-is never moved in front of it. What stays outside (ReLU, GELU, matrix biases, amax) Inductor fuses into one kernel.
+Reshapes, copies and wider casts may stand in between. The capture follows only nodes with a single user: another
+reader would need the intermediate result. So no scale can depend on the product that it scales. A scale after a bias
+or a clamp is never moved before it. Ops that stay outside (ReLU, GELU, matrix biases, amax) Inductor fuses into one
+kernel.
 
-`_scaled_mm`'s own `scale_result` is not used: Inductor drops it, and CPUs divide by it where cuBLASLt multiplies.
+`scale_result` of `_scaled_mm` is not used: Inductor drops it, and CPUs divide by it where cuBLASLt multiplies.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _UPPER = {aten.clamp_max.default, aten.clamp_max.Tensor, aten.minimum.default}
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What the kernel does after multiplying, in this order.
+    """Ops that the kernel does after multiplying: scale, bias, clamp, cast, in this order.
 
-    end: the node that the rewritten matmul takes the place of. dtype: of `end`. reshapes: those on the way there.
-    scale: what the FP8 product is multiplied with, all in all. bias: a vector over N, any number of leading 1s.
-    low, high: the clamp. note: why a conversion to float8 that follows stayed outside.
+    end: the node that the rewritten matmul replaces. dtype: the dtype of `end`. reshapes: the reshapes between the
+    matmul and `end`. scale: the product of all scales of the FP8 product. bias: a vector over N, with any number of
+    leading 1s. low, high: the clamp. note: why a cast to float8 that follows stayed outside.
     """
 
     end: fx.Node
@@ -68,9 +69,10 @@ class Epilogue:
 def epilogue(
     matmul: fx.Node, scale: Scale, bias: fx.Node | None, operand_dtypes: tuple[torch.dtype, torch.dtype]
 ) -> Epilogue:
-    """As much of what follows `matmul` as one `_scaled_mm` of these operands can do.
+    """Return the longest chain of ops after `matmul` that one `_scaled_mm` can do, and that is worth folding into it.
 
-    scale: of both operands. bias: what `matmul` itself adds; if the result has none, it goes behind the kernel.
+    scale: the product of both operands' scales. bias: the tensor that `matmul` itself adds; if the result has no bias,
+    it has to be added after the kernel. operand_dtypes: the FP8 types of the operands.
     """
     taken = Epilogue(matmul, val(matmul).dtype, scale)
     so_far: Epilogue | None = taken
@@ -87,7 +89,7 @@ def epilogue(
 
 
 def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
-    """The chain with one more op in it; None where it ends."""
+    """Return the chain extended by the next op; None if it ends here."""
     if len(so_far.end.users) != 1:
         return None
     (node,) = so_far.end.users
@@ -141,7 +143,7 @@ def _biased(matmul: fx.Node, so_far: Epilogue, node: fx.Node) -> Epilogue | None
 
 
 def _is_vector(bias: fx.Node, matmul: fx.Node, product: fx.Node) -> bool:
-    """Whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of the matmul."""
+    """Return whether adding `bias` to `product`, a reshape of `matmul`, adds one number to each column of `matmul`."""
     n = val(matmul).shape[-1]
     shape, columns = val(bias).shape, val(product).shape[-1]
     is_row = len(shape) > 0 and all(statically_known_true(size == 1) for size in shape[:-1])
@@ -149,7 +151,7 @@ def _is_vector(bias: fx.Node, matmul: fx.Node, product: fx.Node) -> bool:
 
 
 def _source_of_cast(bias: fx.Node) -> fx.Node:
-    """A bias that was widened, as it was before: kernels take no float32 bias."""
+    """Return the bfloat16 or float16 source of a bias cast to float32, else the bias: kernels take no float32 bias."""
     widened = is_wide_cast(bias) and val(first(bias)).dtype in HALF and val(bias).dtype == torch.float32
     return first(bias) if widened else bias
 
@@ -165,24 +167,28 @@ def _clamped(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
 
 
 def _fits_kernel(matmul: fx.Node, e: Epilogue) -> bool:
-    """Return whether a kernel can end here, without writing more bytes than the matmul did."""
+    """Return whether a kernel can write `e.end` itself, and in no more bytes than the matmul's result."""
     if e.low is not None or e.high is not None or e.dtype.itemsize > val(matmul).dtype.itemsize:
         return False
     if e.end.target in RESHAPES or not val(e.end).is_contiguous():
         return False
+    # `_scaled_mm` takes a bias in the type of a bfloat16 or float16 output, and none for float32
     return e.bias is None or (val(e.bias).dtype == e.dtype and e.dtype in HALF and _in_one_piece(e.bias))
 
 
 def _in_one_piece(bias: fx.Node) -> bool:
-    """Kernels read a bias through a bare pointer: it has no gaps, and begins where tensors begin."""
+    """Return whether a kernel can read the bias through a bare pointer.
+
+    It must be contiguous, and begin at a multiple of 16 bytes, as tensors do.
+    """
     value = val(bias)
     return value.is_contiguous() and statically_known_true(value.storage_offset() * value.itemsize % 16 == 0)
 
 
 def _is_worth(matmul: fx.Node, e: Epilogue) -> bool:
-    """Return whether folding a scale saves a pass over the result, or costs nothing.
+    """Return whether folding a scale into the kernel saves a pass over the result, or costs nothing.
 
-    Multiplying scales is a launch of its own, and what Inductor fuses with the scaling anyway is free there.
+    Multiplying scales takes a kernel launch. Scaling the result costs nothing where Inductor fuses it with a reader.
     """
     free = len(e.scale.multiplied) <= 1 and not e.scale.divided and (e.scale.number == 1 or not e.scale.multiplied)
     return free or e.dtype.itemsize < val(matmul).dtype.itemsize or not any(map(_is_fused, readers(e.end, _is_layout)))
@@ -193,13 +199,13 @@ def _is_layout(node: fx.Node) -> bool:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Return whether Inductor makes one kernel of `node` and an elementwise op in front of it."""
+    """Return whether Inductor fuses `node` with an elementwise op before it into one kernel."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
 def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch.dtype, torch.dtype]) -> str:
-    """Why the conversion to float8 can't be the kernel's; "" if it can."""
+    """Return why the kernel cannot do the cast to float8; "" if it can."""
     dtype, limit = dtype_name(e.dtype), fp8_max(e.dtype)
     outside = f"{at(e.end)} converts to {dtype} behind the kernel"
     if e.low is None and e.high is None:

@@ -1,10 +1,10 @@
-"""Dequantization by blocks, or by groups, that became no scaled matmul becomes the ATen ops that it stands for.
+"""Expand dequantizes by blocks or groups that did not become part of a scaled matmul into ATen ops.
 
 before   x: bf16[R, C] = dequantize_blocks(x_q: f8e4m3fn[R, C], scale_inv: f32[R, C/128], bf16)
 after    x: bf16[R, C] = view(to(to(view(x_q, [R, 1, C/128, 128]), f32) * view(scale_inv, [R, 1, C/128, 1]), bf16),
                               [R, C])
-and the rows that `rows_apart` names to move groups of rows apart
-changes  nothing: it is the op's own formula, which Inductor can fuse
+and likewise `rows_apart`, the row indices that move groups of rows apart
+changes  nothing: this is the op's own formula, which Inductor can fuse
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FORMULAS: dict[object, Callable[..., Tensor]] = {
 
 
 class ExpandBlocks:
-    """Op by op."""
+    """The pass. Expands each op independently of the others."""
 
     name = "expand_blocks"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Expand every such op; returns how many there were."""
+        """Expand every such op; return how many there were."""
         found = [n for n in graph.nodes if n.target in _FORMULAS]
         for node in found:
             _expand(context.builder(graph, self.name), node)
@@ -47,7 +47,7 @@ def _expand(build: Builder, node: fx.Node) -> None:
         return _FORMULAS[node.target](*fx.map_arg(node.args, known.__getitem__))
 
     (result,) = build.inline(node, formula, *inputs)
-    if node.target is ROWS_APART:  # into memory, where Inductor would compute it anew for each element that it reads
+    if node.target is ROWS_APART:  # materialize: Inductor would recompute the indices for each element that it gathers
         result = build.emit(node, FORCE_STRIDE_ORDER, result, [1])
     node.replace_all_uses_with(result)
     build.graph.erase_node(node)

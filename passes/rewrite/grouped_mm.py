@@ -1,20 +1,21 @@
-"""Two dequantizes with a scale for each row, and a matmul of experts, become one scaled grouped matmul.
+"""Rewrite two dequantizes with a scale for each row, and a matmul of experts, as one scaled grouped matmul.
 
 before   a: bf16[M, K]    = a_q: f8e4m3fn[M, K] * a_scale_inv: f32[M, 1]
          b: bf16[G, K, N] = b_q: f8e4m3fn[G, K, N] * b_scale_inv: f32[G, 1, N]
          y: bf16[M, N]    = _grouped_mm(a, b, offs)
 after    y = _scaled_grouped_mm(a_q, b_q laid out along K, view(a_scale_inv), view(b_scale_inv), offs)
-or       the same of a bmm, without offs
+or       the same for a bmm, without offs
 
 before   x: bf16[M, K] = dequantize_groups(x_q: f8e4m3fn[M, K], x_scale_inv: f32[G, K], offs)
          g: bf16[M, N] = dequantize_groups(g_q: f8e4m3fn[M, N], g_scale_inv: f32[G, N], offs)
          y: bf16[G, N, K] = _grouped_mm(permute(g), x, offs)                     sums over the rows of each group
 after    y = _scaled_grouped_mm(g_t: f8e4m3fn[N, M'], permute(x_t: f8e4m3fn[K, M']), view(g_scale_inv),
                                 view(x_scale_inv), ends)
-         where g_t, x_t are laid out along the rows, and groups moved apart to begin at multiples of 16: see grouped.py
+         where g_t, x_t are laid out along the rows, and groups are moved apart so that each begins at a multiple of 16:
+         see grouped.py
 changes  y by the rounding of a and b to bf16, which no longer happens
 
-What is not rewritten here and is no `_grouped_mm` is left to `scaled_mm`, which makes a matmul of each batch.
+A bmm that is not rewritten here is left to `scaled_mm`, which makes one matmul for each batch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ GROUPED_MM = aten._grouped_mm.default
 
 @dataclass(frozen=True)
 class ByRows:
-    """[M, K] in groups, or [G, M, K], by [G, K, N], each with a scale for each row or column."""
+    """Operands [M, K] in groups, or [G, M, K], and [G, K, N], with a scale for each row of a and column of b."""
 
     a: Dequantize
     b: Dequantize
@@ -55,14 +56,14 @@ class ByRows:
 
 @dataclass(frozen=True)
 class ByGroups:
-    """[C, R] by [R, D], summed over the rows R of each group. a, b: their `dequantize_groups`."""
+    """Operands [C, R] and [R, D], summed over the rows R of each group. a, b: their `dequantize_groups` nodes."""
 
     a: fx.Node
     b: fx.Node
 
 
 def match(node: fx.Node, mode: FakeTensorMode) -> ByRows | ByGroups:
-    """What the matmul multiplies. Raises Reject if that is no float8 with scales that a kernel takes."""
+    """Capture both operands of the matmul. Raises Reject if they are not float8 with scales that a kernel takes."""
     a, b = operands(node)
     if val(a).dim() == val(b).dim() == 2:
         return ByGroups(_in_groups(a, node, turned=True), _in_groups(b, node, turned=False))
@@ -83,7 +84,10 @@ def _by_row(operand: fx.Node, dim: int, mode: FakeTensorMode) -> Dequantize:
 
 
 def _in_groups(operand: fx.Node, matmul: fx.Node, turned: bool) -> fx.Node:
-    """The `dequantize_groups` that an operand is, or is the transpose of."""
+    """Return the `dequantize_groups` node that an operand is, or is the transpose of (`turned`).
+
+    Raises Reject if the operand comes from anything else, or has scales for other groups.
+    """
     node, is_turned = operand, False
     while node.target is not grouped.DEQUANTIZE_GROUPS:
         if node.target is aten.permute.default:
@@ -100,19 +104,19 @@ def _in_groups(operand: fx.Node, matmul: fx.Node, turned: bool) -> fx.Node:
 
 def check(node: fx.Node, found: ByRows | ByGroups, target: hardware.Target | None) -> None:
     """Raise Reject if there is no kernel."""
-    # a gradient is of one size with the experts
+    # the result of ByGroups is the gradient of the experts, [G, N, K]: its sizes are theirs
     experts = val(node) if isinstance(found, ByGroups) else val(operands(node)[1])
     if reject := why_no_kernel(experts, val(node).dtype, target):
         raise reject
 
 
 class GroupedMM:
-    """Before `scaled_mm`, which knows no groups. `context.gemms` gets the verdicts."""
+    """The pass. Runs before `scaled_mm`, which does not support groups, and sets verdicts in `context.gemms`."""
 
     name = "grouped_mm"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite all that `match` and `check` have nothing against."""
+        """Rewrite every grouped or batched matmul that `match` and `check` accept; return how many."""
         todo = {n: g for n, g in context.gemms.items() if n.target is GROUPED_MM or _is_batched(n)}
         if not todo:
             return 0
@@ -136,6 +140,7 @@ def _is_batched(node: fx.Node) -> bool:
     if node.target is not aten.bmm.default:
         return False
     a, b = map(val, operands(node))
+    # stride 0: one matrix repeated for all batches, of which `scaled_mm` makes a single product
     return isinstance(b.shape[0], int) and b.shape[0] > 1 and 0 not in (a.stride(0), b.stride(0))
 
 
@@ -151,7 +156,7 @@ class _Rewriter:
         self.matmul, self.build.gemm = node, node.name
         arguments = self._rows(found) if isinstance(found, ByRows) else self._groups(found)
         y = self._product(*arguments, fast_accum=gemm.fast_accum)
-        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:  # by a policy that says to save matmuls
+        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:  # set by a checkpoint policy that saves matmuls
             y.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self.build.replace(node, y)
         gemm.status, gemm.rule, gemm.reason = "rewritten", "", ""
@@ -166,7 +171,7 @@ class _Rewriter:
         return a, self.layout.transposed(b), self._scales(found.a, -1), self._scales(found.b, -2), offs
 
     def _scales(self, dq: Dequantize, dim: int) -> fx.Node:
-        """f32[M] or f32[G, M], contiguous."""
+        """Return the scales of the rows, f32[M] or f32[G, M], contiguous."""
         assert dq.rows is not None
         scales = dq.rows.moved(dim, self.build.mode, self._emit)
         if val(scales).dtype != torch.float32:
@@ -202,6 +207,7 @@ class _Rewriter:
 
 
 def _by_columns(x_q: Tensor, row: Tensor) -> Tensor:
-    """[R, C] as [C, R'], along the rows that `row` names: in bytes, which can be taken anywhere."""
+    """Gather the rows of `x_q` [R, C] that `row` names, and transpose: [C, R']."""
+    # as bytes: indexing is not implemented for FP8 everywhere
     rows = grouped.taken(x_q.view(torch.uint8), row).view(x_q.dtype)
     return rows.t().clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""List every matmul of the joint graph, so that none goes without a verdict.
+"""List every matmul of the joint graph, so that each gets a verdict.
 
-Rewrites nothing. Each `mm`, `addmm`, `bmm`, `baddbmm` gets a `Gemm`: which of the three products of a layer it is, the
-module it belongs to, its sizes and the user's line. It is declined until a later pass rewrites it.
+Does not change the graph. Each `mm`, `addmm`, `bmm`, `baddbmm` gets a `Gemm`: which of the three products of a layer
+it is, the module it belongs to, its sizes and the user's line. It is declined until a later pass rewrites it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fp8pass.recipes import Kind
 
 
 class _Forward(NamedTuple):
-    """What a matmul of the forward multiplies: [M, K] of one tensor by [K, N] of another."""
+    """The operands of a matmul of the forward: [M, K] of one tensor by [K, N] of another."""
 
     a: fx.Node
     b: fx.Node
@@ -53,12 +53,12 @@ class _Forward(NamedTuple):
 
 
 class ListMatmuls:
-    """Over the joint graph. The annotate pass has left its index of a call in `meta["custom"]`."""
+    """The pass, on the joint graph. The annotate pass left the index of each call's choice in `meta["custom"]`."""
 
     name = "list_matmuls"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Fill `context.gemms`."""
+        """Fill `context.gemms`; return 0, the number of changes."""
         context.notes += [] if context.is_update else _unread_dequantizes(graph)
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_Forward]] = {}
@@ -93,7 +93,7 @@ def _gemm(
     sizes: Sequence[Any],
     context: Context,
 ) -> Gemm:
-    """Return the verdict so far. sizes: M, K and N, after that of the batches if there are any."""
+    """Return the verdict so far. sizes: M, K and N, with the number of batches before them if there are batches."""
     a, b = factors
     choice = context.choices[index] if index is not None else Choice("", source_of(node))
     *batch, m, k, n = sizes
@@ -122,8 +122,10 @@ def _gemm(
 
 
 def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, Any, Any]]]:
-    """Yield what transformers' custom op of experts multiplies: the result's node, which of a layer's products it is,
-    its factors, and M, K and N."""
+    """Yield the products that transformers' custom op of experts computes.
+
+    Each is the result's node, which of a layer's products it is, its factors, and M, K and N.
+    """
     name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
     if name not in (FALLBACK, FALLBACK_BACKWARD):
         return
@@ -135,7 +137,7 @@ def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, 
         return
     (g,) = gradient
     assert isinstance(g, fx.Node)
-    for result in node.users:  # a tuple's parts
+    for result in node.users:  # getitem nodes of the returned tuple
         if result.args[1] == 0:
             yield result, "grad_input", (g, w), (m, n, k)
         else:
@@ -143,7 +145,7 @@ def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, 
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The two factors of an `mm`, `addmm`, `bmm` or `baddbmm` node."""
+    """Return the two factors of an `mm`, `addmm`, `bmm`, `baddbmm` or `_grouped_mm` node."""
     first = 1 if node.target in ADDING_MATMULS else 0
     a, b = node.args[first], node.args[first + 1]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
@@ -151,16 +153,17 @@ def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def added(node: fx.Node) -> fx.Node | None:
-    """What an `addmm` or `baddbmm` node adds to the product."""
+    """Return the tensor that an `addmm` or `baddbmm` node adds to the product; None for other matmuls."""
     bias = node.args[0] if node.target in ADDING_MATMULS else None
     assert bias is None or isinstance(bias, fx.Node)
     return bias
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a gradient coming in."""
+    """Return the nodes that depend on an incoming gradient."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
+        # AOTAutograd's name for the gradients of the outputs in a joint graph
         tangent = node.op == "placeholder" and node.name.startswith("tangents")
         if tangent or any(n in found for n in node.all_input_nodes):
             found.add(node)
@@ -168,9 +171,9 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def save_for_backward(graph: fx.Graph, chosen: Callable[[fx.Node, set[fx.Node]], bool]) -> int:
-    """Mark nodes of the forward that the backward is to read and not to compute again; returns how many are new.
+    """Mark nodes of the forward that the backward reads instead of recomputing; return how many are new.
 
-    chosen: asked of a node and all nodes of the backward.
+    chosen: called with a node and the set of all backward nodes; True for nodes to mark.
     """
     backward = backward_nodes(graph)
     new = [n for n in graph.nodes if n not in backward and SAVED not in n.meta and chosen(n, backward)]
@@ -180,7 +183,7 @@ def save_for_backward(graph: fx.Graph, chosen: Callable[[fx.Node, set[fx.Node]],
 
 
 def _unread_dequantizes(graph: fx.Graph) -> list[str]:
-    """A sentence for every FP8 tensor that is dequantized for no matmul."""
+    """Return a sentence for every FP8 tensor that is dequantized and not read by a matmul."""
     notes = []
     for node in filter(is_dequantizing, graph.nodes):
         found = readers(node, changes_places)
@@ -193,7 +196,7 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
 
 
 def _is_scale(node: fx.Node) -> bool:
-    """A scale that is itself FP8."""
+    """Return whether `node` is a scale that is itself stored in FP8."""
     scaled = (u for u in node.users if u.target in MULTIPLYING or u.target in DIVIDING)
     return has_one_element(node) and not all(map(has_one_element, scaled))
 
@@ -204,11 +207,11 @@ def _name(node: fx.Node) -> str:
 
 _CLAMP = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default}
 _WHOLE = {*RESHAPES, *COPIES, *CASTS, *MULTIPLYING, *DIVIDING, *_CLAMP, aten.permute.default, aten.expand.default}
-"""Ops that keep all of a tensor; a part of one is a tensor of its own, as q, k and v are."""
+"""Ops that keep all elements of a tensor. A part of a tensor counts as another tensor, as q, k and v do."""
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The tensor that an operand shows: views, casts, scales and clamps taken off, so quantization as well."""
+    """Return the tensor that an operand comes from, through views, casts, scaling and clamps (so quantization, too)."""
     while node.target in _WHOLE:
         source = node.args[0]
         scales = node.target in MULTIPLYING or node.target in DIVIDING
@@ -219,7 +222,11 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward]) -> Kind:
-    """grad_weight multiplies with the forward's first operand and contracts M; grad_input with its second, and N."""
+    """Return which product of its layer a matmul of the backward is.
+
+    grad_weight reads the forward's first operand and contracts M; grad_input reads its second operand and contracts N.
+    "output" if neither operand is one of the forward's.
+    """
     found: list[tuple[bool, Kind]] = []
     for f in forward:
         if f.b in roots and f.a is not f.b:
@@ -234,7 +241,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _custom(node: fx.Node) -> dict[str, Any]:
-    """What the annotate pass left on the call that this node comes of."""
+    """Return what the annotate pass noted on the call that this node comes from; {} if nothing."""
     custom = node.meta.get("custom")
     return custom if isinstance(custom, dict) else {}
 
@@ -258,11 +265,12 @@ _LINEAR_ALGEBRA = frozenset(
     {"cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "inverse", "lu", "lu_solve", "norm", "orgqr", "ormqr"}
     | {"pca_lowrank", "pinverse", "qr", "svd", "svd_lowrank", "triangular_solve"}
 )
-"""Those whose names do not begin with linalg: solvers, factorizations, and differences of nearly equal numbers."""
+"""Functions of linear algebra whose names do not begin with "linalg_": solvers, factorizations, and functions that
+subtract nearly equal numbers."""
 
 
 def _origin(node: fx.Node) -> str:
-    """The function that the user called."""
+    """Return the name of the function that the user called; the name of the op if Dynamo recorded none."""
     for key in ("source_fn_stack", "fwd_source_fn_stack"):
         if stack := node.meta.get(key):
             function = stack[-1][1]

@@ -1,11 +1,12 @@
-"""Capture of one operand: an FP8 tensor times a scale, whatever stands between it and the matmul.
+"""Capture one operand of a matmul: an FP8 tensor times a scale, through any ops that commute with the scale.
 
-Walks from the matmul towards the FP8 tensor instead of enumerating chains of ops: users, decompositions and other
-passes put casts, scales and movement wherever they like, in any number and order. A product of one-number factors is
-one scale, so that chains of scales fold; casts between high-precision types are looked through, and so is negation.
+Walks from the matmul towards the FP8 tensor instead of matching fixed chains of ops: users, decompositions and other
+passes insert casts, scales and movement in any number and order. Chains of one-number scales fold into one scale. Casts
+between high-precision types and negation are looked through.
 
-The folding is exact but for rounding: the scale is a product in float32, and the dequantized values are not rounded to
-the types in between, as Inductor would not round them either. Where such a type would have overflowed, they do not.
+The folding is exact except for rounding: the scale is one product, rounded to float32, and dequantized values are not
+rounded to the types in between (Inductor would not round them either). Values that would have overflowed such a type
+do not.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
 from fp8pass.scaling import FNUZ_DTYPES, FP8_DTYPES
 
 MAX_DEPTH = 50
-"""Joins within joins."""
+"""How deep joins (cat, where) may be nested; deeper ones are declined."""
 _F32 = torch.finfo(torch.float32)
 
 
@@ -63,7 +64,7 @@ class Scale:
     divided: tuple[fx.Node, ...] = ()
 
     def times(self, factor: Any, divide: bool = False) -> Scale:
-        """This scale times, or divided by, a number or a node."""
+        """Return this scale multiplied with, or divided by, a number or a node."""
         if isinstance(factor, fx.Node) and factor.target is aten.neg.default and val(factor).dtype.is_floating_point:
             return replace(self, number=-self.number).times(first(factor), divide)
         if not isinstance(factor, fx.Node):
@@ -76,11 +77,11 @@ class Scale:
         return Scale(self.number * other.number, self.multiplied + other.multiplied, self.divided + other.divided)
 
     def fits_float32(self) -> bool:
-        """Return whether the number is one that kernels can be given: 0, infinity and subnormals are none."""
+        """Return whether the number is a normal float32, as kernels need: not 0, infinite or subnormal."""
         return _F32.tiny <= abs(self.number) <= _F32.max
 
     def key(self) -> Hashable:
-        """Equal for scales that are certainly equal, but for their sign."""
+        """Return a key that is equal only for scales that are certainly equal, up to their sign."""
         factors = (Counter(map(same_value, nodes)) for nodes in (self.multiplied, self.divided))
         return abs(self.number), *(frozenset(f.items()) for f in factors)
 
@@ -90,7 +91,7 @@ UNSCALED = Scale()
 
 @dataclass(frozen=True)
 class Joined:
-    """FP8 tensors that a cat or where makes one of. parts: None for zeros."""
+    """FP8 tensors that a cat or where joins. parts: each input with its capture, None for zeros."""
 
     node: fx.Node
     parts: tuple[tuple[fx.Node, Dequantize | None], ...]
@@ -100,8 +101,9 @@ class Joined:
 class Dequantize:
     """An operand that is FP8 times a scale.
 
-    x_q: the FP8 tensor. movement: the ops between it and the matmul that move elements, innermost first. rows: a factor
-    that differs between rows. blocks: the `dequantize_blocks` that x_q comes out of, if it has a scale for each block.
+    x_q: the FP8 tensor. movement: the ops between it and the matmul that move elements, innermost first. scale: the
+    product of all one-number scales. dtype: the FP8 type. rows: a factor that differs between rows. blocks: the
+    `dequantize_blocks` node that reads x_q, if x_q has a scale for each block.
     """
 
     x_q: fx.Node | Joined
@@ -112,7 +114,10 @@ class Dequantize:
     blocks: fx.Node | None = None
 
     def moved(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
-        """The FP8 operand, with all movement done by `emit`. known: by op, what was made before; is added to."""
+        """Return the FP8 operand, with all movement done by `emit`.
+
+        known: results by op; those made before are reused, and new ones are added.
+        """
         x = self._joined(self.x_q, emit, known) if isinstance(self.x_q, Joined) else self._leaf(self.x_q, emit, known)
         for node in self.movement:
             if node not in known:
@@ -139,7 +144,7 @@ class Dequantize:
 
 
 def dequantize(operand: fx.Node) -> Dequantize:
-    """Capture `operand`. Raises Reject, saying which condition failed, if it is not a dequantized FP8 tensor."""
+    """Capture `operand`. Raises Reject with the condition that failed if it is not a dequantized FP8 tensor."""
     if fp8_behind(operand, MAX_OPS_BETWEEN) is None:
         raise _not_float8(operand)
     captured = _walk(operand, {}, 0)
@@ -149,7 +154,10 @@ def dequantize(operand: fx.Node) -> Dequantize:
 
 
 def _walk(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
-    """known: of the parts of joins, what was captured before; a graph of joins may hold a part very many times."""
+    """Capture `operand`, or return its capture from `known`.
+
+    known: captures by node. Nested joins may contain one part very many times.
+    """
     if operand not in known:
         known[operand] = _walk_on(operand, known, depth)
     return known[operand]
@@ -190,7 +198,10 @@ def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> 
 
 
 def _broadcasting(node: fx.Node) -> fx.Node:
-    """A scale with more dimensions than what it scales: expands it."""
+    """Return `node`, a multiplication or division that broadcasts the tensor to the shape of its scale.
+
+    It then counts as movement. Raises Reject if the shape is symbolic.
+    """
     if not all(isinstance(size, int) for size in val(node).shape):
         raise Reject("scale shape", f"{at(node)} broadcasts to the symbolic shape {list(val(node).shape)}")
     return node
@@ -204,19 +215,22 @@ def is_dequantizing(node: fx.Node) -> bool:
 
 
 def _rearranges_fp8(node: fx.Node) -> bool:
-    """Movement that the user did on the FP8 tensor: looked through, for a copy may have been made for nothing."""
+    """Return whether `node` is a view or copy of an FP8 tensor.
+
+    The walk looks through it, because a copy may turn out to be unnecessary in the layout that the kernel needs.
+    """
     return node.target in VIEWS | COPIES and dtype_of(first(node)) == dtype_of(node)
 
 
 def _adds_zero(node: fx.Node) -> bool:
-    """Subtraction of a zero point that is 0, as affine dequantization has it."""
+    """Return whether `node` adds or subtracts 0, such as the zero point of an affine dequantize."""
     if node.target not in ADDING or not is_tensor(node.args[0]):
         return False
     return constant(node.args[1]) == 0 and val(node).shape == val(first(node)).shape
 
 
 def scaled_input(node: fx.Node) -> tuple[fx.Node, Any]:
-    """The tensor and the one-number factor of a multiplication or division. Raises Reject if it has none."""
+    """Return the tensor and the one-number factor of a multiplication or division. Raises Reject if it has none."""
     x, y = node.args
     if node.target in MULTIPLYING and _is_the_factor(x, y):
         x, y = y, x
@@ -226,7 +240,10 @@ def scaled_input(node: fx.Node) -> tuple[fx.Node, Any]:
 
 
 def _is_the_factor(x: Any, y: Any) -> bool:
-    """Whether `x`, and not `y`, is the scale in `x * y`. Where both are one number, what comes from FP8 is not."""
+    """Return whether `x`, and not `y`, is the scale in `x * y`.
+
+    If both are one number, the one that comes from FP8 is not the scale.
+    """
     if not is_tensor(x) or not is_tensor(y):
         return not is_tensor(x)
     if one_number(x) is None or one_number(y) is None:
@@ -235,7 +252,7 @@ def _is_the_factor(x: Any, y: Any) -> bool:
 
 
 def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
-    """The number or one-element tensor that `node` scales `x` by."""
+    """Return the number or one-element tensor that `node` scales `x` by. Raises Reject if `y` cannot be a scale."""
     factor = one_number(y)
     if factor is None and is_tensor(y) and fp8_behind(y) is not None:
         raise Reject("scale shape", f"{at(node)} scales by {y.name}, which comes from float8 itself")
@@ -258,7 +275,7 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
 
 
 def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequantize:
-    """A cat or where of tensors that share one scale, or are 0."""
+    """Capture a cat or where of tensors that share one scale, or are 0. Raises Reject for any other."""
     if depth == MAX_DEPTH:
         raise Reject("join", f"{at(node)} is one of more than {MAX_DEPTH} joins within joins")
     tensors = view_ops.joined(node)
@@ -279,7 +296,7 @@ def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequan
 
 
 def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
-    """Why the walk from `operand` ends at `node`."""
+    """Return why the walk from `operand` ends at `node`."""
     source = dtype_of(first(node)) if node.target in CASTS else dtype_of(node)
     if source in FNUZ_DTYPES:
         return Reject("fnuz", f"operand {at(node)} comes from {dtype_name(source)}, which no NVIDIA GPU multiplies")

@@ -1,10 +1,11 @@
-"""Scales that differ between the rows of an operand, which `_scaled_mm` takes as f32[M, 1] and f32[1, N].
+"""Capture scales that differ between the rows of an operand: `_scaled_mm` takes them as f32[M, 1] and f32[1, N].
 
     before   x: bf16[B, S, K] = x_q: f8[B, S, K] * scale_inv: f32[B, S, 1];  mm(view(x, [B*S, K]), ...)
     after    rows: f32[B*S] = select(view(expand(scale_inv, [B, S, K]), [B*S, K]), dim=1, index=0)
 
-The scale goes the way of the tensor: expanded to its shape, it takes all the movement that follows. It can be taken out
-of the sum if it does not change along it, which strides prove: only views keep the 0 of an expanded dimension.
+The scale is expanded to the tensor's shape, and then moved by the same ops as the tensor. It can be taken out of the
+matmul's sum if it is constant along the summed dimension. A stride of 0 there proves that: only views keep the stride 0
+of an expanded dimension.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fp8pass.passes.common.view_ops import Emit
 
 @dataclass(frozen=True)
 class RowScale:
-    """A multiplication or division, `node`, of a tensor by `factor`; moves: the movement behind it, innermost first."""
+    """A multiplication or division, `node`, of a tensor by `factor`. moves: the movement after it, innermost first."""
 
     node: fx.Node
     factor: fx.Node
@@ -42,19 +43,22 @@ class RowScale:
             raise Reject("scale shape", f"{self._name()}, of a symbolic size")
 
     def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
-        """The scale of an operand without its dimension `dim`, over which the matmul sums: f32[M] or f32[B, M]."""
+        """Return the scale of an operand, moved like the operand, without its dimension `dim`: f32[M] or f32[B, M].
+
+        dim: the dimension that the matmul sums over.
+        """
         found = self._without(dim, mode)
         assert found is not None, self
         rows, whole = found
-        if whole:  # nothing but sizes of 1 came and went
+        if whole:  # only dims of size 1 were added or removed
             shape = [size if isinstance(size, int) else -1 for size in rows.shape]
             return emit(aten.reshape.default, self._factor(emit), shape)
         return emit(aten.select.int, self._spread(self._factor(emit), emit), dim, 0)
 
     def _without(self, dim: int, mode: FakeTensorMode) -> tuple[torch.Tensor, bool] | None:
-        """`moved`, on fake tensors, and whether it has the elements of the factor in their order.
+        """Compute `moved` on fake tensors, and whether its elements are those of the factor, in the same order.
 
-        None if it can't be shown to be one number along `dim`.
+        None if it cannot be shown that the scale is constant along `dim`.
         """
 
         def on_fakes(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,17 +70,21 @@ class RowScale:
             return None
         rows = spread.select(dim, 0)
         same = rows.is_contiguous() and statically_known_true(rows.numel() == factor.numel())
+        # fake tensors have no data pointers; views share the storage object
         view = rows.untyped_storage()._cdata == factor.untyped_storage()._cdata
         return rows, view and same and factor.is_contiguous() and statically_known_true(rows.storage_offset() == 0)
 
     def _factor(self, emit: Emit) -> Any:
-        """f32; or f64, which stays so until it has been multiplied with the tensor's own scale."""
+        """Return the factor to multiply with, in f32, or in f64 if it is f64: the reciprocal for a division.
+
+        A factor in f64 stays so until it has been multiplied with the scale of the whole tensor.
+        """
         dtype = torch.float64 if val(self.factor).dtype == torch.float64 else torch.float32
         scale = emit(prims.convert_element_type.default, self.factor, dtype)
         return emit(aten.reciprocal.default, scale) if self.node.target in DIVIDING else scale
 
     def _spread(self, factor: Any, emit: Emit) -> Any:
-        """The scale in the operand's shape."""
+        """Expand the scale to the tensor's shape, and apply the movement: the result has the operand's shape."""
         scale = emit(aten.expand.default, factor, list(val(self.node).shape))
         for node in self.moves:
             if node.target in (aten.view.default, aten.reshape.default):
@@ -85,7 +93,7 @@ class RowScale:
         return scale
 
     def _viewable(self, scale: Any, shape: Any, emit: Emit) -> Any:
-        """`scale`, laid out so that a view of this shape exists, and as many dimensions as can be are repeated."""
+        """Copy `scale` so that a view of this shape exists, with as many expanded dimensions (stride 0) as possible."""
         value = val(scale) if isinstance(scale, fx.Node) else scale
         if view_ops.is_view(value, fx.map_arg(shape, lambda n: n.meta["val"])):
             return scale
@@ -114,7 +122,7 @@ def _is_static(x: torch.Tensor) -> bool:
 
 
 def scaled_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The FP8 side of a multiplication or division, and a scale that only some of its dimensions have; or None."""
+    """Return the FP8 side of a multiplication or division, and a scale that broadcasts to it; None if it has none."""
     x, y = node.args
     if node.target in MULTIPLYING and is_tensor(x) and fp8_behind(x) is None:
         x, y = y, x

@@ -1,17 +1,17 @@
-"""Two dequantizes, a matmul and its epilogue become one scaled matmul.
+"""Rewrite two dequantizes, a matmul and its epilogue as one scaled matmul.
 
 before   a: bf16[M, K] = a_q: f8e4m3fn[M, K] * a_scale_inv: f32[]       (movement may stand anywhere in between)
          b: bf16[K, N] = permute(b_q: f8e4m3fn[N, K] * b_scale_inv: f32[])
          y: bf16[M, N] = mm(a, b) * s + bias
 after    y: bf16[M, N] = _scaled_mm(a_q, permute(b_q), a_scale_inv * s, b_scale_inv, bias, out_dtype=bf16)
-or       with scales a_scale_inv: f32[M, 1] and b_scale_inv: f32[1, N], where rows have their own
+or       with scales a_scale_inv: f32[M, 1] and b_scale_inv: f32[1, N], where each row has a scale
 changes  y by the rounding of a, b and intermediate results to bf16, which no longer happens; a and b stay if anything
          else reads them
 
-1. Movement goes onto the FP8 tensor, once for all matmuls that read the same (operands.py, view_ops.py).
+1. Movement is done on the FP8 tensor, once for all matmuls that read the same tensor (operands.py, view_ops.py).
 2. Operands are laid out along K and padded (layout.py); the result is sliced back.
-3. What follows goes into the kernel where it can (epilogue.py); a bias that can't is added behind it.
-4. Batches are flattened where one operand is the same for all of them, else there is a call for each (batches.py).
+3. Ops that follow go into the kernel where possible (epilogue.py); a bias that cannot is added after the kernel.
+4. Batches are flattened if one operand is the same for all of them; else each batch gets a call (batches.py).
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
 
 @dataclass(frozen=True)
 class Match:
-    """A matmul whose operands are both dequantized from FP8. bias: what addmm and baddbmm add; beta, alpha: factors.
+    """A matmul whose operands are both dequantized from FP8.
 
-    a, b: the FP8 operands as they will be, with all movement done: fake tensors. after: what goes into the kernel.
-    by_row: "" where one scale is enough for each; else how rows get theirs, in the "kernel" or "behind" it.
+    a, b: the FP8 operands with all movement done, as fake tensors. bias: the tensor that addmm or baddbmm adds; beta,
+    alpha: their factors. after: the ops that go into the kernel. by_row: "" if each operand has one scale; else where
+    the scales of rows are applied, in the "kernel" or "behind" (after) it.
     """
 
     node: fx.Node
@@ -71,7 +72,10 @@ def match(
     fakes: dict[fx.Node, Any],
     target: str | None = None,
 ) -> Match:
-    """What there is to know of a matmul of two captured operands. fakes: of movement, by op; is added to."""
+    """Match a matmul of two captured operands: its bias, epilogue, and how scales of rows are applied.
+
+    fakes: fake results of movement, by op; new ones are added.
+    """
 
     def on_fakes(op: Any, *args: Any, **kwargs: Any) -> Any:
         return compute(mode, op, args, kwargs)
@@ -79,7 +83,7 @@ def match(
     a, b = _factors(dq_a, dq_b, mode, on_fakes, fakes)
     a, b = (Factor(*(val(t) if isinstance(t, fx.Node) else t for t in f)) for f in (a, b))
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    bias = None if beta == 0 else added(node)  # beta 0 ignores the bias, whatever it holds
+    bias = None if beta == 0 else added(node)  # torch: with beta 0 the bias is ignored, NaN included
     scale = (dq_a.scale * dq_b.scale).times(alpha)
     after = plain = Epilogue(node, val(node).dtype, scale)
     if bias is None or beta == 1:
@@ -94,7 +98,10 @@ def match(
 
 
 def _has_row_kernel(m: Match, target: str | None) -> bool:
-    """Kernels with scales for rows write bfloat16, and take e4m3 as the second operand; others don't on all GPUs."""
+    """Return whether a kernel with scales for rows can compute the match on this device.
+
+    Such kernels write bfloat16, and take e4m3 as the second operand; other types do not work on all GPUs.
+    """
     written = m.after.dtype is torch.bfloat16 and m.b.x.dtype is E4M3
     return written and scales_rows(m.a.x.device, target_of(m.a.x.device, target))
 
@@ -102,7 +109,7 @@ def _has_row_kernel(m: Match, target: str | None) -> bool:
 def _factors(
     dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, emit: Emit, known: dict[fx.Node, Any]
 ) -> tuple[Factor, Factor]:
-    """The operands with all movement done by `emit`, and their scales without the dimension that is summed."""
+    """Return the operands with all movement done by `emit`, and their scales without the summed dimension."""
     a, b = (
         Factor(dq.moved(emit, known), None if dq.rows is None else dq.rows.moved(dim, mode, emit))
         for dq, dim in ((dq_a, -1), (dq_b, -2))
@@ -111,7 +118,10 @@ def _factors(
 
 
 def _try_dequantize(operand: fx.Node, dim: int, mode: FakeTensorMode) -> Dequantize | Reject:
-    """dim: the dimension that the matmul sums over, along which a scale must not change."""
+    """Capture `operand`; return the Reject, instead of raising it, if that fails.
+
+    dim: the dimension that the matmul sums over, along which a scale must not change.
+    """
     try:
         captured = dequantize(operand)
         if captured.rows is not None:
@@ -122,7 +132,7 @@ def _try_dequantize(operand: fx.Node, dim: int, mode: FakeTensorMode) -> Dequant
 
 
 def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
-    """Every condition that fails whatever the operands come from."""
+    """Return a Reject for each condition that fails independently of where the operands come from."""
     a, b = map(val, operands(node))
     failed = []
     if reason := why_no_fp8(a.device, target_of(a.device, target)):
@@ -137,7 +147,10 @@ def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
 
 
 def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
-    """Return whether there is a kernel for two operands of these types; None for one that is not float8."""
+    """Return a Reject, in a list, if no kernel takes two operands of these types.
+
+    types: None for an operand that is not float8.
+    """
     if types[0] is types[1] is E5M2:
         kernels = "both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn"
         return [Reject("e5m2 x e5m2", kernels)]
@@ -145,7 +158,7 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
 
 
 def check_batches(a: Factor, b: Factor) -> list[Reject]:
-    """Return whether one call, or a few, do it."""
+    """Return a Reject, in a list, if more than MAX_BATCHES calls, or a symbolic number of calls, would be needed."""
     if a.x.dim() == 2 or a.is_one_matrix() or b.is_one_matrix():
         return []
     batches, m, k = a.x.shape
@@ -157,19 +170,19 @@ def check_batches(a: Factor, b: Factor) -> list[Reject]:
 
 
 def check_scale(m: Match) -> list[Reject]:
-    """Return whether alpha can go into the scale."""
+    """Return a Reject, in a list, if the product of the scales and alpha is not a normal float32."""
     if m.alpha == 1 or m.after.scale.fits_float32():
         return []
     return [Reject("scale", f"scales and alpha multiply to {m.after.scale.number:g}, which is no normal float32")]
 
 
 class ScaledMM:
-    """Detects and rewrites; `context.gemms` gets the verdicts."""
+    """The pass. Detects and rewrites, and sets verdicts in `context.gemms`."""
 
     name = "scaled_mm"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every matmul that `match` and `check` have nothing against."""
+        """Rewrite every matmul that passes all checks; decline the others with reasons. Return the number rewritten."""
         if not context.gemms:
             return 0
         target = context.config.target
@@ -178,7 +191,7 @@ class ScaledMM:
         fakes: dict[fx.Node, Any] = {}
         for node, gemm in context.gemms.items():
             if gemm.status == "rewritten" or gemm.quantized or node.target not in MATMULS:
-                continue  # has scales for blocks, or is of groups, and has its verdict
+                continue  # has scales for blocks or groups: earlier passes set its verdict
             captured = [
                 _try_dequantize(operand, dim, mode) for operand, dim in zip(operands(node), (-1, -2), strict=True)
             ]
@@ -201,7 +214,10 @@ class ScaledMM:
 
 
 def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reject]) -> None:
-    """The verdict. What the annotate pass had against the matmul is said rather than that nobody quantized it."""
+    """Set the verdict of a declined matmul.
+
+    If an operand is not quantized, a reason that the annotate pass gave stays; else `rejects` give the reason.
+    """
     quantized = [isinstance(c, Dequantize) or c.rule != "not float8" for c in captured]
     gemm.quantized, gemm.near_miss = all(quantized), any(quantized) and len(rejects) == 1
     if gemm.reason and not gemm.quantized:
@@ -212,7 +228,7 @@ def _decline(gemm: Gemm, captured: list[Dequantize | Reject], rejects: list[Reje
 
 
 class _Rewriter:
-    """Builds in front of the node at hand. What is made for one matmul is there for all later ones too."""
+    """Emits nodes before the matmul being rewritten. Nodes made for one matmul are shared with all later ones."""
 
     def __init__(self, graph: fx.Graph, context: Context) -> None:
         self.graph = graph
@@ -225,9 +241,9 @@ class _Rewriter:
 
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.build.gemm = m.node.name
-        is_saved = m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # by a policy that says to save matmuls
-        self.build.region = m.node if is_saved else None  # what it is reshaped to may be computed again
-        self.matmul = self.at = m.node  # what later matmuls may share stands here; the rest where the epilogue ends
+        is_saved = m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # set by a checkpoint policy
+        self.build.region = m.node if is_saved else None  # reshapes of the result may be recomputed
+        self.matmul = self.at = m.node  # nodes that later matmuls may share go here; the others where the epilogue ends
         a, b = _factors(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
         y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)
         if m.bias is not None and m.after.bias is None:
@@ -242,7 +258,7 @@ class _Rewriter:
         gemm.dtypes = short(m.a.x.dtype), short(m.b.x.dtype), short(m.after.dtype)
 
     def _scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
-        """The product with one scale for each operand."""
+        """Emit the product with one scale for each operand."""
         scale_a, scale_b = self._scales(m, a.x, b.x)
         products = self.batches.products(a, b)
         self.at = m.after.end
@@ -251,14 +267,14 @@ class _Rewriter:
         return self.batches.assembled([self.batches.call(p, *arguments) for p in products], a, b)
 
     def _row_scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
-        """The product with a scale for each row of either operand."""
+        """Emit the product with a scale for each row of at least one operand."""
         products = self.batches.products(a, b)
         one = self._scale_inv(UNSCALED, a.x)
         folded = m.after.scale != m.dq_a.scale * m.dq_b.scale
         of_both = (UNSCALED, UNSCALED) if folded else (m.dq_a.scale, m.dq_b.scale)
         factor_a, factor_b = (None if s == UNSCALED else self._scale_inv(s, a.x) for s in of_both)
         self.at = m.after.end
-        if folded:  # may be made of what stands behind the matmul, so not for others to share
+        if folded:  # may depend on nodes after the matmul, so it is not shared
             factor_a = self._make_scale_inv(m.after.scale, val(a.x).device)
         bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
         results = []
@@ -268,7 +284,7 @@ class _Rewriter:
             if m.by_row == "kernel":
                 row = self._emit(aten.view.default, scale_b, [1, self.batches.layout.size(scale_b, 0)])
                 y = self.batches.call(p, column, row, bias, None, m.after.dtype, fast_accum)
-            else:  # multiplied behind the kernel, in float32: as exact, and one pass with whatever else is there
+            else:  # multiplied after the kernel, in float32: as exact, and Inductor fuses it with other ops
                 y = self.batches.call(p, one, one, None, None, torch.float32, fast_accum)
                 unpadded = self._emit(aten.slice.Tensor, scale_b, 0, 0, p.n)
                 y = self._emit(aten.mul.Tensor, self._emit(aten.mul.Tensor, y, column), unpadded)
@@ -277,7 +293,7 @@ class _Rewriter:
         return self.batches.assembled(results, a, b)
 
     def _rows(self, rows: fx.Node | None, x: fx.Node, factor: fx.Node | None) -> fx.Node:
-        """f32[R], contiguous: the scale of each row of `x` f8[R, K], times `factor`; padded as `x` is."""
+        """Return the scale of each row of `x` f8[R, K], times `factor`: f32[R], contiguous, and padded as `x` is."""
         if rows is None:
             size = self.batches.layout.size(x, 0)
             if factor is None:
@@ -289,7 +305,7 @@ class _Rewriter:
         rows = self._cast(rows, torch.float32)
         if not statically_known_true(val(rows).shape[0] == val(x).shape[0]):
             rows = self.batches.layout.pad(rows, (-1,))
-        # of a buffer, and not of an expression: of that Inductor makes a view with strides that CPU kernels refuse
+        # force a buffer: of an expression Inductor would make a view with strides that CPU kernels refuse
         contiguous = self._emit(aten.clone.default, rows, memory_format=torch.contiguous_format)
         return self._emit(FORCE_STRIDE_ORDER, contiguous, [1])
 
@@ -299,13 +315,17 @@ class _Rewriter:
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if self.at is not self.matmul or target is aten._scaled_mm.default:
             return self.build.emit(self.at, target, *args, **kwargs)
-        key = target, repr((args, kwargs))  # the same view is written once for each matmul that reads it
+        key = target, repr((args, kwargs))  # matmuls that read one tensor share its views
         if key not in self.emitted:
             self.emitted[key] = self.build.emit(self.at, target, *args, **kwargs)
         return self.emitted[key]
 
     def _scales(self, m: Match, a: fx.Node, b: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """The scales of both operands; where something was folded all in the first, for a part might be no float32."""
+        """Return the scales of both operands.
+
+        If the epilogue folded a scale, all factors are in the first and the second is 1: a partial product might not
+        be a normal float32.
+        """
         if m.after.scale == m.dq_a.scale * m.dq_b.scale:
             return self._scale_inv(m.dq_a.scale, a), self._scale_inv(m.dq_b.scale, b)
         one = self._scale_inv(UNSCALED, b)
@@ -315,7 +335,7 @@ class _Rewriter:
         return folded, one
 
     def _scale_inv(self, scale: Scale, operand: fx.Node) -> fx.Node:
-        """The scale as f32[]: what `_scaled_mm` takes."""
+        """Return the scale as f32[], as `_scaled_mm` takes it; equal scales of operands share one node."""
         key = scale.number, scale.key(), val(operand).device
         if key not in self.scales:
             self.scales[key] = self._make_scale_inv(scale, val(operand).device)
@@ -326,7 +346,7 @@ class _Rewriter:
         if not nodes:
             return self._emit(aten.full.default, [], scale.number, dtype=torch.float32, device=device)
         single = len(nodes) == 1 and scale.number == 1 and val(nodes[0]).dtype != torch.float64
-        dtype = torch.float32 if single else torch.float64  # a product may leave float32's range on its way
+        dtype = torch.float32 if single else torch.float64  # a partial product may leave float32's range
         factors = [self._scalar(n, dtype) for n in scale.multiplied]
         factors += [self._emit(aten.reciprocal.default, self._scalar(n, dtype)) for n in scale.divided]
         product = functools.reduce(functools.partial(self._emit, aten.mul.Tensor), factors)

@@ -1,4 +1,4 @@
-"""All the records of a graph become one update of its amax vector.
+"""Merge all records of a graph into one update of its amax vector.
 
 before   r0: f32[T] = record(amax: f32[T], amax_0: f32[], index=0, "evict")
          r1: f32[T] = record(r0, amax_1: f32[], index=1, "evict")
@@ -6,12 +6,12 @@ before   r0: f32[T] = record(amax: f32[T], amax_0: f32[], index=0, "evict")
          copy_(amax, rT)
 after    new: f32[T] = stack([amax_0, amax_1, ...])
          copy_(amax, merge_amax(amax, new, "evict"))
-changes  nothing: entries are merged independently, so T launches become a few whatever T is
+changes  nothing: entries are merged independently, so T launches become a few, whatever T is
 
-So with what the numerics monitor counts: record_numerics(numerics: f32[T, 9], new: f32[9], index).
+The counts of the numerics monitor are merged in the same way: record_numerics(numerics: f32[T, 9], new: f32[9], index).
 
-Also pins what the forward writes into the state: the backward must read the values of its own forward, and recomputing
-them there would start from buffers that have moved on.
+Also marks the values that the forward writes into the state as saved. The backward must read the values of its own
+forward; recomputing them in the backward would start from buffers that were updated since.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fp8pass.scaling import NOTHING, merge_amax
 
 
 class BatchRecords:
-    """One chain of records per amax tensor: one in forward, one in backward."""
+    """Merges each chain of records into one update; forward and backward have one amax tensor and chain each."""
 
     name = "batch_records"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Batch every chain of records; pin the forward's results. Returns how many chains there were."""
+        """Merge every chain of records, mark the forward's results as saved; return the number of chains."""
         _drop_copies(graph)
         chains = _chains(graph)
         for chain in chains:
@@ -56,14 +56,14 @@ def _is_record(node: Any) -> bool:
 
 
 def _drop_copies(graph: fx.Graph) -> None:
-    """`copy(buffer, x)` between records is x: what functionalization leaves of `buffer.copy_(x)`."""
-    for node in graph.nodes:
+    """Replace `copy(buffer, x)` between records by x."""
+    for node in graph.nodes:  # AOTAutograd's functionalization turns `buffer.copy_(x)` into `aten.copy`
         if node.target is aten.copy.default and _is_record(node.args[1]):
             node.replace_all_uses_with(node.args[1])
 
 
 def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The records, one list per chain, in order."""
+    """Return the records in order, one list per chain."""
     chains: dict[fx.Node, list[fx.Node]] = {}
     for node in filter(_is_record, graph.nodes):
         previous = node.args[0]
@@ -73,7 +73,7 @@ def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _batch(build: Builder, chain: list[fx.Node]) -> None:
-    """Replace the chain by one vector update, or by one per use where the same slot is used several times."""
+    """Replace a chain by one vector update; by several if slots are used more than once: see `_rounds`."""
     last = chain[-1]
     amax, _, _, *how = chain[0].args
     assert isinstance(amax, fx.Node)
@@ -92,7 +92,7 @@ def _batch(build: Builder, chain: list[fx.Node]) -> None:
 
 
 def _rounds(chain: list[fx.Node]) -> list[dict[int, fx.Node]]:
-    """The amaxes by index, in a new dict whenever an index comes again."""
+    """Return the new amaxes by slot index; a repeated index begins a new dict."""
     rounds: list[dict[int, fx.Node]] = [{}]
     for node in chain:
         new, index = node.args[1:3]
@@ -104,23 +104,23 @@ def _rounds(chain: list[fx.Node]) -> list[dict[int, fx.Node]]:
 
 
 def _nothing(build: Builder, before: fx.Node, amax: fx.Node) -> fx.Node:
-    """What records nothing, for a slot that this graph only reads: under no_grad, say."""
+    """Emit a value that records nothing, for a slot that this graph only reads, for example under no_grad."""
     shape, value = ([], NOTHING) if val(amax).dim() == 1 else ([monitor_ops.N], 0.0)
     return build.emit(before, aten.full.default, shape, value, dtype=torch.float32, device=val(amax).device)
 
 
 def _pin(graph: fx.Graph) -> None:
-    """Save what the forward writes into its inputs, if the backward needs it, instead of computing it again."""
+    """Mark values that the forward writes into its inputs, so that the backward does not recompute them."""
     backward = backward_nodes(graph)
     for node in graph.nodes:
         if node.target is aten.copy_.default and node not in backward:
             _must_save(node.args[1])
         elif node.target is aten.select.int and _is_usable(node.args[0]) and node.args[0] not in backward:
-            _must_save(node.args[0])  # the scales of all slots: made once, in the forward
+            _must_save(node.args[0])  # the scales of all slots: computed once, in the forward
 
 
 def _is_usable(node: Any) -> bool:
-    """Return whether this is what `ops.usable` returns."""
+    """Return whether `node` is the result of `ops.usable`."""
     if not isinstance(node, fx.Node) or node.target is not aten.where.self or val(node).dim() != 1:
         return False
     cold: Any = node.args[0]
@@ -128,8 +128,8 @@ def _is_usable(node: Any) -> bool:
 
 
 def _must_save(node: Any) -> None:
-    """`copy(buffer, x)` is x: pin both, or the backward would take the one from the buffer again."""
+    """Mark `node` as saved; for `copy(buffer, x)` also x, or the backward would recompute x from the buffer."""
     if isinstance(node, fx.Node) and node.op == "call_function":
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # torch's partitioner reads this tag
         if node.target is aten.copy.default:
             _must_save(node.args[1])

@@ -1,4 +1,4 @@
-"""A sum that the backward reads is saved, instead of the output of a matmul that it was added to.
+"""Save a sum that the backward reads, instead of the matmul output that is one of its terms.
 
 before   y: bf16[M, N] = _scaled_mm(...)
          h             = add(x: bf16[M, N], y)            the residual stream, read by a norm, a later add, the backward
@@ -6,8 +6,8 @@ after    h is marked to be saved
 changes  nothing but where it is computed
 
 Torch's partitioner saves `y`, which is as large as `h`, and adds again: Inductor does so in each kernel that needs `h`,
-and reads two tensors there in place of one. Not done in regions of activation checkpointing, nor where something else
-reads `y` as well, and memory could grow.
+and reads two tensors there instead of one. The pass skips checkpointed regions, and sums whose `y` has another reader:
+there memory could grow.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fp8pass.passes.rewrite.list_matmuls import save_for_backward
 
 
 class SaveSums:
-    """Marks nodes; builds none."""
+    """Marks sums to be saved; adds no nodes."""
 
     name = "save_sums"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Mark every sum for which `check` has nothing against it."""
+        """Mark every sum that passes `match` and `check`; return how many are new."""
         return save_for_backward(graph, lambda node, backward: match(node, backward) and check(node))
 
 
 def match(node: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether `node` adds the output of an FP8 matmul to a tensor of its shape and dtype, and the backward reads it."""
+    """Check whether `node`, read by the backward, adds an FP8 matmul's output to a tensor of its shape and dtype."""
     if node.target is not aten.add.Tensor or not all(is_tensor(a) and _is_alike(a, node) for a in node.args):
         return False
     reading = readers(node, lambda n: n not in backward and is_elementwise(n))
@@ -40,7 +40,10 @@ def match(node: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def check(node: fx.Node) -> bool:
-    """Return whether that takes no more memory: nothing else reads a matmul's output, and nobody asked for less."""
+    """Check that saving takes no more memory: nothing else reads a matmul's output, and no checkpointing is asked for.
+
+    `meta["recompute"]` is torch's tag for checkpointed regions.
+    """
     alone = any(readers(product, lambda n: n.target in VIEWS) == [node] for product in _products(node))
     return alone and "recompute" not in node.meta and all(user.op != "output" for user in node.users)
 
@@ -52,5 +55,5 @@ def _is_alike(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _products(node: fx.Node) -> list[fx.Node]:
-    """The matmuls whose output is added, as it is or as a view."""
+    """Return the matmuls whose output `node` adds, directly or as a view."""
     return [n for n in sources(node, lambda n: n.target in VIEWS) if n.target is aten._scaled_mm.default]

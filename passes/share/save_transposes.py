@@ -1,4 +1,4 @@
-"""Transposed FP8 copies that the backward needs are written in the forward, where that moves fewer bytes.
+"""Save the transposed FP8 copies that the backward needs in the forward, where that moves fewer bytes.
 
 before   w_q: f8[N, K] = quantize(w: bf16[N, K])           forward, read by `_scaled_mm`
          w_t: f8[K, N] = clone(permute(w_q))                read by the backward only: the partitioner would quantize
@@ -6,10 +6,12 @@ before   w_q: f8[N, K] = quantize(w: bf16[N, K])           forward, read by `_sc
 after    w_t is marked to be saved: Inductor writes it with w_q, in the one kernel that reads `w`
 changes  nothing but when it is computed
 
-Saving costs one byte per element of memory between forward and backward. It is not done where the backward reads what
-the copy is made of anyway, elementwise, and so makes it for no more than its own bytes: the operand of a layer behind
-an activation function, whose gradient needs the same tensors. Nor in regions of activation checkpointing, nor of
-weights that FSDP gathers.
+Saving costs one byte of memory per element between forward and backward. The pass does not save a copy
+
+- if elementwise ops of the backward read the copy's sources anyway: then the copy costs only its own bytes. An example
+  is the operand of a layer after an activation function, whose gradient needs the same tensors;
+- in checkpointed regions;
+- if it is computed from a weight that FSDP gathers.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from fp8pass.scaling import FP8_DTYPES
 
 
 class SaveTransposes:
-    """Marks nodes; builds none."""
+    """Marks transposed copies to be saved; adds no nodes."""
 
     name = "save_transposes"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Mark every copy for which `check` has nothing against it."""
+        """Mark every copy that passes `match` and `check`; return how many are new."""
         return save_for_backward(graph, lambda copy, backward: match(copy, backward) and check(copy, backward))
 
 
 def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
-    """Return whether `copy` is a transposed copy, for the backward, of an FP8 tensor that the forward multiplies."""
+    """Check whether `copy`, read by the backward only, transposes an FP8 tensor that a matmul of the forward reads."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return False
     if first(copy).target is not aten.permute.default or not all(u in backward for u in _readers(copy)):
@@ -53,15 +55,16 @@ def match(copy: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def check(copy: fx.Node, backward: set[fx.Node]) -> bool:
-    """Return whether saving moves fewer bytes, and nobody has asked for the memory."""
+    """Check that saving moves fewer bytes, and that neither checkpointing nor FSDP is used to save this memory."""
     x_q = _source(copy)
     if (x_q.meta.get("custom") or {}).get(GATHERED):
-        return False  # kept whole, it would take the memory that FSDP saves
+        return False  # a saved copy of the whole weight would take the memory that FSDP frees
+    # torch's partitioner tags nodes of checkpointed regions with "recompute"
     return "recompute" not in x_q.meta and not all(_is_read_anyway(n, x_q, backward) for n in _made_of(x_q))
 
 
 def _source(copy: fx.Node) -> fx.Node:
-    """The FP8 tensor that is copied."""
+    """Return the FP8 tensor of which `copy` is a copy, without views."""
     node = first(copy)
     while node.target in VIEWS and dtype_of(first(node)) in FP8_DTYPES:
         node = first(node)
@@ -69,20 +72,21 @@ def _source(copy: fx.Node) -> fx.Node:
 
 
 def _readers(x_q: fx.Node) -> list[fx.Node]:
-    """What reads an FP8 tensor, directly or as a view."""
+    """Return the nodes that read an FP8 tensor, directly or as a view."""
     return readers(x_q, lambda n: n.target in VIEWS)
 
 
 def _made_of(x_q: fx.Node) -> list[fx.Node]:
-    """What has to be read from memory to compute `x_q` elementwise; scales aside."""
+    """Return the tensors that have to be read from memory to compute `x_q` elementwise, except scales."""
     found = sources(x_q, lambda n: is_elementwise(n) and not has_one_element(n))
     return [n for n in found if not has_one_element(n)]
 
 
 def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool:
-    """Return whether an elementwise op of the backward reads `node`: in a kernel that can make the copy as well.
+    """Return whether an elementwise op of the backward reads `node`, in a kernel that can write the copy as well.
 
-    Statistics of a norm are reductions, and a kernel that has them is one that comes late: behind the norm's backward.
+    False for reductions, such as the statistics of a norm: a kernel that reads them comes late, after the norm's
+    backward.
     """
     if torch.Tag.reduction in getattr(node.target, "tags", ()):
         return False

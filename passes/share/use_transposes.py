@@ -1,11 +1,11 @@
-"""A weight that came with its transposed copy is not transposed again.
+"""Replace transposes of a cached FP8 weight by its cached transposed copy.
 
 before   w: f8[N, K]   = fp8pass.with_transpose(w_q, w_t: f8[K, N])
          t: f8[K, N]   = clone(permute(w, [1, 0]))                 where a matmul sums over N
 after    w is w_q, t is w_t
 changes  nothing: `w_t` is that copy
 
-Both are written when the weight changes: see `fp8pass.weights`.
+Both copies are written when the weight changes: see `fp8pass.runtime.weight_cache`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8pass.quant.ops import WITH_TRANSPOSE
 
 
 def match(node: fx.Node) -> list[fx.Node]:
-    """The transposed copies of what `with_transpose` gives, in the layout of the one that it was given."""
+    """Return the transposed copies of the result of `with_transpose` that have the strides of its `w_t`."""
     x_t = as_node(node.args[1])
     turned = [u for u in node.users if u.target is aten.permute.default and u.args[1] == [1, 0]]
     copies = [u for t in turned for u in t.users if u.target is aten.clone.default and first(u) is t]
@@ -27,12 +27,12 @@ def match(node: fx.Node) -> list[fx.Node]:
 
 
 class UseTransposes:
-    """All of a graph."""
+    """Replaces all `with_transpose` ops of a graph."""
 
     name = "use_transposes"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Take the op out, wherever it is."""
+        """Remove every `with_transpose`, and replace transposed copies of its result; return the number of ops."""
         found = [n for n in graph.nodes if n.target is WITH_TRANSPOSE]
         for node in found:
             for copy in match(node):

@@ -1,5 +1,5 @@
-"""On Dynamo's graph of an optimizer's update: write FP8 weights and moments, skip what is not finite.
+"""Passes over Dynamo's graph of an optimizer's update: write FP8 weights and moments, skip nonfinite steps.
 
-May import: `common`, and `fp8pass.runtime` for what an update is compiled for.
-Does not live here: matmuls.
+May import: `common`, and `fp8pass.runtime` for the key of a compiled update.
+Does not live here: passes that rewrite matmuls.
 """

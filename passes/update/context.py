@@ -1,4 +1,4 @@
-"""What the passes over Dynamo's graph of an update share."""
+"""The context that the passes over Dynamo's graph of an update share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from fp8pass.runtime.update_key import UpdateKey
 
 @dataclass
 class UpdateContext(Context):
-    """key: what the graph is compiled for. Inputs that passes add come after all that are there by then.
+    """The context of one update. Each input that a pass adds comes after all inputs that the graph has by then.
 
-    states: the inputs of each state of the key, by their names in `SlotTensors`. moments: the nodes that stand for
-    those of the key, once they are read. skipped: b8[], whether the update is to leave everything as it was, if known.
+    key: what the graph is compiled for. states: the inputs of each state of the key, by their names in `SlotTensors`.
+    moments: the nodes of the key's moments, once they are read. skipped: b8[], true if the update must change nothing;
+    None if the update does not check its gradients, or not yet.
     """
 
     key: UpdateKey = field(kw_only=True)

@@ -1,8 +1,9 @@
-"""Find the moments of an optimizer: which of the tensors that an update writes are some, and of which kind.
+"""Find the moments of an optimizer among the tensors that its update writes, and the kind of each.
 
-Moments are known by what the update does with them, not by name: what becomes a polynomial of degree 2 in itself and
-the gradient, and has a root taken of it, is a second moment; of degree 1, a first. Anything else stays as it is, and so
-does what the parameters are copied from, or what is made of them as they have become.
+Moments are found by what the update computes, not by name. The new value of a second moment is a polynomial of degree 2
+in the update's inputs, its own old value and a gradient among them, and a root is taken of it. For a first moment it
+has degree 1, and no root is taken. All other tensors stay as they are, also master copies that parameters are copied
+from, and tensors that are computed from the updated parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fp8pass.runtime.update_key import Moment, Place
 
 
 def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]:
-    """Which of the tensors that an update writes are moments, and of which kind."""
+    """Return the tensors that are moments, with their kinds, among those that an update writes."""
     stored = {place: example(module, node) for node, place in places(module.graph).items()}
     found = [Moment(p, x.kind, x.dtype) for p in written if isinstance(x := stored[p], Fp8Moment)]
     if all(isinstance(stored[p], Fp8Moment) or not _is_candidate(stored[p]) for p in written):
@@ -45,7 +46,7 @@ def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]
         made_of, degree = _above(value), degrees(value)
         if old in gradients or old not in made_of or not made_of & gradients or _only_grows(old, value):
             continue
-        if made_of & parameters or value in copied:  # an average of parameters, or what they are rounded from
+        if made_of & parameters or value in copied:  # an average of parameters, or a master copy of them
             continue
         has_root = any(u.target in _ROOTS for u in _below(value))
         if degree == 1 and not has_root:
@@ -60,7 +61,7 @@ def _is_candidate(x: Tensor) -> bool:
 
 
 def _in_aten(module: fx.GraphModule, written: Sequence[Place]) -> tuple[fx.Graph, dict[Place, tuple[fx.Node, fx.Node]]]:
-    """The update in ATen ops without writes, and of each written tensor what it was and what it becomes."""
+    """Trace the update in functional ATen ops; return the graph, and each written tensor's old and new node."""
     module = copy_to_edit(module)
     expand_foreach(module.graph)
     module.recompile()
@@ -93,7 +94,7 @@ def _kind(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 class _On(fx.Interpreter):
-    """Runs a graph on given tensors."""
+    """An interpreter that runs a graph on given tensors."""
 
     def __init__(self, module: fx.GraphModule, given: Mapping[Place, Tensor]) -> None:
         super().__init__(module)
@@ -101,7 +102,7 @@ class _On(fx.Interpreter):
         self.places = places(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Numbers are those of the graph."""
+        """Return the given tensor of an input or attribute, or else run the node. Symbolic numbers become 1.0."""
         if n in self.places:
             return self.given.get(self.places[n], example(self.module, n))
         known = n.meta.get("example_value")
@@ -116,13 +117,13 @@ _CONSTANTS = {aten.full_like.default, aten.ones_like.default, aten.zeros_like.de
 
 
 class _Degrees:
-    """Of polynomials in the tensors that an update is given: 1 for a sum of their multiples, inf for anything else."""
+    """The polynomial degree of each node in the update's inputs: 0 constant, 1 linear, 2 quadratic, inf for others."""
 
     def __init__(self) -> None:
         self.known: dict[fx.Node, float] = {}
 
     def __call__(self, x: object) -> float:
-        """Numbers, and tensors of one, are constants."""
+        """Return the degree of a node. Numbers, and tensors of one number, are constants of degree 0."""
         if not isinstance(x, fx.Node) or _is_number(x) or x.target in _CONSTANTS:
             return 0
         if x not in self.known:
@@ -151,7 +152,7 @@ class _Degrees:
 
 
 def _only_grows(old: fx.Node, value: fx.Node) -> bool:
-    """Whether the tensor is itself and something more: Adagrad's sum, to which 16 bits could soon add nothing."""
+    """Return whether a tensor only has terms added to it, as Adagrad's sum: 16 bits would soon round them away."""
     if value.target is aten.copy.default and isinstance(value.args[1], fx.Node):
         value = value.args[1]
     if value.target not in (aten.add.Tensor, aten.addcmul.default, prims.fma.default):
@@ -161,12 +162,12 @@ def _only_grows(old: fx.Node, value: fx.Node) -> bool:
 
 
 def _is_number(x: fx.Node) -> bool:
-    """Return whether it is a tensor of one number; an op on lists has many."""
+    """Return whether the node's value is a tensor of one number. The value of an op on lists is a list."""
     return isinstance(x.meta["val"], Tensor) and x.meta["val"].dim() == 0
 
 
 def _copied(value: fx.Node) -> fx.Node:
-    """What a tensor is copied from, if it is."""
+    """Return the node that `value` is copied or cast from; `value` itself if it is neither."""
     while value.target in (aten.copy.default, aten._to_copy.default, aten.clone.default):
         value = value.args[value.target is aten.copy.default]  # type: ignore[assignment]
     return value
@@ -182,7 +183,7 @@ def _above(node: fx.Node) -> set[fx.Node]:
 
 
 def _below(node: fx.Node, steps: int = 3) -> set[fx.Node]:
-    """What is made of a node, in a few steps: a root comes soon, behind a maximum or a correction of bias."""
+    """Return nodes that read `node` within `steps` ops: a root follows soon, after a maximum or a bias correction."""
     found, near = set(), {node}
     for _ in range(steps):
         near = {u for n in near for u in n.users if u.op == "call_function"}

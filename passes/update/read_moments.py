@@ -1,10 +1,10 @@
-"""Read an optimizer's moments from 8 and 16 bits.
+"""Read an optimizer's moments from 8-bit and 16-bit storage.
 
 before   exp_avg: f32[N, K] = get_attr
          exp_avg.lerp_(grad, 0.1)
 after    x: f32[N, K] = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
          x.lerp_(grad, 0.1)
-changes  the moments, to those that 8 bits hold, or 16 of a square root
+changes  the moments, to values that 8 bits can hold, or 16 bits of a square root
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fp8pass.runtime.update_key import Moment, Place
 
 
 class ReadMoments:
-    """Over Dynamo's graph of an update."""
+    """The pass over Dynamo's graph of an update."""
 
     name = "read_moments"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Read the moments that the key has, ahead of everything else.
+        """Decode the moments of the key before any other op; return their number.
 
-        As inputs the graph gets `numbers`, and `x_q` of each: see `Fp8Moment`.
+        The graph gets the inputs `numbers`, and `x_q` of each moment: see `Fp8Moment`.
         """
         if context.key.moments:
             context.moments = _read(graph, context.key.moments)

@@ -1,16 +1,16 @@
-"""An update whose gradients hold a NaN or an infinity leaves everything as it was.
+"""Restore all tensors that an update writes if one of its gradients holds a NaN or an infinity.
 
 before   exp_avg.lerp_(grad, 0.1); p.addcdiv_(exp_avg, denom)
 after    bad: b8[] = any_nonfinite([grad])
          p_old, exp_avg_old = p.clone(), exp_avg.clone()
          exp_avg.lerp_(grad, 0.1); p.addcdiv_(exp_avg, denom)
          keep(bad, p, p_old); keep(bad, exp_avg, exp_avg_old)
-         forget_step(bad, amax: f32[F])                 what this step has recorded of tensors, for all slots
+         forget_step(bad, amax: f32[F])                 the amaxes that this step has recorded, for all slots
          count(bad, counts: i64[2])
-changes  the numbers of such a step, to those before it; none of any other
+changes  the values after such a step, to those before it; nothing in any other step
 
-Runs on Dynamo's graph of an update, ahead of `write_weights`. The old values are those that the update's kernels have
-read: Inductor makes no copies of them. The gradients are read once more, ahead of these.
+Runs on Dynamo's graph of an update, before `write_weights`. The update's kernels read the old values anyway, so
+Inductor makes no copies for the clones. The gradients are read once more, before these kernels.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fp8pass.runtime.update_key import Place
 
 
 def gradients(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs that are gradients of parameters."""
+    """Return the inputs that are gradients of parameters."""
     return [n for n in graph.nodes if n.op == "placeholder" and source_name(n).endswith(".grad")]
 
 
 class SkipNonfinite:
-    """Over Dynamo's graph of an update."""
+    """The pass over Dynamo's graph of an update."""
 
     name = "skip_nonfinite"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Put back what the key keeps, and forget the amaxes of the step, if a gradient is not finite."""
+        """Add ops that restore the tensors in `key.keeps` if a gradient is not finite; return the number of tensors."""
         key = context.key
         if not key.keeps:
             return 0
@@ -51,7 +51,7 @@ class SkipNonfinite:
 
 
 def _at_beginning(graph: fx.Graph, wanted: Sequence[Place]) -> list[fx.Node]:
-    """Nodes for the tensors at some places, ahead of everything that is computed."""
+    """Return nodes for the tensors at the places `wanted`, before every node that computes something."""
     nodes = {place: node for node, place in places(graph).items()}
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     found = []
@@ -65,9 +65,10 @@ def _at_beginning(graph: fx.Graph, wanted: Sequence[Place]) -> list[fx.Node]:
 
 
 def _skip(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]) -> fx.Node:
-    """Put back what was `written`, and forget `amaxes`, if a gradient is not finite. Returns whether: b8[].
+    """Add ops that restore `written` and drop the recorded `amaxes` if a gradient is not finite.
 
-    written: inputs, and nodes that get attributes, at the beginning of the graph. Behind the inputs comes `counts`.
+    written: inputs and `get_attr` nodes at the beginning of the graph. The graph gets the input `counts`. Returns the
+    node that is true if a gradient is not finite: b8[].
     """
     counts = state_input(graph, "fp8pass_counts")
     last = max([counts, *written, *amaxes])

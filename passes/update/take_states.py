@@ -1,10 +1,10 @@
-"""Give an update the scales and amaxes that it reads and writes, as inputs.
+"""Add the scales and amaxes that an update reads and writes as inputs of its graph.
 
 before   graph(p, grad, ...)
 after    graph(p, grad, ..., scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W], made: f32[2, W])
 changes  nothing
 
-If an update may be skipped, it takes all amaxes of the step.
+An update that may be skipped takes all amaxes of the step, to drop them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fp8pass.passes.update.context import UpdateContext
 
 
 class TakeStates:
-    """Over Dynamo's graph of an update."""
+    """The pass over Dynamo's graph of an update."""
 
     name = "take_states"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Add inputs for the tensors of each state that the key has."""
+        """Add inputs for the tensors of each state of the key; return the number of states."""
         skips = bool(context.key.keeps)
         context.states = [
             {name: state_input(graph, f"fp8pass_{name}_{i}") for name in state.inputs(skips)}

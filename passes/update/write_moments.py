@@ -1,11 +1,11 @@
-"""Write an optimizer's moments to 8 and 16 bits.
+"""Write an optimizer's moments to 8-bit and 16-bit storage.
 
 before   x: f32[N, K] = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
          x.lerp_(grad, 0.1); p.addcdiv_(x, denom)
 after    x.lerp_(grad, 0.1); p.addcdiv_(x, denom)
          s: f32[n] = next_moment_scales(kinds, numbers)
          write_numbers(numbers, s, [write_moment("first", x, x_q, s, 0), ...])
-changes  what the next update reads, to what 8 bits hold, or 16 of a square root
+changes  the moments that the next update reads, to values that 8 bits can hold, or 16 bits of a square root
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fp8pass.runtime.update_key import Moment
 
 
 class WriteMoments:
-    """Over Dynamo's graph of an update."""
+    """The pass over Dynamo's graph of an update."""
 
     name = "write_moments"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Store the moments that were read, at the end of the graph, but where the update is skipped."""
+        """Store the moments at the end of the graph, unless the update is skipped; return their number."""
         if context.moments:
             _write(graph, context.key.moments, context.moments, context.skipped)
         return len(context.moments)

@@ -1,15 +1,15 @@
-"""Whoever updates a weight writes its FP8 copy along with it, for the next forward to find.
+"""Write the FP8 copy of each weight in the update that writes the weight, for the next forward to read.
 
-before   p.addcdiv_(exp_avg, denom)                              or whatever else writes into a parameter, last of all
+before   p.addcdiv_(exp_avg, denom)                              or any other last write into a parameter
 after    p.addcdiv_(exp_avg, denom)
          s: f32[W] = usable(next_scales(scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W]))
          a: f32[]  = write_weight(s, 0, [p], [x_q: f8[N, K]], [x_t: f8[K, N]])
          write_made(made: f32[2, W], s, [a, ...])
-changes  nothing that was there; the copy is that which the next forward would have made
+changes  no existing value; the copy equals the one that the next forward would have computed
 
-Runs on Dynamo's graph of an update: one that writes into parameters and gives nothing that has a gradient. Optimizers
-are not known by name. Behind AOTAutograd the parameter's `copy_` and these writes read one value, which Inductor has at
-hand in one kernel.
+Runs on Dynamo's graph of an update: a graph that writes into parameters and returns nothing that requires a gradient.
+Optimizers are not recognized by name. After AOTAutograd the parameter's `copy_` and these writes read one value, so
+Inductor computes them in one kernel.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fp8pass.runtime.update_key import State, Write
 
 
 class WriteWeights:
-    """Over Dynamo's graph of an update."""
+    """The pass over Dynamo's graph of an update."""
 
     name = "write_weights"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Write the FP8 copies that the key has, at the end of the graph.
+        """Write the FP8 copies of the key at the end of the graph; return their number.
 
-        As inputs it gets the copies of each weight's parts, their transposes, and those parts that the graph has no
-        place for.
+        The graph gets as inputs the copies of each weight's parts, their transposed copies, and the parts that have no
+        place in the graph.
         """
         if context.key.writes:
             _write(graph, context.key.states, context.states, context.key.writes)

@@ -1,4 +1,4 @@
-"""What a graph of Dynamo's writes into: whether it is an update, and of which parameters."""
+"""Find the tensors that a graph of Dynamo's writes into, and so whether it is an update."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fp8pass.runtime.update_key import Place, attribute
 
 
 def written(module: fx.GraphModule) -> list[Place]:
-    """The tensors that a graph writes into, if it is an update; none if it is anything else.
+    """Return the places of the tensors that a graph writes into if it is an update, [] if it is not.
 
-    It is run on fake tensors, to see.
+    An update writes into a parameter, and returns nothing that requires a gradient. The graph is run on fake tensors
+    to find its writes.
     """
     graph = module.graph
     tensors = {place: x for node, place in places(graph).items() if isinstance(x := example(module, node), Tensor)}
@@ -24,30 +25,31 @@ def written(module: fx.GraphModule) -> list[Place]:
         return []
     if any(x.requires_grad for x in _results(graph)):
         return []
-    modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]  # Dynamo's; the backend has another
+    # Dynamo's fake mode; the backend has another
+    modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]
     changed = _OnFakes(module, modes[0] if modes else FakeTensorMode()).written()
     return [p for p in tensors if p in changed] if any(_is_parameter(tensors[p]) for p in changed) else []
 
 
 def real_inputs(module: fx.GraphModule) -> list[Any] | None:
-    """What Dynamo compiles the graph for, the tensors themselves; None where it does not say."""
+    """Return the real inputs that Dynamo compiles the graph for; None if one of them is not recorded."""
     known = [n.meta.get("grapharg") for n in module.graph.nodes if n.op == "placeholder"]
     return None if any(arg is None for arg in known) else [arg.example for arg in known]
 
 
 def places(graph: fx.Graph) -> dict[fx.Node, Place]:
-    """The nodes that give a tensor which the graph does not compute, and where each is."""
+    """Return the place of each input and each `get_attr` node of the graph."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     return {**{n: i for i, n in enumerate(inputs)}, **{n: str(n.target) for n in graph.nodes if n.op == "get_attr"}}
 
 
 def example(module: torch.nn.Module, node: fx.Node) -> Any:
-    """What a node of `places` gives: of an input a fake."""
+    """Return the value of a node of `places`: an input's example value, which is fake, or the attribute itself."""
     return node.meta.get("example_value") if node.op == "placeholder" else attribute(module, str(node.target))
 
 
 def _is_parameter(x: Tensor) -> bool:
-    """One that is frozen too: an average of others, say."""
+    """Return whether `x` is a parameter, also a frozen one (as of averages), or another leaf that requires grad."""
     return x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))
 
 
@@ -57,12 +59,12 @@ def _results(graph: fx.Graph) -> list[Tensor]:
 
 
 def _ignored_symbols(mode: FakeTensorMode) -> Any:
-    """Sizes that depend on data, and that the real graph knows already."""
+    """Return a context that ignores new symbols for sizes that depend on data: the real graph already has its own."""
     return contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.ignore_fresh_unbacked_symbols()
 
 
 class _OnFakes(fx.Interpreter):
-    """Runs a graph on fake tensors of its own, under the grad mode that it begins with."""
+    """An interpreter that runs a graph on new fake tensors, and restores grad mode after."""
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(module)
@@ -71,7 +73,7 @@ class _OnFakes(fx.Interpreter):
         self.places = places(module.graph)
 
     def written(self) -> set[Place]:
-        """Run it; the places of the tensors that it writes into."""
+        """Run the graph; return the places of the tensors that it writes into."""
         grad_enabled = torch.is_grad_enabled()
         try:
             with self.mode, enable_python_dispatcher(), _ignored_symbols(self.mode), _Writes() as writes:
@@ -81,7 +83,7 @@ class _OnFakes(fx.Interpreter):
         return {place for place, x in self.of.items() if _storage(x) in writes.into}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Inputs and attributes are replaced by fakes; numbers of the data, a learning rate, are those of the graph."""
+        """Return a fake for an input or attribute, or else run the node. Symbolic numbers keep the graph's symbols."""
         if n not in self.places:
             known = n.meta.get("example_value")
             return known if isinstance(known, (torch.SymFloat, torch.SymInt, torch.SymBool)) else super().run_node(n)
@@ -95,16 +97,17 @@ class _OnFakes(fx.Interpreter):
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what ops write into. Not by versions: on fake tensors, those of `_foreach_` ops stay what they are."""
+    """Records written tensors by op schemas: on fake tensors, `_foreach_` ops do not bump versions."""
 
-    supports_higher_order_operators = True  # which write into nothing, or, if kernels of the user's, count up versions
+    # higher-order ops write into no tensor, except user-defined Triton kernels, whose writes bump version counters
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.into: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One op."""
+        """Record the storages of the arguments that the op's schema marks as written, and run the op."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments if isinstance(func, OpOverload) else []
         for i, argument in enumerate(arguments):
