@@ -363,7 +363,7 @@ def _verify(module: fx.GraphModule, context: Context) -> None:
 
 
 def _lint(module: fx.GraphModule, context: Context) -> None:
-    """What can be told of Dynamo's graph, whose nodes have examples and not values: that it, and those in it, run."""
+    """Check that Dynamo's graph, and the graphs in it, are well formed. Their nodes have no values to verify."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             part.graph.lint()

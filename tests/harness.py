@@ -115,19 +115,15 @@ def run(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = 
 
 def on_dynamos_graph(
     module: fx.GraphModule, *passes: Pass[DynamoContext], config: Config | None = None
-) -> DynamoContext:
-    """Run passes over a copy of a graph of Dynamo's, and return what they share, with what they have made of it.
-
-    How often each was applied is in `notes`.
-    """
+) -> tuple[fx.GraphModule, list[int]]:
+    """Run passes over a copy of a graph of Dynamo's. Returns the copy, and how often each was applied."""
     annotation = Annotation(copy_to_edit(module), [], [])
     names = Names(annotation.module.graph.find_nodes(op="placeholder"))
     context = DynamoContext(config or Config(), annotation=annotation, names=names)
-    for p in passes:
-        context.notes.append(f"{p.name} {p.run(annotation.module.graph, context)}")
+    applied = [p.run(annotation.module.graph, context) for p in passes]
     annotation.module.graph.lint()
     annotation.module.recompile()
-    return context
+    return annotation.module, applied
 
 
 def on_update(module: fx.GraphModule, key: UpdateKey, *passes: Pass[UpdateContext]) -> UpdateContext:

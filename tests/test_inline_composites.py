@@ -27,9 +27,8 @@ class Wrapped(nn.Module):
 
 def inlining(applied: list[int]) -> Callable[..., Any]:
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        context = on_dynamos_graph(module, InlineComposites())
-        applied.append(int(context.notes[0].split()[1]))
-        module = context.annotation.module
+        module, counts = on_dynamos_graph(module, InlineComposites())
+        applied.extend(counts)
         assert not [n for n in module.graph.nodes if n.target in COMPOSITES]
         return module.forward
 
@@ -77,7 +76,7 @@ def test_graph() -> None:
     found: list[str] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        module = on_dynamos_graph(module, InlineComposites()).annotation.module
+        module, _ = on_dynamos_graph(module, InlineComposites())
         calls = (n for n in module.graph.nodes if n.op == "call_function" and spelling_of(n))
         found.extend(f"{n.target}: {list(n.meta['example_value'].shape)}" for n in calls)
         return module.forward

@@ -116,9 +116,7 @@ def of_the_graph(program: Callable[[Any], nn.Module], mark: Any) -> list[str]:
     found: list[str] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        context = on_dynamos_graph(module, InlineRegions(), InlineRegions())
-        inlined = context.annotation.module
-        first, second = (int(note.split()[1]) for note in context.notes)
+        inlined, (first, second) = on_dynamos_graph(module, InlineRegions(), InlineRegions())
         assert (first > 0) == (mark is marked) and second == 0
         found.extend(text(inlined, [source_name(n) for n in module.graph.nodes if n.op == "placeholder"]))
         return inlined.forward

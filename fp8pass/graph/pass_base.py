@@ -1,4 +1,4 @@
-"""What a pass is, and what the passes over one graph share."""
+"""Define a pass, and the context that the passes over one graph share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8pass.recipes import Recipe
 
 @dataclass
 class Context:
-    """What the passes over one graph share.
+    """The context that the passes over one graph share.
 
     choices: what the annotate pass made of each call. declined: why all matmuls are declined, if fp8pass has failed on
     the graph before. is_update: whether the graph updates parameters.
@@ -31,9 +31,9 @@ class Context:
     gemms: dict[fx.Node, Gemm] = field(default_factory=dict)
     """The verdict of every matmul node that the graph held at the start."""
     notes: list[str] = field(default_factory=list)
-    """What a reader of the report should know that belongs to no matmul."""
+    """Sentences for the report that belong to the graph, not to one matmul."""
     computed: Computed = field(default_factory=dict)
-    """What `verify` need not compute again until it changes."""
+    """Nodes whose values `verify` has computed, and skips until something that they depend on changes."""
 
     def builder(self, graph: fx.Graph, made_by: str) -> Builder:
         """Return what adds nodes to the graph, and remembers what it has computed. made_by: the name of the pass."""
@@ -42,7 +42,7 @@ class Context:
 
 @dataclass
 class DynamoContext(Context):
-    """What the passes over Dynamo's graph share.
+    """The context that the passes over Dynamo's graph share.
 
     annotation: what they make of it, in place. merged: the recipes of calls that stand for several.
     """
