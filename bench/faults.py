@@ -224,8 +224,8 @@ FAULTS = (
     ),
     Fault(
         "padding to multiples of 8",
-        'ALIGNMENT = 16\n"""Elements that K and N',
-        'ALIGNMENT = 8\n"""Elements that K and N',
+        'ALIGNMENT = 16\n"""K and N must be multiples',
+        'ALIGNMENT = 8\n"""K and N must be multiples',
         "cuBLASLt refuses matmuls whose K or N is an odd multiple of 8.",
     ),
     Fault(
