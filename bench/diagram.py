@@ -5,6 +5,7 @@ python bench/diagram.py        prints the SVG; `python bench/readme.py pipeline`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
@@ -89,11 +90,15 @@ def svg() -> str:
             parts.append(f'<text class="note" x="{left:g}" y="{down:g}">{escape(note)}</text>')
         parts += pills
         y += height + GAP
-    bottom = y - GAP + MARGIN
+    return document("From torch.compile to kernels, with the passes in order", parts, y - GAP + MARGIN)
+
+
+def document(title: str, parts: Iterable[str], bottom: float) -> str:
+    """Return an SVG of these parts on a panel that is WIDTH wide and `bottom` high."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom:g}" role="img">',
-            "<title>From torch.compile to kernels, with the passes in order</title>",
+            f"<title>{escape(title)}</title>",
             f"<style>{STYLE}</style>",
             f'<rect class="panel" x="0.5" y="0.5" width="{WIDTH - 1}" height="{bottom - 1:g}" rx="8"/>',
             *parts,

@@ -267,7 +267,7 @@ FAULTS = (
     Fault(
         "a skipped step is remembered",
         "graph.call_function(ops.forget_step, (bad, amax))",
-        "graph.call_function(ops.keep, (bad, amax, amax))",
+        "graph.call_function(ops.restore_where, (bad, amax, amax))",
         "The amaxes of a step that skip_nonfinite left out still make the scales of the next one.",
     ),
 )

@@ -17,10 +17,10 @@ from zoo_row import Failed, Row, Sample, Subject, loss_of
 
 from fp8pass.backend import compile_graph
 from fp8pass.hardware import TARGETS
-from fp8pass.inspect.fake_cuda import Pretended, fakes
+from fp8pass.inspect.fake_cuda import FakeCuda, fakes
 from fp8pass.options.config import make_config
 from fp8pass.report.report import collect
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 
 TARGET = "h100"
 
@@ -60,7 +60,7 @@ class ThroughInductor:
         self.sample.train_with(backend)
 
 
-def _has_history(group: SlotGroup) -> None:
+def _has_history(group: InstanceState) -> None:
     """Have state count as if the first step, which compiles nothing, was over."""
     group.assume_scales()
 
@@ -92,7 +92,7 @@ class ForH100:
 
     def generate(self, row: Row) -> None:
         """Generate code of forward and backward; every matmul that is rewritten calls `_scaled_mm` in it."""
-        gpu = Pretended(TARGETS[TARGET])
+        gpu = FakeCuda(TARGETS[TARGET])
         registry.on_new.append(_has_history)
         config = make_config({"target": TARGET, "min_speedup": 0})
         sample = self.make()  # initializing reads values of tensors

@@ -35,8 +35,8 @@ from fp8pass.pipeline import (
 )
 from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
 from fp8pass.runtime.update_graph import UpdateGraph
-from fp8pass.runtime.update_key import Moment, Place, UpdateKey
-from fp8pass.states.amax_reduction import taking_part
+from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey
+from fp8pass.states.amax_reduction import join_reduction
 from fp8pass.states.slots import SlotTable, registry
 
 log = logging.getLogger(__name__)
@@ -66,16 +66,16 @@ def fp8pass(
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     """Compile one graph of Dynamo's; returns what Dynamo calls in its place. A fault of fp8pass does not stop it."""
     take_note_of_graph()
-    name, places = "a graph of Dynamo's", list[Place]()
+    name, refs = "a graph of Dynamo's", list[TensorRef]()
     with left_out("slow_matmuls", config, name):
         warn_of_slow_matmuls(module)
     trial = overrides.current()
     if trial is not None:
         config = trial.configured(config)
     with left_out("write_weights", config, name):
-        places = written(module)
-    if places:
-        return _update(module, example_inputs, config, places)
+        refs = written(module)
+    if refs:
+        return _update(module, example_inputs, config, refs)
     if trial is not None and trial.way == "reference":
         return _reference(module, example_inputs, config)
     if config.varies:
@@ -180,7 +180,7 @@ def _without_slots(compiled: Callable[..., Any], config: Config, is_fake_first: 
     """The graph; where another rank has slots in its place, that is found out."""
     if config.reduction is None or not torch.is_grad_enabled() or is_fake_first:
         return compiled
-    return taking_part(compiled, config.reduction)
+    return join_reduction(compiled, config.reduction)
 
 
 def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: Sequence[Any]) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: 
 
 
 def _update(
-    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, places: Sequence[Place]
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, refs: Sequence[TensorRef]
 ) -> Callable[..., Any]:
     """A graph that writes into parameters: compiled when it is called, for the FP8 copies that they have then."""
     context, mode = context_for_later(), detect_fake_mode(example_inputs)
@@ -221,12 +221,12 @@ def _update(
         skips = config.skip_nonfinite and bool(gradients(module.graph))
     if config.optimizer_state == "fp8":
         with left_out("quantize_moments", config, "an update"):
-            found = moments_of(module, places)
+            found = moments_of(module, refs)
             # now, while moments can stay as they are
             without = Attempt(without=frozenset({"expand_foreach"}))
             annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
             moments = found
-    graph = UpdateGraph(module, places, skips, moments, compile_for, falling_back)
+    graph = UpdateGraph(module, refs, skips, moments, compile_for, falling_back)
     examples = real_inputs(module)
     if examples is not None:  # now, and not in the first call, for Dynamo may have to think again
         graph.compile(examples)

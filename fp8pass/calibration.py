@@ -21,7 +21,7 @@ from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration, StaticScaling
 from fp8pass.states.checkpoint import names_in
-from fp8pass.states.slots import SlotGroup, SlotTable, registry
+from fp8pass.states.slots import InstanceState, SlotTable, registry
 
 _calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -90,7 +90,7 @@ class _Observer:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.groups: dict[tuple[int, ...], SlotGroup] = {}
+        self.groups: dict[tuple[int, ...], InstanceState] = {}
         self.tables: list[SlotTable] = []
         self.nonfinite: set[str] = set()
         """Slots whose tensors held a NaN or inf in some call."""
@@ -106,7 +106,7 @@ class _Observer:
         for table in annotation.tables:
             key = (id(table), *map(id, owned))
             if key not in self.groups:
-                self.groups[key] = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+                self.groups[key] = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
             groups.append(self.groups[key])
         before = [group.amax() for group in groups]
         result = annotation.run(*args, *(x for group in groups for x in group.tensors.inputs()))
@@ -114,7 +114,7 @@ class _Observer:
             self._pass_over_nonfinite(group, amax)
         return result
 
-    def _pass_over_nonfinite(self, group: SlotGroup, before: Tensor) -> None:
+    def _pass_over_nonfinite(self, group: InstanceState, before: Tensor) -> None:
         """Restore the amaxes of tensors that held a NaN or inf in this call, and note the names of their slots."""
         is_finite = group.amax().isfinite()
         group.set_amax(torch.where(is_finite, group.amax(), before))
@@ -142,7 +142,7 @@ def _warn_of(what: str, slots: Set[str], so: str) -> None:
         warn_once(f"fp8pass: calibrate saw {what} {shown}: {so}. Calibrate on data as the model will be called with")
 
 
-def _fill(group: SlotGroup) -> None:
+def _fill(group: InstanceState) -> None:
     """Set the scales of a new group of a static recipe. Raises Fp8Error if some of its tensors have no scale."""
     recipe = group.table.recipe
     if not isinstance(recipe, StaticScaling):
@@ -157,7 +157,7 @@ def _fill(group: SlotGroup) -> None:
     group.tensors.scale.copy_(torch.tensor([recipe.scales[name] for name in names]))
 
 
-def _names(group: SlotGroup, recipe: StaticScaling) -> list[str]:
+def _names(group: InstanceState, recipe: StaticScaling) -> list[str]:
     """Return the names of the group's slots in the model that was calibrated."""
     for module in _calibrated:
         names = names_in(module, group)

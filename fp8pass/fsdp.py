@@ -124,7 +124,7 @@ def _shard_of(parameter: Tensor) -> Fp8Shard | None:
     return local if isinstance(local, Fp8Shard) else None
 
 
-class _Known(NamedTuple):
+class _GatheredWeight(NamedTuple):
     """A weight that has been gathered. mesh: the mesh of its shards. change: how often its parameter was replaced."""
 
     parameter: weakref.ref[Tensor]
@@ -132,7 +132,7 @@ class _Known(NamedTuple):
     change: int
 
 
-class _Written(NamedTuple):
+class _ShardCopies(NamedTuple):
     """FP8 copies of all shards, with the scales that they were quantized with, by key.
 
     of: the value of `_Weights._as_they_are` when they were quantized; shards: the tensors that were quantized.
@@ -158,14 +158,14 @@ class _Weights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _GatheredWeight] = {}
         """{key: the weight}."""
         self.names: list[str] = []
         """Names of the layers; a weight's key is its layer's index here."""
         self._scales: dict[int, Tensor] = {}
         self._made_of: Any = None
         self._forwards = 0
-        self._written: _Written | None = None
+        self._written: _ShardCopies | None = None
         before_eager_optimizers(_forget_all)
         _all.add(self)
         model.register_forward_pre_hook(self._begin_forward)
@@ -189,7 +189,7 @@ class _Weights:
         known = self._known.get(key)
         mesh = mesh or (known.mesh if known else None)
         if mesh is not None and (known is None or known.parameter() is not parameter):
-            self._known[key] = _Known(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
+            self._known[key] = _GatheredWeight(weakref.ref(parameter), mesh, known.change + 1 if known else 0)
 
     def quantized(self, key: int, parameter: Tensor, x: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         """Return a shard in FP8, and its scale f32[]; compute the scales of all weights if any may have changed.
@@ -223,7 +223,7 @@ class _Weights:
             with torch.no_grad():
                 copies = {k: scaling.quantize(x, scales[k].to(x.device), scaling.E4M3) for k, (x, _) in shards.items()}
             tensors = {k: weakref.ref(x) for k, (x, _) in shards.items()}
-            self._written = _Written(self._as_they_are(), copies, scales, tensors)
+            self._written = _ShardCopies(self._as_they_are(), copies, scales, tensors)
 
     def forget(self) -> None:
         """Drop the FP8 shards that `write` prepared, because the weights may have changed."""
@@ -274,7 +274,7 @@ def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tenso
     return dict(zip(shards, scale.unbind(0), strict=True))
 
 
-class _StandIn(Tensor):
+class _WrapperTensor(Tensor):
     """Base of tensor subclasses that run ops on the tensors they hold; subclasses implement `_run`."""
 
     _run: Any
@@ -293,7 +293,7 @@ class _StandIn(Tensor):
         return cls._run(func, args, kwargs)
 
 
-class Fp8Shard(_StandIn):
+class Fp8Shard(_WrapperTensor):
     """A parameter in high precision that FSDP gathers in FP8. Ops run on the tensor that it holds.
 
     The ops that FSDP uses to shard and copy parameters return tensors of this class; other ops return plain tensors.
@@ -408,7 +408,7 @@ _KEEPING = {
 """Ops that FSDP uses to shard, copy and move parameters: their results are `Fp8Shard`, too."""
 
 
-class GatheredWeight(_StandIn):
+class GatheredWeight(_WrapperTensor):
     """A gathered weight f[N, K] that every op reads as `dequantize(x_q, scale_inv)`."""
 
     _x_q: Tensor

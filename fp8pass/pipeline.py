@@ -17,7 +17,7 @@ from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransfor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt
-from fp8pass.graph.annotation import Annotation, Choice, copy_to_edit
+from fp8pass.graph.annotation import Annotation, MatmulChoice, copy_to_edit
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
@@ -225,7 +225,7 @@ class Pipeline(CustomGraphPass):
     def __init__(
         self,
         config: Config,
-        choices: list[Choice],
+        choices: list[MatmulChoice],
         dump: Dump | None = None,
         is_update: bool = False,
         attempt: Attempt = FIRST,
@@ -297,7 +297,7 @@ class Pipeline(CustomGraphPass):
             )
 
 
-def behind(own: Any, ours: CustomGraphPass) -> Any:
+def append_pass(own: Any, ours: CustomGraphPass) -> Any:
     """A setting of Inductor's: the user's own pass, or passes, if any, and then ours."""
     if own is None:
         return ours
@@ -370,7 +370,7 @@ def _lint(module: fx.GraphModule, context: Context) -> None:
             part.recompile()
 
 
-def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
+def _raise_if_declined(context: Context, choices: list[MatmulChoice]) -> None:
     """Strict: what the recipe and filter chose, or the user quantized, must have been rewritten."""
     for gemm in context.gemms.values():
         if gemm.status == "rewritten" or not (_chosen(gemm, choices) or gemm.quantized):
@@ -382,7 +382,7 @@ def _raise_if_declined(context: Context, choices: list[Choice]) -> None:
         )
 
 
-def _chosen(gemm: Gemm, choices: list[Choice]) -> bool:
+def _chosen(gemm: Gemm, choices: list[MatmulChoice]) -> bool:
     if gemm.choice is None:
         return gemm.rule == "composite"
     choice = choices[gemm.choice]

@@ -38,11 +38,11 @@ from fp8pass.options.unmatched import check_compiled, check_models, patterns_of,
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.update_graph import UpdateGraph
-from fp8pass.runtime.weight_cache import settle, weights_of
+from fp8pass.runtime.weight_cache import end_step, weights_of
 from fp8pass.states.checkpoint import State, goes_along, state
 from fp8pass.states.steps import accumulate
 
-DEPTH, MOST = 3, 64
+MAX_DEPTH, MAX_ITEMS = 3, 64
 """Limits of the search for models and optimizers: depth, and number of elements of a container."""
 
 
@@ -118,7 +118,7 @@ class TrainStep:
             late = [fault for fault in gone_on_after[faults:] if fault not in self._collected.faults]
             self._collected.add(Report(faults=late))
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
-        settle(parameters)
+        end_step(parameters)
         write_shards(parameters)
         self._store_moments(optimizers)
         return result
@@ -150,8 +150,8 @@ class TrainStep:
                 f"FP8 copies of {len(weights)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
                 f"(weight_cache={self.config.weight_cache!r})"
             )
-            if again := [w for w in weights if w.refreshed > w.expected]:
-                times = max(w.refreshed - w.expected for w in again)
+            if again := [w for w in weights if w.requantized > w.expected]:
+                times = max(w.requantized - w.expected for w in again)
                 report.notes.append(
                     f"{len(again)} weights were quantized again by kernels of their own, up to {times} times, because "
                     "something else than a compiled update had changed them: an optimizer that runs eagerly (with "
@@ -266,7 +266,7 @@ def _held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the objects for which `wanted` is true, among the roots and what they hold, to the depth `DEPTH`."""
+    """Yield the objects for which `wanted` is true, among the roots and what they hold, to the depth `MAX_DEPTH`."""
     seen: set[int] = set()
     todo = [(x, 0) for x in roots]
     while todo:
@@ -276,7 +276,7 @@ def reached(roots: Sequence[Any], wanted: Callable[[Any], bool]) -> Iterator[Any
         seen.add(id(x))
         if wanted(x):
             yield x
-        if depth < DEPTH:
+        if depth < MAX_DEPTH:
             todo += [(value, depth + 1) for value in _held(x)]
 
 
@@ -305,9 +305,9 @@ def _held(x: Any) -> list[Any]:
     if isinstance(x, nn.Module):
         return [v for name, v in vars(x).items() if name not in _OF_MODULES]
     if isinstance(x, Mapping):
-        return list(itertools.islice(x.values(), MOST))
+        return list(itertools.islice(x.values(), MAX_ITEMS))
     if isinstance(x, (list, tuple, set, frozenset)):
-        return list(itertools.islice(x, MOST))
+        return list(itertools.islice(x, MAX_ITEMS))
     slots = [getattr(x, name) for name in getattr(type(x), "__slots__", ()) if hasattr(x, name)]
     return [*vars(x).values(), *slots] if hasattr(x, "__dict__") else slots
 

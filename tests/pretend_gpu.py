@@ -28,8 +28,8 @@ import fp8pass
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect import inspector
 from fp8pass.inspect import process as inspect_process
-from fp8pass.inspect.fake_cuda import Pretended, fakes, returns
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.inspect.fake_cuda import FakeCuda, fakes, returns
+from fp8pass.states.slots import InstanceState, registry
 from tests.asked import answer_all, ask
 from tests.harness import without_caches
 
@@ -60,7 +60,7 @@ def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Ins
         return inspector.inspect(*arguments, **named)
 
 
-def inspection(gpu: Pretended, request: str, answer: str, run: str) -> int:
+def inspection(gpu: FakeCuda, request: str, answer: str, run: str) -> int:
     """The process behind `inspect`, but for its start and the GPU. Returns its exit status."""
     ways = inspect_process._ways
 
@@ -87,13 +87,13 @@ def _is_comment(line: str) -> bool:
     return line.lstrip().startswith("#")
 
 
-def has_history(group: SlotGroup) -> None:
+def has_history(group: InstanceState) -> None:
     """The first step, which would run eagerly, counts as done."""
     group.assume_scales()
 
 
 def generated(
-    gpu: Pretended, function: Callable[..., Any], *inputs: Any, backward: bool = True, **options: Any
+    gpu: FakeCuda, function: Callable[..., Any], *inputs: Any, backward: bool = True, **options: Any
 ) -> list[str]:
     """The generated code of `function(*inputs)`, and with `backward` of the backward of its sum."""
     with gpu.compiles() as found:
@@ -127,7 +127,7 @@ def model_of(of: str, width: int, hidden: int) -> nn.Module:
 
 
 @functools.cache
-def graphs(gpu: Pretended, what: str, of: str) -> list[Graph]:
+def graphs(gpu: FakeCuda, what: str, of: str) -> list[Graph]:
     """Return what is made of a model's forward and backward, or of a whole step of it, compiled once for all questions.
 
     what: a recipe, evaluation comes last then; or "step", for one that is decorated, with its two updates, the first
@@ -161,7 +161,7 @@ def graphs(gpu: Pretended, what: str, of: str) -> list[Graph]:
     return found
 
 
-def experts(gpu: Pretended, layers: str) -> list[str]:
+def experts(gpu: FakeCuda, layers: str) -> list[str]:
     """Forward and backward of one or two layers of experts; M is no multiple of 16."""
     from tests.models import Experts
 
@@ -175,7 +175,7 @@ def experts(gpu: Pretended, layers: str) -> list[str]:
     return generated(gpu, both if layers == "2" else one, x, offs, min_speedup=0, target="sm_90", strict=True)
 
 
-def rules(gpu: Pretended, which: str) -> list[str]:
+def rules(gpu: FakeCuda, which: str) -> list[str]:
     """Cases of XLA's rules that run on a GPU, in four graphs; but for epilogues, see `epilogues`. which: see `on_gpu`."""
     from tests.xla_rules import on_gpu
 
@@ -184,7 +184,7 @@ def rules(gpu: Pretended, which: str) -> list[str]:
     return [code for i in range(4) for code in _together(gpu, chosen[i::4])]
 
 
-def _together(gpu: Pretended, cases: Sequence[Case]) -> list[str]:
+def _together(gpu: FakeCuda, cases: Sequence[Case]) -> list[str]:
     def everything(inputs: list[Any]) -> list[Any]:
         return [c.function(*i) for c, i in zip(cases, inputs, strict=True)]
 
@@ -192,7 +192,7 @@ def _together(gpu: Pretended, cases: Sequence[Case]) -> list[str]:
     return generated(gpu, everything, [c.inputs for c in cases], backward=False, recipe=None, target="sm_90")
 
 
-def epilogues(gpu: Pretended, which: str) -> dict[str, dict[str, Any]]:
+def epilogues(gpu: FakeCuda, which: str) -> dict[str, dict[str, Any]]:
     """Compile the epilogues of XLA's rules, those with an amax also large; see `epilogue`. which: see `on_gpu`."""
     from tests.xla_rules import on_gpu, q
 
@@ -207,14 +207,14 @@ def epilogues(gpu: Pretended, which: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def epilogue(gpu: Pretended, function: Callable[..., Any], *inputs: Any) -> dict[str, Any]:
+def epilogue(gpu: FakeCuda, function: Callable[..., Any], *inputs: Any) -> dict[str, Any]:
     """Return what `checked` says of the code, and as "behind" how many kernels run behind the last matmul."""
     torch._dynamo.reset()
     (code,) = generated(gpu, function, *inputs, backward=False, recipe=None, target="sm_90")
     return {"behind": code.rpartition("extern_kernels._scaled_mm(")[2].count(".run("), **checked(gpu, [code])}
 
 
-def plain(gpu: Pretended) -> dict[str, list[str]]:
+def plain(gpu: FakeCuda) -> dict[str, list[str]]:
     """The code of reductions without FP8, as Inductor generates it by itself and under fp8pass; and of one with FP8."""
     from fp8pass.scaling import amax, quantize
 
@@ -241,7 +241,7 @@ def plain(gpu: Pretended) -> dict[str, list[str]]:
     return {**found, "both": generated(gpu, both, rows, s, backward=False, recipe=None)}
 
 
-def passes_behind(gpu: Pretended) -> list[Any]:
+def passes_after(gpu: FakeCuda) -> list[Any]:
     """How often a pass behind the partitioner ran, how many graphs there were, and a tensor that was made afterwards."""
     seen: list[int] = []
     options = {"post_grad_custom_post_pass": lambda graph: seen.append(len(graph.nodes))}
@@ -251,7 +251,7 @@ def passes_behind(gpu: Pretended) -> list[Any]:
     return [len(seen), len(found), torch.ones(2).tolist()]
 
 
-def answer(gpu: Pretended, what: str, *of: str) -> Any:
+def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
     what: "passes", "plain", "inspect"; "epilogues" or "rules", of which `on_gpu` says more; "experts", of so many layers;
@@ -260,7 +260,7 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
     if what == "inspect":
         return inspection(gpu, *of)
     if what == "passes":
-        return passes_behind(gpu)
+        return passes_after(gpu)
     if what == "epilogues":
         return epilogues(gpu, *of)
     if what == "plain":
@@ -273,7 +273,7 @@ def answer(gpu: Pretended, what: str, *of: str) -> Any:
     return checked(gpu, codes)
 
 
-def checked(gpu: Pretended, codes: list[str]) -> dict[str, Any]:
+def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
     """Compile all kernels. Returns how many each graph has, how its matmuls read memory, and what shouldn't be there."""
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
@@ -283,7 +283,7 @@ def checked(gpu: Pretended, codes: list[str]) -> dict[str, Any]:
     }
 
 
-def cudagraphs(gpu: Pretended, what: str, of: str) -> list[dict[str, Any]]:
+def cudagraphs(gpu: FakeCuda, what: str, of: str) -> list[dict[str, Any]]:
     """Return what Inductor decides about CUDA graphs of `graphs`.
 
     placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
@@ -372,4 +372,4 @@ def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
 if __name__ == "__main__":
     registry.on_new.append(has_history)
     with without_caches():
-        answer_all(functools.partial(answer, Pretended(TARGETS["h100"])))
+        answer_all(functools.partial(answer, FakeCuda(TARGETS["h100"])))

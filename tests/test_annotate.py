@@ -82,18 +82,18 @@ l_self_modules_up_parameters_weight_ = L_self_modules_up_parameters_weight_
 l_self_modules_up_parameters_bias_ = L_self_modules_up_parameters_bias_
 l_self_modules_down_parameters_weight_ = L_self_modules_down_parameters_weight_
 begin_step = fp8pass_quant_ops_begin_step(DelayedScaling(amax_history_len=16), fp8pass_scale, fp8pass_amax_history, fp8pass_amax_forward, fp8pass_amax_backward, fp8pass_held)
-usable = fp8pass_quant_ops_usable(begin_step)
+scales_or_one = fp8pass_quant_ops_scales_or_one(begin_step)
 rms_norm: "f32[16, 32]" = torch.rms_norm(l_x_, (32,), l_self_modules_norm_parameters_weight_, None)
-qdq_operand: "f32[16, 32]" = fp8pass_quant_ops_qdq_operand(rms_norm, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=0, index=0, bootstrap=False, record=True), usable, fp8pass_amax_forward)
-qdq_operand_1: "f32[56, 32]" = fp8pass_quant_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), usable, fp8pass_amax_forward)
+qdq_operand: "f32[16, 32]" = fp8pass_quant_ops_qdq_operand(rms_norm, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=0, index=0, bootstrap=False, record=True), scales_or_one, fp8pass_amax_forward)
+qdq_operand_1: "f32[56, 32]" = fp8pass_quant_ops_qdq_operand(l_self_modules_up_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=1, index=1, bootstrap=False, record=True), scales_or_one, fp8pass_amax_forward)
 linear_1: "f32[16, 56]" = torch._C._nn.linear(qdq_operand, qdq_operand_1)
-qdq_gradient: "f32[16, 56]" = fp8pass_quant_ops_qdq_gradient(linear_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=4, index=0, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
+qdq_gradient: "f32[16, 56]" = fp8pass_quant_ops_qdq_gradient(linear_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=4, index=0, bootstrap=False, record=True), scales_or_one, fp8pass_amax_backward_late)
 add_bias: "f32[16, 56]" = fp8pass_quant_ops_add_bias(qdq_gradient, l_self_modules_up_parameters_bias_, torch.float32, 1)
 gelu: "f32[16, 56]" = torch._C._nn.gelu(add_bias)
-qdq_operand_2: "f32[16, 56]" = fp8pass_quant_ops_qdq_operand(gelu, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=2, index=2, bootstrap=False, record=True), usable, fp8pass_amax_forward)
-qdq_operand_3: "f32[32, 56]" = fp8pass_quant_ops_qdq_operand(l_self_modules_down_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=3, index=3, bootstrap=False, record=True), usable, fp8pass_amax_forward)
+qdq_operand_2: "f32[16, 56]" = fp8pass_quant_ops_qdq_operand(gelu, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=2, index=2, bootstrap=False, record=True), scales_or_one, fp8pass_amax_forward)
+qdq_operand_3: "f32[32, 56]" = fp8pass_quant_ops_qdq_operand(l_self_modules_down_parameters_weight_, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e4m3fn, slot=3, index=3, bootstrap=False, record=True), scales_or_one, fp8pass_amax_forward)
 hidden_1: "f32[16, 32]" = torch._C._nn.linear(qdq_operand_2, qdq_operand_3, None)
-qdq_gradient_1: "f32[16, 32]" = fp8pass_quant_ops_qdq_gradient(hidden_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=5, index=1, bootstrap=False, record=True), usable, fp8pass_amax_backward_late)
+qdq_gradient_1: "f32[16, 32]" = fp8pass_quant_ops_qdq_gradient(hidden_1, Delayed(recipe=DelayedScaling(amax_history_len=16), dtype=torch.float8_e5m2, slot=5, index=1, bootstrap=False, record=True), scales_or_one, fp8pass_amax_backward_late)
 add: "f32[16, 32]" = l_x_ + qdq_gradient_1
 return (add,)
 """,

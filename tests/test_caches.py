@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8pass.graph.annotation import Choice
+from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.options.config import make_config
 from fp8pass.pipeline import KernelPasses, Pipeline, annotated, known_to_caches
 from fp8pass.recipes import DelayedScaling
@@ -94,7 +94,7 @@ def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
     """Names of modules are no part of AOTAutograd's key; a recipe by module may treat two alike graphs differently."""
 
     def uuid(**choice: Any) -> bytes:
-        return Pipeline(make_config({}), [Choice("up", "model.py:1", **choice)]).uuid()
+        return Pipeline(make_config({}), [MatmulChoice("up", "model.py:1", **choice)]).uuid()
 
     assert uuid() == uuid()
     assert uuid() != uuid(fast_accum=())
@@ -129,6 +129,6 @@ def test_a_function_in_a_recipe_is_in_no_cache(algo: str | Callable[[Tensor], Te
         return module.forward
 
     torch.compile(torch.nn.Linear(32, 32), backend=backend)(torch.randn(16, 32))
-    names = ["begin_step", "qdq_gradient", "qdq_operand", "usable"]
+    names = ["begin_step", "qdq_gradient", "qdq_operand", "scales_or_one"]
     expected = ["fp8pass.quant.ops." + name for name in ["add_bias", *names]]
     assert [found and list(found) for found in known] == [expected if algo == "max" else None]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import InductorChoices, TritonOverrides, Virtualized, inductor_config
-from fp8pass.inductor.choices import MAX_PARTIALS, Choices, choices
+from fp8pass.inductor.choices import MAX_PARTIALS, Fp8InductorChoices, choices
 from fp8pass.node_meta import MADE_BY, ONE_STAGE, TILED
 from tests.harness import capture, compiled
 from tests.pretend_gpu import pretend
 
 
 def ours() -> bool:
-    return isinstance(Virtualized.choices, Choices)
+    return isinstance(Virtualized.choices, Fp8InductorChoices)
 
 
 def _unnumbered(code: str) -> str:
@@ -67,7 +67,7 @@ def test_the_context_ends_with_an_exception() -> None:
     before = type(Virtualized.choices)
     with pytest.raises(ZeroDivisionError), choices():
         ours() / 0  # type: ignore[operator]
-    assert type(Virtualized.choices) is before is not Choices
+    assert type(Virtualized.choices) is before is not Fp8InductorChoices
 
 
 class _Graph:
@@ -85,7 +85,7 @@ def test_reductions_of_ours_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> No
 
     def split(size: int, **meta: Any) -> Any:
         with Virtualized.set_graph_handler(_Graph(**meta)):
-            return Choices().reduction_split_factor(torch.device("cpu"), size, 1, True)
+            return Fp8InductorChoices().reduction_split_factor(torch.device("cpu"), size, 1, True)
 
     assert split(64) is split(MAX_PARTIALS) is theirs
     assert split(64, **{MADE_BY: "canonicalize"}) is theirs

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8pass._torch import ForeachKernelSchedulerNode, inductor_config, triton_combo_kernel
-from fp8pass.inductor.combo_kernels import MOST, combining, groups
+from fp8pass.inductor.combo_kernels import MAX_KERNELS_PER_LAUNCH, combining, groups
 
 
 @dataclass
@@ -206,4 +206,4 @@ def test_inductor_has_its_own_groups_back(restored: None) -> None:
     with pytest.raises(ZeroDivisionError), combining():
         raise ZeroDivisionError
     assert of_inductor() == own
-    assert MOST == 64
+    assert MAX_KERNELS_PER_LAUNCH == 64

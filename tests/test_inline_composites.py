@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8pass.passes.annotate.inline_composites import COMPOSITES, InlineComposites
-from fp8pass.passes.common.matmul_calls import spelling_of
+from fp8pass.passes.common.matmul_calls import signature_of
 from tests.harness import expect_text, on_dynamos_graph
 
 
@@ -77,7 +77,7 @@ def test_graph() -> None:
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
         module, _ = on_dynamos_graph(module, InlineComposites())
-        calls = (n for n in module.graph.nodes if n.op == "call_function" and spelling_of(n))
+        calls = (n for n in module.graph.nodes if n.op == "call_function" and signature_of(n))
         found.extend(f"{n.target}: {list(n.meta['example_value'].shape)}" for n in calls)
         return module.forward
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.graph.annotation import Annotation
 from fp8pass.quant import monitor_ops
-from fp8pass.quant.monitor_ops import Ring, Watched, WatchTable
+from fp8pass.quant.monitor_ops import MonitorBuffer, Watched, WatchTable
 from fp8pass.recipes import DelayedScaling, StaticScaling
 from tests import oracle
 from tests.harness import compiled, expect_graph, verdicts
@@ -256,13 +256,13 @@ def test_copies_of_weights_are_watched_too() -> None:
 def test_the_ring_keeps_the_newest_steps() -> None:
     _, found = trained("a.input", lowering="eager", steps=6, monitor_steps=2)
     assert [row.step for row in found.rows] == [3, 4, 5]
-    ring = Ring(WatchTable((Watched("a", "input", ""),), 1, torch.device("cpu"), 2))
+    monitor_buffer = MonitorBuffer(WatchTable((Watched("a", "input", ""),), 1, torch.device("cpu"), 2))
     for step in range(5):
-        ring.begin(step, step)
-        ring.begin(step, step)  # goes on
-        ring.inputs()[0].add_(step)
-    assert list(ring.steps) == [2, 3, 4] and ring.read()[:, 0, 0].tolist() == [2, 3, 4]
-    assert not Ring(ring.table).inputs(repeats=True)[0].any()
+        monitor_buffer.begin(step, step)
+        monitor_buffer.begin(step, step)  # goes on
+        monitor_buffer.inputs()[0].add_(step)
+    assert list(monitor_buffer.steps) == [2, 3, 4] and monitor_buffer.read()[:, 0, 0].tolist() == [2, 3, 4]
+    assert not MonitorBuffer(monitor_buffer.table).inputs(repeats=True)[0].any()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("dynamic", marks=pytest.mark.variant)])

@@ -14,7 +14,7 @@ from fp8pass import hardware
 from fp8pass.cli import main
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
-from fp8pass.inspect.fake_cuda import Pretended, properties, resources, widths
+from fp8pass.inspect.fake_cuda import FakeCuda, properties, resources, widths
 from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
 from fp8pass.inspect.process import _built, _factory, _Work
 from fp8pass.roofline import gemm_seconds, memory_seconds
@@ -171,7 +171,7 @@ WITHOUT_TRITON = "inspecting needs Triton, which generates the kernels: pip inst
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton.backends.compiler", None)
     with pytest.raises(Fp8Error, match=WITHOUT_TRITON):
-        Pretended(H100)
+        FakeCuda(H100)
 
 
 @pytest.mark.variant

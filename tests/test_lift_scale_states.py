@@ -60,7 +60,7 @@ def test_one_roll_per_state_and_a_late_input_per_gradient(recipe: Any) -> None:
     placeholders = [n for n in after.graph.nodes if n.op == "placeholder"]
     (gradient,) = filter(_is_gradient_by_state, after.graph.nodes)
     assert gradient.args[3] is placeholders[-1]
-    (position,) = annotation.late
+    (position,) = annotation.backward_amax_inputs
     (begin,) = (n for n in after.graph.nodes if n.target is scale_state.begin_graph and n in gradient.args)
     assert begin.args[2] is placeholders[position]
     assert on_dynamos_graph(after, LiftScaleStates())[1] == [0]
@@ -73,7 +73,7 @@ def _is_gradient_by_state(node: fx.Node) -> bool:
 def test_a_graph_without_states_is_left_alone() -> None:
     module, annotation = lifted(make(), torch.randn(16, 32), config=Config(recipe=None))
     assert annotation.module.code == module.code
-    assert annotation.late == []
+    assert annotation.backward_amax_inputs == []
 
 
 def test_evaluation_is_left_alone() -> None:

@@ -14,7 +14,7 @@ from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import ONE_STAGE
 from fp8pass.options.config import Config
-from fp8pass.passes.kernels.materialize import MOST, MOST_AMAXES, Materialize
+from fp8pass.passes.kernels.materialize import MAX_AMAX_INPUT, MAX_ELEMENTS, Materialize
 from tests.harness import BF16, E4M3, apply, aten, capture, compiled, count, expect_graph, fp8, scale, text
 
 
@@ -135,13 +135,13 @@ def test_same_bits(case: str) -> None:
 
 
 UNTOUCHED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "large": (lambda a, b: torch.cat([a, b]), (torch.rand(MOST), torch.rand(1))),
+    "large": (lambda a, b: torch.cat([a, b]), (torch.rand(MAX_ELEMENTS), torch.rand(1))),
     "matrices": (lambda a, b: torch.cat([a, b]), (torch.rand(2, 3), torch.rand(2, 3))),
     "many parts": (lambda *parts: torch.cat(parts), tuple(torch.rand(9, 2))),
     "parts of several types": (lambda a, b: torch.cat([a, b]), (torch.rand(2), torch.arange(2))),
     "float8": (lambda a, b: torch.cat([a, b]), (fp8(2), fp8(3))),
     "a part of an input": (lambda x: x[1] + x[2:].sum(), (torch.rand(5),)),
-    "a part of a large value": (lambda x: x.exp()[0], (torch.rand(2, MOST),)),
+    "a part of a large value": (lambda x: x.exp()[0], (torch.rand(2, MAX_ELEMENTS),)),
     "written, and read nowhere else": (lambda b, x: b.copy_(x.exp()), (torch.rand(3), torch.rand(3))),
     "an operand of one matmul": (
         lambda x, w, s: product(scaling.quantize(x, s, E4M3), w.t(), s), (torch.randn(32, 64), fp8(16, 64), scale()),
@@ -175,7 +175,7 @@ def test_amaxes_that_are_to_be_one_launch() -> None:
     def function(history: Tensor, rows: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         return history.amax(0), rows.amax(), x.amax(1), rows.view(8, -1).sum(1)
 
-    module = capture(function, torch.rand(16, 24), torch.rand(64), torch.rand(1, 1).expand(2, MOST_AMAXES))
+    module = capture(function, torch.rand(16, 24), torch.rand(64), torch.rand(1, 1).expand(2, MAX_AMAX_INPUT))
     apply(module, Materialize())
     amaxes = [n for n in module.graph.nodes if n.op == "call_function"]
     assert [ONE_STAGE in n.meta for n in amaxes if n.target is aten.amax.default] == [True, True, False]

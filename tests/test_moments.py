@@ -138,11 +138,11 @@ def test_copy_and_zero(kind: MomentKind) -> None:
 def test_pack() -> None:
     moments = [Fp8Moment.of(kind, values(kind)) for kind in ("first", "first", "second")]
     before = [m.value() for m in moments]
-    numbers = pack(moments)
-    assert numbers.shape == (2, 3) and numbers.is_contiguous()
-    assert [m.column for m in moments] == [0, 1, 2] and all(m.numbers is numbers for m in moments)
+    moment_scales = pack(moments)
+    assert moment_scales.shape == (2, 3) and moment_scales.is_contiguous()
+    assert [m.column for m in moments] == [0, 1, 2] and all(m.moment_scales is moment_scales for m in moments)
     assert all(torch.equal(m.value(), x) for m, x in zip(moments, before, strict=True))
-    assert pack(moments) is numbers, "as it is"
+    assert pack(moments) is moment_scales, "as it is"
     assert pack(moments[:2]).shape == (2, 2) and pack(moments[::-1]).shape == (2, 3)
     assert all(torch.equal(m.value(), x) for m, x in zip(moments, before, strict=True))
 

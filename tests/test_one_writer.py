@@ -10,7 +10,7 @@ import rooms
 STATES = rooms.ROOT / "fp8pass" / "states"
 CLASSES = {"SlotGroup": "slots.py", "StepTracker": "step_tracker.py", "ReductionState": "reduction_state.py"}
 FILLED_ELSEWHERE = {"frozen": "frozen_weights.py", "cached": "weight_cache.py", "ring": "compiled_graph.py"}
-"""Fields of `SlotGroup` that others fill: the class only makes them, and empties them."""
+"""Fields of `InstanceState` that others fill: the class only makes them, and empties them."""
 
 
 def fields(name: str) -> set[str]:

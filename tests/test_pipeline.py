@@ -18,7 +18,7 @@ from fp8pass.graph.builder import Builder, Computed, compute_val
 from fp8pass.graph.verify import verify
 from fp8pass.node_meta import MADE_BY
 from fp8pass.options.config import Config
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE, KernelPasses, Pipeline, _Both, behind
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE, KernelPasses, Pipeline, _Both, append_pass
 from fp8pass.scaling import quantize
 from tests.harness import aten, capture, compiled, verdicts
 from tests.models import make
@@ -138,7 +138,7 @@ def test_passes_that_users_have_configured_run_before_ours(several: bool) -> Non
 def test_passes_of_users_are_part_of_the_cache_key() -> None:
     """What has no key can't be cached."""
     own, ours = OfTheUser(), pipeline()
-    assert behind(None, ours) is ours
+    assert append_pass(None, ours) is ours
     assert _Both(own, ours).uuid() != _Both(own, pipeline(strict=True)).uuid()
     assert _Both(lambda graph: None, ours).uuid() is None
 

@@ -360,7 +360,7 @@ def test_a_rank_that_sends_nothing_records_nothing(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_what_is_not_finite_is_nan_behind(mover: str) -> None:
+def test_what_is_not_finite_is_nan_after(mover: str) -> None:
     before, after, _ = rewritten(delayed(MOVERS[mover]), *of_delayed())
     parts = data(8, 32)
     moved = capture(lambda x: (MOVERS[mover](x),), parts[0])
@@ -444,7 +444,7 @@ def both(x: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("case", BEHIND)
-def test_quantized_behind(case: str) -> None:
+def test_quantized_after(case: str) -> None:
     parts = data(8, 32)
     before, after, _ = rewritten(BEHIND[case], parts[0], times=2 if case == "two of a kind" else 1)
     assert set(sent(after)) == {"all_gather_into_tensor uint8"}
@@ -791,7 +791,7 @@ def padded_by_one(x_q: Tensor) -> tuple[Tensor, ...]:
     return (gather(aten.constant_pad_nd(dq(x_q), [0, 0, 0, 2], 1.0)),)
 
 
-def padded_behind(x: Tensor) -> tuple[Tensor, ...]:
+def padded_after(x: Tensor) -> tuple[Tensor, ...]:
     return (q(aten.constant_pad_nd(gather(x), [0, 0, 0, 2], 1.0)),)
 
 
@@ -1036,7 +1036,7 @@ def test_layers_that_read_it_in_high_precision_are_named() -> None:
 SILENT: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "nothing in FP8": (lambda x: (gather(x).cos(),), (X,)),
     "only joined": (lambda x: (q(torch.cat([gather(x), x])),), (X,)),
-    "padded": (padded_behind, (X,)),
+    "padded": (padded_after, (X,)),
     "FP8 already": (lambda x: (gather(x.view(torch.uint8)).view(E4M3).float(),), (fp8(8, 32),)),
     "a choice of rows": (chosen, (X, torch.randn(32), torch.randn(32))),
     "a choice of numbers": (chosen, (X, torch.randn(()), torch.randn(()))),

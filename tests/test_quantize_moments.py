@@ -48,7 +48,7 @@ def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
 
         def run(*args: Any) -> Any:
             for moment in moments:
-                x = args[moment.place] if isinstance(moment.place, int) else attribute(module, moment.place)
+                x = args[moment.ref] if isinstance(moment.ref, int) else attribute(module, moment.ref)
                 assert moment.dtype == x.dtype
                 found[id(x)] = moment.kind
             return module.forward(*args)
@@ -187,15 +187,15 @@ L_p_: "f32[4, 8]",
 L_p_grad: "f32[4, 8]",
 L_m_: "f32[4, 8]",
 L_v_: "f32[4, 8]",
-fp8pass_numbers,
+fp8pass_moment_scales,
 fp8pass_moment_0,
 fp8pass_moment_1,
 l_p_ = L_p_
 l_p_grad = L_p_grad
 l_m_ = L_m_
 l_v_ = L_v_
-decode_moment = fp8pass_quant_ops_decode_moment('first', fp8pass_moment_0, fp8pass_numbers, 0, torch.float32)
-decode_moment_1 = fp8pass_quant_ops_decode_moment('second', fp8pass_moment_1, fp8pass_numbers, 1, torch.float32)
+decode_moment = fp8pass_quant_ops_decode_moment('first', fp8pass_moment_0, fp8pass_moment_scales, 0, torch.float32)
+decode_moment_1 = fp8pass_quant_ops_decode_moment('second', fp8pass_moment_1, fp8pass_moment_scales, 1, torch.float32)
 _set_grad_enabled = torch._C._set_grad_enabled(False)
 lerp_: "f32[4, 8]" = decode_moment.lerp_(l_p_grad, 0.1)
 mul_: "f32[4, 8]" = decode_moment_1.mul_(0.9)
@@ -206,10 +206,10 @@ sqrt: "f32[4, 8]" = decode_moment_1.sqrt()
 truediv: "f32[4, 8]" = decode_moment / sqrt
 sub_: "f32[4, 8]" = l_p_.sub_(truediv, alpha = 0.1)
 _set_grad_enabled_1 = torch._C._set_grad_enabled(True)
-next_moment_scales = fp8pass_quant_ops_next_moment_scales(('first', 'second'), fp8pass_numbers, None)
+next_moment_scales = fp8pass_quant_ops_next_moment_scales(('first', 'second'), fp8pass_moment_scales, None)
 write_moment = fp8pass_quant_ops_write_moment('first', decode_moment, fp8pass_moment_0, next_moment_scales, 0)
 write_moment_1 = fp8pass_quant_ops_write_moment('second', decode_moment_1, fp8pass_moment_1, next_moment_scales, 1)
-write_numbers = fp8pass_quant_ops_write_numbers(fp8pass_numbers, next_moment_scales, [write_moment, write_moment_1])
+write_moment_scales = fp8pass_quant_ops_write_moment_scales(fp8pass_moment_scales, next_moment_scales, [write_moment, write_moment_1])
 return ()
 """,
     )
@@ -238,9 +238,13 @@ def test_what_is_written(module: fx.GraphModule) -> None:
     """With the scales that the amaxes of what was stored give; the plain moments, which are inputs still, stay."""
     p, grad = torch.randn(4, 8), torch.randn(4, 8)
     m_q, v_q = stored("first", torch.randn(4, 8), 16.0), stored("second", torch.rand(4, 8), 128.0)
-    numbers = torch.tensor([[1 / 16, 1 / 128], [5.0, 0.75]])
+    moment_scales = torch.tensor([[1 / 16, 1 / 128], [5.0, 0.75]])
     given = {"L_p_": p.clone(), "L_p_grad": grad, "L_m_": torch.zeros(4, 8), "L_v_": torch.zeros(4, 8)}
-    rest = {"fp8pass_numbers": numbers.clone(), "fp8pass_moment_0": m_q.clone(), "fp8pass_moment_1": v_q.clone()}
+    rest = {
+        "fp8pass_moment_scales": moment_scales.clone(),
+        "fp8pass_moment_0": m_q.clone(),
+        "fp8pass_moment_1": v_q.clone(),
+    }
     inputs = {**given, **rest}
     module(*(inputs[str(n.target)] for n in module.graph.nodes if n.op == "placeholder"))
     m = read("first", m_q, 16.0) * 0.9 + grad.double() * 0.1
@@ -255,22 +259,22 @@ def test_what_is_written(module: fx.GraphModule) -> None:
     ):
         wanted = stored(kind, x, scale).float()
         assert (x_q.float() - wanted).abs().max() <= wanted.abs().max() * 2**-10, "up to float32's last bit"
-    got = rest["fp8pass_numbers"]
+    got = rest["fp8pass_moment_scales"]
     assert got[0].tolist() == [1 / 32, 1 / 256]
     amaxes = [rest[f"fp8pass_moment_{i}"].float().abs().max() * got[0, i] for i in range(2)]
     assert torch.equal(got[1], torch.stack(amaxes))
 
 
 def test_scales_of_a_step_that_is_skipped() -> None:
-    numbers = torch.tensor([[0.5, 0.25], [100.0, 1e-3]])
-    assert ops.next_moment_scales(("first", "second"), numbers, torch.tensor(True)).tolist() == [2.0, 4.0]
-    assert ops.next_moment_scales(("first", "second"), numbers, torch.tensor(False)).tolist() == [2.0, 131072.0]
+    moment_scales = torch.tensor([[0.5, 0.25], [100.0, 1e-3]])
+    assert ops.next_moment_scales(("first", "second"), moment_scales, torch.tensor(True)).tolist() == [2.0, 4.0]
+    assert ops.next_moment_scales(("first", "second"), moment_scales, torch.tensor(False)).tolist() == [2.0, 131072.0]
 
 
 @pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
 def test_scales_stay_where_the_amax_says_nothing(amax: float) -> None:
-    numbers = torch.tensor([[0.5], [amax]])
-    assert ops.next_moment_scales(("first",), numbers, None).tolist() == [2.0]
+    moment_scales = torch.tensor([[0.5], [amax]])
+    assert ops.next_moment_scales(("first",), moment_scales, None).tolist() == [2.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,6 +374,6 @@ def test_training_by_the_formulas(case: str, config: dict[str, Any]) -> None:
             if name == "momentum_buffer" and oracle.steps == 1:  # it is the gradient, and no update has read it
                 continue
             assert isinstance(got, Fp8Moment) and got.kind == kind
-            assert float(got.numbers[0, got.column]) == 1 / oracle.scales[name], name
+            assert float(got.moment_scales[0, got.column]) == 1 / oracle.scales[name], name
             differ = (got.x_q.float() != oracle.x_q[name].float()).float().mean()
             assert differ < 0.01, "where float32 rounds to the other side"

@@ -62,7 +62,7 @@ def test_one_such_call(how: str) -> None:
 
 def test_many_such_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled goes on being used."""
-    monkeypatch.setattr(retry, "MOST", 2)
+    monkeypatch.setattr(retry, "MAX_FAILED_CALLS", 2)
     trained = Trained()
     trained.step(2.0)
     trained.step(9.0, "drop")

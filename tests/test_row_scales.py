@@ -190,7 +190,7 @@ def test_formats_and_output_types(dtypes: tuple[torch.dtype, torch.dtype], out: 
     assert gemm.note == ""
 
 
-def test_an_older_gpu_gets_its_scales_behind() -> None:
+def test_an_older_gpu_gets_its_scales_after() -> None:
     inputs = fp8(32, 64), rows(32, 1).to(BF16), fp8(64, 48)
     for target, numel in (("sm_89", 1), ("sm_90", 32)):
         module, _ = detect(lambda a, s, b: (a.to(BF16) * s) @ b.to(BF16), *inputs, target=target)

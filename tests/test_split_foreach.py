@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fp8pass import scaling
 from fp8pass.graph.pass_base import Context
-from fp8pass.inductor.combo_kernels import SMALL
+from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.options.config import Config
 from fp8pass.passes.common.foreach import SPLITS
 from fp8pass.passes.kernels.split_foreach import SplitForeach, match
@@ -21,7 +21,7 @@ from tests.harness import BF16, E4M3, F32, apply, aten, capture, expect_graph, s
 ROUNDS_TWICE = torch.__version__.startswith("2.11.")
 """It decomposes a product that is added to something into two ops, where its kernels, and newer versions, round once."""
 LARGE, LITTLE = (1024, 300), (8,)
-"""Of float32: more than `SMALL` bytes, and less."""
+"""Of float32: more than `SMALL_KERNEL_BYTES` bytes, and less."""
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +197,7 @@ def test_positions_of_what_stays() -> None:
 
 def test_a_large_argument_counts_as_well() -> None:
     """float32 state of a bfloat16 parameter."""
-    shape = SMALL // 4 + 1, 1
+    shape = SMALL_KERNEL_BYTES // 4 + 1, 1
     p, m = torch.randn(shape, dtype=BF16), torch.randn(shape)
 
     def update(s: Tensor, p: Tensor, m: Tensor) -> tuple[Tensor, ...]:

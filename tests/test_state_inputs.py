@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.graph.annotation import STATE_INPUTS, Annotation, Frozen
+from fp8pass.graph.annotation import STATE_INPUTS, Annotation, FrozenWeightInput
 from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated as annotate
 from fp8pass.quant import ops
@@ -64,7 +64,7 @@ def test_a_region_gets_what_is_read_in_it() -> None:
     bodies = [m for m in a.module.modules() if isinstance(m, fx.GraphModule)][1:]
     assert len(bodies) == 2
     for body in bodies:
-        read = ["amax_forward", "amax_backward_late", "scales", "usable"]
+        read = ["amax_forward", "amax_backward_late", "scales", "scales_or_one"]
         assert state_inputs(body.graph) == [f"fp8pass_{name}" for name in read]
         assert body.meta[STATE_INPUTS] == 4
     (table,) = a.tables
@@ -78,20 +78,20 @@ def test_slots_without_history_are_usable() -> None:
     """Scaled by 1, all by one op; where the graph is bootstrapped, by their own amax instead, which reads the 0."""
     scales = torch.tensor([0.0, 2.0, float("nan"), float("inf")])
     wanted = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
-    torch.testing.assert_close(ops.usable(scales), wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ops.scales_or_one(scales), wanted, rtol=0, atol=0, equal_nan=True)
     a = annotation(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "delayed")
-    (usable,) = (n for n in a.module.graph.nodes if n.target is ops.usable)
-    assert len(usable.users) == 6
+    (scales_or_one,) = (n for n in a.module.graph.nodes if n.target is ops.scales_or_one)
+    assert len(scales_or_one.users) == 6
     cold = a.bootstrapped().module.graph
-    assert all(not n.users for n in cold.nodes if n.target is ops.usable)
-    assert len(usable.users) == 6
+    assert all(not n.users for n in cold.nodes if n.target is ops.scales_or_one)
+    assert len(scales_or_one.users) == 6
 
 
 def test_static_scales_and_frozen_weights() -> None:
     scales = {"weight.input": 2.0, "weight.weight": 4.0}
     a = annotation(nn.Linear(32, 48), StaticScaling(scales), training=False)
     assert state_inputs(a.module.graph) == ["fp8pass_scales", "fp8pass_frozen_0"]
-    assert a.frozen == [Frozen(position=0, table=0, slot=1, by_columns=False)]
+    assert a.frozen == [FrozenWeightInput(position=0, table=0, slot=1, by_columns=False)]
     training = annotation(nn.Linear(32, 48), StaticScaling(scales))
     assert training.frozen == []  # weights change
     assert state_inputs(training.module.graph) == ["fp8pass_scales"]

@@ -113,7 +113,7 @@ def test_json_lines_and_their_plot(tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows[5] == diverging.to_dicts()[5]
     assert cli.main(["plot", str(file), "--slots", "blocks.0", "--out", str(picture)]) == 0
     drawn = capsys.readouterr().out
-    assert "blocks.0.down.layer.input" in drawn and "head" not in drawn and drawn.count(",") == plots.MOST - 1
+    assert "blocks.0.down.layer.input" in drawn and "head" not in drawn and drawn.count(",") == plots.MAX_SLOTS - 1
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     file.write_text('{"step": 1}\n')
     assert cli.main(["plot", str(file)]) == 2

@@ -162,7 +162,7 @@ def test_optimizers(name: str) -> None:
         losses = [step(batch(i)) for i in range(5)]
         assert losses[3] < losses[0]
         for w in weights(model):
-            assert (w.refreshed, w.expected) == ((2, 2) if name in COMPILED else (5, 1))
+            assert (w.requantized, w.expected) == ((2, 2) if name in COMPILED else (5, 1))
         again = "2 weights were quantized again by kernels of their own, up to 4 times" in str(step.report)
         assert again == bool(weights(model) and name in EAGER)
         assert ("fused=True, say: use foreach=True" in str(step.report)) == again
@@ -200,9 +200,9 @@ def test_weights_that_are_changed_again_in_the_same_graph() -> None:
     losses, state, model = changed_again(functools.partial(decorate, lowering="inductor"))
     for layer in model.children():
         (w,) = weights(layer)
-        assert w.is_fresh() and w.refreshed == 2, "the updates have made it"
+        assert w.is_fresh() and w.requantized == 2, "the updates have made it"
         assert w.group is not None
-        scale_inv = w.group.tensors.made[0, w.index]
+        scale_inv = w.group.tensors.weight_copy_scales[0, w.index]
         stored = layer.get_parameter("weight").detach()
         assert torch.equal(w.x_q.float(), quantize(stored, 1 / scale_inv, E4M3).float())
         assert (w.x_t is None) == (layer is next(model.children())), "whose input needs no gradient"
@@ -277,12 +277,12 @@ def test_no_stale_copy_is_used() -> None:
                 assert not steps._accumulations
             losses.append(run(batch(i)))
         assert fp8pass.state(model).steps == 8
-        assert all(w.refreshed == w.expected for w in weights(model))
+        assert all(w.requantized == w.expected for w in weights(model))
         for change in (load, edit, replace, eager_optimizer, reload_state):
-            before = [w.refreshed - w.expected for w in weights(model)]
+            before = [w.requantized - w.expected for w in weights(model)]
             change(model)
             losses += [run(batch(i)) for i in range(2)]
-            after = [w.refreshed - w.expected for w in weights(model)]
+            after = [w.requantized - w.expected for w in weights(model)]
             assert all(x <= y <= x + 1 for x, y in zip(before, after, strict=True)), change.__name__
         return losses, everything(model, optimizer)
 
@@ -296,7 +296,7 @@ def test_a_frozen_weight_is_quantized_once() -> None:
         optimizer = sgd(model.b)
         step = decorated(plain(model, optimizer))
         losses = [step(batch(i)) for i in range(5)]
-        assert all(w.refreshed == 1 for w in weights(model.a))
+        assert all(w.requantized == 1 for w in weights(model.a))
         return losses, everything(model, optimizer)
 
     assert_cached_as_uncached(scenario)
@@ -620,7 +620,7 @@ def test_bfloat16(masters: bool) -> None:
 
         run = decorated(step)
         losses = [run(batch(i).bfloat16()) for i in range(4)]
-        assert all((w.refreshed, w.expected) == (2, 2) for w in weights(model))
+        assert all((w.requantized, w.expected) == (2, 2) for w in weights(model))
         return losses, everything(model, optimizer)
 
     assert_cached_as_uncached(scenario)
@@ -669,7 +669,7 @@ def test_accumulation_rolls_once_and_quantizes_weights_once() -> None:
         assert state.steps == 4
         assert state.state_dict()["weight.input.amax_history"].tolist() == [*amaxes[2::-1], 0.0]
         assert float(state.state_dict()["weight.input.amax"]) == amaxes[3]
-        assert all((w.refreshed, w.expected) == (2, 2) for w in weights(model))
+        assert all((w.requantized, w.expected) == (2, 2) for w in weights(model))
         assert "itself runs op by op" in str(run.report)
         return losses, everything(model, optimizer)
 
@@ -744,7 +744,7 @@ def test_a_loop_over_microbatches_is_compiled_whatever_the_module(of: Callable[[
     assert fp8pass.state(model).slots == fp8pass.state(straight).slots
     assert len(step.report.rewritten) == len(of_straight.report.rewritten) > 1
     assert fp8pass.state(model).steps == 4
-    assert all((w.refreshed, w.expected) == (2, 2) for w in weights(model))
+    assert all((w.requantized, w.expected) == (2, 2) for w in weights(model))
     line = loop(model, sgd(model)).__code__.co_firstlineno + 3
     assert f"step (test_train_step.py:{line}) itself runs op by op" in str(step.report)
     assert "op by op" not in str(of_straight.report)
@@ -959,7 +959,7 @@ def test_a_teacher_that_follows() -> None:
 
         run = decorated(step)
         losses = [run(batch(i)) for i in range(5)]
-        assert all((w.refreshed, w.expected) == (2, 2) for w in weights(model, teacher))
+        assert all((w.requantized, w.expected) == (2, 2) for w in weights(model, teacher))
         return losses, everything(model, optimizer), everything(teacher)
 
     assert_cached_as_uncached(scenario)

@@ -164,4 +164,4 @@ def test_statistics_of_what_is_not_watched() -> None:
 
 def test_matmuls_are_called_by_their_spellings() -> None:
     """The frame knows these names without the passes."""
-    assert {s.name for s in vars(matmul_calls).values() if isinstance(s, matmul_calls.Spelling)} == MATMULS
+    assert {s.name for s in vars(matmul_calls).values() if isinstance(s, matmul_calls.MatmulSignature)} == MATMULS

@@ -53,10 +53,10 @@ class Trained:
     losses: list[float]
     model: nn.Module
 
-    def refreshed(self) -> list[int]:
+    def requantized(self) -> list[int]:
         """How often each copy was made outside of an update."""
-        assert all(w.is_fresh() or w.refreshed == STEPS for w in copies(self.model))
-        return [w.refreshed for w in copies(self.model)]
+        assert all(w.is_fresh() or w.requantized == STEPS for w in copies(self.model))
+        return [w.requantized for w in copies(self.model)]
 
 
 def trained(
@@ -129,7 +129,7 @@ def test_the_same_numbers_under_an_optimizer_that_is_not_compiled(
     assert copies(wanted.model) == []
     got = trained(cache, adamw, dtype=dtype, lowering=lowering)
     check_same(wanted, got)
-    assert got.refreshed() == [STEPS, STEPS]
+    assert got.requantized() == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
     wanted = trained_in_one("off", adamw, dtype, lowering=lowering)
     got = trained_in_one(cache, adamw, dtype, lowering=lowering)
     check_same(wanted, got)
-    assert got.refreshed() == [2, 2], "before the first step, and before the first that has scales"
+    assert got.requantized() == [2, 2], "before the first step, and before the first that has scales"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +167,7 @@ def test_any_update_writes_the_copies(optimizer: Callable[..., Any], cache: str)
     wanted = trained_in_one("off", optimizer)
     got = trained_in_one(cache, optimizer)
     check_same(wanted, got)
-    assert got.refreshed() == [2, 2]
+    assert got.requantized() == [2, 2]
 
 
 def load(model: nn.Module, i: int) -> None:
@@ -371,7 +371,7 @@ def test_gradient_accumulation() -> None:
 
     got = run("fp8+transpose")
     check_same(run("off"), got)
-    assert got.refreshed() == [STEPS, STEPS], "once in a step, whatever the number of microbatches"
+    assert got.requantized() == [STEPS, STEPS], "once in a step, whatever the number of microbatches"
 
 
 def test_memory() -> None:
@@ -398,13 +398,13 @@ def test_the_copy_is_that_of_the_weight_as_it_is_stored(lowering: str, dtype: to
         loss_of(forward(x.requires_grad_())).backward()  # for which the transposed copy is kept
         step()
     (w,) = copies(model)
-    assert w.refreshed == 2 and w.is_fresh(), "the update has made it"
+    assert w.requantized == 2 and w.is_fresh(), "the update has made it"
     stored = model.weight.detach()
     scale = 448 / torch.stack(amaxes).max()
     assert torch.equal(w.x_q.float(), quantize(stored, scale, E4M3).float())
     assert w.x_t is not None and torch.equal(w.x_t.float(), w.x_q.float().t())
     assert w.group is not None
-    scale_inv, amax = w.group.tensors.made[:, w.index]
+    scale_inv, amax = w.group.tensors.weight_copy_scales[:, w.index]
     assert torch.equal(amax, stored.float().abs().max())
     torch.testing.assert_close(scale_inv, 1 / scale, rtol=1e-6, atol=0)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
-from fp8pass.passes.common.matmul_calls import spelling_of
+from fp8pass.passes.common.matmul_calls import signature_of
 from tests.harness import annotated, compiled, on_dynamos_graph, sqnr, verdicts
 
 Form = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]
@@ -93,7 +93,7 @@ def test_numbers_and_gradients_are_the_same(form: str) -> None:
         count = (form in WRITTEN) * (1 + (form == "matrix_power"))
         module, applied = on_dynamos_graph(module, WriteMatmuls(), WriteMatmuls())
         assert applied == [count, 0]
-        calls = [n for n in module.graph.nodes if spelling_of(n)]
+        calls = [n for n in module.graph.nodes if signature_of(n)]
         assert all(tuple(n.meta["example_value"].shape) for n in calls if "of vectors" not in form)
         found.append(len(calls))
         return module.forward

@@ -16,7 +16,7 @@ from fp8pass.passes.update.write_weights import WriteWeights
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runtime.update_key import State, UpdateKey, Write, attribute
+from fp8pass.runtime.update_key import UpdateKey, WeightSlots, Write, attribute
 from tests.harness import E4M3, expect_graph, on_update
 
 
@@ -273,7 +273,7 @@ def test_graph() -> None:
     places = written(module)
     assert places == [0, 2]
     writes = [Write((0,), state=0, index=0, transposed=False), Write((2, None), state=0, index=2, transposed=True)]
-    states = (State(DelayedScaling(), first=3, count=4),)
+    states = (WeightSlots(DelayedScaling(), first=3, count=4),)
     on_update(module, UpdateKey(states, tuple(writes), (), ()), TakeStates(), WriteWeights())
     expect_graph(
         module,
@@ -284,7 +284,7 @@ L_args_1_: "f32[16, 16]",
 fp8pass_scale_0,
 fp8pass_amax_history_0,
 fp8pass_amax_weights_0,
-fp8pass_made_0,
+fp8pass_weight_copy_scales_0,
 fp8pass_weight_0_x_q_0,
 fp8pass_weight_1_x_q_0,
 fp8pass_weight_1_x_q_1,
@@ -299,10 +299,10 @@ sub_: "f32[16, 16]" = l_args_0_.sub_(l_args_2_, alpha = 0.1)
 sub__1: "f32[16, 16]" = l_args_1_.sub_(l_args_2_, alpha = 0.1)
 _set_grad_enabled_1 = torch._C._set_grad_enabled(True)
 next_scales = fp8pass_quant_ops_next_scales(DelayedScaling(), 3, fp8pass_scale_0, fp8pass_amax_history_0, fp8pass_amax_weights_0)
-usable = fp8pass_quant_ops_usable(next_scales)
-write_weight = fp8pass_quant_ops_write_weight(usable, 0, [l_args_0_], [fp8pass_weight_0_x_q_0], [])
-write_weight_1 = fp8pass_quant_ops_write_weight(usable, 2, [l_args_1_, fp8pass_weight_1_part_0], [fp8pass_weight_1_x_q_0, fp8pass_weight_1_x_q_1], [fp8pass_weight_1_x_t_0, fp8pass_weight_1_x_t_1])
-write_made = fp8pass_quant_ops_write_made(fp8pass_made_0, usable, [write_weight, None, write_weight_1, None])
+scales_or_one = fp8pass_quant_ops_scales_or_one(next_scales)
+write_weight = fp8pass_quant_ops_write_weight(scales_or_one, 0, [l_args_0_], [fp8pass_weight_0_x_q_0], [])
+write_weight_1 = fp8pass_quant_ops_write_weight(scales_or_one, 2, [l_args_1_, fp8pass_weight_1_part_0], [fp8pass_weight_1_x_q_0, fp8pass_weight_1_x_q_1], [fp8pass_weight_1_x_t_0, fp8pass_weight_1_x_t_1])
+write_weight_copy_scales = fp8pass_quant_ops_write_weight_copy_scales(fp8pass_weight_copy_scales_0, scales_or_one, [write_weight, None, write_weight_1, None])
 return ()
 """,
     )
@@ -315,7 +315,7 @@ def test_what_is_written() -> None:
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
     first, second = written(module)
     writes = [Write((first,), 0, 0, transposed=False), Write((second, None), 0, 2, transposed=True)]
-    states = (State(DelayedScaling(), first=1, count=3),)
+    states = (WeightSlots(DelayedScaling(), first=1, count=3),)
     on_update(module, UpdateKey(states, tuple(writes), (), ()), TakeStates(), WriteWeights())
     scale = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
     history = torch.zeros(4, 5)
@@ -343,5 +343,5 @@ def test_what_is_written() -> None:
 def test_a_weight_that_is_not_finite() -> None:
     """Its copy dequantizes to NaN, as everything does that held one."""
     made = torch.zeros(2, 2)
-    ops.write_made(made, torch.tensor([4.0, 4.0]), [torch.tensor(float("inf")), torch.tensor(2.0)])
+    ops.write_weight_copy_scales(made, torch.tensor([4.0, 4.0]), [torch.tensor(float("inf")), torch.tensor(2.0)])
     assert made[0].isnan().tolist() == [True, False] and float(made[0, 1]) == 0.25

@@ -54,7 +54,7 @@ def test_case(name: str) -> None:
     if case.copies is not None:
         assert _copies(module) == case.copies
     if case.behind is not None:
-        assert _behind(module) == case.behind
+        assert _after(module) == case.behind
     assert check_legal_on_cuda(module.graph) == case.calls
     if case.device == "cpu":
         _compare(case, module)
@@ -162,7 +162,7 @@ def _copies(module: fx.GraphModule) -> int:
     return sum(n.target is aten.clone.default and n.meta["val"].dtype.itemsize == 1 for n in module.graph.nodes)
 
 
-def _behind(module: fx.GraphModule) -> tuple[str, ...]:
+def _after(module: fx.GraphModule) -> tuple[str, ...]:
     """The ops on what the kernels compute; without casts from one high-precision type to another."""
     behind: list[fx.Node] = []
     for node in module.graph.nodes:

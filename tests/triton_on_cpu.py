@@ -31,7 +31,7 @@ from triton.runtime import interpreter
 
 import fp8pass
 from fp8pass.hardware import TARGETS
-from fp8pass.inspect.fake_cuda import Pretended
+from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.quant.kernel_ops import WRITE
 from fp8pass.states.slots import registry
 from tests.asked import answer_all
@@ -108,7 +108,7 @@ class Kernel:
             function[grid](**given, **choice.kwargs)
 
 
-def load_kernel(gpu: Pretended, name: str, source: str, device_str: str) -> Kernel:
+def load_kernel(gpu: FakeCuda, name: str, source: str, device_str: str) -> Kernel:
     """In place of `AsyncCompile.triton`."""
     file = Path(tempfile.mkdtemp()) / f"{name}.py"
     file.write_text(source)  # the interpreter reads it again
@@ -121,7 +121,7 @@ def load_kernel(gpu: Pretended, name: str, source: str, device_str: str) -> Kern
 
 
 @contextlib.contextmanager
-def on_cpu(gpu: Pretended) -> Iterator[None]:
+def on_cpu(gpu: FakeCuda) -> Iterator[None]:
     """Within it, generated code loads, and its memory is the CPU's."""
     guards: Any = torch._C._dynamo.guards
     with contextlib.ExitStack() as stack:
@@ -218,7 +218,7 @@ def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterato
     assert not left
 
 
-def run_code(gpu: Pretended, code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
+def run_code(gpu: FakeCuda, code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
     """Call generated code; returns its outputs and what its scaled matmuls were called with."""
     matmuls: list[Matmul] = []
     kernels: Any = select_algorithm.extern_kernels
@@ -242,7 +242,7 @@ def _written(module: fx.GraphModule) -> list[int]:
 
 
 def both(
-    gpu: Pretended, found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool
+    gpu: FakeCuda, found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool
 ) -> Any:
     """Inductor's inner_compile: what runs the graph op by op and its code, compares, and appends to `found`."""
     graph = copy.deepcopy(module)
@@ -284,7 +284,7 @@ class Gated(nn.Module):
 
 
 def train(
-    gpu: Pretended, name: str, recipe: str, dtype: torch.dtype, steps: int, updates: bool = False
+    gpu: FakeCuda, name: str, recipe: str, dtype: torch.dtype, steps: int, updates: bool = False
 ) -> list[list[Compared]]:
     """Steps of a model; for each call of a graph, what was compared.
 
@@ -332,7 +332,7 @@ def train(
     return found
 
 
-def answer(gpu: Pretended, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
+def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
     """As `train`. how: "updates"; "emulate" rounds after each op, as the graph does."""
     with config.patch(emulate_precision_casts="emulate" in how):
         found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how)
@@ -342,4 +342,4 @@ def answer(gpu: Pretended, name: str, recipe: str, dtype: str, steps: str, *how:
 if __name__ == "__main__":
     registry.on_new.append(has_history)
     torch.backends.mkldnn.set_flags(False)  # whose FP8 matmuls some CPUs take minutes for
-    answer_all(functools.partial(answer, Pretended(TARGETS["h100"])))
+    answer_all(functools.partial(answer, FakeCuda(TARGETS["h100"])))

@@ -41,7 +41,7 @@ log = logging.getLogger("fp8pass.bisect")
 
 Outcome = Literal["passes", "fails", "unclear"]
 Verdict = Literal["numbers", "pass", "compiler", "weight_cache", "not fp8", "passes", "unclear"]
-MOST_SETS, MOST_TOGETHER = 8, 4
+MAX_SETS, MAX_TOGETHER = 8, 4
 """The most sets of culprits to search for, and the most matmuls in a set whose operands are tried one by one."""
 _OPTIONAL = ("inline_composites", "write_matmuls", "merge_siblings")
 """The passes on Dynamo's graph that FP8 does not need."""
@@ -376,9 +376,9 @@ class _Bisector:
     def _find_matmuls(self) -> None:
         """Find sets of matmuls that fail by themselves, until the remaining matmuls pass."""
         found, left = self.found, list(self.units)
-        while left and len(found.culprits) < MOST_SETS and self._fails(left, self._without()):
+        while left and len(found.culprits) < MAX_SETS and self._fails(left, self._without()):
             smallest = _smallest(left, self._fails)
-            if smallest == left and len(left) > MOST_TOGETHER:
+            if smallest == left and len(left) > MAX_TOGETHER:
                 self._note(f"No smaller set than {_count(left)} fails: many small errors that add up, it seems.")
             found.culprits.append([Culprit(u, r.name if (r := self.units[u]) else "") for u in smallest])
             names = {u.name for u in smallest if u.kind != "moments"}
@@ -388,7 +388,7 @@ class _Bisector:
         found.cured = not left or self._try(self._without(), units=left) == "passes"
         if found.verdict in ("numbers", "unclear"):
             for together in found.culprits:
-                if len(together) <= MOST_TOGETHER:
+                if len(together) <= MAX_TOGETHER:
                     self._find_operands(together)
             self._find_remedy()
         first, runs = [c.unit for c in found.culprits[0]], len(found.runs)

@@ -11,7 +11,7 @@ from typing import Any
 from fp8pass.errors import Fp8Error
 from fp8pass.recipes import matches
 
-MOST = 10
+MAX_SLOTS = 10
 """The most slots that are drawn: those with NaN or inf first, then those with the most saturation and underflow."""
 PANELS = {
     "amax": "max |x|",
@@ -56,7 +56,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, slots: str = "*") -> list[s
             by_slot.setdefault(row["slot"], []).append(row)
     if not by_slot:
         raise Fp8Error(f"no slot is named {slots!r}, of {len({row['slot'] for row in rows})}")
-    chosen = sorted(by_slot, key=lambda slot: _worst(by_slot[slot]), reverse=True)[:MOST]
+    chosen = sorted(by_slot, key=lambda slot: _worst(by_slot[slot]), reverse=True)[:MAX_SLOTS]
     figure, panels = pyplot.subplots(len(PANELS), 1, figsize=(9, 11), sharex=True, layout="constrained")
     for axes, (name, label) in zip(panels, PANELS.items(), strict=True):
         for slot in sorted(chosen):

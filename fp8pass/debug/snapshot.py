@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.states.checkpoint import State, state
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 from fp8pass.training_step import TrainStep, reached
 
 Undo = Callable[[], None]
@@ -169,7 +169,7 @@ def _fp8_state() -> Undo:
     return undo
 
 
-def _group(group: SlotGroup) -> Undo:
+def _group(group: InstanceState) -> Undo:
     made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")
     constant = ("table", "owned", "tensors", "relatives", "neighbours", *made_again)
     values = {f.name: copy.copy(getattr(group, f.name)) for f in fields(group) if f.name not in constant}

@@ -11,11 +11,11 @@ from typing import Any
 
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import nearest
-from fp8pass.quant.monitor_ops import Numerics, Ring
+from fp8pass.quant.monitor_ops import MonitorBuffer, Numerics
 from fp8pass.recipes import matches
 from fp8pass.report.text_table import aligned, ruled
 from fp8pass.states.checkpoint import state, usual_name
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 
 PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr")
 """The numbers of a row that change from step to step."""
@@ -150,9 +150,9 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     rows: list[SlotStats] = []
     watched = False
     for group in registry.groups():
-        if group.ring is not None and usual_name(module, group, "") is not None:
+        if group.monitor_buffer is not None and usual_name(module, group, "") is not None:
             watched = True
-            rows += _rows(module, group, group.ring, since)
+            rows += _rows(module, group, group.monitor_buffer, since)
     if not watched:
         raise Fp8Error(
             "nothing of this model is watched: compile it with options={'monitor': True}, or with "
@@ -165,15 +165,17 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     return Stats(tuple(sorted(rows, key=lambda row: (row.step, row.order))))
 
 
-def _rows(module: Any, group: SlotGroup, ring: Ring, since: int) -> Iterator[SlotStats]:
-    names = [str(usual_name(module, group, w.name)) for w in ring.table.watched]
-    for step, called, numbers in zip(ring.steps, ring.called, ring.read().tolist(), strict=True):
+def _rows(module: Any, group: InstanceState, monitor_buffer: MonitorBuffer, since: int) -> Iterator[SlotStats]:
+    names = [str(usual_name(module, group, w.name)) for w in monitor_buffer.table.watched]
+    for step, called, numbers in zip(
+        monitor_buffer.steps, monitor_buffer.called, monitor_buffer.read().tolist(), strict=True
+    ):
         if step < since:
             continue
-        for i, (name, watched) in enumerate(zip(names, ring.table.watched, strict=True)):
+        for i, (name, watched) in enumerate(zip(names, monitor_buffer.table.watched, strict=True)):
             of = Numerics(*numbers[i])
             if of.elements:
-                order = (0, called, i) if i < ring.table.n_forward else (1, -called, -i)
+                order = (0, called, i) if i < monitor_buffer.table.n_forward else (1, -called, -i)
                 yield SlotStats(name, watched.role, watched.source, step, **_shares(of), order=order)
 
 

@@ -61,16 +61,16 @@ class Random:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The row-major FP8 copy of a weight: the input `of`, times the scale whose inverse is `made[0, index]`."""
+    """The row-major FP8 copy of a weight: the input `of`, times the scale whose inverse is `scales[0, index]`."""
 
     of: str
-    made: str
+    scales: str
     index: int
     dtype: torch.dtype
 
     def make(self, others: Mapping[str, Any]) -> Tensor:
         """Compute the tensor from the other inputs, given by name."""
-        return scaling.quantize(others[self.of].detach(), 1 / others[self.made][0, self.index], self.dtype)
+        return scaling.quantize(others[self.of].detach(), 1 / others[self.scales][0, self.index], self.dtype)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from fp8pass.quant.ops import cached_operand
 from fp8pass.recipes import Recipe
 from fp8pass.states.scale_state import recipe_of
 
-MOST = 16
+MAX_LITERAL_ELEMENTS = 16
 """The most elements of a tensor whose values are written down. Larger tensors are generated from a seed."""
 
 
@@ -44,9 +44,9 @@ class Origins:
             self._learn_copies(*node.args)
         self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
 
-    def _learn_copies(self, weight: fx.Node, quantizer: Any, made: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
+    def _learn_copies(self, weight: fx.Node, quantizer: Any, scales: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
         if weight.op == "placeholder":  # not a concatenation of several weights
-            names = str(weight.target), str(made.target)
+            names = str(weight.target), str(scales.target)
             self.copies[str(x_q.target)] = Quantized(*names, quantizer.index, quantizer.dtype)
         self.copies.update({str(x.target): Transposed(str(x_q.target)) for x in x_t})
 
@@ -56,10 +56,10 @@ class Origins:
         inputs: {name in Dynamo's graph: name in this graph}.
         """
         copy = self.copies.get(name)
-        if copy is None or not {copy.of, getattr(copy, "made", copy.of)} <= set(inputs):
+        if copy is None or not {copy.of, getattr(copy, "scales", copy.of)} <= set(inputs):
             return ""
         if isinstance(copy, Quantized):
-            return f"replay.{dataclasses.replace(copy, of=inputs[copy.of], made=inputs[copy.made])!r}"
+            return f"replay.{dataclasses.replace(copy, of=inputs[copy.of], scales=inputs[copy.scales])!r}"
         return f"replay.{Transposed(inputs[copy.of])!r}"
 
     def name_of(self, node: fx.Node) -> str:
@@ -213,7 +213,13 @@ def _value(value: Any, about: float, differentiable: bool = False) -> str:
 
 def _known(x: Tensor) -> str:
     """Return the text of a small real tensor with its values; "" for any other tensor."""
-    if not _is_real(x) or x.requires_grad or x.is_complex() or x.numel() > MOST or not x.is_contiguous():
+    if (
+        not _is_real(x)
+        or x.requires_grad
+        or x.is_complex()
+        or x.numel() > MAX_LITERAL_ELEMENTS
+        or not x.is_contiguous()
+    ):
         return ""
     with unset_fake_temporarily():
         values = x.detach().cpu()
@@ -232,7 +238,7 @@ def _random(x: Tensor, about: float, requires_grad: bool) -> str:
     return f'replay.{Random.__name__}({shape}, {stride}, {x.dtype}, "{x.device}"{options})'
 
 
-_POSITIVE = re.compile(r"scale|made|numbers|_sq|square|running_var|step")
+_POSITIVE = re.compile(r"scale|_sq|square|running_var|step")
 """Parts of the names of tensors whose values are positive."""
 _AMAX = 512
 """Larger than the results of matmuls of normal numbers, yet small enough for FP8 to tell such numbers apart."""

@@ -94,7 +94,7 @@ class _Line:
 
 
 @dataclass
-class _Place:
+class _CallStack:
     """The call stack of an op: its lines and modules, innermost first.
 
     node: the node that the op runs for, if it runs in a graph. in_function: True if it ran in the forward of an
@@ -136,7 +136,7 @@ class _Found:
     device: torch.device
     by_columns: tuple[bool, bool]
     needs_gradients: tuple[bool, bool]
-    place: _Place
+    place: _CallStack
     op: str
     is_recurrent: bool
     custom_op: str = ""
@@ -216,12 +216,12 @@ class Outside(TorchDispatchMode):
         finally:
             self._custom_op = None
 
-    def _place(self, enters_graphs: bool) -> _Place | None:
+    def _place(self, enters_graphs: bool) -> _CallStack | None:
         """Return where an op runs; None for ops of autograd's backward, and for ops in a graph or its compilation.
 
         enters_graphs: if True, also return the place of an op in a graph.
         """
-        place, in_backward = _Place(), current_graph_task_id() != -1
+        place, in_backward = _CallStack(), current_graph_task_id() != -1
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename in _OF_MODE:
             frame = frame.f_back
@@ -236,7 +236,7 @@ class Outside(TorchDispatchMode):
             return None  # `gemms` derives the matmuls of the backward from the forward's
         return place
 
-    def _note(self, func: OpOverload, product: Product, place: _Place) -> None:
+    def _note(self, func: OpOverload, product: Product, place: _CallStack) -> None:
         op = func._schema.name.partition("::")[2]
         name = self._names.of(place, op, product)
         is_step = bool(place.modules) and isinstance(place.modules[0], nn.RNNBase)
@@ -262,7 +262,7 @@ class Outside(TorchDispatchMode):
         if step is not None:
             self._steps[step] = found
 
-    def _need_gradients(self, product: Product, place: _Place) -> tuple[bool, bool]:
+    def _need_gradients(self, product: Product, place: _CallStack) -> tuple[bool, bool]:
         """Return for each of the two factors whether the backward will compute its gradient."""
         if current_graph_task_id() != -1 or not (torch.is_grad_enabled() or place.in_function):
             return False, False
@@ -314,7 +314,7 @@ class Outside(TorchDispatchMode):
         return Reject("outside", outside)
 
 
-def _add(place: _Place, frame: FrameType) -> None:
+def _add(place: _CallStack, frame: FrameType) -> None:
     """Record a frame of the stack that led to an op."""
     code = frame.f_code
     # fx.Interpreter.run_node(self, n) has the node in its local variable `n`.
@@ -391,7 +391,7 @@ class _Names:
         self._parameters: dict[int, tuple[str, Tensor]] = {}
         self._by_storage: dict[int, tuple[str, Tensor]] = {}
 
-    def of(self, place: _Place, op: str, product: Product) -> str:
+    def of(self, place: _CallStack, op: str, product: Product) -> str:
         """Return the path of the matmul's layer or parameter; without one, the path of its module and the op."""
         root = place.modules[-1] if place.modules else None
         if root is not None:
@@ -451,7 +451,7 @@ _OWN_MODULES = ", and Dynamo begins none in torch's own modules, as Sequential: 
 class _Reasons:
     """The reasons that Dynamo gives for not compiling code that ran."""
 
-    def of(self, place: _Place) -> str:
+    def of(self, place: _CallStack) -> str:
         """Return the reason for a place: the first one found on its lines, from the op outwards."""
         if dynamo_config.disable:
             return "compilation is switched off, by TORCHDYNAMO_DISABLE or torch._dynamo.config.disable"

@@ -3,7 +3,8 @@
 Dynamo skips it even if it has compiled other calls of the function before. After one exception that the user catches,
 or one call of a layer that returns its input unchanged, the whole function would run op by op, in high precision, and
 nothing would update its FP8 state. With this module, a function with graphs of fp8pass is skipped only for the call
-that cannot be compiled. After `MOST` such calls Dynamo compiles no more calls, and continues to use what it compiled.
+that cannot be compiled. After `MAX_FAILED_CALLS` such calls Dynamo compiles no more calls, and continues to use what it
+compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fp8pass._torch import around_compilations, compilations, context_of, only_r
 from fp8pass.errors import warn_once
 from fp8pass.names import base_name
 
-MOST = 64
+MAX_FAILED_CALLS = 64
 """The most failed calls per function. Each costs the time to trace the function up to the failure."""
 
 FAILED = "fp8pass_failed"
@@ -52,7 +53,7 @@ def _end(code: CodeType, result: Any) -> None:
         return
     known[FAILED] += 1
     name = f"{code.co_name} ({base_name(code.co_filename)}:{code.co_firstlineno})"
-    if known[FAILED] < MOST:
+    if known[FAILED] < MAX_FAILED_CALLS:
         result.apply_to_code = False  # Dynamo then skips this call only, not the code object
         if why := _why(code):
             warn_once(
@@ -63,8 +64,8 @@ def _end(code: CodeType, result: Any) -> None:
         return
     only_run_what_is_compiled(result)
     warn_once(
-        f"fp8pass: {MOST} calls of {name} could not be compiled. Calls that are compiled go on as before; all others "
-        "run op by op from now on, in high precision"
+        f"fp8pass: {MAX_FAILED_CALLS} calls of {name} could not be compiled. Calls that are compiled go on as "
+        "before; all others run op by op from now on, in high precision"
     )
 
 

@@ -23,7 +23,7 @@ STATE_INPUTS = "fp8pass_state_inputs"
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenWeightInput:
     """An input of the graph that is a parameter in FP8, quantized in advance.
 
     position: of the parameter among Dynamo's inputs; table, slot: where its scale is; by_columns: laid out so that its
@@ -37,7 +37,7 @@ class Frozen:
 
 
 @dataclass(frozen=True)
-class Cached:
+class CachedWeightInput:
     """Inputs of the graph that are a weight's FP8 copy, quantized when the weight changes: see `weight_cache.py`.
 
     positions: among Dynamo's inputs, of the parameter, or of those that it consists of, one below the other; table,
@@ -51,7 +51,7 @@ class Cached:
 
 
 @dataclass
-class Choice:
+class MatmulChoice:
     """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
 
     wanted: the recipe and filter took it, and it could not be done: an error under `strict`. declined: those of its
@@ -75,19 +75,20 @@ class Annotation:
     """An annotated copy of Dynamo's graph.
 
     owned, owned_paths: positions and names of the inputs that its state goes by. tables: its slots, a table for each
-    recipe that has any, in the order of the state inputs. Behind those come `frozen` and `cached`, parameters in FP8,
-    and `late`, positions of inputs that the graph takes once more, for its backward to write. states: of each scale
-    state that the user wrote, the positions of its scale, amax_history, amax, step_ended and held. is_update: of a
-    graph that updates parameters. watched: what the numerics monitor watches; where it counts are the last inputs.
+    recipe that has any, in the order of the state inputs. After those come `frozen` and `cached`, parameters in FP8,
+    and `backward_amax_inputs`, positions of inputs that the graph takes once more, for its backward to write. states:
+    of each scale state that the user wrote, the positions of its scale, amax_history, amax, step_ended and held.
+    is_update: True for a graph that updates parameters. watched: the tensors that the numerics monitor watches; its
+    buffers are the last inputs.
     """
 
     module: fx.GraphModule
-    choices: list[Choice]
+    choices: list[MatmulChoice]
     owned: list[int]
     tables: list[SlotTable] = field(default_factory=list)
-    frozen: list[Frozen] = field(default_factory=list)
-    cached: list[Cached] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)
+    frozen: list[FrozenWeightInput] = field(default_factory=list)
+    cached: list[CachedWeightInput] = field(default_factory=list)
+    backward_amax_inputs: list[int] = field(default_factory=list)
     states: list[tuple[int, ...]] = field(default_factory=list)
     is_update: bool = False
     owned_paths: tuple[str, ...] = ()
@@ -103,7 +104,7 @@ class Annotation:
         module = copy_to_edit(self.module)
         for part in filter(_is_graph, module.modules()):
             for node in part.graph.nodes:
-                if node.target is ops.usable:
+                if node.target is ops.scales_or_one:
                     node.replace_all_uses_with(node.args[0])
                 node.args = map_aggregate(node.args, _bootstrapped)
             part.recompile()
@@ -111,7 +112,7 @@ class Annotation:
 
     def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
         """What the graph, called with Dynamo's `args`, takes last: see `SlotTensors.inputs`."""
-        return [args[i].data for i in self.late]
+        return [args[i].data for i in self.backward_amax_inputs]
 
     def run(self, *args: Any) -> Any:
         """The graph, eagerly."""
@@ -137,7 +138,10 @@ class _Eager(fx.Interpreter):
             return self._checkpoint(*args, **kwargs)
         if not self.record and target in (watch_operand, watch_cached):
             return None
-        if not self.record and target in (ops.qdq_operand, ops.operand):  # a gradient is quantized by its backward only
+        if not self.record and target in (
+            ops.qdq_operand,
+            ops.qdq_no_grad,
+        ):  # a gradient is quantized by its backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
         return super().call_function(target, args, kwargs)
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import fx
 
-from fp8pass.graph.annotation import Annotation, Choice
+from fp8pass.graph.annotation import Annotation, MatmulChoice
 from fp8pass.graph.builder import Builder, Computed
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import Names
@@ -25,7 +25,7 @@ class Context:
     """
 
     config: Config
-    choices: Sequence[Choice] = ()
+    choices: Sequence[MatmulChoice] = ()
     declined: str = ""
     is_update: bool = False
     gemms: dict[fx.Node, Gemm] = field(default_factory=dict)

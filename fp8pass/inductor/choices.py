@@ -49,7 +49,7 @@ the "rows" tile takes 80 registers and spills 8 bytes.
 """
 
 
-class Choices(InductorChoices):
+class Fp8InductorChoices(InductorChoices):
     """Our `InductorChoices`, installed while a graph is lowered: see `with_choices`."""
 
     def triton_kernel_kwargs(
@@ -100,7 +100,7 @@ def _is_one_stage(node: fx.Node | None, elements: Any) -> bool:
 
 @faults_of("choices")
 def _stay_apart(scheduler: Any, node1: Any, node2: Any) -> bool:
-    """Return whether two nodes must not be fused, for one of the reasons in `Choices.can_fuse`."""
+    """Return whether two nodes must not be fused, for one of the reasons in `Fp8InductorChoices.can_fuse`."""
     nodes = node1, node2
     if not any(n.is_reduction() for n in nodes) and any(map(_waits_for_amax, nodes)):
         return True
@@ -151,7 +151,7 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
     token = _comparing.set(chooses)
     try:
         with (
-            Virtualized.set_choices_handler(Choices()) if chooses else contextlib.nullcontext(),
+            Virtualized.set_choices_handler(Fp8InductorChoices()) if chooses else contextlib.nullcontext(),
             combining() if combines else contextlib.nullcontext(),
         ):
             yield

@@ -22,10 +22,10 @@ from fp8pass._torch import (
 )
 from fp8pass.errors import faults_of
 
-SMALL = 1 << 20
+SMALL_KERNEL_BYTES = 1 << 20
 """Most bytes that a small kernel reads and writes: less than an H100 moves in the time of a launch."""
 NEVER = 1 << 62
-MOST = 64
+MAX_KERNELS_PER_LAUNCH = 64
 """Most kernels in one launch."""
 MEMORY_GATES = ("combo_kernel_peak_memory_increase_gb", "combo_kernel_peak_memory_pct_threshold")
 """Settings of Inductor, in some versions, by which it would choose groups by memory; small kernels take none."""
@@ -157,7 +157,9 @@ def _groups(scheduler: Any) -> list[list[Any]]:
     nodes = scheduler.nodes
     mixed = {name for n in nodes for name in sums_of_mixed(n)}
     found = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
-    return [group[i : i + MOST] for group in found for i in range(0, len(group), MOST)]
+    return [
+        group[i : i + MAX_KERNELS_PER_LAUNCH] for group in found for i in range(0, len(group), MAX_KERNELS_PER_LAUNCH)
+    ]
 
 
 def sums_of_mixed(node: Any) -> set[str]:
@@ -171,7 +173,7 @@ def sums_of_mixed(node: Any) -> set[str]:
 def _is_small(node: Any) -> bool:
     if type(node) not in (SchedulerNode, FusedSchedulerNode) or node.is_template() or not node.is_gpu():
         return False
-    return bool(node.get_read_write_buffers_sizes() <= SMALL)
+    return bool(node.get_read_write_buffers_sizes() <= SMALL_KERNEL_BYTES)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A pretended GPU: Inductor generates code for it, and Triton compiles that code, on a machine without a GPU.
 
-Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. `Pretended`
+Graphs are captured on CPU fake tensors and moved to the pretended GPU just before code is generated. `FakeCuda`
 replaces parts of torch and Triton for the whole process, so use it in a separate process.
 """
 
@@ -187,7 +187,7 @@ def _importers_of(function: Callable[..., Any]) -> list[Any]:
     return [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get(function.__name__) is function]
 
 
-class Pretended:
+class FakeCuda:
     """The pretended GPU, once installed in this process."""
 
     def __init__(self, target: Target) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fp8pass._torch import BaseSchedulerNode, ForeachKernelSchedulerNode, MemoryDep, NopKernelSchedulerNode, Virtualized
 from fp8pass.graph.builder import is_tensor
 from fp8pass.hardware import Target
-from fp8pass.inductor.combo_kernels import SMALL
+from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import Generated, Launch
 from fp8pass.inspect.inspector import Kernel
 from fp8pass.names import module_path
@@ -204,10 +204,11 @@ _QUIET = {
     "baddbmm", "bfloat16", "bitwise_and", "bmm", "cat", "chunk", "clamp", "clamp_max", "clamp_min", "clone",
     "constant_pad_nd", "contiguous", "convert_element_type", "copy_", "detach", "empty", "eq", "expand", "fill",
     "flatten", "float", "full", "full_like", "getitem", "gt", "inductor_force_stride_order", "linear", "lt", "matmul",
-    "max", "maximum", "mm", "ne", "new_zeros", "operand", "permute", "produce_trampoline_autograd_apply",
-    "qdq_gradient", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "route", "scalar_tensor", "select",
-    "slice", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "to", "trampoline_autograd_apply",
-    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros_like",
+    "max", "maximum", "mm", "ne", "new_zeros", "permute", "produce_trampoline_autograd_apply", "qdq_gradient",
+    "qdq_no_grad", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "scalar_tensor", "select",
+    "select_gradients", "slice", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "to",
+    "trampoline_autograd_apply", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where",
+    "zeros_like",
 }  # fmt: skip
 """Data movement, conversions and the parts of quantizing: `_what` does not name these but "copy", "quantize", ..."""
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
@@ -223,13 +224,13 @@ def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
     """Return the user's functions that a kernel computes, its updates of scale state, and the FP8 that it writes."""
     computed = [o for o in origins if o.target not in _CONSTANTS]
     read, written = _bytes(node)
-    if read <= SMALL and any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
+    if read <= SMALL_KERNEL_BYTES and any(o.meta.get(MADE_BY) == LAST_STAGE for o in computed):
         ends = any(part.is_reduction() for part in node.get_nodes())
         return ["last stage of amax, scales, records"] if ends else ["scales"]
     words = list(dict.fromkeys(filter(None, map(_word, computed))))
     reductions = {_reduction(part) for part in node.get_nodes() if part.is_reduction()}
     if "max" in reductions and BEGIN_STEP not in words:
-        words.append("last stage of amax" if max(read, written) <= SMALL and written < 16 else "amax")
+        words.append("last stage of amax" if max(read, written) <= SMALL_KERNEL_BYTES and written < 16 else "amax")
     made = _fp8_made(node)
     if (reductions or not made) and any(o.target is aten.reciprocal.default and not _word(o) for o in computed):
         words.append("scales")
@@ -258,7 +259,7 @@ def _fp8_made(node: BaseSchedulerNode) -> list[str]:
 LAST_STAGE = "batch_amaxes"
 """The pass whose kernels do the last stage of amax reductions, and compute and record the scales."""
 BEGIN_STEP = "begin step"
-_STATE = {"begin_step": BEGIN_STEP, "usable": BEGIN_STEP}
+_STATE = {"begin_step": BEGIN_STEP, "scales_or_one": BEGIN_STEP}
 """Functions of delayed scaling's state, and the words for them."""
 
 

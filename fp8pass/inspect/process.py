@@ -24,12 +24,12 @@ from fp8pass._torch import pytree
 from fp8pass.backend import compile_graph
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS, Target
-from fp8pass.inspect.fake_cuda import Generated, Pretended, fakes
+from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
 from fp8pass.inspect.inspector import Inspection, Kernel, Run
 from fp8pass.inspect.kernels import kernel_rows
 from fp8pass.options.config import WEIGHT_CACHES, make_config
 from fp8pass.roofline import load_machine
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 
 _BUILT = (
     "It is built with fake tensors on the CPU, which have sizes but no values: the factory can load no weights and "
@@ -42,7 +42,7 @@ _NAMED = tuple(
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Contender:
     """One way to train the model.
 
     name: as tables show it. prepare: called with the model, returns the model to compile. backend, options: arguments
@@ -89,7 +89,7 @@ def main(request: dict[str, Any], answer: Path) -> None:
     TARGETS[target.name] = target
     work.doing, work.advice = f"{spec} can't be imported", "Write module:factory, of the current directory or installed"
     factory = _factory(spec)
-    gpu = Pretended(target)
+    gpu = FakeCuda(target)
     registry.on_new.append(_has_history)
     notes: list[str] = []
     runs = []
@@ -100,7 +100,7 @@ def main(request: dict[str, Any], answer: Path) -> None:
     answer.write_text(json.dumps(asdict(found)))
 
 
-def _has_history(group: SlotGroup) -> None:
+def _has_history(group: InstanceState) -> None:
     """Mark a slot group's state as past the first step, which runs op by op and compiles nothing."""
     group.assume_scales()
 
@@ -114,19 +114,19 @@ def _factory(spec: str) -> Callable[[], Any]:
     return factory
 
 
-def _ways(request: dict[str, Any], target: Target, notes: list[str]) -> Iterator[_Way]:
+def _ways(request: dict[str, Any], target: Target, notes: list[str]) -> Iterator[_Contender]:
     options = {**request["options"], "target": target.name}
     if request["optimizer"] is not None:
         options.setdefault("weight_cache", WEIGHT_CACHES[-1])
-    yield _Way(f"fp8pass {options['recipe']}", lambda model: model, "fp8pass", options)
-    yield _Way("bf16", lambda model: model, "inductor")
+    yield _Contender(f"fp8pass {options['recipe']}", lambda model: model, "fp8pass", options)
+    yield _Contender("bf16", lambda model: model, "inductor")
     if request["peer"] is None:
         return
     package, _, recipe = request["peer"].partition(":")
     if importlib.util.find_spec(package) is None:
         notes.append(f"{package} is not installed, so not compared with: pip install {package}")
         return
-    yield _Way(f"{package} {recipe}", lambda model: _torchao(model, recipe), "inductor")
+    yield _Contender(f"{package} {recipe}", lambda model: _torchao(model, recipe), "inductor")
 
 
 def _torchao(model: Any, recipe: str) -> Any:
@@ -138,7 +138,7 @@ def _torchao(model: Any, recipe: str) -> Any:
 
 
 def _run(
-    gpu: Pretended, way: _Way, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
+    gpu: FakeCuda, way: _Contender, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
 ) -> Run:
     torch.compiler.reset()
     with fakes(), gpu.compiles() as found, warnings.catch_warnings(record=True) as caught:
@@ -169,13 +169,13 @@ def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:
     return built
 
 
-def _update(model: Any, name: str, way: _Way) -> None:
+def _update(model: Any, name: str, way: _Contender) -> None:
     """Compile and run the optimizer's update."""
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, foreach=True)  # torch's default on GPUs
     _compiled(optimizer.step, way)()
 
 
-def _compiled(function: Any, way: _Way) -> Any:
+def _compiled(function: Any, way: _Contender) -> Any:
     if way.options is None:
         return torch.compile(function, backend=way.backend)
     return torch.compile(function, backend=functools.partial(compile_graph, config=make_config(way.options)))
@@ -198,7 +198,7 @@ def _names(found: list[Generated]) -> list[str]:
     return names
 
 
-def _kernels(gpu: Pretended, graph: Generated, name: str, ptx: bool) -> list[Kernel]:
+def _kernels(gpu: FakeCuda, graph: Generated, name: str, ptx: bool) -> list[Kernel]:
     rows = kernel_rows(graph, name, gpu.target)
     compiled = gpu.compile_kernels(graph.code) if ptx else {}
     return [replace(row, compiled=compiled.get(row.name)) for row in rows]

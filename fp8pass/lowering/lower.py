@@ -16,7 +16,7 @@ from fp8pass.lowering.eager import lower_eager
 from fp8pass.lowering.through_inductor import lower_through_inductor
 from fp8pass.options.config import Config
 from fp8pass.pipeline import Pipeline
-from fp8pass.quant.monitor_ops import Ring
+from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.runtime.frozen_weights import frozen_example
 from fp8pass.runtime.weight_cache import cached_example
 from fp8pass.states.steps import Pass, checkpointed_region
@@ -29,11 +29,13 @@ def fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Te
         return []
     with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
         state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
-        watched = [] if annotation.watched is None else [x.clone() for x in Ring(annotation.watched).inputs()]
-        late = (torch.empty((), device=example_inputs[i].device) for i in annotation.late)
+        watched = [] if annotation.watched is None else [x.clone() for x in MonitorBuffer(annotation.watched).inputs()]
+        backward_amax_inputs = (
+            torch.empty((), device=example_inputs[i].device) for i in annotation.backward_amax_inputs
+        )
         frozen = (frozen_example(f, example_inputs[f.position]) for f in annotation.frozen)
         cached = (x for c in annotation.cached for x in cached_example(c, [example_inputs[i] for i in c.positions]))
-        return [*state, *frozen, *cached, *late, *watched]
+        return [*state, *frozen, *cached, *backward_amax_inputs, *watched]
 
 
 def lower(

@@ -14,7 +14,7 @@ from fp8pass.inductor.choices import with_choices
 from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.eager import op_by_op
 from fp8pass.options import overrides
-from fp8pass.pipeline import KernelPasses, Pipeline, behind, known_to_caches
+from fp8pass.pipeline import KernelPasses, Pipeline, append_pass, known_to_caches
 from fp8pass.report.graph_view import generating
 
 
@@ -48,9 +48,9 @@ def lower_through_inductor(
         {}
         if is_plain
         else {
-            "joint_custom_pre_pass": behind(inductor_config.joint_custom_pre_pass, pipeline),
+            "joint_custom_pre_pass": append_pass(inductor_config.joint_custom_pre_pass, pipeline),
             "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn, pipeline.partitioned),
-            "post_grad_custom_pre_pass": behind(inductor_config.post_grad_custom_pre_pass, kernel_passes),
+            "post_grad_custom_pre_pass": append_pass(inductor_config.post_grad_custom_pre_pass, kernel_passes),
         }
     )
     if config.mode is not None:

@@ -24,7 +24,7 @@ MomentKind = Literal["first", "second"]
 DTYPES: dict[MomentKind, torch.dtype] = {"first": scaling.E4M3, "second": torch.float16}
 TARGETS: dict[MomentKind, float] = {"first": scaling.fp8_max(scaling.E4M3) / 2, "second": 256.0}
 """What the largest value of the step before becomes at most: the next one may be twice, or 255 times, as large."""
-LEAST = 4096
+MIN_ELEMENTS = 4096
 """Elements of a tensor that is worth it."""
 
 
@@ -64,18 +64,20 @@ class Fp8Moment(torch.Tensor):
     """
 
     x_q: Tensor
-    numbers: Tensor
+    moment_scales: Tensor
     column: int
     kind: MomentKind
 
     @staticmethod
-    def __new__(cls, x_q: Tensor, numbers: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> Fp8Moment:
+    def __new__(
+        cls, x_q: Tensor, moment_scales: Tensor, column: int, kind: MomentKind, dtype: torch.dtype
+    ) -> Fp8Moment:
         """No memory but that of `x_q`."""
         made: Fp8Moment = make_wrapper_subclass(cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device)
         return made
 
-    def __init__(self, x_q: Tensor, numbers: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> None:
-        self.x_q, self.numbers, self.column, self.kind = x_q, numbers, column, kind
+    def __init__(self, x_q: Tensor, moment_scales: Tensor, column: int, kind: MomentKind, dtype: torch.dtype) -> None:
+        self.x_q, self.moment_scales, self.column, self.kind = x_q, moment_scales, column, kind
 
     @classmethod
     def of(cls, kind: MomentKind, x: Tensor) -> Fp8Moment:
@@ -92,7 +94,7 @@ class Fp8Moment(torch.Tensor):
 
     def value(self) -> Tensor:
         """The moment, as a plain tensor."""
-        return decode(self.kind, self.x_q, self.numbers[0, self.column], self.dtype)
+        return decode(self.kind, self.x_q, self.moment_scales[0, self.column], self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Kind, shape and dtype of what is stored."""
@@ -100,8 +102,8 @@ class Fp8Moment(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Moment:
         """Of what is stored, for a copy of an optimizer."""
-        numbers = self.numbers[:, self.column : self.column + 1].clone()
-        memo[id(self)] = made = Fp8Moment(self.x_q.clone(), numbers, 0, self.kind, self.dtype)
+        moment_scales = self.moment_scales[:, self.column : self.column + 1].clone()
+        memo[id(self)] = made = Fp8Moment(self.x_q.clone(), moment_scales, 0, self.kind, self.dtype)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -119,7 +121,7 @@ class Fp8Moment(torch.Tensor):
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             x = args[0]
-            return cls(x.x_q, x.numbers, x.column, x.kind, x.dtype)
+            return cls(x.x_q, x.moment_scales, x.column, x.kind, x.dtype)
         into = [x for x in _written(func, args, kwargs) if isinstance(x, Fp8Moment)]
         plain = pytree.tree_map_only(Fp8Moment, Fp8Moment.value, (args, kwargs))
         if not into:
@@ -132,7 +134,7 @@ class Fp8Moment(torch.Tensor):
                 )
             new = cls.of(into[0].kind, func(*plain[0], **plain[1]))
             into[0].x_q.copy_(new.x_q)
-            into[0].numbers[:, into[0].column] = new.numbers[:, 0]
+            into[0].moment_scales[:, into[0].column] = new.moment_scales[:, 0]
             return into[0]
         result = func(*plain[0], **plain[1])  # Dynamo wants to know shapes
         return args[0] if isinstance(result, Tensor) else result
@@ -149,14 +151,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def pack(moments: Sequence[Fp8Moment]) -> Tensor:
     """One tensor f32[2, n] for the numbers of all of them, which is in each from here on."""
-    numbers = moments[0].numbers
-    if all(m.numbers is numbers and m.column == i for i, m in enumerate(moments)) and numbers.shape[1] == len(moments):
-        return numbers
+    moment_scales = moments[0].moment_scales
+    if all(m.moment_scales is moment_scales and m.column == i for i, m in enumerate(moments)) and moment_scales.shape[
+        1
+    ] == len(moments):
+        return moment_scales
     with torch.no_grad(), torch.inference_mode(False):
-        numbers = torch.stack([m.numbers[:, m.column] for m in moments], 1).contiguous()
+        moment_scales = torch.stack([m.moment_scales[:, m.column] for m in moments], 1).contiguous()
     for i, m in enumerate(moments):
-        m.numbers, m.column = numbers, i
-    return numbers
+        m.moment_scales, m.column = moment_scales, i
+    return moment_scales
 
 
 def save_plainly(optimizer: torch.optim.Optimizer) -> None:

@@ -187,7 +187,7 @@ class WatchTable:
         return repr(self.watched)
 
 
-class Ring:
+class MonitorBuffer:
     """The numbers of one instance, for one graph. All tensors stay where they are.
 
     forward: f32[F, 9], backward: f32[T-F, 9], of the step that goes on; past: f32[S, T, 9], those before it.

@@ -53,7 +53,7 @@ class SlotTensors(NamedTuple):
     amax_backward: Tensor
     held: Tensor
     amax_weights: Tensor
-    made: Tensor
+    weight_copy_scales: Tensor
 
     def inputs(self) -> list[Tensor]:
         """What the graph is called with: the tensors, and `amax_backward` once more for the backward to write.
@@ -62,12 +62,12 @@ class SlotTensors(NamedTuple):
         own, which the forward does not touch, it is read when the backward runs. `.data` gives each call tensors with
         version counters of their own, so that several forwards may be under way before their backwards.
         """
-        *others, amax_weights, made = self
-        of_weights = [amax_weights, made] if len(amax_weights) else []
+        *others, amax_weights, weight_copy_scales = self
+        of_weights = [amax_weights, weight_copy_scales] if len(amax_weights) else []
         return [t.data for t in (*others, self.amax_backward, *of_weights)]
 
 
-WEIGHT_INPUTS = ("amax_weights", "made")
+WEIGHT_INPUTS = ("amax_weights", "weight_copy_scales")
 INPUTS = (*SlotTensors._fields[:-2], "amax_backward_late")
 """Names of the state inputs of a graph, in order; behind them come those of weights, if it keeps any."""
 
@@ -97,7 +97,7 @@ class Delayed:
 
     slot: entry in `scales`; index: entry in the `amax` that it is called with. bootstrap: a slot without history
     is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it
-    `scales` are those of `usable`.
+    `scales` are those of `scales_or_one`.
     record: whether this use counts (training) or only reads the scale (evaluation). over: groups of the ranks that have
     the other parts of the tensor.
     """
@@ -400,9 +400,9 @@ class _Cached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
-        made, *copies = state
+        weight_copy_scales, *copies = state
         x_q: Tensor = copies[0] if len(copies) == 1 else with_transpose(*copies)
-        return scaling.dequantize(x_q, made[0, quantizer.index], x.dtype)
+        return scaling.dequantize(x_q, weight_copy_scales[0, quantizer.index], x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -410,7 +410,7 @@ class _Cached(torch.autograd.Function):
         return grads[0], None, *[None] * ctx.n_state
 
 
-class _Route(torch.autograd.Function):
+class _SelectGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
         ctx.how = how
@@ -450,8 +450,8 @@ def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
 def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
     """`x`, a weight, as its FP8 copy has it: `qdq_operand` where it was quantized when it was last changed.
 
-    state: `made` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, where one is kept, `x_t` f8[K, N], the
-    transposed copy. quantizer: its index is that among the W. `begin_step` records the amax.
+    state: `weight_copy_scales` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, where one is kept, `x_t`
+    f8[K, N], the transposed copy. quantizer: its index is that among the W. `begin_step` records the amax.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -461,12 +461,12 @@ def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def operand(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
+def qdq_no_grad(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
     """`x`, quantized and dequantized if there is a quantizer; no gradient passes."""
     return x.detach() if quantizer is None else quantized(x.detach(), quantizer, *state)
 
 
-def route(
+def select_gradients(
     y: Tensor, y_a: Tensor, y_b: Tensor, grad_a: Quantizer | None, grad_b: Quantizer | None, *state: Tensor
 ) -> Tensor:
     """`y`, with the gradients of `y_a` and `y_b`: three forms of one product, each of differently quantized factors.
@@ -475,7 +475,7 @@ def route(
     used, and so not computed in compiled code. grad_a, grad_b: what quantizes the gradient for each. state: of those
     that have any; of `Groupwise`, `offs`.
     """
-    return _Route.apply(y, y_a, y_b, grad_a, grad_b, *state)  # type: ignore[no-any-return, no-untyped-call]
+    return _SelectGradients.apply(y, y_a, y_b, grad_a, grad_b, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def begin_step(
@@ -490,8 +490,8 @@ def begin_step(
     """Begin a training forward: roll what the last step recorded, in place. Returns the scales of this step, f32[T].
 
     Where `held`, the step goes on. The graph uses the returned tensor, never the buffer: by the time of the backward
-    that may belong to a later step. of_weights: `amax_weights` and `made`, where copies of weights are kept: this step
-    uses those, and their amaxes are recorded here.
+    that may belong to a later step. of_weights: `amax_weights` and `weight_copy_scales`, where copies of weights are
+    kept: this step uses those, and their amaxes are recorded here.
     """
     forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
     early = [amax_forward, *of_weights[:1]]
@@ -512,8 +512,8 @@ def begin_step(
     amax_forward.copy_(left_forward)
     amax_backward.copy_(left_backward)
     if of_weights:
-        amax_weights, made = of_weights
-        amax_weights.copy_(scaling.merge_amax(left_weights[0], made[1], recipe.on_nonfinite))
+        amax_weights, weight_copy_scales = of_weights
+        amax_weights.copy_(scaling.merge_amax(left_weights[0], weight_copy_scales[1], recipe.on_nonfinite))
     return scales
 
 
@@ -557,35 +557,38 @@ def write_weight(
 
 
 @torch.no_grad()
-def write_made(made: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> None:
-    """Say in `made` f32[2, W] what the copies are now, in place: those that were written, with these amaxes f32[].
+def write_weight_copy_scales(weight_copy_scales: Tensor, scales: Tensor, amaxes: list[Tensor | None]) -> None:
+    """Set the entries of `weight_copy_scales` f32[2, W] for the copies that were written, in place.
 
-    scales: f32[W], those that they were quantized with. None: not written.
+    scales: f32[W], the scales that the copies were quantized with. amaxes: the amax f32[] of each weight; None for a
+    copy that was not written.
     """
-    amax = torch.stack([made[1, i] if new is None else new for i, new in enumerate(amaxes)])
+    amax = torch.stack([weight_copy_scales[1, i] if new is None else new for i, new in enumerate(amaxes)])
     scale_inv = scaling.inverse_unless_nonfinite(scales, amax)
     if None in amaxes:
-        scale_inv = torch.stack([(made[0] if new is None else scale_inv)[i] for i, new in enumerate(amaxes)])
-    made.copy_(torch.stack([scale_inv, amax]))
+        scale_inv = torch.stack(
+            [(weight_copy_scales[0] if new is None else scale_inv)[i] for i, new in enumerate(amaxes)]
+        )
+    weight_copy_scales.copy_(torch.stack([scale_inv, amax]))
 
 
 @torch.no_grad()
-def decode_moment(kind: MomentKind, x_q: Tensor, numbers: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-    """The moment that `x_q` stores. numbers: f32[2, n], see `moments.Fp8Moment`."""
-    return moments.decode(kind, x_q, numbers[0, index], dtype)
+def decode_moment(kind: MomentKind, x_q: Tensor, moment_scales: Tensor, index: int, dtype: torch.dtype) -> Tensor:
+    """The moment that `x_q` stores. moment_scales: f32[2, n], see `moments.Fp8Moment`."""
+    return moments.decode(kind, x_q, moment_scales[0, index], dtype)
 
 
 @torch.no_grad()
-def next_moment_scales(kinds: tuple[MomentKind, ...], numbers: Tensor, skipped: Tensor | None) -> Tensor:
+def next_moment_scales(kinds: tuple[MomentKind, ...], moment_scales: Tensor, skipped: Tensor | None) -> Tensor:
     """The scales f32[n] to store moments by, of what is stored now; the same as now where `skipped` b8[].
 
     kinds: of each, first moments before second ones.
     """
-    now = numbers[0].reciprocal()
+    now = moment_scales[0].reciprocal()
     firsts = kinds.count("first")  # these come first
-    first, second = torch.split(numbers[1], [firsts, len(kinds) - firsts])
+    first, second = torch.split(moment_scales[1], [firsts, len(kinds) - firsts])
     targets = torch.full_like(first, moments.TARGETS["first"]), torch.full_like(second, moments.TARGETS["second"])
-    new = moments.scale_towards(torch.cat(targets), numbers[1], now)
+    new = moments.scale_towards(torch.cat(targets), moment_scales[1], now)
     return new if skipped is None else torch.where(skipped, now, new)
 
 
@@ -600,9 +603,9 @@ def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index
 
 
 @torch.no_grad()
-def write_numbers(numbers: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None:
-    """Say in `numbers` f32[2, n] what is stored now, in place."""
-    numbers.copy_(torch.stack([scales.reciprocal(), torch.stack(amaxes)]))
+def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None:
+    """Say in `moment_scales` f32[2, n] what is stored now, in place."""
+    moment_scales.copy_(torch.stack([scales.reciprocal(), torch.stack(amaxes)]))
 
 
 @torch.no_grad()
@@ -614,7 +617,7 @@ def any_nonfinite(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def keep(unchanged: Tensor, x: Tensor, old: Tensor) -> None:
+def restore_where(unchanged: Tensor, x: Tensor, old: Tensor) -> None:
     """Put `old` back into `x`, in place, where `unchanged` b8[]."""
     x.copy_(torch.where(unchanged, old, x))
 
@@ -626,12 +629,12 @@ def forget_step(forgets: Tensor, amax: Tensor) -> None:
 
 
 @torch.no_grad()
-def count(event: Tensor, counts: Tensor) -> None:
+def count_skips(event: Tensor, counts: Tensor) -> None:
     """Count calls, and those with the event, in `counts` i64[2], in place."""
     counts.add_(torch.stack([torch.ones_like(event), event]))
 
 
-def usable(scales: Tensor) -> Tensor:
+def scales_or_one(scales: Tensor) -> Tensor:
     """`scales` f32[T], with 1 for slots that have no history yet: for all of them at once."""
     return torch.where(scales == 0, 1.0, scales)
 

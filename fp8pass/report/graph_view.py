@@ -46,8 +46,8 @@ class Drawing:
         self._arguments = 0
         self._verdicts: dict[str, Gemm] = {}
         self._of_graph: dict[int, list[Gemm]] = {}
-        self._named: list[tuple[_Place, Op, Gemm]] = []
-        self._unnamed: list[tuple[_Place, Op, Part]] = []
+        self._named: list[tuple[_MatmulKey, Op, Gemm]] = []
+        self._unnamed: list[tuple[_MatmulKey, Op, Part]] = []
 
     def begin(self, arguments: int) -> None:
         """Begin the next graph of Dynamo. arguments: number of its inputs; further joint graph inputs are state."""
@@ -79,9 +79,9 @@ class Drawing:
                 continue
             gemm = self._verdicts.get(node.meta.get(GEMM, "")) if part != "before" else None
             if gemm is not None:
-                self._named.append((_Place(self._number, op.module, op.source, _sizes_of(gemm)), op, gemm))
+                self._named.append((_MatmulKey(self._number, op.module, op.source, _sizes_of(gemm)), op, gemm))
             else:
-                self._unnamed.append((_Place(self._number, op.module, op.source, _sizes(node)), op, part))
+                self._unnamed.append((_MatmulKey(self._number, op.module, op.source, _sizes(node)), op, part))
         self.pictures.append(picture)
         return picture
 
@@ -117,7 +117,7 @@ class Drawing:
 
     def _find_users(self) -> None:
         """Match the user's matmuls to verdicts, in order, by module, line and sizes. Merged matmuls have no match."""
-        became: dict[_Place, list[int]] = {}
+        became: dict[_MatmulKey, list[int]] = {}
         for place, op, _ in self._named:
             same = became.setdefault(place, [])
             if op.gemm is not None and op.gemm not in same:  # a matmul with batches becomes several ops
@@ -127,7 +127,7 @@ class Drawing:
                 op.gemm = became[place].pop(0)
 
 
-class _Place(NamedTuple):
+class _MatmulKey(NamedTuple):
     """The key of a matmul: number of Dynamo's graph, module, line, and sizes (batches, M, K, N)."""
 
     number: int

@@ -18,13 +18,13 @@ from fp8pass import scaling
 from fp8pass._torch import pipeline_call
 from fp8pass.errors import Fp8Error
 from fp8pass.graph.annotation import Annotation
-from fp8pass.quant.monitor_ops import Ring
+from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.runtime.frozen_weights import frozen_weights
 from fp8pass.runtime.weight_cache import cached_weights
 from fp8pass.states.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
-from fp8pass.states.slots import SlotGroup, SlotTable, registry
+from fp8pass.states.slots import InstanceState, SlotTable, registry
 from fp8pass.states.step_tracker import now
-from fp8pass.states.steps import Pass, Region, begin_step, checkpointed_region, is_rehearsal, join_step
+from fp8pass.states.steps import Pass, Region, begin_step, checkpointed_region, is_shape_inference, join_step
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +75,12 @@ class _Call:
     kind: Kind
     args: Sequence[Any]
     owned: list[Tensor]
-    groups: list[SlotGroup]
+    groups: list[InstanceState]
     region: Region | None
     forward: _Forward | None
     run: Run | None = None
     eager: bool = False
-    numbers: list[Tensor] = field(default_factory=list)
+    monitor_inputs: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     cold: bool = False
 
@@ -121,13 +121,13 @@ class CompiledGraph:
         if region is not None and how is Pass.REPEATED:
             forward = region.next_forward(self._key(groups))
             kind = Kind.SHAPES if forward is _ONLY_SHAPES else Kind.REPEATED
-        elif (region is not None or torch.is_grad_enabled()) and is_rehearsal():
+        elif (region is not None or torch.is_grad_enabled()) and is_shape_inference():
             kind = Kind.SHAPES
         else:
             kind = {None: Kind.PLAIN, Pass.FIRST: Kind.FIRST, Pass.AHEAD: Kind.AHEAD}[how]
         return _Call(kind, args, owned, groups, region if how is not Pass.REPEATED else None, forward)
 
-    def _key(self, groups: Sequence[SlotGroup]) -> Hashable:
+    def _key(self, groups: Sequence[InstanceState]) -> Hashable:
         """Return the key of the code and the instance: the same for training and evaluation."""
         names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
         return names or id(self)
@@ -155,7 +155,7 @@ class CompiledGraph:
         The forward of a region within a region is unknown: its repetition takes the newest scales.
         """
         forward = call.forward
-        call.numbers = self._numbers(call.owned, repeats=forward is not None and forward.run is not None)
+        call.monitor_inputs = self._monitor_inputs(call.owned, repeats=forward is not None and forward.run is not None)
         finish()  # or the result of the reduction would overwrite the amaxes recorded here
         for group in call.groups:
             join_step(group)
@@ -208,16 +208,18 @@ class CompiledGraph:
 
     def _own(self, call: _Call) -> list[Any]:
         states = [x for group in call.groups for x in group.inputs()]
-        return [*call.args, *states, *self._last(call), *self._numbers(call.owned)]
+        return [*call.args, *states, *self._last(call), *self._monitor_inputs(call.owned)]
 
     def _of_recomputation(self, call: _Call) -> list[Any]:
         args = self._with_held_states(call.args, call.forward)
-        return [*args, *call.states, *self._last(call, repeats=True), *call.numbers]
+        return [*args, *call.states, *self._last(call, repeats=True), *call.monitor_inputs]
 
     def _discarded(self, call: _Call) -> list[Any]:
         args = self._with_held_states(call.args, None)
-        states = [x for g in call.groups for x in (g.for_rehearsal().inputs() if g.table.remembers else g.inputs())]
-        return [*args, *states, *self._last(call, repeats=True), *self._numbers(call.owned, repeats=True)]
+        states = [
+            x for g in call.groups for x in (g.for_shape_inference().inputs() if g.table.remembers else g.inputs())
+        ]
+        return [*args, *states, *self._last(call, repeats=True), *self._monitor_inputs(call.owned, repeats=True)]
 
     def _last(self, call: _Call, repeats: bool = False) -> list[Tensor]:
         """Return the inputs after the state: frozen weights, cached weights, and those that the backward writes."""
@@ -228,18 +230,18 @@ class CompiledGraph:
             *of.late_inputs(call.args),
         ]
 
-    def _numbers(self, owned: Sequence[Tensor], repeats: bool = False) -> list[Tensor]:
+    def _monitor_inputs(self, owned: Sequence[Tensor], repeats: bool = False) -> list[Tensor]:
         """Return the last inputs of the graph, the buffers of the numerics monitor; [] without the monitor."""
         if self._annotation.watched is None:
             return []
         assert self._counter is not None
         counter = registry.of(self._counter, owned)
-        if counter.ring is None:
-            counter.ring = Ring(self._annotation.watched)
+        if counter.monitor_buffer is None:
+            counter.monitor_buffer = MonitorBuffer(self._annotation.watched)
         if not repeats:
             begin_step(counter)
-            counter.ring.begin(registry.step_of(owned) - 1, now())
-        return counter.ring.inputs(repeats)
+            counter.monitor_buffer.begin(registry.step_of(owned) - 1, now())
+        return counter.monitor_buffer.inputs(repeats)
 
     def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
         """Return Dynamo's inputs with copies of the user's scale states that neither roll nor record.
@@ -285,7 +287,7 @@ class CompiledGraph:
     def _record_nothing(self, call: _Call, result: Any) -> Any:
         return result
 
-    def _for_step_of(self, groups: Sequence[SlotGroup]) -> Run:
+    def _for_step_of(self, groups: Sequence[InstanceState]) -> Run:
         """Return the code for a step in which slots may have no scale. Synchronizes with the device."""
         cold = [name for group in groups for name in group.cold()]
         if not cold:
@@ -325,7 +327,7 @@ _TABLE = {
 }
 
 
-def _watch_backward(result: Any, groups: Sequence[SlotGroup]) -> None:
+def _watch_backward(result: Any, groups: Sequence[InstanceState]) -> None:
     """Register a hook on the backward of a graph's outputs: it notes that it runs, and rejects `create_graph=True`."""
     hook = functools.partial(_in_backward, [weakref.ref(group) for group in groups])
     for node in {x.grad_fn for x in differentiable(result)}:
@@ -335,7 +337,7 @@ def _watch_backward(result: Any, groups: Sequence[SlotGroup]) -> None:
 
 # in a compiled training step, Dynamo would trace this hook as the user's code
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_backward(groups: Sequence[weakref.ref[SlotGroup]], _: Any) -> None:
+def _in_backward(groups: Sequence[weakref.ref[InstanceState]], _: Any) -> None:
     # autograd enables gradients in a backward only for create_graph=True
     if torch.is_grad_enabled():
         raise Fp8Error(
@@ -347,7 +349,7 @@ def _in_backward(groups: Sequence[weakref.ref[SlotGroup]], _: Any) -> None:
             group.tracker.end_backward()
 
 
-def _reducer_of(groups: Sequence[SlotGroup]) -> Reducer | None:
+def _reducer_of(groups: Sequence[InstanceState]) -> Reducer | None:
     """Return the reducer of the groups' amaxes; None if none of them are reduced, or there are no other ranks."""
     reduced = ((g.reduces, g.table.device) for g in groups if g.reduces is not None)
     return next((reducer_of(*of) for of in reduced), None)

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from fp8pass import scaling
-from fp8pass.graph.annotation import Frozen
-from fp8pass.states.slots import SlotGroup
+from fp8pass.graph.annotation import FrozenWeightInput
+from fp8pass.states.slots import InstanceState
 
 
-def frozen_weights(frozen: Sequence[Frozen], args: Sequence[Any], groups: Sequence[SlotGroup]) -> list[Tensor]:
+def frozen_weights(
+    frozen: Sequence[FrozenWeightInput], args: Sequence[Any], groups: Sequence[InstanceState]
+) -> list[Tensor]:
     """Return the FP8 weights that a graph takes; quantize those that are new or whose parameter has changed."""
     return [_frozen(f, args[f.position], groups[f.table]) for f in frozen]
 
 
-def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
+def _frozen(f: FrozenWeightInput, weight: Tensor, group: InstanceState) -> Tensor:
     # inference tensors have no version counter, so their changes go unseen: they are quantized at each call
     made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
     if f not in group.frozen or group.frozen[f][0] != made_of or weight.is_inference():
@@ -30,7 +32,7 @@ def _frozen(f: Frozen, weight: Tensor, group: SlotGroup) -> Tensor:
     return weight_q
 
 
-def frozen_example(f: Frozen, weight: Tensor) -> Tensor:
+def frozen_example(f: FrozenWeightInput, weight: Tensor) -> Tensor:
     """Return an example input to compile with: an empty FP8 tensor of the shape and strides of the frozen `weight`."""
     strides = (1, weight.shape[0]) if f.by_columns else torch.empty(weight.shape, device="meta").stride()
     return torch.empty_strided(weight.shape, strides, dtype=scaling.E4M3, device=weight.device)

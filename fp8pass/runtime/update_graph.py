@@ -21,9 +21,9 @@ from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.quant.moments import Fp8Moment, pack
-from fp8pass.runtime.update_key import Moment, Place, State, UpdateKey, Write, attribute
+from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
 from fp8pass.runtime.weight_cache import Fp8Weight, newest, weights_of
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 
 Run = Callable[..., Any]
 
@@ -33,12 +33,12 @@ class _Plan:
     """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs."""
 
     weights: Sequence[Fp8Weight]
-    groups: Sequence[SlotGroup]
+    groups: Sequence[InstanceState]
     moments: Sequence[Moment]
     run: Run
 
 
-class _Kept:
+class _CachedPlan:
     """A plan for the next call with the same tensors, held by weak references, so that a model can be freed."""
 
     def __init__(self, plan: _Plan) -> None:
@@ -67,20 +67,20 @@ class UpdateGraph:
     def __init__(
         self,
         module: fx.GraphModule,
-        places: Sequence[Place],
+        refs: Sequence[TensorRef],
         skips: bool,
         moments: Sequence[Moment],
         compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor], Attempt, Dump], Run],
         fall_back: Callable[[Callable[[Attempt, Dump], _Plan], Attempt], tuple[_Plan, Attempt]],
     ) -> None:
         self._module: fx.GraphModule | None = module
-        self._places = list(places)
+        self._places = list(refs)
         self._compile_for = compile_for
         self._fall_back = fall_back
         self._attempt = FIRST
         self._moments = sorted(moments, key=lambda m: m.kind)  # first ones first
-        attributes = [m for m in self._moments if isinstance(m.place, str)]
-        self._plain = [m for m in attributes if not isinstance(self._tensor(m.place), Fp8Moment)]
+        attributes = [m for m in self._moments if isinstance(m.ref, str)]
+        self._plain = [m for m in attributes if not isinstance(self._tensor(m.ref), Fp8Moment)]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
         """{id of a moment that the optimizer has as a plain tensor: (that tensor, its FP8 moment)}."""
         self.counts: Tensor | None = None
@@ -90,7 +90,7 @@ class UpdateGraph:
             with torch.inference_mode(False):
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
         self._runs: dict[UpdateKey, Run] = {}
-        self._plans: dict[tuple[int, ...], _Kept] = {}
+        self._plans: dict[tuple[int, ...], _CachedPlan] = {}
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -108,16 +108,16 @@ class UpdateGraph:
             weight.written()
         return result
 
-    def _tensor(self, place: Place, args: Sequence[Any] = ()) -> Any:
-        return args[place] if isinstance(place, int) else attribute(self._module, place)
+    def _tensor(self, ref: TensorRef, args: Sequence[Any] = ()) -> Any:
+        return args[ref] if isinstance(ref, int) else attribute(self._module, ref)
 
-    def _example(self, place: Place) -> Any:
-        if isinstance(place, str):
-            return attribute(self._module, place)
+    def _example(self, ref: TensorRef) -> Any:
+        if isinstance(ref, str):
+            return attribute(self._module, ref)
         assert self._module is not None
-        return [n for n in self._module.graph.nodes if n.op == "placeholder"][place].meta["example_value"]
+        return [n for n in self._module.graph.nodes if n.op == "placeholder"][ref].meta["example_value"]
 
-    def _in_graph(self, args: Sequence[Any]) -> dict[int, Place]:
+    def _in_graph(self, args: Sequence[Any]) -> dict[int, TensorRef]:
         return {id(self._tensor(p, args)): p for p in self._places}
 
     def _plan(self, args: Sequence[Any]) -> _Plan:
@@ -128,7 +128,7 @@ class UpdateGraph:
             if plan is None:
                 plan = self._new_plan(args)
                 self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
-                self._plans[key] = _Kept(plan)
+                self._plans[key] = _CachedPlan(plan)
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
@@ -145,7 +145,7 @@ class UpdateGraph:
         self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
         return _Plan(weights, groups, key.moments, self._runs[key])
 
-    def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[SlotGroup], list[Fp8Moment]]:
+    def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[InstanceState], list[Fp8Moment]]:
         """Return the key to compile for, the weights with copies, their groups of slots, and the moments in FP8."""
         tensors = [self._tensor(p, args) for p in self._places]
         attempt = self._attempt
@@ -155,14 +155,14 @@ class UpdateGraph:
             ids = set(map(id, tensors))
             trained = (g for g in registry.groups() if g.table.training and g.table.remembers and g.table.names)
             groups += [g for g in trained if g not in groups and any(id(t) in ids for t in g.owned_tensors())]
-        places = self._in_graph(args)
+        refs = self._in_graph(args)
         moments = self._stored_moments(args)
         writes = (
-            Write(tuple(places.get(id(p)) for p in w.parts), groups.index(w.group), w.index, w.x_t is not None)  # type: ignore[arg-type]
+            Write(tuple(refs.get(id(p)) for p in w.parts), groups.index(w.group), w.index, w.x_t is not None)  # type: ignore[arg-type]
             for w in weights
         )
-        keeps = tuple(self._places) if self.counts is not None else ()
-        key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), keeps, tuple(moments))
+        restore_if_skipped = tuple(self._places) if self.counts is not None else ()
+        key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), restore_if_skipped, tuple(moments))
         return key, weights, groups, list(moments.values())
 
     def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
@@ -175,7 +175,7 @@ class UpdateGraph:
         if attempt.form != "fp8" or not attempt.runs("skip_nonfinite"):
             self.counts = None
         if attempt.form != "fp8" or not attempt.runs("quantize_moments"):
-            if any(isinstance(self._tensor(m.place, args), Fp8Moment) for m in self._moments):
+            if any(isinstance(self._tensor(m.ref, args), Fp8Moment) for m in self._moments):
                 raise Fp8Error(
                     "an update of moments in FP8 can't be compiled, for a fault of fp8pass: load the last checkpoint, "
                     "whose moments are plain tensors, with optimizer_state='off'. Please report it; on_fault='raise' "
@@ -188,7 +188,7 @@ class UpdateGraph:
         """Return the moments that are stored in FP8: all except moments of zeros, before their first update."""
         found: dict[Moment, Fp8Moment] = {}
         for m in self._moments:
-            x = self._tensor(m.place, args)
+            x = self._tensor(m.ref, args)
             if not isinstance(x, Fp8Moment) and id(x) not in self._stored and _has_values(x):
                 self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
             if isinstance(x, Fp8Moment) or id(x) in self._stored:
@@ -202,7 +202,7 @@ class UpdateGraph:
         called any more.
         """
         for m in self._plain:
-            x = self._tensor(m.place)
+            x = self._tensor(m.ref)
             if id(x) not in self._stored:
                 self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
         return {key: moment for key, (_, moment) in self._stored.items()}
@@ -223,9 +223,9 @@ class UpdateGraph:
     def _inputs(
         self,
         weights: Sequence[Fp8Weight],
-        groups: Sequence[SlotGroup],
+        groups: Sequence[InstanceState],
         moments: Sequence[Fp8Moment],
-        places: dict[int, Place],
+        refs: dict[int, TensorRef],
     ) -> list[Tensor]:
         """Return the inputs after Dynamo's inputs, in the order in which the passes of `annotated_update` add them."""
         inputs: list[Tensor] = []
@@ -237,7 +237,7 @@ class UpdateGraph:
         if self.counts is not None:
             inputs.append(self.counts)
         for w in weights:
-            inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in places)]
+            inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in refs)]
         return inputs
 
 
@@ -250,6 +250,6 @@ def _retired(*_: Any) -> Run:
     raise AssertionError("an update ran in a graph that had moments in full precision, which are in FP8 now")
 
 
-def state_of(group: SlotGroup) -> State:
+def state_of(group: InstanceState) -> WeightSlots:
     """Return the part of an update's key that describes the weights of a group."""
-    return State(group.table.delayed, group.table.n_forward, group.table.n_weights)
+    return WeightSlots(group.table.delayed, group.table.n_forward, group.table.n_weights)

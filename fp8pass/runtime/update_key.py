@@ -10,7 +10,7 @@ import torch
 from fp8pass.quant.moments import MomentKind
 from fp8pass.recipes import DelayedScaling
 
-Place = int | str
+TensorRef = int | str
 """The place of a tensor in a Dynamo graph: the position of an input, or the name of an attribute."""
 
 
@@ -19,18 +19,18 @@ class Write:
     """A weight's FP8 copy that the update writes.
 
     parts: the places of its parameters in the graph, None for a parameter that the graph does not write. state: the
-    index of the `State` that holds its scale; index: its index among the W weights of that state. transposed: True if
-    the copy has a transposed copy, too: see `Fp8Weight`.
+    index of the `WeightSlots` that holds its scale; index: its index among the W weights of that state. transposed:
+    True if the copy has a transposed copy, too: see `Fp8Weight`.
     """
 
-    parts: tuple[Place | None, ...]
+    parts: tuple[TensorRef | None, ...]
     state: int
     index: int
     transposed: bool
 
 
 @dataclass(frozen=True)
-class State:
+class WeightSlots:
     """The delayed-scaling state of a group of weights: see `SlotTensors`. first: F; count: W."""
 
     recipe: DelayedScaling
@@ -39,7 +39,7 @@ class State:
 
     def inputs(self, skips: bool) -> tuple[str, ...]:
         """Return the names of the state tensors that an update takes: all amaxes of the step, too, if it may skip."""
-        of_weights = ("scale", "amax_history", "amax_weights", "made") if self.count else ()
+        of_weights = ("scale", "amax_history", "amax_weights", "weight_copy_scales") if self.count else ()
         return (*of_weights, *(("amax_forward", "amax_backward") if skips else ()))
 
 
@@ -47,7 +47,7 @@ class State:
 class Moment:
     """An optimizer moment stored in FP8. dtype: the dtype that the optimizer sees."""
 
-    place: Place
+    ref: TensorRef
     kind: MomentKind
     dtype: torch.dtype
 
@@ -59,9 +59,9 @@ class UpdateKey:
     keeps: the tensors that stay unchanged if a gradient is not finite; empty if the update does not check gradients.
     """
 
-    states: tuple[State, ...]
+    states: tuple[WeightSlots, ...]
     writes: tuple[Write, ...]
-    keeps: tuple[Place, ...]
+    restore_if_skipped: tuple[TensorRef, ...]
     moments: tuple[Moment, ...]
 
 

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
-from fp8pass.graph.annotation import Cached
+from fp8pass.graph.annotation import CachedWeightInput
 from fp8pass.quant import ops
-from fp8pass.states.slots import SlotGroup
+from fp8pass.states.slots import InstanceState
 
 
 class Fp8Weight:
     """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
     x_q: f8[N, K]. x_t: f8[K, N], or None while no graph needs it. group, index: the group of the graph that was called
-    last, and the column of its `SlotTensors.made` with the copy's scale_inv and the amax of the weight that was
-    quantized.
+    last, and the column of its `SlotTensors.weight_copy_scales` with the copy's scale_inv and the amax of the weight
+    that was quantized.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -45,17 +45,17 @@ class Fp8Weight:
         self._places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
         self.copies = [self.x_q.narrow(0, *place) for place in self._places]
         self.transposes: list[Tensor] = []
-        self.group: SlotGroup | None = None
+        self.group: InstanceState | None = None
         self.index = -1
-        self._behind = 0
+        self._steps_stale = 0
         """Number of steps begun since the step that the copy was made for."""
         self._unchanged = 0
         """Number of steps begun since the weight was changed."""
         self._changes = 0
         self._was_written = False
-        """True if a compiled update has written the copy since the last call of `settle`."""
-        self.refreshed = 0
-        """Number of calls of `refresh`, which quantizes the weight outside of compiled updates."""
+        """True if a compiled update has written the copy since the last call of `end_step`."""
+        self.requantized = 0
+        """Number of calls of `requantize`, which quantizes the weight outside of compiled updates."""
         self.expected = 1
         """Number of these calls that were unavoidable: no compiled update ran, or the slot had no scale yet."""
 
@@ -88,18 +88,18 @@ class Fp8Weight:
         with torch.inference_mode(False), torch.no_grad():
             self.x_t = torch.empty(self.x_q.shape[::-1], dtype=scaling.E4M3, device=self.x_q.device)
         self.transposes = [self.x_t.narrow(1, *place) for place in self._places]
-        self.forget()
+        self.invalidate()
 
-    def use_in(self, group: SlotGroup, index: int) -> None:
-        """Prepare for a call of this group's graph: copy `made` from the group that was used last."""
+    def use_in(self, group: InstanceState, index: int) -> None:
+        """Prepare for a call of this group's graph: copy `weight_copy_scales` from the group that was used last."""
         if self.group is not None and self.group is not group:
             with torch.no_grad():
-                group.tensors.made[:, index].copy_(self.group.tensors.made[:, self.index])
+                group.tensors.weight_copy_scales[:, index].copy_(self.group.tensors.weight_copy_scales[:, self.index])
         self.group, self.index = group, index
 
     def begin_step(self) -> None:
         """Count a step that begins, reads the copy and rolls its history."""
-        self._behind += 1
+        self._steps_stale += 1
         self._unchanged += 1
 
     def is_fresh(self) -> bool:
@@ -107,10 +107,10 @@ class Fp8Weight:
 
         A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
         """
-        return self._is_of_now() and (self._behind <= 0 or self._scale_stays())
+        return self._is_of_now() and (self._steps_stale <= 0 or self._scale_stays())
 
     def _is_of_now(self) -> bool:
-        return self._made_of is not None and self._made_of == self._now()
+        return self._made_of is not None and self._made_of == self._version_key()
 
     def _scale_stays(self) -> bool:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
@@ -120,7 +120,7 @@ class Fp8Weight:
         return always or self._unchanged > recipe.amax_history_len + 1
 
     def _made(self) -> None:
-        self._made_of = self._now()
+        self._made_of = self._version_key()
         self._unchanged = 0
         self._changes += 1
 
@@ -129,27 +129,27 @@ class Fp8Weight:
         assert self.group is not None
         has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
         self._made()
-        self._behind = -1
+        self._steps_stale = -1
         self._was_written = True
         if not has_scale:
-            self.forget()
+            self.invalidate()
             self.expected += 1
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """End a training step: invalidate the copy unless the compiled update rewrote it."""
         if not self._was_written:
-            self.forget()
+            self.invalidate()
         self._was_written = False
 
-    def forget(self) -> None:
-        """Mark the copy as stale: `refresh` runs before its next use."""
+    def invalidate(self) -> None:
+        """Mark the copy as stale: `requantize` runs before its next use."""
         self._made_of = None
 
-    def _now(self) -> Any:
+    def _version_key(self) -> Any:
         assert self.group is not None
         return [(p._version, p.data_ptr()) for p in self.parts], self.group.table.recipe, self.group.loads
 
-    def refresh(self, begins: bool = True) -> None:
+    def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
         group = self.group
         assert group is not None
@@ -162,13 +162,13 @@ class Fp8Weight:
             scales = torch.where(scales == 0, own, scales)
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]
-            ops.write_made(t.made, scales, amaxes)
+            ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)
         if self._is_of_now():
             self.expected += 1
         else:
             self._made()
-        self._behind = 0 if begins else -1
-        self.refreshed += 1
+        self._steps_stale = 0 if begins else -1
+        self.requantized += 1
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:
@@ -178,7 +178,7 @@ def _forget(optimizer: torch.optim.Optimizer) -> None:
     """
     if len(_weights):
         for weight in weights_of([p for group in optimizer.param_groups for p in group["params"]]):
-            weight.forget()
+            weight.invalidate()
 
 
 _weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
@@ -187,7 +187,7 @@ _newest = next(_made)
 
 
 def cached_weights(
-    cached: Sequence[Cached], args: Sequence[Any], groups: Sequence[SlotGroup], repeats: bool = False
+    cached: Sequence[CachedWeightInput], args: Sequence[Any], groups: Sequence[InstanceState], repeats: bool = False
 ) -> list[Tensor]:
     """Return the inputs of a graph that are FP8 copies of weights, after refreshing the stale copies.
 
@@ -200,12 +200,12 @@ def cached_weights(
         if begins:
             weight.begin_step()
         if not weight.is_fresh():
-            weight.refresh(begins)
+            weight.requantize(begins)
         inputs += weight.inputs(c.transposed)
     return inputs
 
 
-def _of(c: Cached, parts: Sequence[Tensor], group: SlotGroup) -> Fp8Weight:
+def _of(c: CachedWeightInput, parts: Sequence[Tensor], group: InstanceState) -> Fp8Weight:
     weight = group.cached.get(c)
     if weight is None:
         key = (group.keys()[c.slot], *map(id, parts))
@@ -237,13 +237,13 @@ def weights_of(tensors: Sequence[Tensor]) -> list[Fp8Weight]:
     return [w for w in list(_weights.values()) if w.has_part(ids)]
 
 
-def settle(tensors: Sequence[Tensor]) -> None:
+def end_step(tensors: Sequence[Tensor]) -> None:
     """End a training step of these parameters: a copy that no compiled update has written in it becomes stale."""
     for weight in weights_of(tensors):
-        weight.settle()
+        weight.end_step()
 
 
-def cached_example(c: Cached, parts: Sequence[Tensor]) -> list[Tensor]:
+def cached_example(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return example inputs to compile a graph with: tensors like the copies of an `Fp8Weight` of these parameters."""
     rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
     shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]

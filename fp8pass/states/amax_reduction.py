@@ -52,7 +52,7 @@ from fp8pass._torch import (
 )
 from fp8pass.errors import Fp8Error, gone_on_after
 from fp8pass.options.config import Reduction
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class _Pending:
 class _Part:
     """A graph's slots in the vector. row: the description that ranks compare; size: their number of amaxes."""
 
-    group: weakref.ref[SlotGroup]
+    group: weakref.ref[InstanceState]
     row: list[Any]
     size: int
 
@@ -99,9 +99,9 @@ class Reducer:
         self._group: dist.ProcessGroup | None = None
         self._agreed: list[_Part] | None = None
         """The layout of the vector, the same on all ranks; None before the first agreement."""
-        self._running: dict[SlotGroup, None] = {}
+        self._running: dict[InstanceState, None] = {}
         """The groups that ran since the last reduction started, in that order, even if their instance is gone."""
-        self._new: dict[SlotGroup, bool] = {}
+        self._new: dict[InstanceState, bool] = {}
         """The groups that ran and are not in the vector. True where a backward ran: all ranks must have those."""
         self._agreements = 0
         self._pending: _Pending | None = None
@@ -118,7 +118,7 @@ class Reducer:
         """Return whether there are other ranks."""
         return self._process_group() is not None
 
-    def watch(self, result: Any, groups: Sequence[SlotGroup], may_end: bool = True) -> None:
+    def watch(self, result: Any, groups: Sequence[InstanceState], may_end: bool = True) -> None:
         """After the forward of a graph with these groups, watch for its backward, which records amaxes too.
 
         groups: empty if the graph has no slots, though it may have some on other ranks. may_end: True if the step may
@@ -137,14 +137,14 @@ class Reducer:
             group.reduction.record(is_complete=not found)
         self.runs(groups)
 
-    def runs(self, groups: Sequence[SlotGroup]) -> None:
+    def runs(self, groups: Sequence[InstanceState]) -> None:
         """Note that graphs with these groups run: they take part in the next reduction."""
         with self._lock:
             self._running.update(dict.fromkeys(groups))
 
     # in a compiled training step, Dynamo would trace this hook as the user's code
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _in_backward(self, refs: Sequence[weakref.ref[SlotGroup]], may_end: bool, _: Tensor) -> None:
+    def _in_backward(self, refs: Sequence[weakref.ref[InstanceState]], may_end: bool, _: Tensor) -> None:
         groups = [group for ref in refs if (group := ref()) is not None]
         with self._lock:
             self._finish()
@@ -199,7 +199,7 @@ class Reducer:
         with self._lock:
             self._finish()
 
-    def _groups(self) -> list[SlotGroup]:
+    def _groups(self) -> list[InstanceState]:
         return [g for g in registry.groups() if g.reduces == self._what and g.table.device == self._device]
 
     def _process_group(self) -> dist.ProcessGroup | None:
@@ -320,10 +320,10 @@ class Reducer:
         limit = timeout_of(process_group, self._device)
         return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
 
-    def _row(self, group: SlotGroup) -> list[Any]:
+    def _row(self, group: InstanceState) -> list[Any]:
         return [list(group.table.names), repr(group.table.recipe), group.table.n_weights, group.tracker.stage]
 
-    def _size(self, group: SlotGroup) -> int:
+    def _size(self, group: InstanceState) -> int:
         return sum(map(len, _amaxes(group, self._what.interval)))
 
 
@@ -355,7 +355,7 @@ def differentiable(result: Any) -> list[Tensor]:
     return [x for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
-def _amaxes(group: SlotGroup, interval: int) -> list[Tensor]:
+def _amaxes(group: InstanceState, interval: int) -> list[Tensor]:
     """Return the running amaxes of a graph's slots, and the unreduced ones of the steps before, each f32[...]."""
     t = group.tensors
     # a shorter history gives fewer rows, but equally many on all ranks, whose recipes are the same
@@ -486,7 +486,7 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
     return reducer if reducer.is_active() else None
 
 
-def begins(group: SlotGroup) -> None:
+def begins(group: InstanceState) -> None:
     """Before a graph rolls its slots, reduce their amaxes if no backward or optimizer has ended the step."""
     reducer = reducer_of(group.reduces, group.table.device) if group.reduces is not None else None
     if reducer is not None and group.reduction.unreduced and group.rolls:
@@ -495,17 +495,17 @@ def begins(group: SlotGroup) -> None:
     continues(group)
 
 
-def continues(group: SlotGroup) -> None:
+def continues(group: InstanceState) -> None:
     """Note that a graph runs in a step that has begun."""
     group.reduction.start_step()
     if group.reduces is not None and (reducer := reducer_of(group.reduces, group.table.device)) is not None:
         reducer.runs([group])
 
 
-def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:
+def join_reduction(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:
     """Wrap `run`, a graph without slots, so that it takes part in the reductions of ranks where it has slots."""
 
-    def taking_part(*args: Any) -> Any:
+    def join_reduction(*args: Any) -> Any:
         result, call = run(*args), pipeline_call()
         if call is not None and (call.microbatch is None or (reduces.group is None and call.has_rank_of_its_own)):
             return result
@@ -515,7 +515,7 @@ def taking_part(run: Callable[..., Any], reduces: Reduction) -> Callable[..., An
             reducer.watch(result, [], may_end=call is None)
         return result
 
-    return taking_part
+    return join_reduction
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from fp8pass.module_tensors import ids_of, named_tensors, unwrapped
 from fp8pass.names import MATMULS, parts_of, without_wrappers
 from fp8pass.options.unmatched import names_of
 from fp8pass.states.amax_reduction import finish
-from fp8pass.states.slots import PARTS, Entry, SlotGroup, registry
+from fp8pass.states.slots import PARTS, Entry, InstanceState, registry
 
 if TYPE_CHECKING:  # a caller that has a Metadata has imported this already
     from torch.distributed.checkpoint.metadata import Metadata
@@ -160,7 +160,7 @@ class State:
         saved = _as_text(state_dict[RECIPE])
         self._loaded = _Loaded(_entries_of(state_dict), saved, strict=False, steps=self._steps)
 
-    def judge(self, group: SlotGroup) -> None:
+    def judge(self, group: InstanceState) -> None:
         """Warn of loaded slots that the first step after the load did not use; they are kept, as a later step may."""
         if group.tracker.steps <= self._steps or not any(group is g for g in self._groups()):
             return
@@ -208,7 +208,7 @@ class State:
         }
         return Saved(self, empty, strict)
 
-    def _write(self, group: SlotGroup, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
+    def _write(self, group: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
         group.write(found, anew=bool(saved) and not _is_among(_recipe_text([group]), saved))
 
@@ -219,14 +219,14 @@ class State:
         """Return the text of the recipes that the module is trained with; "" if they are not known yet."""
         return _recipe_text(self._groups())
 
-    def _groups(self) -> list[SlotGroup]:
+    def _groups(self) -> list[InstanceState]:
         """Return all groups of the module, oldest first, including groups without slots."""
         module = self._module()
         mine = ids_of(module) if module is not None else set()
         groups = (g for g in registry.groups() if g.table.remembers)
         return [g for g in groups if any(id(t) in mine for t in g.owned_tensors())]
 
-    def _located(self) -> list[tuple[SlotGroup, dict[str, str]]]:
+    def _located(self) -> list[tuple[InstanceState, dict[str, str]]]:
         """Return the module's groups with slots, oldest first, each with {name in this module: name in the group}.
 
         If two graphs give different slots one name, as two halves of a forward may, the later graph's are numbered.
@@ -254,7 +254,7 @@ class State:
             entries.update({name: read[inner] for name, inner in names.items()})
         return entries
 
-    def restore(self, group: SlotGroup) -> None:
+    def restore(self, group: InstanceState) -> None:
         """Restore the loaded state into a group that was made after `load_state_dict`.
 
         Raises:
@@ -303,7 +303,7 @@ class Saved:
         self._state.load_state_dict(state_dict, self._strict)
 
 
-def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
+def names_in(module: nn.Module | None, group: InstanceState) -> dict[str, str]:
     """Return {name in the group: name in `module`} for the group's slots that belong to the module.
 
     A slot with a parameter is renamed as its parameter is; the others are renamed as most of the parameters are.
@@ -314,13 +314,13 @@ def names_in(module: nn.Module | None, group: SlotGroup) -> dict[str, str]:
     return {n: _renamed(n, rename, group) for n, rename in pairs if rename and n.startswith(rename.drop)}
 
 
-def usual_name(module: nn.Module, group: SlotGroup, name: str) -> str | None:
+def usual_name(module: nn.Module, group: InstanceState, name: str) -> str | None:
     """Return a graph's `name` as the module has it, renamed as most parameters are; None if it owns none of them."""
     _, usual = _renames(module, group)
     return None if usual is None else _renamed(name, usual, group)
 
 
-def _renamed(name: str, rename: _Rename, group: SlotGroup) -> str:
+def _renamed(name: str, rename: _Rename, group: InstanceState) -> str:
     """Return the name in the module for `name` in a graph.
 
     In a graph whose root has a parameter "weight", as a compiled `nn.Linear` has, slots are named "weight.input"; in a
@@ -330,7 +330,7 @@ def _renamed(name: str, rename: _Rename, group: SlotGroup) -> str:
     return rename(name.removeprefix("weight.") if is_part and "weight" in group.table.owned else name)
 
 
-def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename | None], _Rename | None]:
+def _renames(module: nn.Module | None, group: InstanceState) -> tuple[list[_Rename | None], _Rename | None]:
     """Return for each of the instance's tensors the rename from graph to module, and the most common rename.
 
     A tensor that the module does not have gets None; so does the most common rename if the module has none of them.
@@ -347,7 +347,7 @@ def _renames(module: nn.Module | None, group: SlotGroup) -> tuple[list[_Rename |
     return renames, votes.most_common(1)[0][0] if votes else None
 
 
-def _recipe_text(groups: Sequence[SlotGroup]) -> str:
+def _recipe_text(groups: Sequence[InstanceState]) -> str:
     """Return the text of the groups' recipes without the length of their histories, which may change."""
     recipes = (g.table.delayed for g in groups if g.table.names)
     return AND.join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
@@ -506,7 +506,7 @@ _unjudged: weakref.WeakSet[State] = weakref.WeakSet()
 """States that were loaded and have not ended a step since."""
 
 
-def _judge(group: SlotGroup) -> None:
+def _judge(group: InstanceState) -> None:
     for state in list(_unjudged):
         state.judge(group)
 
@@ -514,7 +514,7 @@ def _judge(group: SlotGroup) -> None:
 registry.on_step.append(_judge)
 
 
-def _restore(group: SlotGroup) -> None:
+def _restore(group: InstanceState) -> None:
     for state in list(_states.values()):
         state.restore(group)
 
@@ -587,7 +587,7 @@ class _Companion:
         return type(None), ()
 
 
-def _model_goes_along(group: SlotGroup) -> None:
+def _model_goes_along(group: InstanceState) -> None:
     """Call `goes_along` for the outermost running module that owns tensors of the new group."""
     mine = {id(tensor) for tensor in group.owned_tensors()}
     model = next((m for m in reversed(running_modules()) if not mine.isdisjoint(ids_of(m))), None)

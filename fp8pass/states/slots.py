@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8pass import scaling
 from fp8pass.options.config import Reduction
 from fp8pass.quant import ops
-from fp8pass.quant.monitor_ops import Ring
+from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.recipes import DelayedScaling, StaticScaling
 from fp8pass.states.reduction_state import ReductionState
@@ -53,7 +53,7 @@ class SlotTable:
     device: torch.device
     owned: tuple[str, ...]
     anchors: tuple[int, ...]
-    places: tuple[str, ...]
+    source_lines: tuple[str, ...]
     training: bool
     records: tuple[bool, ...] = ()
     code: str = ""
@@ -90,7 +90,7 @@ class SlotTable:
             amax_backward=torch.full((total - forward - weights,), scaling.NOTHING, device=device),
             held=torch.zeros(total, dtype=torch.bool, device=device),
             amax_weights=torch.full((weights,), scaling.NOTHING, device=device),
-            made=torch.zeros(2, weights, device=device),
+            weight_copy_scales=torch.zeros(2, weights, device=device),
         )
 
     def inputs(self, tensors: SlotTensors) -> list[Tensor]:
@@ -102,18 +102,18 @@ class SlotTable:
 
 
 @dataclass(eq=False)
-class SlotGroup:
+class InstanceState:
     """The state of one instance for one slot table: owns the tensors.
 
-    Only this file writes the fields, except `frozen`, `cached` and `ring`.
+    Only this file writes the fields, except `frozen`, `cached` and `monitor_buffer`.
     """
 
     table: SlotTable
     owned: tuple[weakref.ref[Tensor], ...]
     tensors: SlotTensors
-    relatives: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
+    relatives: weakref.WeakSet[InstanceState] = field(default_factory=weakref.WeakSet)
     """Groups of other graphs that share slots with this one: an evaluation graph, or a second entry point."""
-    neighbours: weakref.WeakSet[SlotGroup] = field(default_factory=weakref.WeakSet)
+    neighbours: weakref.WeakSet[InstanceState] = field(default_factory=weakref.WeakSet)
     """Groups of other graphs that share owned tensors with this one."""
     tracker: StepTracker = field(default_factory=StepTracker)
     """The steps of this group."""
@@ -136,10 +136,10 @@ class SlotGroup:
     static_inputs: list[Tensor] | None = None
     """The result of `inputs` for a static recipe; None until it is called."""
     frozen: dict[Any, Any] = field(default_factory=dict)
-    """FP8 parameters by the graph's `Frozen` record: `frozen_weights.py` fills it."""
+    """FP8 parameters by the graph's `FrozenWeightInput` record: `frozen_weights.py` fills it."""
     cached: dict[Any, Any] = field(default_factory=dict)
-    """FP8 copies of weights by the graph's `Cached` record: `weight_cache.py` fills it."""
-    ring: Ring | None = None
+    """FP8 copies of weights by the graph's `CachedWeightInput` record: `weight_cache.py` fills it."""
+    monitor_buffer: MonitorBuffer | None = None
     """The numbers that the numerics monitor has counted; only in the group of a table without slots."""
 
     @property
@@ -158,7 +158,7 @@ class SlotGroup:
         is a different tensor at each source line: two parts of a forward may call one layer on very different inputs.
         """
         table, ids = self.table, tuple(map(id, self.owned_tensors()))
-        rows = zip(table.names, table.anchors, table.places, strict=True)
+        rows = zip(table.names, table.anchors, table.source_lines, strict=True)
         return [
             (table.recipe, place, ids[anchor], name.rpartition(".")[2])
             if anchor >= 0
@@ -214,7 +214,7 @@ class SlotGroup:
         """Assume that every slot has a scale, where there is no device to ask."""
         self.warm = True
 
-    def relate(self, relatives: Iterable[SlotGroup], neighbours: Iterable[SlotGroup]) -> None:
+    def relate(self, relatives: Iterable[InstanceState], neighbours: Iterable[InstanceState]) -> None:
         """Set the groups that share slots (`relatives`) or owned tensors (`neighbours`) with this one."""
         self.relatives, self.neighbours = weakref.WeakSet(relatives), weakref.WeakSet(neighbours)
 
@@ -248,7 +248,7 @@ class SlotGroup:
         return bool(self.held) and self.held[slot]
 
     @torch.no_grad()
-    def begin_trained_step(self, begin: Callable[[SlotGroup], None]) -> None:
+    def begin_trained_step(self, begin: Callable[[InstanceState], None]) -> None:
         """Roll the slots that this group of an evaluation graph shares with the graph that trains.
 
         Called before a no-grad forward that belongs to a training step. begin: decides which slots roll.
@@ -260,8 +260,10 @@ class SlotGroup:
                 self.roll()  # rolls loaded state; `begin_repeated` rolls the part that the training graph has
         else:
             begin(newest)
-            *state, amax_weights, made = newest.tensors
-            ops.begin_step(newest.table.delayed, *state, *((amax_weights, made) if len(amax_weights) else ()))
+            *state, amax_weights, weight_copy_scales = newest.tensors
+            ops.begin_step(
+                newest.table.delayed, *state, *((amax_weights, weight_copy_scales) if len(amax_weights) else ())
+            )
             newest.tracker.use_elsewhere()
 
     def begin_step(self, joins: bool = False) -> None:
@@ -285,8 +287,8 @@ class SlotGroup:
         Merges no amaxes of cached weights: the forward that reads the cached copies records those.
         """
         self.hold(())
-        *state, amax_weights, made = self.tensors
-        nothing = torch.full_like(made, scaling.NOTHING)
+        *state, amax_weights, weight_copy_scales = self.tensors
+        nothing = torch.full_like(weight_copy_scales, scaling.NOTHING)
         ops.begin_step(self.table.delayed, *state, *((amax_weights, nothing) if len(amax_weights) else ()))
 
     def for_repetition(self) -> SlotTensors:
@@ -308,7 +310,7 @@ class SlotGroup:
             amax.fill_(scaling.NOTHING)
         return self.recompute_buffers
 
-    def for_rehearsal(self) -> SlotTensors:
+    def for_shape_inference(self) -> SlotTensors:
         """Return the state of `for_repetition`, for a forward whose backward must not record amaxes either."""
         return self.for_repetition()._replace(
             amax_backward=torch.full_like(self.tensors.amax_backward, scaling.NOTHING)
@@ -321,7 +323,7 @@ class SlotGroup:
         """
         return any(g.tracker.take_recompute() for g in (self, *self._kin()))
 
-    def _kin(self) -> list[SlotGroup]:
+    def _kin(self) -> list[InstanceState]:
         with registry.lock:
             return list(self.relatives)
 
@@ -330,7 +332,7 @@ class SlotGroup:
         trained = self._trained()
         return not self.table.remembers or (trained is not None and trained.warm)
 
-    def _trained(self) -> SlotGroup | None:
+    def _trained(self) -> InstanceState | None:
         """Return the most recently used group of a training graph that shares slots with this one."""
         return max((r for r in self._kin() if r.table.training), key=lambda r: r.tracker.last_used_at, default=None)
 
@@ -354,7 +356,7 @@ class SlotGroup:
             self.tracker.use()
 
     @torch.no_grad()
-    def _take(self, other: SlotGroup) -> None:
+    def _take(self, other: InstanceState) -> None:
         """Copy scale and history of the common slots, and move their running amax if this group will roll it."""
         mine_, theirs_ = self._common(other.keys())
         self.tensors.scale[mine_] = other.tensors.scale[theirs_]
@@ -428,14 +430,14 @@ class StateRegistry:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.on_new: list[Callable[[SlotGroup], None]] = []
+        self.on_new: list[Callable[[InstanceState], None]] = []
         """Callbacks for every new group. If one raises, Fp8Error for example, the group is not kept."""
-        self.on_step: list[Callable[[SlotGroup], None]] = []
+        self.on_step: list[Callable[[InstanceState], None]] = []
         """Callbacks for a group before each of its training forwards."""
-        self._groups: list[SlotGroup] = []
-        self._of: dict[tuple[int, ...], tuple[SlotTable, SlotGroup]] = {}
+        self._groups: list[InstanceState] = []
+        self._of: dict[tuple[int, ...], tuple[SlotTable, InstanceState]] = {}
 
-    def of(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup:
+    def of(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
         """Return the state of the instance that owns these tensors, for a graph with this table."""
         key = (id(table), *map(id, owned))
         found = self._of.get(key)
@@ -445,15 +447,15 @@ class StateRegistry:
                 found = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
         return found[1]
 
-    def _find(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup | None:
+    def _find(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState | None:
         """Return the group of another compilation of the same code (for another batch size, say); None if none."""
         return next((g for g in self._groups if _same(g, owned) and g.table == table), None)
 
-    def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> SlotGroup:
+    def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
         self._groups = [g for g in self._groups if g.alive()]
         self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
         with torch.no_grad(), torch.inference_mode(False):
-            group = SlotGroup(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+            group = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
         # other graphs may already have begun steps of this instance: count those before the current one here too
         group.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
         keys, mine = set(group.keys()), set(map(id, owned))
@@ -486,18 +488,18 @@ class StateRegistry:
         with self.lock:
             self.keep([g for g in self._groups if not any(g.table is table for table in tables)])
 
-    def keep(self, groups: Sequence[SlotGroup]) -> None:
+    def keep(self, groups: Sequence[InstanceState]) -> None:
         """Drop all groups except these."""
         with self.lock:
             self._groups, self._of = list(groups), {}
 
-    def groups(self) -> list[SlotGroup]:
+    def groups(self) -> list[InstanceState]:
         """Return all groups whose instances still exist, oldest first."""
         with self.lock:
             return [g for g in self._groups if g.alive()]
 
 
-def _same(group: SlotGroup, owned: Sequence[Tensor]) -> bool:
+def _same(group: InstanceState, owned: Sequence[Tensor]) -> bool:
     return len(group.owned) == len(owned) and all(r() is t for r, t in zip(group.owned, owned, strict=True))
 
 

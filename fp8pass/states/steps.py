@@ -38,7 +38,7 @@ from fp8pass._torch import (
 from fp8pass.module_tensors import ids_of, unwrapped
 from fp8pass.states.amax_reduction import begins, postponed
 from fp8pass.states.scale_state import ScaleState
-from fp8pass.states.slots import SlotGroup, registry
+from fp8pass.states.slots import InstanceState, registry
 
 
 @dataclass(eq=False)
@@ -134,13 +134,13 @@ def _holding(state: ScaleState) -> Iterator[None]:
             state.end_accumulation()
 
 
-def is_rehearsal() -> bool:
+def is_shape_inference() -> bool:
     """Return whether this forward belongs to no step: a pipeline stage infers the shapes of its outputs."""
     call = pipeline_call()
     return call is not None and call.microbatch is None
 
 
-def begin_step(group: SlotGroup) -> None:
+def begin_step(group: InstanceState) -> None:
     """Before a training forward, let the slots roll whose step it begins, and hold the others."""
     call = pipeline_call()
     if call is not None and call.microbatch is None:
@@ -167,7 +167,7 @@ def begin_step(group: SlotGroup) -> None:
     begins(group)
 
 
-def join_step(group: SlotGroup) -> None:
+def join_step(group: InstanceState) -> None:
     """Note that the current call belongs to a step that has begun: no slot of the group rolls before it ends."""
     if _accumulations:
         _begin(*_covered(group))
@@ -182,7 +182,7 @@ def _begin(slots: Sequence[_Covered], graph: _Covered) -> None:
             of.begun.add(key)
 
 
-def _covered(group: SlotGroup, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
+def _covered(group: InstanceState, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
     """Return the key of each slot, and of the whole graph, with the outermost accumulation that covers it.
 
     `otherwise` stands where no accumulation covers it.
@@ -197,12 +197,12 @@ def _covered(group: SlotGroup, otherwise: _Step | None = None) -> tuple[list[_Co
     return slots, (_key(group), whole)
 
 
-def _key(group: SlotGroup) -> Hashable:
+def _key(group: InstanceState) -> Hashable:
     """Return the key of a graph and its instance."""
     return (group.table.names, group.table.code, *(id(t) for t in group.owned_tensors()))
 
 
-def _step_of_pipeline(call: PipelineCall | None, group: SlotGroup) -> _PipelineStep | None:
+def _step_of_pipeline(call: PipelineCall | None, group: InstanceState) -> _PipelineStep | None:
     """Return the step of the pipeline stage that makes the call, and tell the group the stage; None without one."""
     if call is None or call.microbatch is None:
         group.tracker.enter(None, has_rank_of_its_own=False)

@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from fp8pass import hardware, scaling
 from fp8pass._torch import set_grad_enabled
 from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.graph.annotation import CHECKPOINT, Choice
+from fp8pass.graph.annotation import CHECKPOINT, MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.names import source_of
@@ -39,7 +39,7 @@ from fp8pass.options.config import Config
 from fp8pass.passes.annotate.check import check, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
-from fp8pass.passes.common.matmul_calls import Spelling, argument, mutates, spelling_of
+from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Region, body_of, in_its_modes
 from fp8pass.passes.common.state_inputs import cache, freeze, lift_state
 from fp8pass.passes.common.transforms import Transform, transforms
@@ -64,7 +64,7 @@ class Annotate:
         return sum(choice.scaling != "" for choice in choices)
 
 
-def _raise_if_in_region(choices: Sequence[Choice]) -> None:
+def _raise_if_in_region(choices: Sequence[MatmulChoice]) -> None:
     for choice in choices:
         if choice.rule == "region":
             raise Fp8Error(
@@ -121,22 +121,22 @@ class _Annotator(Walk):
         if mutates(node):
             self.quantized.clear()  # a tensor that was quantized before may have been written since
             self.mutated.update(_sources(node))
-        spelling = spelling_of(node)
-        if spelling is None:
+        signature = signature_of(node)
+        if signature is None:
             self._note_refusal(node)
             return
-        choice, anchor = self._choice(node, spelling)
+        choice, anchor = self._choice(node, signature)
         if any(_comes_from_fp8(n) for n in node.all_input_nodes):
             return  # quantized by the user: passes over the joint graph detect it
         try:
             if self.declined:
                 raise Reject("internal", self.declined)
-            merged, experts = self.merged.get(node), self._is_of_experts(node, spelling)
+            merged, experts = self.merged.get(node), self._is_of_experts(node, signature)
             inside = self.inside.get(node, ())
-            call = check(node, spelling, choice.name, self.config, self.grad_enabled, merged, experts, inside)
+            call = check(node, signature, choice.name, self.config, self.grad_enabled, merged, experts, inside)
             choice.predicted_speedup = call.speedup
-            check_speedup(call, argument(node, spelling.a).meta["example_value"].device, self.config)
-            self._check_device(node, spelling)
+            check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config)
+            self._check_device(node, signature)
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
         except Reject as reject:
             _decline(choice, reject)
@@ -155,9 +155,9 @@ class _Annotator(Walk):
         recipe, why = self.config.recipe_of(choice.name)
         _decline(choice, reject if recipe is not None else LeftOut("recipe", why))
 
-    def _is_of_experts(self, node: fx.Node, spelling: Spelling) -> bool:
+    def _is_of_experts(self, node: fx.Node, signature: MatmulSignature) -> bool:
         """Return whether the call multiplies batches by a parameter that holds matrices: experts with a capacity."""
-        a, b = argument(node, spelling.a), argument(node, spelling.b)
+        a, b = argument(node, signature.a), argument(node, signature.b)
         if not all(isinstance(x, fx.Node) and _dims(x) == 3 for x in (a, b)):
             return False
         return self.names.is_owned(_untransposed(b)) and _dims(node) == 3
@@ -170,29 +170,29 @@ class _Annotator(Walk):
         for node in region.graph.nodes:
             if node.op == "get_attr":
                 self._list_region(getattr(region, str(node.target), None), holder)
-            elif spelling := spelling_of(node):
-                choice, _ = self._choice(node, spelling)
+            elif signature := signature_of(node):
+                choice, _ = self._choice(node, signature)
                 choice.wanted, choice.rule = True, "region"
                 choice.reason = (
                     f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
                 )
 
-    def _choice(self, node: fx.Node, spelling: Spelling) -> tuple[Choice, int]:
+    def _choice(self, node: fx.Node, signature: MatmulSignature) -> tuple[MatmulChoice, int]:
         """Append a matmul's entry to `choices`; return it, and the anchor of its slots (see `SlotTable`)."""
-        operands = argument(node, spelling.b), argument(node, spelling.a)
-        if spelling.offs is not None:
+        operands = argument(node, signature.b), argument(node, signature.a)
+        if signature.offs is not None:
             operands = _untransposed(operands[0]), operands[1]
-        return self._listed(node, spelling.name, operands)
+        return self._listed(node, signature.name, operands)
 
-    def _listed(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[Choice, int]:
+    def _listed(self, node: fx.Node, op: str, operands: Sequence[object]) -> tuple[MatmulChoice, int]:
         name, anchor = self.names.of(node, op, operands)
         # AOTAutograd copies meta["custom"] to each ATen node that it traces from this one, in the backward too
         node.meta["custom"] = {**node.meta.get("custom", {}), "fp8pass": len(self.choices)}
-        self.choices.append(Choice(name, source_of(node)))
+        self.choices.append(MatmulChoice(name, source_of(node)))
         return self.choices[-1], anchor
 
-    def _check_device(self, node: fx.Node, spelling: Spelling) -> None:
-        device = argument(node, spelling.a).meta["example_value"].device
+    def _check_device(self, node: fx.Node, signature: MatmulSignature) -> None:
+        device = argument(node, signature.a).meta["example_value"].device
         self.device = self.device or device
         if device != self.device:
             raise Reject(
@@ -239,7 +239,7 @@ def _comes_from_fp8(node: fx.Node) -> bool:
         node = max(sources, key=lambda n: n.meta["example_value"].dim()) if len(sources) > 1 else sources[0]
 
 
-def _decline(choice: Choice, reject: Reject) -> None:
+def _decline(choice: MatmulChoice, reject: Reject) -> None:
     choice.rule, choice.reason, choice.wanted = reject.rule, str(reject), not isinstance(reject, LeftOut)
 
 

@@ -15,7 +15,7 @@ from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.wanted import HIGH_PRECISION, check_sizes, hint, recipe_of
 from fp8pass.options.config import Config
 from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel
-from fp8pass.passes.common.matmul_calls import Dims, Spelling, argument, dims_of, result_type
+from fp8pass.passes.common.matmul_calls import Dims, MatmulSignature, argument, dims_of, result_type
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.quant import sharded
@@ -34,7 +34,7 @@ class Call:
     """
 
     node: fx.Node
-    spelling: Spelling
+    signature: MatmulSignature
     dims: Dims
     recipe: Recipe
     speedup: float | None
@@ -43,7 +43,7 @@ class Call:
 
 def check(
     node: fx.Node,
-    spelling: Spelling,
+    signature: MatmulSignature,
     name: str,
     config: Config,
     training: bool,
@@ -56,24 +56,24 @@ def check(
     merged: the recipe of a call that stands for several calls, which were checked one by one. experts: True if the
     second operand is a parameter that holds a batch of matrices. inside: the function transforms around the call.
     """
-    operands = argument(node, spelling.a), argument(node, spelling.b)
+    operands = argument(node, signature.a), argument(node, signature.b)
     if not all(isinstance(o, fx.Node) and isinstance(o.meta.get("example_value"), Tensor) for o in operands):
-        raise Reject("form", f"{spelling.name} is called in a form that is not understood: {node.format_node()}")
+        raise Reject("form", f"{signature.name} is called in a form that is not understood: {node.format_node()}")
     a, b = (o.meta["example_value"] for o in operands)
     _check_dtypes(a, b)
     if inside:
         _refuse(name, config, a, b, inside)
     _check_operands(a, b)
     if node.kwargs.get("out") is not None:
-        raise Reject("out=", f"{spelling.name} writes into out=; assign its result instead")
-    if not isinstance(argument(node, spelling.bias), fx.Node | None):
-        raise Reject("form", f"{spelling.name} adds a number, not a tensor: {node.format_node()}")
-    dims = dims_of(spelling, node, a, b)
+        raise Reject("out=", f"{signature.name} writes into out=; assign its result instead")
+    if not isinstance(argument(node, signature.bias), fx.Node | None):
+        raise Reject("form", f"{signature.name} adds a number, not a tensor: {node.format_node()}")
+    dims = dims_of(signature, node, a, b)
     sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))
     target = hardware.target_of(a.device, config.target)
-    may_be_grouped = spelling.offs is not None or experts
-    no_kernel = why_no_kernel(b, result_type(spelling, node), target) if may_be_grouped else None
-    is_grouped = spelling.offs is not None or (experts and no_kernel is None)
+    may_be_grouped = signature.offs is not None or experts
+    no_kernel = why_no_kernel(b, result_type(signature, node), target) if may_be_grouped else None
+    is_grouped = signature.offs is not None or (experts and no_kernel is None)
     check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
     m, k, n = (hint(s) for s in (sizes.m, sizes.k, sizes.n))
     recipe = merged or recipe_of(name, config, m, k, n)
@@ -91,7 +91,7 @@ def check(
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
     gain = None if target is None else predicted_speedup(target, m, k, n, recipe, size, training)
-    return Call(node, spelling, dims, recipe, gain, (m, k, n))
+    return Call(node, signature, dims, recipe, gain, (m, k, n))
 
 
 def _by_rows(recipe: Recipe) -> Recipe:

@@ -30,10 +30,10 @@ from fp8pass.quant.monitor_ops import WATCHED, WatchTable
 
 FORWARD: dict[Any, Callable[..., Any]] = {
     ops.qdq_operand: monitor_ops.watch_operand,
-    ops.operand: monitor_ops.watch_operand,
+    ops.qdq_no_grad: monitor_ops.watch_operand,
     ops.cached_operand: monitor_ops.watch_cached,
 }
-BACKWARD = (ops.qdq_gradient, ops.route)
+BACKWARD = (ops.qdq_gradient, ops.select_gradients)
 INPUTS = ("numerics_forward", "numerics_backward")
 
 
@@ -125,4 +125,4 @@ def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
-_FIRST_STATE: dict[Any, int] = {ops.qdq_gradient: 2, ops.route: 5}
+_FIRST_STATE: dict[Any, int] = {ops.qdq_gradient: 2, ops.select_gradients: 5}

@@ -33,7 +33,7 @@ class LiftScaleStates:
         if any(n.target is scale_state.begin_use for n in graph.nodes):
             for node in list(graph.nodes):
                 lifter.visit(node)
-        context.annotation.late, context.annotation.states = lifter.late, lifter.states
+        context.annotation.backward_amax_inputs, context.annotation.states = lifter.backward_amax_inputs, lifter.states
         return len(lifter.states)
 
 
@@ -43,7 +43,7 @@ class _Lifter:
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.begun: dict[fx.Node, fx.Node] = {}
         """The node of a state's scale in this graph, by the state's `amax` input."""
-        self.late: list[int] = []
+        self.backward_amax_inputs: list[int] = []
         self.states: list[tuple[int, ...]] = []
         self.inputs: dict[fx.Node, fx.Node] = {}
 
@@ -72,6 +72,6 @@ class _Lifter:
 
     def _late(self, amax: fx.Node) -> fx.Node:
         if amax not in self.inputs:
-            self.late.append(self.placeholders.index(amax))
+            self.backward_amax_inputs.append(self.placeholders.index(amax))
             self.inputs[amax] = state_input(self.graph, f"fp8pass_amax_late_{len(self.inputs)}")
         return self.inputs[amax]

@@ -34,7 +34,7 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of
 from fp8pass.names import Names
 from fp8pass.passes.annotate.check import ONE_SCALE, check
-from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, spelling_of
+from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Part, parts
 from fp8pass.recipes import Recipe
 from fp8pass.roofline import memory_seconds, merged_seconds_saved, predicted_speedup
@@ -116,7 +116,7 @@ def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling |
     for node in graph.nodes:
         # a write between two layers may change what the second reads; grad and autocast modes may differ after a change
         stretch += mutates(node) or node.target in MODE_CHANGES
-        if spelling_of(node) is LINEAR and (sibling := taken(node)) is not None and _is_alone(sibling, names):
+        if signature_of(node) is LINEAR and (sibling := taken(node)) is not None and _is_alone(sibling, names):
             found.setdefault((stretch, *_alike(sibling)), []).append(sibling)
     several = [of for of in found.values() if len(of) > 1]
     return [Family(of, _copied([s.node for s in of])) for of in several]

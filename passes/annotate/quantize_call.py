@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from fp8pass.fsdp import GatheredWeight
-from fp8pass.graph.annotation import Choice
+from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.node_meta import GATHERED
@@ -52,7 +52,7 @@ class Walk:
 class QuantizeCall:
     """Inserts quantize-dequantize around one matmul call. anchor: see `SlotTable`."""
 
-    def __init__(self, walk: Walk, call: Call, choice: Choice, anchor: int) -> None:
+    def __init__(self, walk: Walk, call: Call, choice: MatmulChoice, anchor: int) -> None:
         self.walk = walk
         self.graph = walk.graph
         self.call = call
@@ -61,8 +61,8 @@ class QuantizeCall:
 
     def rewrite(self) -> None:
         """Replace the call with its annotated form; keep it if none of its matmuls is quantized."""
-        node, spelling = self.call.node, self.call.spelling
-        a, b, bias = (argument(node, where) for where in (spelling.a, spelling.b, spelling.bias))
+        node, signature = self.call.node, self.call.signature
+        a, b, bias = (argument(node, where) for where in (signature.a, signature.b, signature.bias))
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         trains = self.walk.grad_enabled and node.meta["example_value"].requires_grad
         found = self._quantizers(a, b, trains)
@@ -125,24 +125,26 @@ class QuantizeCall:
         """Build the product three times: for its value, for the gradient of `a`, and for the gradient of `b`."""
         none: tuple[None, None] = (None, None)
         (out_a, out_b), (grad_a, for_a), (for_b, grad_b) = (found.get(kind, none) for kind in KINDS)
-        operand = functools.partial(self._operand, ops.operand)
+        operand = functools.partial(self._operand, ops.qdq_no_grad)
         y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
         if not trains:
             return y
         y_a = self._product(a, operand(b, "weight", for_a), "grad_input")
         y_b = self._product(operand(a, "input", for_b), b, "grad_weight")
         routed = y, y_a, y_b, grad_a, grad_b, *self._offs(grad_b)
-        return self._quantized(ops.route, routed, y, "grad_output")
+        return self._quantized(ops.select_gradients, routed, y, "grad_output")
 
     def _product(self, a: fx.Node, b: fx.Node, kind: Kind = "output") -> fx.Node:
         """Copy the call without its bias, with operands `a` and `b`. kind: the matmul that the copy stands for."""
-        node, spelling = self.call.node, self.call.spelling
-        if spelling.product is not None and (spelling is GROUPED_FALLBACK or argument(node, spelling.bias) is not None):
-            y = self._call(spelling.product, (a, b, *self._groups()), node)
+        node, signature = self.call.node, self.call.signature
+        if signature.product is not None and (
+            signature is GROUPED_FALLBACK or argument(node, signature.bias) is not None
+        ):
+            y = self._call(signature.product, (a, b, *self._groups()), node)
         else:
             y = self.graph.node_copy(node)
-            set_argument(y, spelling.a, a)
-            set_argument(y, spelling.b, b)
+            set_argument(y, signature.a, a)
+            set_argument(y, signature.b, b)
         y.meta["custom"] = {**y.meta["custom"], "fp8pass_kind": kind}
         return y
 
@@ -174,7 +176,7 @@ class QuantizeCall:
 
     def _groups(self) -> tuple[fx.Node, ...]:
         """Return the node that holds the end of each group of rows of the call; () if it has no groups."""
-        offs = argument(self.call.node, self.call.spelling.offs)
+        offs = argument(self.call.node, self.call.signature.offs)
         return () if offs is None else (offs,)
 
     def _cached_parts(self, x: fx.Node, quantizer: ops.Quantizer | None) -> tuple[fx.Node, ...]:

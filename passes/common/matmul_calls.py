@@ -25,7 +25,7 @@ Where = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Spelling:
+class MatmulSignature:
     """The positions of a matmul's arguments in a call.
 
     a, b: the operands. bias: the tensor that is added. product: the function for the product without the bias. offs:
@@ -45,23 +45,23 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("bmk,bkn->mn", a, b)
 
 
-LINEAR = Spelling("linear", b=(1, "weight"), bias=(2, "bias"), product=F.linear)
-MATMUL = Spelling("matmul")
-MM = Spelling("mm", b=(1, "mat2"))
-BMM = Spelling("bmm", b=(1, "mat2"))
-ADDMM = Spelling("addmm", a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"), product=torch.mm)
-BADDBMM = Spelling("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=torch.bmm)
-ADDBMM = Spelling("addbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=_sum_of_products)
-INNER = Spelling("inner")
-RMATMUL = Spelling("matmul", a=(1, "other"), b=(0, "input"))
-EINSUM = Spelling("einsum", a=(1, ""), b=(2, ""))
-TENSORDOT = Spelling("tensordot", a=(0, "a"), b=(1, "b"))
-GROUPED_MM = Spelling("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
-GROUPED_FALLBACK = Spelling("_grouped_mm", b=(1, "weight"), product=grouped.in_bfloat16, offs=(2, "offs"))
+LINEAR = MatmulSignature("linear", b=(1, "weight"), bias=(2, "bias"), product=F.linear)
+MATMUL = MatmulSignature("matmul")
+MM = MatmulSignature("mm", b=(1, "mat2"))
+BMM = MatmulSignature("bmm", b=(1, "mat2"))
+ADDMM = MatmulSignature("addmm", a=(1, "mat1"), b=(2, "mat2"), bias=(0, "input"), product=torch.mm)
+BADDBMM = MatmulSignature("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=torch.bmm)
+ADDBMM = MatmulSignature("addbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=_sum_of_products)
+INNER = MatmulSignature("inner")
+RMATMUL = MatmulSignature("matmul", a=(1, "other"), b=(0, "input"))
+EINSUM = MatmulSignature("einsum", a=(1, ""), b=(2, ""))
+TENSORDOT = MatmulSignature("tensordot", a=(0, "a"), b=(1, "b"))
+GROUPED_MM = MatmulSignature("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
+GROUPED_FALLBACK = MatmulSignature("_grouped_mm", b=(1, "weight"), product=grouped.in_bfloat16, offs=(2, "offs"))
 """The spelling of the op that transformers' experts call if torch's grouped matmul does not take their type."""
 
 _aten = torch.ops.aten
-_FUNCTIONS: dict[Any, Spelling] = {
+_FUNCTIONS: dict[Any, MatmulSignature] = {
     F.linear: LINEAR,
     linear: LINEAR,
     _aten.linear: LINEAR,
@@ -102,15 +102,15 @@ _METHODS = {
 }
 
 
-def spelling_of(node: fx.Node) -> Spelling | None:
+def signature_of(node: fx.Node) -> MatmulSignature | None:
     """Return how the node spells a matmul; None if it is not a matmul."""
     if node.op == "call_function":
         target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
         if isinstance(target, OpOverloadPacket) and target._qualified_op_name == grouped.FALLBACK:
             return GROUPED_FALLBACK
-        spelling = _FUNCTIONS.get(target)
+        signature = _FUNCTIONS.get(target)
         # an einsum of one operand is a sum or a transpose
-        return None if spelling is EINSUM and len(node.args) < 3 else spelling
+        return None if signature is EINSUM and len(node.args) < 3 else signature
     return _METHODS.get(str(node.target)) if node.op == "call_method" else None
 
 
@@ -190,35 +190,35 @@ class Dims:
         )
 
 
-def dims_of(spelling: Spelling, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
+def dims_of(signature: MatmulSignature, node: fx.Node, a: Tensor, b: Tensor) -> Dims:
     """Return letters for the dimensions of the call's operands and result. Raises Reject if they are not known."""
-    if spelling is EINSUM:
+    if signature is EINSUM:
         return _einsum_dims(str(node.args[0]), a, b)
-    if spelling is TENSORDOT:
+    if signature is TENSORDOT:
         return _tensordot_dims(argument(node, (2, "dims")), a, b)
-    if spelling.offs is not None and a.dim() + b.dim() < 6:
+    if signature.offs is not None and a.dim() + b.dim() < 6:
         if (a.dim(), b.dim()) != (2, 3):
             raise Reject(
                 "form", f"_grouped_mm of {_shape(a)} by {_shape(b)}; taken are [M, K] by [G, K, N], and batches"
             )
         return Dims(("m", "k"), (GROUP, "k", "n"), ("m", "n"))
-    if spelling is LINEAR:
+    if signature is LINEAR:
         rows = tuple(f"m{i}" for i in range(a.dim() - 1))
         return Dims((*rows, "k"), ("n", "k"), (*rows, "n"))
-    if spelling is INNER:
+    if signature is INNER:
         rows, columns = (tuple(f"{letter}{i}" for i in range(x.dim() - 1)) for letter, x in (("m", a), ("n", b)))
         return Dims((*rows, "k"), (*columns, "k"), (*rows, *columns))
-    if spelling is ADDBMM:
+    if signature is ADDBMM:
         return Dims(("k0", "m", "k1"), ("k0", "k1", "n"), ("m", "n"))
     in_a, in_b, out = _broadcast(a.shape[:-2], b.shape[:-2])
     return Dims((*in_a, "m", "k"), (*in_b, "k", "n"), (*out, "m", "n"))
 
 
-def result_type(spelling: Spelling, node: fx.Node) -> torch.dtype:
+def result_type(signature: MatmulSignature, node: fx.Node) -> torch.dtype:
     """Return the dtype of the product."""
     value: Tensor = node.meta["example_value"]
     device = value.device.type
-    autocasts = spelling is GROUPED_FALLBACK and torch.is_autocast_enabled(device)
+    autocasts = signature is GROUPED_FALLBACK and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocasts else value.dtype
 
 

@@ -179,7 +179,7 @@ MAX_OPS_BETWEEN = 4
 FP8."""
 
 
-def fp8_behind(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
+def fp8_source(node: fx.Node, ops_between: int = 0) -> fx.Node | None:
     """Return a float8 tensor of any kind that `node` is computed from by ops that commute with its scale; else None.
 
     ops_between: how many other ops may be in between. The search never goes through a matmul.

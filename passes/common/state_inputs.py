@@ -4,7 +4,7 @@ before   x_ = qdq_operand(x, Delayed(slot=-1))
 after    graph(..., scale: f32[T], amax_history: f32[H, T], amax_forward: f32[F], amax_backward: f32[T-F], held: b8[T],
                amax_backward_late: f32[T-F])
          scales = begin_step(scale, amax_history, amax_forward, amax_backward, held)
-         x_ = qdq_operand(x, Delayed(slot=3, index=3), usable(scales), amax_forward)
+         x_ = qdq_operand(x, Delayed(slot=3, index=3), scales_or_one(scales), amax_forward)
 changes  nothing: the state only becomes inputs
 """
 
@@ -19,7 +19,7 @@ from torch import fx
 
 from fp8pass import scaling
 from fp8pass._torch import ConstantSource
-from fp8pass.graph.annotation import STATE_INPUTS, Cached, Frozen
+from fp8pass.graph.annotation import STATE_INPUTS, CachedWeightInput, FrozenWeightInput
 from fp8pass.options.config import Reduction
 from fp8pass.passes.common.regions import Region
 from fp8pass.quant import ops
@@ -31,7 +31,8 @@ from fp8pass.states.slots import SlotTable
 class Weight:
     """A weight that an operand is an FP8 copy of.
 
-    parts: the inputs of the graph that the weight consists of, one below the other. transposed: see `Cached`.
+    parts: the inputs of the graph that the weight consists of, one below the other. transposed: see
+    `CachedWeightInput`.
     """
 
     parts: tuple[fx.Node, ...]
@@ -40,12 +41,15 @@ class Weight:
 
 @dataclass
 class Slot:
-    """A quantizer in the arguments of `node` that has no slot in the state yet. anchor, place: see `SlotTable`."""
+    """A quantizer in the arguments of `node` that has no slot in the state yet.
+
+    anchor, source_line: see `SlotTable`.
+    """
 
     name: str
     role: Role
     anchor: int
-    place: str
+    source_line: str
     quantizer: ops.Stateful
     node: fx.Node
 
@@ -83,48 +87,48 @@ def lift_state(
             device=device,
             owned=owned,
             anchors=tuple(s.anchor for s in ordered),
-            places=tuple(s.place for s in ordered),
+            source_lines=tuple(s.source_line for s in ordered),
             training=any(map(_records, ordered)),
             records=tuple(map(_records, ordered)),
             reduces=reduces if any(map(_records, ordered)) else None,
         )
-        places = {id(s): i for i, s in enumerate(ordered)}
-        places |= {id(of_recipe[i]): places[id(twin)] for i, twin in twins.items()}
+        source_lines = {id(s): i for i, s in enumerate(ordered)}
+        source_lines |= {id(of_recipe[i]): source_lines[id(twin)] for i, twin in twins.items()}
         suffix = f"_{len(tables)}" if tables else ""
-        _place(graph, table, [(s, places[id(s)]) for s in of_recipe], regions, suffix, reduces)
+        _insert(graph, table, [(s, source_lines[id(s)]) for s in of_recipe], regions, suffix, reduces)
         tables.append(table)
     return tables
 
 
-def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -> list[Frozen]:
+def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -> list[FrozenWeightInput]:
     """Add an input for each parameter that is quantized in advance, after all other inputs of the graph.
 
     by_columns: the nodes whose matmul sums over the first dimension of the parameter.
     """
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    found: list[Frozen] = []
+    found: list[FrozenWeightInput] = []
     for node in [n for n in graph.nodes if n.target is ops.frozen_operand]:
         weight, quantizer, *rest = node.args
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
         node.args = (state_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
-        found.append(Frozen(positions[weight], table, quantizer.slot, node in by_columns))
+        found.append(FrozenWeightInput(positions[weight], table, quantizer.slot, node in by_columns))
     return found
 
 
 def cache(
     graph: fx.Graph, tables: list[SlotTable], regions: list[Region], weights: dict[fx.Node, Weight]
-) -> list[Cached]:
+) -> list[CachedWeightInput]:
     """Add inputs for the FP8 copy of each weight, after all other inputs of the graph, and hand them to regions.
 
     A region gets the copies that it, or a region in it, reads. weights: the weight of each operand that is a copy.
     """
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    inputs: dict[Cached, dict[str, fx.Node]] = {}
-    read: dict[fx.Graph, dict[fx.Node, Cached]] = {}
+    inputs: dict[CachedWeightInput, dict[str, fx.Node]] = {}
+    read: dict[fx.Graph, dict[fx.Node, CachedWeightInput]] = {}
     for node, weight in weights.items():
         quantizer: Any = node.args[1]
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-        of = Cached(tuple(positions[p] for p in weight.parts), table, quantizer.slot, weight.transposed)
+        of = CachedWeightInput(tuple(positions[p] for p in weight.parts), table, quantizer.slot, weight.transposed)
         if of not in inputs:
             names = (f"weight_{len(inputs)}_{part}" for part in ("x_q", "x_t")[: 1 + of.transposed])
             inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
@@ -161,13 +165,13 @@ def _records(slot: Slot) -> bool:
 
 def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
     """Return the slot of the use with grad, for a parameter read both with and without grad; else None."""
-    if _records(slot) or slot.place or slot.role == "grad_output":
+    if _records(slot) or slot.source_line or slot.role == "grad_output":
         return None
-    same = (o for o in others if _records(o) and (o.anchor, o.place, o.role) == (slot.anchor, "", slot.role))
+    same = (o for o in others if _records(o) and (o.anchor, o.source_line, o.role) == (slot.anchor, "", slot.role))
     return next(same, None)
 
 
-def _place(
+def _insert(
     graph: fx.Graph,
     table: SlotTable,
     slots: list[tuple[Slot, int]],
@@ -177,7 +181,11 @@ def _place(
 ) -> None:
     names = (*ops.INPUTS, *(ops.WEIGHT_INPUTS if table.n_weights else ())) if table.remembers else ("scales",)
     inputs = {name: state_input(graph, f"fp8pass_{name}{suffix}") for name in names}
-    read = {name: inputs[name] for name in names if name in ("scales", "amax_forward", "amax_backward_late", "made")}
+    read = {
+        name: inputs[name]
+        for name in names
+        if name in ("scales", "amax_forward", "amax_backward_late", "weight_copy_scales")
+    }
     if table.remembers:
         read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
         if reduces is not None and reduces.interval == 1 and (group := reduces.process_group()) is not None:
@@ -185,7 +193,7 @@ def _place(
                 read["scales"] = graph.call_function(ops.shared, (read["scales"], group.group_name))
         if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
             with graph.inserting_after(read["scales"]):
-                read["usable"] = graph.call_function(ops.usable, (read["scales"],))
+                read["scales_or_one"] = graph.call_function(ops.scales_or_one, (read["scales"],))
     within = {graph: read}
     for region in regions:
         within[region.body.graph] = thread(region, within[region.outer], suffix)
@@ -196,11 +204,14 @@ def _place(
         if isinstance(slot.quantizer, ops.Static):
             placed, state = replace(slot.quantizer, slot=i), [of["scales"]]
         elif _is_kept(slot):
-            placed, state = replace(slot.quantizer, slot=i, index=i - table.n_forward), [of["made"]]
+            placed, state = replace(slot.quantizer, slot=i, index=i - table.n_forward), [of["weight_copy_scales"]]
         else:
             placed = replace(slot.quantizer, slot=i, index=i - first_gradient if backward else i)
             begun = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
-            state = [of["usable" if begun else "scales"], of["amax_backward_late" if backward else "amax_forward"]]
+            state = [
+                of["scales_or_one" if begun else "scales"],
+                of["amax_backward_late" if backward else "amax_forward"],
+            ]
         args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
         slot.node.args = args
 

@@ -33,7 +33,7 @@ from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first
 from fp8pass.quant.kernel_ops import JOINED, ROWS
 from fp8pass.scaling import is_finite, merge_amax
 
-MOST = 8
+MAX_SLOTS_PER_KERNEL = 8
 """Most slots in one group: each program of its kernel compares its index with each slot's."""
 
 
@@ -134,7 +134,7 @@ def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:
     found = []
     for depth in sorted(set(needed.values())):
         group = [s for s in slots if needed[s] == depth]
-        found += [group[i : i + MOST] for i in range(0, len(group), MOST)]
+        found += [group[i : i + MAX_SLOTS_PER_KERNEL] for i in range(0, len(group), MAX_SLOTS_PER_KERNEL)]
     return found
 
 

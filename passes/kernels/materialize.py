@@ -29,10 +29,10 @@ from fp8pass.passes.common.patterns import CASTS, VIEWS, aten, dtype_of, readers
 from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
 from fp8pass.scaling import FP8_DTYPES
 
-MOST = 1 << 12
+MAX_ELEMENTS = 1 << 12
 """Most elements of a vector that is materialized."""
-MOST_PARTS = 8
-MOST_AMAXES = 1 << 21
+MAX_PARTS = 8
+MAX_AMAX_INPUT = 1 << 21
 """Most elements that a one-stage amax reads: 1,024 steps of history for 2,048 slots."""
 
 
@@ -66,12 +66,16 @@ def _is_small_cat(node: fx.Node) -> bool:
     if val(node).dtype.is_floating_point and val(node).dtype.itemsize == 1:
         return False  # for float8, Inductor has no `where`
     parts: Any = node.args[0]
-    return len(parts) <= MOST_PARTS and _is_small(val(node)) and len({val(p).dtype for p in parts}) == 1
+    return len(parts) <= MAX_PARTS and _is_small(val(node)) and len({val(p).dtype for p in parts}) == 1
 
 
 def _is_small_amax(node: fx.Node) -> bool:
     """Return whether `node` is the amax of a history, or of the amaxes of rows or columns."""
-    return node.target is aten.amax.default and val(node.args[0]).numel() <= MOST_AMAXES and val(node).numel() <= MOST
+    return (
+        node.target is aten.amax.default
+        and val(node.args[0]).numel() <= MAX_AMAX_INPUT
+        and val(node).numel() <= MAX_ELEMENTS
+    )
 
 
 def _vector(node: fx.Node) -> fx.Node | None:
@@ -101,4 +105,4 @@ def _matmuls(x_q: fx.Node) -> set[fx.Node]:
 
 
 def _is_small(x: Tensor) -> bool:
-    return isinstance(x.numel(), int) and x.numel() <= MOST
+    return isinstance(x.numel(), int) and x.numel() <= MAX_ELEMENTS

@@ -55,7 +55,7 @@ from fp8pass.scaling import FP8_DTYPES
 ROWS, COLUMNS = 64, 24576
 """The least height of a tile, and about the number of columns in all: with 64 columns to a program that makes three
 programs for each of 132 SMs."""
-MOST = 8
+MAX_JOINED_WEIGHTS = 8
 """Most siblings in one kernel: Inductor does not join more of them elementwise."""
 
 
@@ -352,7 +352,7 @@ def _parts(x: fx.Node) -> list[fx.Node]:
 def _is_pile(x: fx.Node) -> bool:
     """Return whether `x` is a cat along dimension 0 of a few graph inputs: the weights of siblings."""
     parts, dim = _cat_of(x)
-    return dim == 0 and 0 < len(parts) <= MOST and all(p.op == "placeholder" for p in parts)
+    return dim == 0 and 0 < len(parts) <= MAX_JOINED_WEIGHTS and all(p.op == "placeholder" for p in parts)
 
 
 def is_launched(x: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from fp8pass._torch import OpOverload
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
-from fp8pass.inductor.combo_kernels import SMALL
+from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.passes.common.foreach import SPLITS
 from fp8pass.passes.common.patterns import aten, dtype_of
 from fp8pass.scaling import FP8_DTYPES
@@ -47,7 +47,7 @@ def large(node: fx.Node) -> list[int]:
     lists = [a for a in node.args if isinstance(a, (list, tuple)) and all(map(is_tensor, a))]
     count = len(lists[0])
     sizes = [max(val(a[i]).nbytes for a in lists) for i in range(count)]
-    return [i for i, size in enumerate(sizes) if size > SMALL]
+    return [i for i, size in enumerate(sizes) if size > SMALL_KERNEL_BYTES]
 
 
 class SplitForeach:

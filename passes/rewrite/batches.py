@@ -22,7 +22,7 @@ from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.rewrite.layout import Layout
 
 
-class Factor(NamedTuple):
+class Fp8Operand(NamedTuple):
     """One FP8 operand of a matmul, in the matmul's shape, and its scales without the summed dimension.
 
     rows: f32[M] or f32[B, M]; None if the operand has one scale. Both fields are nodes, or both are fake tensors.
@@ -60,7 +60,7 @@ class Batches:
         self.emit = emit
         self.layout = Layout(emit)
 
-    def products(self, a: Factor, b: Factor) -> list[Product]:
+    def products(self, a: Fp8Operand, b: Fp8Operand) -> list[Product]:
         """Return the operands of each product, laid out and padded for the kernel."""
         (x, rows_x), (y, rows_y) = a, b
         if b.is_one_matrix():
@@ -109,7 +109,7 @@ class Batches:
         y = self.emit(aten.slice.Tensor, y, 1, 0, product.n)
         return self.emit(aten.clone.default, y, memory_format=torch.contiguous_format)
 
-    def assembled(self, products: list[fx.Node], a: Factor, b: Factor) -> fx.Node:
+    def assembled(self, products: list[fx.Node], a: Fp8Operand, b: Fp8Operand) -> fx.Node:
         """Put the results of all products together into the matmul's result."""
         y, size = products[0], self.layout.size
         if val(a.x).dim() == 2:
@@ -123,7 +123,7 @@ class Batches:
         entries = [self.emit(aten.unsqueeze.default, y, 0) for y in products]
         return entries[0] if len(entries) == 1 else self.emit(aten.cat.default, entries)
 
-    def bias(self, bias: fx.Node, a: Factor, b: Factor) -> fx.Node:
+    def bias(self, bias: fx.Node, a: Fp8Operand, b: Fp8Operand) -> fx.Node:
         """Return a bias [N] or [1, ..., N] repeated and padded to all columns that the kernel computes."""
         if val(bias).dim() > 1:
             bias = self.emit(aten.view.default, bias, [self.layout.size(bias, -1)])

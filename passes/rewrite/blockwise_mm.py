@@ -75,7 +75,7 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
     if dq.dtype is not E4M3 or not x_q.is_contiguous() or not all(isinstance(size, int) for size in x_q.shape):
         what = f"{dtype_name(dq.dtype)} {list(x_q.shape)} with strides {list(x_q.stride())}"
         raise Reject("block layout", f"{at(node)} dequantizes {what}, not float8_e4m3fn in rows of a fixed size")
-    moved = dq.moved(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), {})
+    moved = dq.apply_views(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), {})
     moved = val(moved) if isinstance(moved, fx.Node) else moved
     # movement is on fake tensors, which have no addresses: shape, strides and storage tell a view of `x_q` from a copy
     rows, columns = x_q.shape

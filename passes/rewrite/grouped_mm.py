@@ -164,8 +164,8 @@ class _Rewriter:
         gemm.dtypes = short(E4M3), short(E4M3), gemm.dtypes[2]
 
     def _rows(self, found: ByRows) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
-        a = self.layout.rows_of_a(found.a.moved(self._emit, self.moved))
-        b = self.layout.rows_of_b(found.b.moved(self._emit, self.moved))
+        a = self.layout.rows_of_a(found.a.apply_views(self._emit, self.moved))
+        b = self.layout.rows_of_b(found.b.apply_views(self._emit, self.moved))
         offs = self.matmul.args[2] if self.matmul.target is GROUPED_MM and len(self.matmul.args) > 2 else None
         assert isinstance(offs, fx.Node | None)
         return a, self.layout.transposed(b), self._scales(found.a, -1), self._scales(found.b, -2), offs
@@ -173,7 +173,7 @@ class _Rewriter:
     def _scales(self, dq: Dequantize, dim: int) -> fx.Node:
         """Return the scales of the rows, f32[M] or f32[G, M], contiguous."""
         assert dq.rows is not None
-        scales = dq.rows.moved(dim, self.build.mode, self._emit)
+        scales = dq.rows.apply_views(dim, self.build.mode, self._emit)
         if val(scales).dtype != torch.float32:
             scales = self._emit(prims.convert_element_type.default, scales, torch.float32)
         scales = self._emit(aten.clone.default, scales, memory_format=torch.contiguous_format)

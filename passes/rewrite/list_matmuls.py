@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import OpOverload
-from fp8pass.graph.annotation import Choice
+from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import LeftOut, Reject
@@ -95,7 +95,7 @@ def _gemm(
 ) -> Gemm:
     """Return the verdict so far. sizes: M, K and N, with the number of batches before them if there are batches."""
     a, b = factors
-    choice = context.choices[index] if index is not None else Choice("", source_of(node))
+    choice = context.choices[index] if index is not None else MatmulChoice("", source_of(node))
     *batch, m, k, n = sizes
     if index is None and context.declined:
         choice.rule, choice.reason = "internal", context.declined

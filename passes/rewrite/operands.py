@@ -39,7 +39,7 @@ from fp8pass.passes.common.patterns import (
     dtype_name,
     dtype_of,
     first,
-    fp8_behind,
+    fp8_source,
     is_wide_cast,
     one_number,
     prims,
@@ -113,7 +113,7 @@ class Dequantize:
     rows: RowScale | None = None
     blocks: fx.Node | None = None
 
-    def moved(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
+    def apply_views(self, emit: Emit, known: dict[fx.Node, Any]) -> Any:
         """Return the FP8 operand, with all movement done by `emit`.
 
         known: results by op; those made before are reused, and new ones are added.
@@ -139,13 +139,13 @@ class Dequantize:
     def _part(self, node: fx.Node, dq: Dequantize | None, emit: Emit, known: dict[fx.Node, Any]) -> Any:
         if dq is None:
             return emit(prims.convert_element_type.default, node, self.dtype)
-        x = dq.moved(emit, known)
+        x = dq.apply_views(emit, known)
         return x if dq.scale.number > 0 else view_ops.negate(x, self.dtype, emit)
 
 
 def dequantize(operand: fx.Node) -> Dequantize:
     """Capture `operand`. Raises Reject with the condition that failed if it is not a dequantized FP8 tensor."""
-    if fp8_behind(operand, MAX_OPS_BETWEEN) is None:
+    if fp8_source(operand, MAX_OPS_BETWEEN) is None:
         raise _not_float8(operand)
     captured = _walk(operand, {}, 0)
     if not captured.scale.fits_float32():
@@ -248,13 +248,13 @@ def _is_the_factor(x: Any, y: Any) -> bool:
         return not is_tensor(x)
     if one_number(x) is None or one_number(y) is None:
         return one_number(x) is not None
-    return fp8_behind(x) is None
+    return fp8_source(x) is None
 
 
 def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
     """Return the number or one-element tensor that `node` scales `x` by. Raises Reject if `y` cannot be a scale."""
     factor = one_number(y)
-    if factor is None and is_tensor(y) and fp8_behind(y) is not None:
+    if factor is None and is_tensor(y) and fp8_source(y) is not None:
         raise Reject("scale shape", f"{at(node)} scales by {y.name}, which comes from float8 itself")
     if factor is None and is_tensor(y):
         raise Reject(
@@ -308,7 +308,7 @@ def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
         return Reject(
             "cast", f"{at(node)} casts to {dtype_name(dtype_of(node))} between the float8 tensor and the matmul"
         )
-    x_q = fp8_behind(node, MAX_OPS_BETWEEN)
+    x_q = fp8_source(node, MAX_OPS_BETWEEN)
     if x_q is None:
         return _not_float8(operand)
     if node.target in ADDING and one_number(node.args[1]) is not None:

@@ -21,7 +21,7 @@ from fp8pass._torch import FakeTensorMode
 from fp8pass.graph.builder import compute, is_tensor, val
 from fp8pass.graph.refusal import Reject
 from fp8pass.passes.common import view_ops
-from fp8pass.passes.common.patterns import DIVIDING, MULTIPLYING, at, aten, first, fp8_behind, one_number, prims
+from fp8pass.passes.common.patterns import DIVIDING, MULTIPLYING, at, aten, first, fp8_source, one_number, prims
 from fp8pass.passes.common.view_ops import Emit
 
 
@@ -42,7 +42,7 @@ class RowScale:
         if len(_known(rows)) < rows.dim() - 1 or not (whole or _is_static(val(self.node))):
             raise Reject("scale shape", f"{self._name()}, of a symbolic size")
 
-    def moved(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
+    def apply_views(self, dim: int, mode: FakeTensorMode, emit: Emit) -> Any:
         """Return the scale of an operand, moved like the operand, without its dimension `dim`: f32[M] or f32[B, M].
 
         dim: the dimension that the matmul sums over.
@@ -56,7 +56,7 @@ class RowScale:
         return emit(aten.select.int, self._spread(self._factor(emit), emit), dim, 0)
 
     def _without(self, dim: int, mode: FakeTensorMode) -> tuple[torch.Tensor, bool] | None:
-        """Compute `moved` on fake tensors, and whether its elements are those of the factor, in the same order.
+        """Compute `apply_views` on fake tensors, and whether its elements are those of the factor, in the same order.
 
         None if it cannot be shown that the scale is constant along `dim`.
         """
@@ -124,9 +124,9 @@ def _is_static(x: torch.Tensor) -> bool:
 def scaled_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the FP8 side of a multiplication or division, and a scale that broadcasts to it; None if it has none."""
     x, y = node.args
-    if node.target in MULTIPLYING and is_tensor(x) and fp8_behind(x) is None:
+    if node.target in MULTIPLYING and is_tensor(x) and fp8_source(x) is None:
         x, y = y, x
-    if not (is_tensor(x) and is_tensor(y)) or fp8_behind(y) is not None:
+    if not (is_tensor(x) and is_tensor(y)) or fp8_source(y) is not None:
         return None
     while y.target is aten.expand.default:
         y = first(y)

@@ -36,7 +36,7 @@ from fp8pass.names import short
 from fp8pass.passes.common import view_ops
 from fp8pass.passes.common.patterns import MATMULS, at, aten, dtype_name, prims
 from fp8pass.passes.common.view_ops import Emit
-from fp8pass.passes.rewrite.batches import Batches, Factor
+from fp8pass.passes.rewrite.batches import Batches, Fp8Operand
 from fp8pass.passes.rewrite.epilogue import Epilogue, epilogue
 from fp8pass.passes.rewrite.list_matmuls import added, operands
 from fp8pass.passes.rewrite.operands import UNSCALED, Dequantize, Scale, dequantize
@@ -55,8 +55,8 @@ class Match:
     node: fx.Node
     dq_a: Dequantize
     dq_b: Dequantize
-    a: Factor
-    b: Factor
+    a: Fp8Operand
+    b: Fp8Operand
     bias: fx.Node | None
     beta: Any
     alpha: Any
@@ -80,8 +80,8 @@ def match(
     def on_fakes(op: Any, *args: Any, **kwargs: Any) -> Any:
         return compute(mode, op, args, kwargs)
 
-    a, b = _factors(dq_a, dq_b, mode, on_fakes, fakes)
-    a, b = (Factor(*(val(t) if isinstance(t, fx.Node) else t for t in f)) for f in (a, b))
+    a, b = _fp8_operands(dq_a, dq_b, mode, on_fakes, fakes)
+    a, b = (Fp8Operand(*(val(t) if isinstance(t, fx.Node) else t for t in f)) for f in (a, b))
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     bias = None if beta == 0 else added(node)  # torch: with beta 0 the bias is ignored, NaN included
     scale = (dq_a.scale * dq_b.scale).times(alpha)
@@ -106,12 +106,12 @@ def _has_row_kernel(m: Match, target: str | None) -> bool:
     return written and scales_rows(m.a.x.device, target_of(m.a.x.device, target))
 
 
-def _factors(
+def _fp8_operands(
     dq_a: Dequantize, dq_b: Dequantize, mode: FakeTensorMode, emit: Emit, known: dict[fx.Node, Any]
-) -> tuple[Factor, Factor]:
+) -> tuple[Fp8Operand, Fp8Operand]:
     """Return the operands with all movement done by `emit`, and their scales without the summed dimension."""
     a, b = (
-        Factor(dq.moved(emit, known), None if dq.rows is None else dq.rows.moved(dim, mode, emit))
+        Fp8Operand(dq.apply_views(emit, known), None if dq.rows is None else dq.rows.apply_views(dim, mode, emit))
         for dq, dim in ((dq_a, -1), (dq_b, -2))
     )
     return a, b
@@ -157,7 +157,7 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
     return []
 
 
-def check_batches(a: Factor, b: Factor) -> list[Reject]:
+def check_batches(a: Fp8Operand, b: Fp8Operand) -> list[Reject]:
     """Return a Reject, in a list, if more than MAX_BATCHES calls, or a symbolic number of calls, would be needed."""
     if a.x.dim() == 2 or a.is_one_matrix() or b.is_one_matrix():
         return []
@@ -198,7 +198,7 @@ class ScaledMM:
             types = [c.dtype if isinstance(c, Dequantize) else None for c in captured]
             rejects = [c for c in captured if isinstance(c, Reject)] + check_matmul(node, target) + check_types(types)
             if rejects:
-                rejects += check_batches(*(Factor(val(x)) for x in operands(node)))
+                rejects += check_batches(*(Fp8Operand(val(x)) for x in operands(node)))
             else:
                 dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
                 found = match(node, dq_a, dq_b, mode, fakes, target)
@@ -244,7 +244,7 @@ class _Rewriter:
         is_saved = m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # set by a checkpoint policy
         self.build.region = m.node if is_saved else None  # reshapes of the result may be recomputed
         self.matmul = self.at = m.node  # nodes that later matmuls may share go here; the others where the epilogue ends
-        a, b = _factors(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
+        a, b = _fp8_operands(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
         y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)
         if m.bias is not None and m.after.bias is None:
             y = self._add_bias(y, m)
@@ -257,7 +257,7 @@ class _Rewriter:
         gemm.scaling = gemm.scaling or "user"
         gemm.dtypes = short(m.a.x.dtype), short(m.b.x.dtype), short(m.after.dtype)
 
-    def _scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
+    def _scaled(self, m: Match, a: Fp8Operand, b: Fp8Operand, fast_accum: bool) -> fx.Node:
         """Emit the product with one scale for each operand."""
         scale_a, scale_b = self._scales(m, a.x, b.x)
         products = self.batches.products(a, b)
@@ -266,7 +266,7 @@ class _Rewriter:
         arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum
         return self.batches.assembled([self.batches.call(p, *arguments) for p in products], a, b)
 
-    def _row_scaled(self, m: Match, a: Factor, b: Factor, fast_accum: bool) -> fx.Node:
+    def _row_scaled(self, m: Match, a: Fp8Operand, b: Fp8Operand, fast_accum: bool) -> fx.Node:
         """Emit the product with a scale for each row of at least one operand."""
         products = self.batches.products(a, b)
         one = self._scale_inv(UNSCALED, a.x)

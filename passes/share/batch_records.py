@@ -115,12 +115,12 @@ def _pin(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.copy_.default and node not in backward:
             _must_save(node.args[1])
-        elif node.target is aten.select.int and _is_usable(node.args[0]) and node.args[0] not in backward:
+        elif node.target is aten.select.int and _is_scales_or_one(node.args[0]) and node.args[0] not in backward:
             _must_save(node.args[0])  # the scales of all slots: computed once, in the forward
 
 
-def _is_usable(node: Any) -> bool:
-    """Return whether `node` is the result of `ops.usable`."""
+def _is_scales_or_one(node: Any) -> bool:
+    """Return whether `node` is the result of `ops.scales_or_one`."""
     if not isinstance(node, fx.Node) or node.target is not aten.where.self or val(node).dim() != 1:
         return False
     cold: Any = node.args[0]

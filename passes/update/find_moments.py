@@ -22,25 +22,25 @@ from fp8pass.graph.annotation import copy_to_edit
 from fp8pass.names import source_name
 from fp8pass.passes.common.foreach import expand_foreach
 from fp8pass.passes.common.patterns import aten, prims
-from fp8pass.passes.update.written import example, places
-from fp8pass.quant.moments import LEAST, Fp8Moment
-from fp8pass.runtime.update_key import Moment, Place
+from fp8pass.passes.update.written import example, refs
+from fp8pass.quant.moments import MIN_ELEMENTS, Fp8Moment
+from fp8pass.runtime.update_key import Moment, TensorRef
 
 
-def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]:
+def moments_of(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[Moment]:
     """Return the tensors that are moments, with their kinds, among those that an update writes."""
-    stored = {place: example(module, node) for node, place in places(module.graph).items()}
+    stored = {ref: example(module, node) for node, ref in refs(module.graph).items()}
     found = [Moment(p, x.kind, x.dtype) for p in written if isinstance(x := stored[p], Fp8Moment)]
     if all(isinstance(stored[p], Fp8Moment) or not _is_candidate(stored[p]) for p in written):
         return found
     graph, new = _in_aten(module, written)
     inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    degrees = _Degrees()
+    degrees = _PolynomialDegree()
     gradients = {n for name, n in inputs.items() if name.startswith("grad")}
-    parameters = {value for place, (_, value) in new.items() if stored[place].requires_grad}
+    parameters = {value for ref, (_, value) in new.items() if stored[ref].requires_grad}
     copied = set(map(_copied, parameters))
-    for place, (old, value) in new.items():
-        size = stored[place]
+    for ref, (old, value) in new.items():
+        size = stored[ref]
         if isinstance(size, Fp8Moment) or not _is_candidate(size):
             continue
         made_of, degree = _above(value), degrees(value)
@@ -50,41 +50,43 @@ def moments_of(module: fx.GraphModule, written: Sequence[Place]) -> list[Moment]
             continue
         has_root = any(u.target in _ROOTS for u in _below(value))
         if degree == 1 and not has_root:
-            found.append(Moment(place, "first", size.dtype))
+            found.append(Moment(ref, "first", size.dtype))
         elif degree == 2 and has_root and size.dtype == torch.float32:
-            found.append(Moment(place, "second", size.dtype))
+            found.append(Moment(ref, "second", size.dtype))
     return found
 
 
 def _is_candidate(x: Tensor) -> bool:
-    return not x.requires_grad and x.is_floating_point() and x.numel() >= LEAST
+    return not x.requires_grad and x.is_floating_point() and x.numel() >= MIN_ELEMENTS
 
 
-def _in_aten(module: fx.GraphModule, written: Sequence[Place]) -> tuple[fx.Graph, dict[Place, tuple[fx.Node, fx.Node]]]:
+def _in_aten(
+    module: fx.GraphModule, written: Sequence[TensorRef]
+) -> tuple[fx.Graph, dict[TensorRef, tuple[fx.Node, fx.Node]]]:
     """Trace the update in functional ATen ops; return the graph, and each written tensor's old and new node."""
     module = copy_to_edit(module)
     expand_foreach(module.graph)
     module.recompile()
-    values = {place: example(module, node) for node, place in places(module.graph).items()}
-    kinds = {place: _kind(module, node) for node, place in places(module.graph).items()}
-    known = {place: x for place, x in values.items() if isinstance(x, Tensor)}
+    values = {ref: example(module, node) for node, ref in refs(module.graph).items()}
+    kinds = {ref: _kind(module, node) for node, ref in refs(module.graph).items()}
+    known = {ref: x for ref, x in values.items() if isinstance(x, Tensor)}
     modes = [x.fake_mode for x in known.values() if isinstance(x, FakeTensor)]
 
     def update(**tensors: Tensor) -> list[Tensor]:
         given = dict(zip(known, tensors.values(), strict=True))
-        _On(module, given).run(enable_io_processing=False)
-        return [given[place] for place in written]
+        _RunOnTensors(module, given).run(enable_io_processing=False)
+        return [given[ref] for ref in written]
 
     with modes[0] if modes else FakeTensorMode(), torch.no_grad():
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in known.values()]
-        names = [f"{kinds[place]}_{i}" for i, place in enumerate(known)]
+        names = [f"{kinds[ref]}_{i}" for i, ref in enumerate(known)]
         traced = make_fx(functionalize(lambda *xs: update(**dict(zip(names, xs, strict=True)))))(*fakes)
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, names, strict=True):
         node.name = name
     of = dict(zip(known, inputs, strict=True))
     results: Any = traced.graph.output_node().args[0]
-    return traced.graph, {place: (of[place], value) for place, value in zip(written, results, strict=True)}
+    return traced.graph, {ref: (of[ref], value) for ref, value in zip(written, results, strict=True)}
 
 
 def _kind(module: fx.GraphModule, node: fx.Node) -> str:
@@ -93,18 +95,18 @@ def _kind(module: fx.GraphModule, node: fx.Node) -> str:
     return "other"
 
 
-class _On(fx.Interpreter):
+class _RunOnTensors(fx.Interpreter):
     """An interpreter that runs a graph on given tensors."""
 
-    def __init__(self, module: fx.GraphModule, given: Mapping[Place, Tensor]) -> None:
+    def __init__(self, module: fx.GraphModule, given: Mapping[TensorRef, Tensor]) -> None:
         super().__init__(module)
         self.given = given
-        self.places = places(module.graph)
+        self.refs = refs(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
         """Return the given tensor of an input or attribute, or else run the node. Symbolic numbers become 1.0."""
-        if n in self.places:
-            return self.given.get(self.places[n], example(self.module, n))
+        if n in self.refs:
+            return self.given.get(self.refs[n], example(self.module, n))
         known = n.meta.get("example_value")
         return 1.0 if isinstance(known, (torch.SymFloat, torch.SymInt)) else super().run_node(n)
 
@@ -116,7 +118,7 @@ _SAME = {aten.neg.default, aten._to_copy.default, aten.clone.default, aten.add.S
 _CONSTANTS = {aten.full_like.default, aten.ones_like.default, aten.zeros_like.default}
 
 
-class _Degrees:
+class _PolynomialDegree:
     """The polynomial degree of each node in the update's inputs: 0 constant, 1 linear, 2 quadratic, inf for others."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 before   exp_avg: f32[N, K] = get_attr
          exp_avg.lerp_(grad, 0.1)
-after    x: f32[N, K] = decode_moment("first", x_q: f8[N, K], numbers: f32[2, n], 0)
+after    x: f32[N, K] = decode_moment("first", x_q: f8[N, K], moment_scales: f32[2, n], 0)
          x.lerp_(grad, 0.1)
 changes  the moments, to values that 8 bits can hold, or 16 bits of a square root
 """
@@ -15,9 +15,9 @@ from torch import fx
 
 from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
-from fp8pass.passes.update.written import places
+from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import Moment, Place
+from fp8pass.runtime.update_key import Moment, TensorRef
 
 
 class ReadMoments:
@@ -28,7 +28,7 @@ class ReadMoments:
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
         """Decode the moments of the key before any other op; return their number.
 
-        The graph gets the inputs `numbers`, and `x_q` of each moment: see `Fp8Moment`.
+        The graph gets the inputs `moment_scales`, and `x_q` of each moment: see `Fp8Moment`.
         """
         if context.key.moments:
             context.moments = _read(graph, context.key.moments)
@@ -36,16 +36,16 @@ class ReadMoments:
 
 
 def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
-    numbers = state_input(graph, "fp8pass_numbers")
+    moment_scales = state_input(graph, "fp8pass_moment_scales")
     stored = [state_input(graph, f"fp8pass_moment_{i}") for i in range(len(moments))]
-    nodes: dict[Place, list[fx.Node]] = {}
-    for node, place in places(graph).items():
-        nodes.setdefault(place, []).append(node)
-    decoded, after = [], max([numbers, *stored])
+    nodes: dict[TensorRef, list[fx.Node]] = {}
+    for node, ref in refs(graph).items():
+        nodes.setdefault(ref, []).append(node)
+    decoded, after = [], max([moment_scales, *stored])
     for i, (m, x_q) in enumerate(zip(moments, stored, strict=True)):
         with graph.inserting_after(after):
-            after = graph.call_function(ops.decode_moment, (m.kind, x_q, numbers, i, m.dtype))
-        for node in nodes[m.place]:
+            after = graph.call_function(ops.decode_moment, (m.kind, x_q, moment_scales, i, m.dtype))
+        for node in nodes[m.ref]:
             node.replace_all_uses_with(after)
             if node.op == "get_attr":
                 graph.erase_node(node)

@@ -22,9 +22,9 @@ from torch import fx
 from fp8pass.names import source_name
 from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
-from fp8pass.passes.update.written import places
+from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import Place
+from fp8pass.runtime.update_key import TensorRef
 
 
 def gradients(graph: fx.Graph) -> list[fx.Node]:
@@ -38,29 +38,29 @@ class SkipNonfinite:
     name = "skip_nonfinite"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Add ops that restore the tensors in `key.keeps` if a gradient is not finite; return the number of tensors."""
+        """Restore the tensors in `key.restore_if_skipped` if a gradient is not finite; return their number."""
         key = context.key
-        if not key.keeps:
+        if not key.restore_if_skipped:
             return 0
         names = "amax_forward", "amax_backward", "amax_weights"
         amaxes = [of[name] for of in context.states for name in of if name in names]
-        moments = {m.place for m in key.moments}
-        others = _at_beginning(graph, [place for place in key.keeps if place not in moments])
+        moments = {m.ref for m in key.moments}
+        others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in moments])
         context.skipped = _skip(graph, [*others, *context.moments], amaxes)
-        return len(key.keeps)
+        return len(key.restore_if_skipped)
 
 
-def _at_beginning(graph: fx.Graph, wanted: Sequence[Place]) -> list[fx.Node]:
+def _at_beginning(graph: fx.Graph, wanted: Sequence[TensorRef]) -> list[fx.Node]:
     """Return nodes for the tensors at the places `wanted`, before every node that computes something."""
-    nodes = {place: node for node, place in places(graph).items()}
+    nodes = {ref: node for node, ref in refs(graph).items()}
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     found = []
-    for place in wanted:
-        if isinstance(place, str):
+    for ref in wanted:
+        if isinstance(ref, str):
             with graph.inserting_after(last):
-                last = graph.get_attr(place)
-            last.meta = dict(nodes[place].meta)
-        found.append(last if isinstance(place, str) else nodes[place])
+                last = graph.get_attr(ref)
+            last.meta = dict(nodes[ref].meta)
+        found.append(last if isinstance(ref, str) else nodes[ref])
     return found
 
 
@@ -78,8 +78,8 @@ def _skip(graph: fx.Graph, written: Sequence[fx.Node], amaxes: Sequence[fx.Node]
         old = [graph.call_method("clone", (x,)) for x in written]
     with graph.inserting_before(graph.output_node()):
         for x, before in zip(written, old, strict=True):
-            graph.call_function(ops.keep, (bad, x, before))
+            graph.call_function(ops.restore_where, (bad, x, before))
         for amax in amaxes:
             graph.call_function(ops.forget_step, (bad, amax))
-        graph.call_function(ops.count, (bad, counts))
+        graph.call_function(ops.count_skips, (bad, counts))
     return bad

@@ -1,7 +1,8 @@
 """Add the scales and amaxes that an update reads and writes as inputs of its graph.
 
 before   graph(p, grad, ...)
-after    graph(p, grad, ..., scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W], made: f32[2, W])
+after    graph(p, grad, ..., scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W],
+               weight_copy_scales: f32[2, W])
 changes  nothing
 
 An update that may be skipped takes all amaxes of the step, to drop them.
@@ -22,7 +23,7 @@ class TakeStates:
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
         """Add inputs for the tensors of each state of the key; return the number of states."""
-        skips = bool(context.key.keeps)
+        skips = bool(context.key.restore_if_skipped)
         context.states = [
             {name: state_input(graph, f"fp8pass_{name}_{i}") for name in state.inputs(skips)}
             for i, state in enumerate(context.key.states)

@@ -2,9 +2,9 @@
 
 before   p.addcdiv_(exp_avg, denom)                              or any other last write into a parameter
 after    p.addcdiv_(exp_avg, denom)
-         s: f32[W] = usable(next_scales(scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W]))
+         s: f32[W] = scales_or_one(next_scales(scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W]))
          a: f32[]  = write_weight(s, 0, [p], [x_q: f8[N, K]], [x_t: f8[K, N]])
-         write_made(made: f32[2, W], s, [a, ...])
+         write_weight_copy_scales(weight_copy_scales: f32[2, W], s, [a, ...])
 changes  no existing value; the copy equals the one that the next forward would have computed
 
 Runs on Dynamo's graph of an update: a graph that writes into parameters and returns nothing that requires a gradient.
@@ -21,9 +21,9 @@ from torch import fx
 
 from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
-from fp8pass.passes.update.written import places
+from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import State, Write
+from fp8pass.runtime.update_key import WeightSlots, Write
 
 
 class WriteWeights:
@@ -43,9 +43,9 @@ class WriteWeights:
 
 
 def _write(
-    graph: fx.Graph, states: Sequence[State], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
+    graph: fx.Graph, states: Sequence[WeightSlots], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
 ) -> None:
-    nodes = {place: node for node, place in places(graph).items()}
+    nodes = {ref: node for node, ref in refs(graph).items()}
     of_writes = [_inputs_of(graph, i, w) for i, w in enumerate(writes)]
     with graph.inserting_before(graph.output_node()):
         for i, (state, of_state) in enumerate(zip(states, inputs, strict=True)):
@@ -54,14 +54,14 @@ def _write(
             scales_of = (of_state[name] for name in ("scale", "amax_history", "amax_weights"))
             of: Any = (state.recipe, state.first, *scales_of)
             scales = graph.call_function(ops.next_scales, of)
-            scales = graph.call_function(ops.usable, (scales,))
+            scales = graph.call_function(ops.scales_or_one, (scales,))
             amaxes: list[fx.Node | None] = [None] * state.count
             for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
                 if w.state == i:
-                    parts = [others.pop(0) if place is None else nodes[place] for place in w.parts]
+                    parts = [others.pop(0) if ref is None else nodes[ref] for ref in w.parts]
                     args = scales, w.index, parts, copies, transposes
                     amaxes[w.index] = graph.call_function(ops.write_weight, args)
-            graph.call_function(ops.write_made, (of_state["made"], scales, amaxes))
+            graph.call_function(ops.write_weight_copy_scales, (of_state["weight_copy_scales"], scales, amaxes))
 
 
 def _inputs_of(graph: fx.Graph, i: int, w: Write) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:

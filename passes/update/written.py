@@ -10,17 +10,17 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, enable_python_dispatcher, pytree
 from fp8pass.passes.common.matmul_calls import mutates
-from fp8pass.runtime.update_key import Place, attribute
+from fp8pass.runtime.update_key import TensorRef, attribute
 
 
-def written(module: fx.GraphModule) -> list[Place]:
+def written(module: fx.GraphModule) -> list[TensorRef]:
     """Return the places of the tensors that a graph writes into if it is an update, [] if it is not.
 
     An update writes into a parameter, and returns nothing that requires a gradient. The graph is run on fake tensors
     to find its writes.
     """
     graph = module.graph
-    tensors = {place: x for node, place in places(graph).items() if isinstance(x := example(module, node), Tensor)}
+    tensors = {ref: x for node, ref in refs(graph).items() if isinstance(x := example(module, node), Tensor)}
     if not any(_is_parameter(x) for x in tensors.values()) or not any(map(mutates, graph.nodes)):
         return []
     if any(x.requires_grad for x in _results(graph)):
@@ -37,14 +37,14 @@ def real_inputs(module: fx.GraphModule) -> list[Any] | None:
     return None if any(arg is None for arg in known) else [arg.example for arg in known]
 
 
-def places(graph: fx.Graph) -> dict[fx.Node, Place]:
+def refs(graph: fx.Graph) -> dict[fx.Node, TensorRef]:
     """Return the place of each input and each `get_attr` node of the graph."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     return {**{n: i for i, n in enumerate(inputs)}, **{n: str(n.target) for n in graph.nodes if n.op == "get_attr"}}
 
 
 def example(module: torch.nn.Module, node: fx.Node) -> Any:
-    """Return the value of a node of `places`: an input's example value, which is fake, or the attribute itself."""
+    """Return the value of a node of `refs`: an input's example value, which is fake, or the attribute itself."""
     return node.meta.get("example_value") if node.op == "placeholder" else attribute(module, str(node.target))
 
 
@@ -69,10 +69,10 @@ class _OnFakes(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(module)
         self.mode = mode
-        self.of: dict[Place, Tensor] = {}
-        self.places = places(module.graph)
+        self.of: dict[TensorRef, Tensor] = {}
+        self.refs = refs(module.graph)
 
-    def written(self) -> set[Place]:
+    def written(self) -> set[TensorRef]:
         """Run the graph; return the places of the tensors that it writes into."""
         grad_enabled = torch.is_grad_enabled()
         try:
@@ -80,20 +80,20 @@ class _OnFakes(fx.Interpreter):
                 self.run(enable_io_processing=False)
         finally:
             torch.set_grad_enabled(grad_enabled)
-        return {place for place, x in self.of.items() if _storage(x) in writes.into}
+        return {ref for ref, x in self.of.items() if _storage(x) in writes.into}
 
     def run_node(self, n: fx.Node) -> Any:
         """Return a fake for an input or attribute, or else run the node. Symbolic numbers keep the graph's symbols."""
-        if n not in self.places:
+        if n not in self.refs:
             known = n.meta.get("example_value")
             return known if isinstance(known, (torch.SymFloat, torch.SymInt, torch.SymBool)) else super().run_node(n)
-        place, x = self.places[n], example(self.module, n)
+        ref, x = self.refs[n], example(self.module, n)
         if not isinstance(x, Tensor):
             return x
-        if place not in self.of:
+        if ref not in self.of:
             fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            self.of[place] = fake.requires_grad_(x.is_leaf and x.requires_grad)
-        return self.of[place]
+            self.of[ref] = fake.requires_grad_(x.is_leaf and x.requires_grad)
+        return self.of[ref]
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
