@@ -69,7 +69,7 @@ def inspection(gpu: FakeCuda, request: str, answer: str, run: str) -> int:
 
     hook = sys.excepthook
     with (
-        mock.patch.object(inspect_process, "Pretended", return_value=gpu),
+        mock.patch.object(inspect_process, "FakeCuda", return_value=gpu),
         mock.patch.object(inspect_process, "_ways", chosen),
         mock.patch.object(registry, "on_new", registry.on_new[:]),
     ):
@@ -87,9 +87,9 @@ def _is_comment(line: str) -> bool:
     return line.lstrip().startswith("#")
 
 
-def has_history(group: InstanceState) -> None:
+def has_history(state: InstanceState) -> None:
     """The first step, which would run eagerly, counts as done."""
-    group.assume_scales()
+    state.assume_scales()
 
 
 def generated(

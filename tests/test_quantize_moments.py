@@ -162,7 +162,7 @@ def adam(p: nn.Parameter, m: Tensor, v: Tensor) -> None:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
     """Dynamo's graph of it, rewritten."""
-    monkeypatch.setattr(find_moments, "LEAST", 1)
+    monkeypatch.setattr(find_moments, "MIN_ELEMENTS", 1)
     found: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:

@@ -59,7 +59,7 @@ def amax_of(x_q: Tensor, scale_inv: Tensor) -> Tensor:
 class Fp8Moment(torch.Tensor):
     """A moment [...] of dtype float32 or bfloat16, stored as `x_q` of the same shape. Reads as the moment.
 
-    numbers: f32[2, n], of n moments: the scale_inv and the amax of what is stored; this one's are in column `column`.
+    moment_scales: f32[2, n], of n moments: the scale_inv and the amax of what is stored; this one's are in column `column`.
     Raises Fp8Error for what writes into it: only the compiled update can. But for `copy_` and `zero_`.
     """
 
@@ -108,12 +108,12 @@ class Fp8Moment(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """For Dynamo, which traces the optimizer with fake ones."""
-        return ["x_q", "numbers"], (self.column, self.kind, self.dtype)
+        return ["x_q", "moment_scales"], (self.column, self.kind, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], of: tuple[Any, ...], *_: Any) -> Fp8Moment:
         """The reverse."""
-        return Fp8Moment(inner["x_q"], inner["numbers"], *of)
+        return Fp8Moment(inner["x_q"], inner["moment_scales"], *of)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -40,6 +40,7 @@ from fp8pass.passes.annotate.check import check, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
 from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
+from fp8pass.passes.common.patterns import reach
 from fp8pass.passes.common.regions import Region, body_of, in_its_modes
 from fp8pass.passes.common.state_inputs import cache, freeze, lift_state
 from fp8pass.passes.common.transforms import Transform, transforms
@@ -256,9 +257,4 @@ def _announce(recipe: Recipe, device: torch.device | None, config: Config) -> No
 
 def _sources(node: fx.Node) -> set[fx.Node]:
     """Return all nodes that `node` depends on: the tensor that it writes into may be a view of any of them."""
-    found, todo = set(), [node]
-    while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in found]
-        found.update(new)
-        todo += new
-    return found
+    return set(reach(node.all_input_nodes, lambda n: n.all_input_nodes))

@@ -33,8 +33,9 @@ class LiftScaleStates:
         if any(n.target is scale_state.begin_use for n in graph.nodes):
             for node in list(graph.nodes):
                 lifter.visit(node)
-        context.annotation.backward_amax_inputs, context.annotation.states = lifter.backward_amax_inputs, lifter.states
-        return len(lifter.states)
+        context.annotation.backward_amax_inputs = lifter.backward_amax_inputs
+        context.annotation.scale_states = lifter.scale_states
+        return len(lifter.scale_states)
 
 
 class _Lifter:
@@ -44,7 +45,7 @@ class _Lifter:
         self.begun: dict[fx.Node, fx.Node] = {}
         """The node of a state's scale in this graph, by the state's `amax` input."""
         self.backward_amax_inputs: list[int] = []
-        self.states: list[tuple[int, ...]] = []
+        self.scale_states: list[tuple[int, ...]] = []
         self.inputs: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
@@ -68,7 +69,7 @@ class _Lifter:
             self.begun[amax] = node
             scale, amax_history, _, _, step_ended, held, *_ = node.args
             state = scale, amax_history, amax, step_ended, held
-            self.states.append(tuple(map(self.placeholders.index, state)))
+            self.scale_states.append(tuple(map(self.placeholders.index, state)))
 
     def _late(self, amax: fx.Node) -> fx.Node:
         if amax not in self.inputs:

@@ -40,6 +40,7 @@ from fp8pass.passes.common.patterns import (
     first,
     has_one_element,
     is_wide_cast,
+    reach,
 )
 from fp8pass.scaling import FP8_DTYPES
 
@@ -367,11 +368,6 @@ def _sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
 
 def between(wait: fx.Node, node: fx.Node, moved: Collection[fx.Node]) -> list[fx.Node]:
     """Return the movement ops from `wait` to `node`, in order. moved: all tensors made of `wait`."""
-    path: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n is not wait and n not in path:
-            path.add(n)
-            todo += [m for m in n.all_input_nodes if m in moved]
+    path = reach([node], lambda n: (m for m in n.all_input_nodes if m in moved))
+    path.pop(wait, None)
     return sorted(path)

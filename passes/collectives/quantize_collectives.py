@@ -63,7 +63,7 @@ from fp8pass.passes.collectives.shared_scales import (
     unpoisoned,
     uses_of_amaxes,
 )
-from fp8pass.passes.common.patterns import MOVEMENT, as_node, at, aten, dtype_name, dtype_of, first, move_before
+from fp8pass.passes.common.patterns import MOVEMENT, as_node, at, aten, dtype_name, dtype_of, first, move_before, reach
 from fp8pass.quant import sharded
 from fp8pass.quant.ops import SHARED
 
@@ -250,16 +250,12 @@ class QuantizeCollectives:
 
 def _erase(graph: fx.Graph, collective: fx.Node) -> None:
     """Erase the collective, all nodes computed from its output, and inputs of these that nothing reads any more."""
-    behind, todo = {collective}, [collective]
-    while todo:
-        new = [n for n in todo.pop().users if n not in behind]
-        behind.update(new)
-        todo += new
+    below = reach([collective], lambda n: n.users)
     inputs: dict[fx.Node, None] = {}
-    for node in sorted(behind, reverse=True):
+    for node in sorted(below, reverse=True):
         inputs.update(dict.fromkeys(node.all_input_nodes))
         graph.erase_node(node)
-    todo = [n for n in inputs if n not in behind]
+    todo = [n for n in inputs if n not in below]
     while todo:
         node = todo.pop()
         if not node._erased and not node.users and not node.is_impure():

@@ -48,6 +48,7 @@ from fp8pass.passes.common.patterns import (
     constant,
     first,
     has_one_element,
+    reach,
 )
 from fp8pass.quant.ops import RECORD, SHARED
 
@@ -155,15 +156,12 @@ def follows_from_amax(found: Gathered) -> bool:
 
 def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
     """Return whether `x` depends on a collective's output by a path that avoids the nodes `but_by`."""
-    todo, seen = [x], set(but_by)
-    while todo:
-        node = todo.pop()
-        if node is collective:
-            return True
-        if node not in seen:
-            seen.add(node)
-            todo += [n for n in node.all_input_nodes if n >= collective]
-    return False
+    if x in but_by:
+        return x is collective
+    not_earlier = reach(
+        [x], lambda node: (n for n in node.all_input_nodes if n >= collective), lambda n: n not in but_by
+    )
+    return collective in not_earlier
 
 
 def uses_of_amaxes(found: Gathered) -> list[Use]:
@@ -319,10 +317,5 @@ def _unmoved(node: fx.Node) -> fx.Node:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the readers of a tensor, and of what widening casts and movement of all its elements make of it."""
-    found, todo = [], [node]
-    while todo:
-        for user in todo.pop().users:
-            found.append(user)
-            if user.target in OF_ALL or widens(user):
-                todo.append(user)
-    return found
+    met = reach([node], lambda n: n.users, lambda n: n.target in OF_ALL or widens(n))
+    return [n for n in met if n is not node]

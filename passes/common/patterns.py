@@ -215,38 +215,52 @@ def _is_float8(node: fx.Node) -> bool:
     return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
 
 
+def always(_: fx.Node) -> bool:
+    """Return True: a walk goes on through every node."""
+    return True
+
+
+def reach(
+    starts: Iterable[fx.Node],
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    through: Callable[[fx.Node], bool] = always,
+) -> dict[fx.Node, None]:
+    """Return the starts and all nodes that a walk from them meets, nearest first. Keys of a dict, to be in order.
+
+    neighbours: returns the nodes next to a node. through: returns whether the walk goes on from a node that it has met;
+    it goes on from every start.
+    """
+    met = dict.fromkeys(starts)
+    todo = deque(met)
+    while todo:
+        for node in neighbours(todo.popleft()):
+            if node not in met:
+                met[node] = None
+                if through(node):
+                    todo.append(node)
+    return met
+
+
 def readers(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Return the nodes that read `node`, directly or through ops that `looked_through` accepts."""
-    return _reached(node, lambda n: n.users, lambda n: n.op != "output" and looked_through(n))
+    return _ends(node, lambda n: n.users, lambda n: n.op != "output" and looked_through(n))
 
 
 def sources(node: fx.Node, looked_through: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """Return the tensors that `node` is computed from, directly or through ops that `looked_through` accepts."""
-    return _reached(node, lambda n: filter(is_tensor, n.all_input_nodes), looked_through)
+    return _ends(node, lambda n: filter(is_tensor, n.all_input_nodes), looked_through)
 
 
-def _reached(
-    node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]], looked_through: Callable[[fx.Node], bool]
+def _ends(
+    node: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]], through: Callable[[fx.Node], bool]
 ) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    seen, todo = {node}, deque([node])
-    while todo:
-        new = [n for n in neighbours(todo.popleft()) if n not in seen]
-        seen.update(new)
-        for n in new:
-            (todo if looked_through(n) else found).append(n)
-    return found
+    """Return the nodes at which a walk from `node` ends."""
+    return [n for n in reach([node], neighbours, through) if n is not node and not through(n)]
 
 
 def move_before(at: fx.Node, nodes: Iterable[fx.Node]) -> None:
     """Move `nodes`, and the nodes that they depend on, before `at`. None of them may depend on `at`."""
-    late: set[fx.Node] = set()
-    todo = [n for n in nodes if n > at]
-    while todo:
-        node = todo.pop()
-        if node not in late:
-            assert node is not at
-            late.add(node)
-            todo += [n for n in node.all_input_nodes if n > at]
-    for node in sorted(late):
+    later = reach([n for n in nodes if n > at], lambda node: (n for n in node.all_input_nodes if n > at))
+    for node in sorted(later):
+        assert at not in node.all_input_nodes, f"{node} reads {at}"
         at.prepend(node)

@@ -14,12 +14,13 @@ from fp8pass.runtime.update_key import UpdateKey
 class UpdateContext(Context):
     """The context of one update. Each input that a pass adds comes after all inputs that the graph has by then.
 
-    key: what the graph is compiled for. states: the inputs of each state of the key, by their names in `SlotTensors`.
+    key: what the graph is compiled for. slot_inputs: for each of the key's `weight_slots`, the inputs by their
+    names in `SlotTensors`.
     moments: the nodes of the key's moments, once they are read. skipped: b8[], true if the update must change nothing;
     None if the update does not check its gradients, or not yet.
     """
 
     key: UpdateKey = field(kw_only=True)
-    states: list[dict[str, fx.Node]] = field(default_factory=list)
+    slot_inputs: list[dict[str, fx.Node]] = field(default_factory=list)
     moments: list[fx.Node] = field(default_factory=list)
     skipped: fx.Node | None = None

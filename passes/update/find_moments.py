@@ -21,7 +21,7 @@ from fp8pass._torch import FakeTensor, FakeTensorMode
 from fp8pass.graph.annotation import copy_to_edit
 from fp8pass.names import source_name
 from fp8pass.passes.common.foreach import expand_foreach
-from fp8pass.passes.common.patterns import aten, prims
+from fp8pass.passes.common.patterns import aten, prims, reach
 from fp8pass.passes.update.written import example, refs
 from fp8pass.quant.moments import MIN_ELEMENTS, Fp8Moment
 from fp8pass.runtime.update_key import Moment, TensorRef
@@ -176,12 +176,7 @@ def _copied(value: fx.Node) -> fx.Node:
 
 
 def _above(node: fx.Node) -> set[fx.Node]:
-    found, todo = {node}, [node]
-    while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in found and not _is_number(n)]
-        found.update(new)
-        todo += new
-    return found
+    return set(reach([node], lambda n: (i for i in n.all_input_nodes if not _is_number(i))))
 
 
 def _below(node: fx.Node, steps: int = 3) -> set[fx.Node]:

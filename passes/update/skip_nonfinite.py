@@ -43,7 +43,7 @@ class SkipNonfinite:
         if not key.restore_if_skipped:
             return 0
         names = "amax_forward", "amax_backward", "amax_weights"
-        amaxes = [of[name] for of in context.states for name in of if name in names]
+        amaxes = [of[name] for of in context.slot_inputs for name in of if name in names]
         moments = {m.ref for m in key.moments}
         others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in moments])
         context.skipped = _skip(graph, [*others, *context.moments], amaxes)

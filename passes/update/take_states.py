@@ -22,10 +22,10 @@ class TakeStates:
     name = "take_states"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Add inputs for the tensors of each state of the key; return the number of states."""
+        """Add inputs for the tensors of each of the key's `weight_slots`; return the number of these."""
         skips = bool(context.key.restore_if_skipped)
-        context.states = [
-            {name: state_input(graph, f"fp8pass_{name}_{i}") for name in state.inputs(skips)}
-            for i, state in enumerate(context.key.states)
+        context.slot_inputs = [
+            {name: state_input(graph, f"fp8pass_{name}_{i}") for name in slots.inputs(skips)}
+            for i, slots in enumerate(context.key.weight_slots)
         ]
-        return len(context.states)
+        return len(context.slot_inputs)

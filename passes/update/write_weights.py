@@ -38,30 +38,30 @@ class WriteWeights:
         place in the graph.
         """
         if context.key.writes:
-            _write(graph, context.key.states, context.states, context.key.writes)
+            _write(graph, context.key.weight_slots, context.slot_inputs, context.key.writes)
         return len(context.key.writes)
 
 
 def _write(
-    graph: fx.Graph, states: Sequence[WeightSlots], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
+    graph: fx.Graph, weight_slots: Sequence[WeightSlots], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
 ) -> None:
     nodes = {ref: node for node, ref in refs(graph).items()}
     of_writes = [_inputs_of(graph, i, w) for i, w in enumerate(writes)]
     with graph.inserting_before(graph.output_node()):
-        for i, (state, of_state) in enumerate(zip(states, inputs, strict=True)):
-            if not state.count:
+        for i, (slots, of_slots) in enumerate(zip(weight_slots, inputs, strict=True)):
+            if not slots.count:
                 continue
-            scales_of = (of_state[name] for name in ("scale", "amax_history", "amax_weights"))
-            of: Any = (state.recipe, state.first, *scales_of)
+            scales_of = (of_slots[name] for name in ("scale", "amax_history", "amax_weights"))
+            of: Any = (slots.recipe, slots.first, *scales_of)
             scales = graph.call_function(ops.next_scales, of)
             scales = graph.call_function(ops.scales_or_one, (scales,))
-            amaxes: list[fx.Node | None] = [None] * state.count
+            amaxes: list[fx.Node | None] = [None] * slots.count
             for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
-                if w.state == i:
+                if w.slots == i:
                     parts = [others.pop(0) if ref is None else nodes[ref] for ref in w.parts]
                     args = scales, w.index, parts, copies, transposes
                     amaxes[w.index] = graph.call_function(ops.write_weight, args)
-            graph.call_function(ops.write_weight_copy_scales, (of_state["weight_copy_scales"], scales, amaxes))
+            graph.call_function(ops.write_weight_copy_scales, (of_slots["weight_copy_scales"], scales, amaxes))
 
 
 def _inputs_of(graph: fx.Graph, i: int, w: Write) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
