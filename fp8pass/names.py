@@ -133,7 +133,8 @@ MATMULS = frozenset(
 """The names, within their modules, of matmuls without parameters: the functions called, see `matmul_calls.py`."""
 
 PACKAGE = str(pathlib.Path(__file__).parent)
-"""The folder of fp8pass: files in it are not the user's code."""
+TORCH = str(pathlib.Path(torch.__file__).parent)
+"""The folders of fp8pass and of torch: files in them are not the user's code."""
 
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""
@@ -210,7 +211,17 @@ def source_of(node: fx.Node, outermost: bool = False) -> str:
         return ""
     frame = frames[0 if outermost else -1]
     path, line = frame.split('"')[1], frame.split("line ")[1].split(",")[0]
-    return f"{base_name(path)}:{line}"
+    return location_of(path, int(line))
+
+
+def location_of(file: str, line: int) -> str:
+    """Return a source line as reports show it: "file.py:12"."""
+    return f"{base_name(file)}:{line}"
+
+
+def is_users_file(file: str) -> bool:
+    """Return whether a file belongs to neither torch nor fp8pass, and is not generated code, as "<string>"."""
+    return not file.startswith((TORCH, PACKAGE, "<"))
 
 
 def base_name(path: str) -> str:

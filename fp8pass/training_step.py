@@ -32,7 +32,7 @@ from fp8pass.dynamo.module_calls import ModuleCalls
 from fp8pass.dynamo.outside import Outside, warn_of
 from fp8pass.errors import Fp8Error, gone_on_after, warn_once
 from fp8pass.fsdp import write_shards
-from fp8pass.names import PACKAGE, base_name
+from fp8pass.names import PACKAGE, location_of
 from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
@@ -135,7 +135,7 @@ class TrainStep:
         if silent := sum(self._breaks.values()) - len(report.breaks):
             reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
             report.notes.append(f"{silent} more graph breaks have nothing in front of them. All: {reasons}")
-        if places := [f"{name} ({base_name(file)}:{line})" for (name, file), line in self._op_by_op.items()]:
+        if places := [f"{name} ({location_of(file, line)})" for (name, file), line in self._op_by_op.items()]:
             runs = "itself runs" if len(places) == 1 else "themselves run"
             report.notes.append(
                 f"{' and '.join(places)} {runs} op by op: torch gives up a whole function where its graph breaks in a "
@@ -343,7 +343,7 @@ def _plain_name(frame: FrameType) -> str:
 
 def _place(function: Callable[..., Any]) -> str:
     code = inspect.unwrap(function).__code__ if hasattr(inspect.unwrap(function), "__code__") else None
-    return f"{code.co_filename.replace(chr(92), '/').rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code else "?"
+    return location_of(code.co_filename, code.co_firstlineno) if code else "?"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

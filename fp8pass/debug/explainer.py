@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from fp8pass._torch import TorchDynamoException, dynamo_config
 from fp8pass.debug.explain_backend import explain_only
 from fp8pass.dynamo.outside import Outside, raise_if_missed
 from fp8pass.errors import Fp8Error
-from fp8pass.names import PACKAGE, base_name
+from fp8pass.names import is_users_file, location_of
 from fp8pass.options.config import Config, make_config
 from fp8pass.report.graph_view import draw
 from fp8pass.report.report import Report, collect, publish
@@ -128,8 +127,5 @@ def _told(error: Exception) -> str:
 def _place(text: str) -> str:
     """Return the last line of the user's code in an error's text, as "file.py:12"; "" if it has none."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [(file, line) for file, line in frames if not file.startswith(_NOT_THE_USERS)]
-    return f"{base_name(own[-1][0])}:{own[-1][1]}" if own else ""
-
-
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), PACKAGE, "<")
+    own = [(file, int(line)) for file, line in frames if is_users_file(file)]
+    return location_of(*own[-1]) if own else ""

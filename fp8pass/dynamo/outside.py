@@ -39,7 +39,7 @@ from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.module_tensors import named_tensors
-from fp8pass.names import PACKAGE, base_name, module_path, short, source_of, without_wrappers
+from fp8pass.names import PACKAGE, TORCH, is_users_file, location_of, module_path, short, source_of, without_wrappers
 from fp8pass.options.config import Config
 from fp8pass.quant.grouped import FALLBACK, FALLBACK_BACKWARD
 from fp8pass.recipes import Kind, Schedule
@@ -49,7 +49,6 @@ from fp8pass.roofline import predicted_speedup
 OUTSIDE = ("outside", "custom op", "recurrent")
 """The rules of matmuls that the recipe selects, but that run outside the code that fp8pass compiles."""
 
-_TORCH = str(Path(torch.__file__).parent)
 RUNS_GRAPHS = tuple(
     str(Path(folder, file))
     for folder, file in (
@@ -59,12 +58,12 @@ RUNS_GRAPHS = tuple(
         (PACKAGE, "lowering/eager.py"),
         (PACKAGE, "runtime/compiled_graph.py"),
         (PACKAGE, "runtime/update_graph.py"),
-        (_TORCH, "_functorch/_aot_autograd"),
-        (_TORCH, "_dynamo/convert_frame.py"),
+        (TORCH, "_functorch/_aot_autograd"),
+        (TORCH, "_dynamo/convert_frame.py"),
     )
 )
 """Files whose functions run compiled graphs, or compile them."""
-_OF_MODE = (str(Path(_TORCH, "_compile.py")), str(Path(_TORCH, "_dynamo/eval_frame.py")), str(Path(_TORCH, "_ops.py")))
+_OF_MODE = (str(Path(TORCH, "_compile.py")), str(Path(TORCH, "_dynamo/eval_frame.py")), str(Path(TORCH, "_ops.py")))
 """Files whose frames are between an op's caller and `__torch_dispatch__`."""
 _OF_TORCH = ("aten", "prims", "prim", "profiler", "inductor", "fp8pass", "c10d", "_c10d_functional", "fsdp")
 """Namespaces of ops whose kernels are not searched for matmuls; ops of other namespaces count as custom ops."""
@@ -87,10 +86,10 @@ class _Line:
     @property
     def is_users(self) -> bool:
         """True if the file belongs to neither torch nor fp8pass."""
-        return not self.file.startswith((_TORCH, PACKAGE, "<"))
+        return is_users_file(self.file)
 
     def __str__(self) -> str:
-        return f"{base_name(self.file)}:{self.line}"
+        return location_of(self.file, self.line)
 
 
 @dataclass
@@ -459,7 +458,7 @@ class _Reasons:
             if line.disables is not None and (said := self._disabled(*line.disables, place.lines[i + 1 :])):
                 return said
             if (failed := _given_up.get((line.file, line.first_line, line.name))) is not None:
-                return f"Dynamo can't compile {line.name} ({base_name(line.file)}:{line.first_line}): {failed}"
+                return f"Dynamo can't compile {line.name} ({location_of(line.file, line.first_line)}): {failed}"
             if broken := self._break_at(line):
                 inside = "" if any(x.is_users for x in place.lines[: i + 1]) else _OWN_MODULES
                 return f"the graph breaks at {broken}{inside}"
@@ -488,7 +487,7 @@ _given_up: dict[tuple[str, int, str], str] = {}
 
 
 def _remember() -> None:
-    wrappers = str(Path(_TORCH, "_dynamo"))  # Dynamo's wrappers share code: a failure of one says nothing of others
+    wrappers = str(Path(TORCH, "_dynamo"))  # Dynamo's wrappers share code: a failure of one says nothing of others
     for c in compilations():
         if c.fail_reason and not c.has_guarded_code and not str(c.co_filename).startswith(wrappers):
             _given_up[str(c.co_filename), int(c.co_firstlineno or 0), str(c.co_name)] = _first_line(c.fail_reason)

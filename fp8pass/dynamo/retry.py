@@ -17,7 +17,7 @@ import torch
 
 from fp8pass._torch import around_compilations, compilations, context_of, only_run_what_is_compiled, skips_for_good
 from fp8pass.errors import warn_once
-from fp8pass.names import base_name
+from fp8pass.names import location_of
 
 MAX_FAILED_CALLS = 64
 """The most failed calls per function. Each costs the time to trace the function up to the failure."""
@@ -52,7 +52,7 @@ def _end(code: CodeType, result: Any) -> None:
     if FAILED not in known or not skips_for_good(result):
         return
     known[FAILED] += 1
-    name = f"{code.co_name} ({base_name(code.co_filename)}:{code.co_firstlineno})"
+    name = f"{code.co_name} ({location_of(code.co_filename, code.co_firstlineno)})"
     if known[FAILED] < MAX_FAILED_CALLS:
         result.apply_to_code = False  # Dynamo then skips this call only, not the code object
         if why := _why(code):

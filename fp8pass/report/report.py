@@ -16,7 +16,7 @@ import torch
 
 from fp8pass._torch import CompileContext, why_compiled_again
 from fp8pass.graph.verdict import Gemm
-from fp8pass.names import base_name, source_of
+from fp8pass.names import TORCH, is_users_file, location_of, source_of
 from fp8pass.report.text_table import aligned, ruled
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,6 @@ def break_of(module: Any) -> Break | None:
     return Break(last_line(why.user_stack), reason_of(why), int(nbytes))
 
 
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
@@ -148,15 +147,15 @@ def _guard(said: str) -> str:
 
 def last_line(stack: Any) -> str:
     """Return the user's innermost line of a stack, as "file.py:12"; "?" if the stack is empty."""
-    own = [f for f in stack if not f.filename.startswith(_TORCH)] or list(stack)
-    return f"{base_name(own[-1].filename)}:{own[-1].lineno}" if own else "?"
+    own = [f for f in stack if is_users_file(f.filename)] or list(stack)
+    return location_of(own[-1].filename, own[-1].lineno) if own else "?"
 
 
 def reason_of(why: Any) -> str:
     """Return the reason of a graph break in one line; for backward() and the optimizer without Dynamo's advice."""
     if "Tensor.backward()" in why.reason:
         return "backward(), which was compiled with its forward"
-    if why.user_stack and why.user_stack[-1].filename.startswith(str(Path(_TORCH) / "optim")):
+    if why.user_stack and why.user_stack[-1].filename.startswith(str(Path(TORCH, "optim"))):
         return "the optimizer, whose update is a graph of its own"
     return str(why.reason).strip().splitlines()[0]
 
