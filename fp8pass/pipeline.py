@@ -46,6 +46,7 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.split_foreach import SplitForeach
+from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
 from fp8pass.passes.rewrite.canonicalize import Canonicalize
 from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
@@ -112,7 +113,8 @@ JOINT: tuple[Pass[Context], ...] = (
 KERNELS: tuple[Pass[Context], ...] = (
     SplitForeach(),  # first: what it splits off is quantized by ops that the others fold
     FoldQuantizes(),  # before whoever looks for a quantize as one node
-    QuantizeTiles(),  # before BatchAmaxes: it makes the amaxes that are joined there
+    UpdateTiles(),  # before QuantizeTiles, which tiles what is left
+    QuantizeTiles(),  # before BatchAmaxes: they make the amaxes that are joined there
     BatchAmaxes(),
     Materialize(),  # after them, which change who reads what
     EmulateMatmuls(),  # last: the others know `_scaled_mm`

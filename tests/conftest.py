@@ -23,7 +23,7 @@ TIERS = {
     "passes": "annotate async_tensor_parallel batch_amaxes batch_records batches block_scaled_mm canonicalize collectives "
     "config dequantize emulate_matmuls epilogue expand_blocks fold_quantizes grouped_mm hardware inline kernel_ops "
     "layout lift_scale_states make_once matmuls movement partition quantize_collectives quantize_tiles row_scales "
-    "save_sums save_transposes scaled_mm scaling shared_scales split_foreach state_inputs use_transposes xla_rules",
+    "save_sums save_transposes scaled_mm scaling shared_scales split_foreach state_inputs update_tiles use_transposes xla_rules",
 }
 """The files of each tier. All others are of the tier "compiled": small models that are compiled and trained.
 
