@@ -330,6 +330,18 @@ def test_declined_with_a_reason_and_right(case: str) -> None:
             raise ValueError(gemm.reason)
 
 
+@pytest.mark.parametrize("options", [{"recipe": {"*": None}}, {"filter": lambda *_: False}, {"filter": ["*"]}])
+def test_strict_takes_what_recipe_or_filter_leave_out_in_control_flow(options: dict[str, Any]) -> None:
+    factory, x, _ = DECLINED["control flow"]
+    with verdicts() as report, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fp8pass: a graph has no matmul in FP8")
+        compiled(factory(), strict=True, **options)(x)
+    assert report.declined
+    assert all("region" not in gemm.reason for gemm in report.declined), report
+    with pytest.raises(Exception, match="which fp8pass does not enter"):
+        compiled(factory(), strict=True)(x)
+
+
 def test_integer_matmul() -> None:
     x = torch.arange(64).view(8, 8)
     with verdicts() as report:

@@ -36,7 +36,7 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.names import source_of
 from fp8pass.options.config import Config
-from fp8pass.passes.annotate.check import check, check_speedup, for_instance
+from fp8pass.passes.annotate.check import check, check_not_left_out, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
 from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
@@ -168,15 +168,18 @@ class _Annotator(Walk):
         if not isinstance(region, fx.GraphModule) or any(user.target is CHECKPOINT for user in holder.users):
             return
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
+        why = f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
         for node in region.graph.nodes:
             if node.op == "get_attr":
                 self._list_region(getattr(region, str(node.target), None), holder)
             elif signature := signature_of(node):
                 choice, _ = self._choice(node, signature)
-                choice.wanted, choice.rule = True, "region"
-                choice.reason = (
-                    f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
-                )
+                a, b = (argument(node, where).meta["example_value"] for where in (signature.a, signature.b))
+                try:
+                    check_not_left_out(choice.name, self.config, a, b)
+                    raise Reject("region", why)
+                except Reject as reject:
+                    _decline(choice, reject)
 
     def _choice(self, node: fx.Node, signature: MatmulSignature) -> tuple[MatmulChoice, int]:
         """Append a matmul's entry to `choices`; return it, and the anchor of its slots (see `SlotTable`)."""

@@ -62,7 +62,8 @@ def check(
     a, b = (o.meta["example_value"] for o in operands)
     _check_dtypes(a, b)
     if inside:
-        _refuse(name, config, a, b, inside)
+        check_not_left_out(name, config, a, b)
+        raise held_by(inside)
     _check_operands(a, b)
     if node.kwargs.get("out") is not None:
         raise Reject("out=", f"{signature.name} writes into out=; assign its result instead")
@@ -119,15 +120,14 @@ def check_speedup(call: Call, device: torch.device, config: Config) -> None:
         )
 
 
-def _refuse(name: str, config: Config, a: Tensor, b: Tensor, inside: Sequence[Transform]) -> None:
-    """Raise LeftOut or Reject for a matmul inside of function transforms. Only the filter looks at its sizes.
+def check_not_left_out(name: str, config: Config, a: Tensor, b: Tensor) -> None:
+    """Raise LeftOut if the recipe or the filter excludes a matmul that can't run in FP8, whatever its sizes are.
 
-    Under vmap the operands show the sizes of one example, which may be a vector although the matmul of all examples
-    has matrices.
+    Only the filter looks at the sizes. Under vmap the operands show those of one example, which may be a vector
+    although the matmul of all examples has matrices.
     """
     *rows, k = (hint(size) for size in (a.shape or (1,)))
     recipe_of(name, config, math.prod(rows), k, hint(b.numel()) // max(k, 1))
-    raise held_by(inside)
 
 
 def _check_dtypes(a: Tensor, b: Tensor) -> None:
