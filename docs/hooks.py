@@ -1,8 +1,9 @@
 """Adds to `mkdocs build` the pages that are not files of docs/, and mends links that lead out of docs/.
 
-passes/INVARIANTS.md and CHANGELOG.md become pages, and the API reference is made of `fp8pass.__all__`. The site begins
-with docs/index.md; README.md, which a code host shows, is not in it. Links in the repository are those of a code host.
-Here, each page is where the site has it, and a source file that a page links to is a part of the site, as it is.
+passes/INVARIANTS.md, CHANGELOG.md and CONTRIBUTING.md become pages, and the API reference is made of
+`fp8pass.__all__`. The site begins with docs/index.md; README.md, which a code host shows, is not in it. Links in the
+repository are those of a code host. Here, each page is where the site has it, and a source file that a page links to is
+a part of the site, as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"passes/INVARIANTS.md": "INVARIANTS.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"passes/INVARIANTS.md": "INVARIANTS.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Files outside of docs/ that are pages, with their names in the site."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)(#[^)\s]*)?(\))")
 
@@ -42,7 +43,7 @@ def rewritten(text: str, folder: str, linked: set[str]) -> str:
 
 
 def api() -> str:
-    """The page with all public names, in the order in which `fp8pass.__all__` has them."""
+    """Return the page with all public names, in the order in which `fp8pass.__all__` has them."""
     tree = ast.parse((ROOT / "fp8pass" / "__init__.py").read_text())
     (names,) = (
         ast.literal_eval(node.value)
@@ -55,7 +56,7 @@ def api() -> str:
 
 
 def named(nav: Any) -> set[str]:
-    """The pages that a nav has."""
+    """Return the pages that a nav has."""
     if isinstance(nav, str):
         return {nav}
     parts = nav.values() if isinstance(nav, dict) else nav
@@ -63,7 +64,7 @@ def named(nav: Any) -> set[str]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made, the sources that are linked to, and to the nav what it lacks."""
+    """Add the pages that are made, the sources that are linked to, and to the nav what it lacks."""
     linked: set[str] = set()
     for source, page in PAGES.items():
         text = rewritten((ROOT / source).read_text(), posixpath.dirname(source), linked)

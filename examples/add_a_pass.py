@@ -1,4 +1,4 @@
-"""A pass of one's own: a tensor that is dequantized, and quantized again at the same scale, stays as it was."""
+"""Write a pass that keeps an FP8 tensor instead of dequantizing it and quantizing it again at the same scale."""
 
 import math
 
@@ -26,7 +26,7 @@ class Requantize:
     name = "requantize"
 
     def match(self, y_q: fx.Node) -> tuple[fx.Node, float, float] | None:
-        """Pattern: only captures. x_q, and the numbers that it is multiplied with."""
+        """Return x_q and the two numbers that it is multiplied with; None if `y_q` is something else. (The pattern.)"""
         if y_q.target not in CASTS or dtype_of(y_q) not in FP8_DTYPES:
             return None
         node, limit = first(y_q), fp8_max(dtype_of(y_q))
@@ -45,7 +45,7 @@ class Requantize:
         return first(node), numbers[1], numbers[0]
 
     def check(self, y_q: fx.Node, x_q: fx.Node, scale_inv: float, scale: float) -> None:
-        """Check: only refuses, in one sentence with names and numbers."""
+        """Raise Reject, with one sentence that has names and numbers, unless the rewrite is exact. (The check.)"""
         old, new = val(x_q), val(y_q)
         if old.dtype != E4M3 or new.dtype != E4M3:  # e5m2 has infinities, which quantizing clamps
             raise Reject(
@@ -56,10 +56,10 @@ class Requantize:
         if scale_inv * scale != 1:
             raise Reject("scale", f"{y_q.name} is {scale_inv:g} * {scale:g} = {scale_inv * scale:g} times {x_q.name}")
         if abs(math.frexp(scale)[0]) != 0.5 or not 2**-100 < abs(scale) < 2**100:
-            raise Reject("rounding", f"{x_q.name} is scaled by {scale:g}, no power of two: its product is rounded")
+            raise Reject("rounding", f"{x_q.name} is scaled by {scale:g}, not a power of two: its product is rounded")
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite: only builds. Every refusal is said; without a match, the graph is untouched."""
+        """Replace each y_q that passes the check, and note each refusal. Without a match, do nothing. (The rewrite.)"""
         applied = 0
         for y_q in list(graph.nodes):
             if (found := self.match(y_q)) is None:
@@ -77,7 +77,7 @@ class Requantize:
 
 
 def again(scale: float, dtype: torch.dtype):
-    """A function that quantizes what it has dequantized."""
+    """Return a function that dequantizes its argument and quantizes the result again."""
     return lambda x_q: fp8pass.quantize(fp8pass.dequantize(x_q, 1 / scale, torch.float32), scale, dtype)
 
 

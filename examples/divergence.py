@@ -1,5 +1,5 @@
-"""A divergence, planted in the demo's language model, and found by `fp8pass.bisect`: from step 3 on, what one layer
-reads is a million times larger, while its scale is still that of step 2."""
+"""Plant a divergence in the demo's language model, and find it with `fp8pass.bisect`: from step 3 on, the input of one
+layer is a million times larger, while its scale is still that of step 2."""
 
 import torch
 
@@ -17,7 +17,7 @@ start = {name: x.clone() for name, x in model.state_dict().items()}
 
 
 def train(run):
-    """Losses of four steps."""
+    """Train four steps, and return their losses."""
     losses = []
     for i in range(4):
         factor.fill_(1e6 if i >= 3 else 1)
@@ -35,12 +35,12 @@ optimizer.state.clear()
 
 
 def step():
-    """What fails: losses in FP8."""
+    """Train in FP8, which fails."""
     return train(fp8)
 
 
 def check(losses):
-    """As in BF16, to 0.03 nats."""
+    """Assert that the losses are those in BF16, to 0.03 nats."""
     gaps = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     assert max(gaps) < 0.03, f"loss is {max(gaps):.3f} away from BF16's in step {gaps.index(max(gaps))}"
     return True

@@ -1,4 +1,4 @@
-"""A fault comes in step 20: what the numerics monitor has seen of it, in the graph, with no step stopped to look."""
+"""Plant a fault in step 20, and print what the numerics monitor counted of it, in the graph, while no step stops."""
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 @fp8pass.train_step(monitor=True, min_speedup=0)
 def step(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """One optimizer step."""
+    """Do one optimizer step."""
     y = model[1](model[0](x, torch.ones(())), gain)
     loss = nn.functional.mse_loss(y, x.roll(1, dims=-1))
     loss.backward()
@@ -42,7 +42,7 @@ for i in range(22):
 
 stats = fp8pass.stats(model)
 print(stats)
-print("\nthe input of the layer behind the fault:")
+print("\nthe input of the layer after the fault:")
 for row in stats.of("1.down.input")[-4:]:
     lost = f"{row.saturation:.0%} saturated, {row.underflow:.0%} became 0"
     print(f"step {row.step}: amax {row.amax:.3g}, scale {row.scale:.3g}, {lost}, {row.sqnr:.0f} dB")

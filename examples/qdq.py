@@ -1,4 +1,4 @@
-"""Quantize-dequantize written by hand: what is found, and what is said of the rest."""
+"""Write quantize-dequantize by hand, and print which matmuls run in FP8 and why others do not."""
 
 import torch
 
@@ -8,7 +8,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 
 def mlp(x, up, up_scale, down, down_scales):
-    """Two layers, with activations and weights in FP8."""
+    """Compute two layers, with activations and weights in FP8."""
     x_q = fp8pass.quantize(x, 32.0, E4M3)
     hidden = (x_q.to(BF16) / 32) @ (up.to(BF16) * up_scale).t()
     hidden_q = fp8pass.quantize(hidden.relu(), 8.0, E4M3)
@@ -19,7 +19,7 @@ def mlp(x, up, up_scale, down, down_scales):
 x = torch.randn(512, 256, dtype=BF16)
 up, down = (torch.randn(1024, 256) * 8).to(E4M3), (torch.randn(2048, 256) * 8).to(E4M3)
 one_scale, one_per_column = torch.tensor(1 / 128), torch.rand(256, dtype=BF16)
-one_per_row = torch.rand(2048, 1, dtype=BF16)  # rows of `down` are what the matmul sums over
+one_per_row = torch.rand(2048, 1, dtype=BF16)  # the matmul sums over the rows of `down`
 
 config = fp8pass.Config(recipe=None)
 for scales in one_scale, one_per_column, one_per_row:

@@ -12,7 +12,7 @@ optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
 @fp8pass.train_step(skip_nonfinite=True)
 def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Ordinary eager code: one optimizer step."""
+    """Do one optimizer step, in ordinary eager code."""
     loss = nn.functional.cross_entropy(model(x), y)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
