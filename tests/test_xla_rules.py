@@ -53,8 +53,8 @@ def test_case(name: str) -> None:
     assert_notes(case, notes)
     if case.copies is not None:
         assert _copies(module) == case.copies
-    if case.behind is not None:
-        assert _after(module) == case.behind
+    if case.after is not None:
+        assert _after(module) == case.after
     assert check_legal_on_cuda(module.graph) == case.calls
     if case.device == "cpu":
         _compare(case, module)
@@ -164,13 +164,13 @@ def _copies(module: fx.GraphModule) -> int:
 
 def _after(module: fx.GraphModule) -> tuple[str, ...]:
     """The ops on what the kernels compute; without casts from one high-precision type to another."""
-    behind: list[fx.Node] = []
+    after: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is aten._scaled_mm.default:
             continue
-        if any(n in behind or n.target is aten._scaled_mm.default for n in node.all_input_nodes):
-            behind.append(node)
-    return tuple(n.target.__name__.split(".")[0] for n in behind if not is_wide_cast(n))
+        if any(n in after or n.target is aten._scaled_mm.default for n in node.all_input_nodes):
+            after.append(node)
+    return tuple(n.target.__name__.split(".")[0] for n in after if not is_wide_cast(n))
 
 
 def test_every_rule_is_there() -> None:

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 class Case:
     """One program. calls: how many `_scaled_mm` it becomes, 0 if it is declined; why: how the reason begins to read.
 
-    copies: FP8 tensors that are laid out anew, if the rule is about that. behind: the ops on whole matrices
-    that stay behind the kernel, if it is about those. note: what the report says of one that stayed.
+    copies: FP8 tensors that are laid out anew, if the rule is about that. after: the ops on whole matrices
+    that stay after the kernel, if it is about those. note: what the report says of one that stayed.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Case:
     calls: int = 1
     why: str = ""
     copies: int | None = None
-    behind: tuple[str, ...] | None = None
+    after: tuple[str, ...] | None = None
     note: str = ""
     target: str | None = None
     device: str = "cpu"
@@ -95,9 +95,9 @@ def moving(move: Callable[..., Tensor], *inputs: Any, **expected: Any) -> Case:
     return Case(name, lambda a, b, *rest: move(a.float() * 0.5, *rest) @ (b.float() * 0.25), inputs, **expected)
 
 
-def following(name: str, after: Callable[..., Any], *rest: Any, dtype: torch.dtype = BF16, **expected: Any) -> Case:
+def following(name: str, epilogue: Callable[..., Any], *rest: Any, dtype: torch.dtype = BF16, **expected: Any) -> Case:
     """A case with an epilogue."""
-    return Case(name, lambda a, b, *rest: after(product(a, b, dtype=dtype), *rest), (A, B, *rest), **expected)
+    return Case(name, lambda a, b, *rest: epilogue(product(a, b, dtype=dtype), *rest), (A, B, *rest), **expected)
 
 
 RULES: list[Rule] = [
@@ -118,8 +118,8 @@ RULES: list[Rule] = [
     Rule("P5", "bf16, f16 or f32 in between", "accepts; not with an output type that differs", "accepts, any output type", [
         Case("bfloat16", lambda a, b: product(a, b, dtype=BF16), (A, B)),
         Case("float16", lambda a, b: product(a, b, dtype=F16), (A, B)),
-        Case("float32 to bfloat16", lambda a, b: product(a, b).bfloat16(), (A, B), behind=()),
-        Case("float16 to bfloat16", lambda a, b: product(a, b, dtype=F16).bfloat16(), (A, B), behind=()),
+        Case("float32 to bfloat16", lambda a, b: product(a, b).bfloat16(), (A, B), after=()),
+        Case("float16 to bfloat16", lambda a, b: product(a, b, dtype=F16).bfloat16(), (A, B), after=()),
         Case("float64 in between", lambda a, b: (a.double() * 0.5).float() @ b.float(), (A, B)),
         Case("float64 matmul", lambda a, b: product(a, b, dtype=F64), (A, B), 0, "the result is float64"),
     ]),
@@ -150,7 +150,7 @@ RULES: list[Rule] = [
         Case("one side scaled", lambda a, b, x: a.float() @ (b.float() * x), (A, B, s())),
     ]),
     Rule("P12", "only one side FP8", "declines", "declines", [
-        Case("float8 weight alone", lambda a, b: a @ (b.float() * 0.5), (wide(32, 64), B), 0, "operand a_1: float32 is no float8 tensor times a scale; nothing else was found against it"),
+        Case("float8 weight alone", lambda a, b: a @ (b.float() * 0.5), (wide(32, 64), B), 0, "operand a_1: float32 is not a float8 tensor times a scale; nothing else was found against it"),
     ]),
     Rule("P13", "dequantize with other users", "accepts, they keep theirs", "accepts, they keep theirs", [
         Case("another user", lambda a, b: ((x := a.float() * 0.5) @ b.float(), x.relu()), (A, B)),
@@ -275,7 +275,7 @@ RULES: list[Rule] = [
         Case("transposed result", lambda a, b: product(a, b).t(), (A, B)),
         Case("square", lambda a, b: product(a, b) + product(b, a).t(), (q(64, 64), q(64, 64).t()), 2),
     ]),
-    Rule("L9", "sizes that are no multiple of 16", "pads M, K, N", "pads K and N, as cuBLASLt asks", [
+    Rule("L9", "sizes that are not multiples of 16", "pads M, K, N", "pads K and N, as cuBLASLt asks", [
         Case("unaligned", matmul, (q(31, 60), q(60, 47))),
         Case("prime", matmul, (q(7, 5), q(5, 3))),
         Case("batched and unaligned", lambda a, b: torch.bmm(a.float() * 0.5, b.float()), (q(3, 7, 5), q(3, 5, 3)), 3),
@@ -283,7 +283,7 @@ RULES: list[Rule] = [
         Case("symbolic", matmul, (q(31, 60), q(60, 47)), dynamic=True),
     ]),
     Rule("L10", "padding a bias", "pads it; a 2-D GEMM's vector not", "pads it", [
-        Case("padded bias", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(31, 60), q(60, 47), wide(47, dtype=BF16)), behind=("slice", "clone")),
+        Case("padded bias", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(31, 60), q(60, 47), wide(47, dtype=BF16)), after=("slice", "clone")),
     ]),
     Rule("L11", "K fastest from the start", "only for E4M3 operands", "not applicable: torch has no layout assignment; both types are treated alike", [
         Case("e5m2 in rows", matmul, (A, q(64, 48, dtype=E5M2)), copies=1),
@@ -303,88 +303,88 @@ RULES: list[Rule] = [
         Case("e5m2fnuz", matmul, (q(32, 64, dtype=torch.float8_e5m2fnuz), B), 0, "comes from float8_e5m2fnuz, which no NVIDIA GPU multiplies"),
     ]),
     Rule("E1", "times a constant", "into alpha", "into the scale", [
-        following("times a constant", lambda y: y * 3, behind=()),
-        Case("alpha", lambda a, b, c: torch.addmm(c, a.bfloat16(), b.bfloat16(), alpha=3), (A, B, wide(48, dtype=BF16)), behind=()),
+        following("times a constant", lambda y: y * 3, after=()),
+        Case("alpha", lambda a, b, c: torch.addmm(c, a.bfloat16(), b.bfloat16(), alpha=3), (A, B, wide(48, dtype=BF16)), after=()),
     ]),
     Rule("E2", "unscaled operands, scaled result", "into the first scale", "into the first scale", [
-        Case("times a scale", lambda a, b, x: torch.mm(a.bfloat16(), b.bfloat16()) * x, (A, B, s()), behind=()),
-        Case("divided by a scale", lambda a, b, x: torch.mm(a.float(), b.float()) / x, (A, B, s()), behind=()),
+        Case("times a scale", lambda a, b, x: torch.mm(a.bfloat16(), b.bfloat16()) * x, (A, B, s()), after=()),
+        Case("divided by a scale", lambda a, b, x: torch.mm(a.float(), b.float()) / x, (A, B, s()), after=()),
     ]),
     Rule("E3", "scaled operands and scaled result", "leaves the result's scale outside", "into the first scale", [
-        following("scaled twice over", lambda y, x: y * x, s(), behind=()),
-        following("by a wider type", lambda y, x: y * x, s().view(1), behind=("mul",)),
+        following("scaled twice over", lambda y, x: y * x, s(), after=()),
+        following("by a wider type", lambda y, x: y * x, s().view(1), after=("mul",)),
     ]),
     Rule("E4", "relu(y) * s", "moves s before the ReLU: wrong if s < 0", "leaves both outside", [
-        following("negative scale behind relu", lambda y, x: y.relu() * x, s(-2.0), behind=("relu", "mul")),
+        following("negative scale after relu", lambda y, x: y.relu() * x, s(-2.0), after=("relu", "mul")),
     ]),
     Rule("E5", "clamp to exactly +-max, cast", "FP8 output", "FP8 output", [
-        Case("quantized result", lambda a, b, x: quantized(product(a, b, dtype=BF16), x), (A, B, s(4)), behind=(), device="cuda"),
-        Case("divided, in float32", lambda a, b, x: (product(a, b, dtype=BF16).float() / x).clamp(-448, 448).to(E4M3), (A, B, s(4)), behind=(), device="cuda"),
-        Case("e5m2 result", lambda a, b, x: quantized(product(a, b), x, E5M2), (q(32, 64, dtype=E5M2), B, s(4)), behind=(), device="cuda"),
-        Case("no kernel for the type", lambda a, b, x: quantized(product(a, b), x, E5M2), (A, B, s(4)), behind=("mul", "clamp_min", "clamp_max", "convert_element_type"), note="no kernel multiplies float8_e4m3fn by float8_e4m3fn into float8_e5m2", device="cuda"),
+        Case("quantized result", lambda a, b, x: quantized(product(a, b, dtype=BF16), x), (A, B, s(4)), after=(), device="cuda"),
+        Case("divided, in float32", lambda a, b, x: (product(a, b, dtype=BF16).float() / x).clamp(-448, 448).to(E4M3), (A, B, s(4)), after=(), device="cuda"),
+        Case("e5m2 result", lambda a, b, x: quantized(product(a, b), x, E5M2), (q(32, 64, dtype=E5M2), B, s(4)), after=(), device="cuda"),
+        Case("no kernel for the type", lambda a, b, x: quantized(product(a, b), x, E5M2), (A, B, s(4)), after=("mul", "clamp_min", "clamp_max", "convert_element_type"), note="no kernel multiplies float8_e4m3fn by float8_e4m3fn into float8_e5m2", device="cuda"),
         Case("on CPU", lambda a, b, x: quantized(product(a, b), x), (A, B, s(1000.0))),
     ]),
     Rule("E6", "cast without clamp, or other bounds", "leaves it outside", "leaves it outside, with a note", [
-        Case("no clamp", lambda a, b: product(a, b).to(E4M3), (A, B), behind=("convert_element_type",), note="is not clamped to ±448"),
-        Case("other bounds", lambda a, b: product(a, b).clamp(-400, 448).to(E4M3), (A, B), behind=("clamp_min", "clamp_max", "convert_element_type"), note=r"clamped to \[-400, 448\], and float8_e4m3fn ends at ±448"),
+        Case("no clamp", lambda a, b: product(a, b).to(E4M3), (A, B), after=("convert_element_type",), note="is not clamped to ±448"),
+        Case("other bounds", lambda a, b: product(a, b).clamp(-400, 448).to(E4M3), (A, B), after=("clamp_min", "clamp_max", "convert_element_type"), note=r"clamped to \[-400, 448\], and float8_e4m3fn ends at ±448"),
     ]),
-    Rule("E7", "amax beside FP8 output", "both in the kernel", "both in one kernel behind it, and one for the tail of a large amax: `_scaled_mm` has no amax", [
-        following("amax and quantize", lambda y, x: (quantized(y, x), y.abs().amax()), s(4), behind=("mul", "clamp_min", "clamp_max", "convert_element_type", "abs", "amax")),
+    Rule("E7", "amax beside FP8 output", "both in the kernel", "both in one kernel after it, and one for the tail of a large amax: `_scaled_mm` has no amax", [
+        following("amax and quantize", lambda y, x: (quantized(y, x), y.abs().amax()), s(4), after=("mul", "clamp_min", "clamp_max", "convert_element_type", "abs", "amax")),
     ]),
     Rule("E8", "amax of the scaled value, more users", "nothing fused", "same: as E7", [
-        following("amax of the scaled", lambda y, x: (quantized(y, x), (y * x).abs().amax()), s(4), behind=("mul", "clamp_min", "clamp_max", "convert_element_type", "mul", "abs", "amax")),
+        following("amax of the scaled", lambda y, x: (quantized(y, x), (y * x).abs().amax()), s(4), after=("mul", "clamp_min", "clamp_max", "convert_element_type", "mul", "abs", "amax")),
     ]),
     Rule("E9", "scale from this GEMM's own amax; amax of rows", "no check: makes a cycle", "never folded", [
-        following("own amax", lambda y: quantized(y, 448 / y.abs().amax()), behind=("abs", "amax", "reciprocal", "mul", "mul", "clamp_min", "clamp_max", "convert_element_type")),
-        following("amax of rows", lambda y, x: (quantized(y, x), y.abs().amax(1)), s(4), behind=("mul", "clamp_min", "clamp_max", "convert_element_type", "abs", "amax")),
+        following("own amax", lambda y: quantized(y, 448 / y.abs().amax()), after=("abs", "amax", "reciprocal", "mul", "mul", "clamp_min", "clamp_max", "convert_element_type")),
+        following("amax of rows", lambda y, x: (quantized(y, x), y.abs().amax(1)), s(4), after=("mul", "clamp_min", "clamp_max", "convert_element_type", "abs", "amax")),
     ]),
     Rule("E10", "y / s with another user", "fuses, and leaves a stray operand", "leaves it outside", [
-        following("another user", lambda y, x: (quantized(y, x), y.relu()), s(4), behind=("mul", "clamp_min", "clamp_max", "convert_element_type", "relu")),
+        following("another user", lambda y, x: (quantized(y, x), y.relu()), s(4), after=("mul", "clamp_min", "clamp_max", "convert_element_type", "relu")),
     ]),
-    Rule("E11", "scale or FP8 output behind padding or rank 3", "leaves them outside", "fuses them", [
-        Case("unaligned", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(31, 60), q(60, 47), s()), behind=("slice", "clone")),
-        Case("rank 3", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(2, 16, 64), B, s()), behind=("view",)),
-        Case("batched", lambda a, b, x: torch.bmm(a.bfloat16(), b.bfloat16()) * x, (q(2, 16, 64), q(2, 64, 48), s()), 2, behind=("unsqueeze", "unsqueeze", "cat")),
+    Rule("E11", "scale or FP8 output after padding or rank 3", "leaves them outside", "fuses them", [
+        Case("unaligned", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(31, 60), q(60, 47), s()), after=("slice", "clone")),
+        Case("rank 3", lambda a, b, x: product(a, b, dtype=BF16) * x, (q(2, 16, 64), B, s()), after=("view",)),
+        Case("batched", lambda a, b, x: torch.bmm(a.bfloat16(), b.bfloat16()) * x, (q(2, 16, 64), q(2, 64, 48), s()), 2, after=("unsqueeze", "unsqueeze", "cat")),
     ]),
     Rule("E12", "plus a vector over N", "into the kernel", "into the kernel", [
-        following("bfloat16 vector", lambda y, v: y + v, wide(48, dtype=BF16), behind=()),
-        following("float16 vector", lambda y, v: v + y, wide(48, dtype=F16), dtype=F16, behind=()),
-        following("[1, N]", lambda y, v: y + v, wide(1, 48, dtype=BF16), behind=()),
-        following("scaled, then added", lambda y, x, v: y * x + v, s(), wide(48, dtype=BF16), behind=()),
-        Case("addmm", lambda a, b, v: torch.addmm(v, a.bfloat16(), b.bfloat16()), (A, B, wide(48, dtype=BF16)), behind=()),
-        Case("square, along rows", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(64, 64), q(64, 64), wide(64, 1, dtype=BF16)), behind=("add",)),
-        following("added, then scaled (46110)", lambda y, v: (y + v) * 3, wide(48, dtype=BF16), behind=("mul",)),
+        following("bfloat16 vector", lambda y, v: y + v, wide(48, dtype=BF16), after=()),
+        following("float16 vector", lambda y, v: v + y, wide(48, dtype=F16), dtype=F16, after=()),
+        following("[1, N]", lambda y, v: y + v, wide(1, 48, dtype=BF16), after=()),
+        following("scaled, then added", lambda y, x, v: y * x + v, s(), wide(48, dtype=BF16), after=()),
+        Case("addmm", lambda a, b, v: torch.addmm(v, a.bfloat16(), b.bfloat16()), (A, B, wide(48, dtype=BF16)), after=()),
+        Case("square, along rows", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(64, 64), q(64, 64), wide(64, 1, dtype=BF16)), after=("add",)),
+        following("added, then scaled (46110)", lambda y, v: (y + v) * 3, wide(48, dtype=BF16), after=("mul",)),
     ]),
     Rule("E13", "f32 vector", "only if it was bf16 or f16 before", "only if it was the output's type before", [
-        following("float32 vector", lambda y, v: y + v, wide(48), dtype=F32, behind=("add",)),
-        following("widened vector", lambda y, v: (y.float() + v.float()).bfloat16(), wide(48, dtype=BF16), behind=()),
+        following("float32 vector", lambda y, v: y + v, wide(48), dtype=F32, after=("add",)),
+        following("widened vector", lambda y, v: (y.float() + v.float()).bfloat16(), wide(48, dtype=BF16), after=()),
     ]),
     Rule("E14", "plus a matrix", "into the kernel (beta)", "outside: `_scaled_mm` has no beta; Inductor fuses it with what follows", [
-        following("matrix", lambda y, c: y + c, wide(32, 48, dtype=BF16), behind=("add",)),
-        Case("addmm with a matrix", lambda a, b, c: torch.addmm(c, a.bfloat16(), b.bfloat16(), beta=0.5, alpha=2), (A, B, wide(32, 48, dtype=BF16)), behind=("add",)),
+        following("matrix", lambda y, c: y + c, wide(32, 48, dtype=BF16), after=("add",)),
+        Case("addmm with a matrix", lambda a, b, c: torch.addmm(c, a.bfloat16(), b.bfloat16(), beta=0.5, alpha=2), (A, B, wide(32, 48, dtype=BF16)), after=("add",)),
     ]),
     Rule("E15", "plus an FP8 matrix", "leaves it outside", "same", [
-        following("float8 matrix", lambda y, c: y + c.bfloat16(), q(32, 48), behind=("add",), note="arg2_1 is dequantized for add"),
+        following("float8 matrix", lambda y, c: y + c.bfloat16(), q(32, 48), after=("add",), note="arg2_1 is dequantized for add"),
     ]),
-    Rule("E16", "matrix behind a slice that is no prefix", "leaves it outside", "same", [
-        following("sliced, then a matrix", lambda y, c: y[:, 16:] + c, wide(32, 32, dtype=BF16), behind=("slice", "add")),
+    Rule("E16", "matrix after a slice that is not a prefix", "leaves it outside", "same", [
+        following("sliced, then a matrix", lambda y, c: y[:, 16:] + c, wide(32, 32, dtype=BF16), after=("slice", "add")),
     ]),
     Rule("E17", "matrix, then vector", "matrix in the kernel", "both outside, in one kernel", [
-        following("matrix, then vector", lambda y, c, v: y + c + v, wide(32, 48, dtype=BF16), wide(48, dtype=BF16), behind=("add", "add")),
+        following("matrix, then vector", lambda y, c, v: y + c + v, wide(32, 48, dtype=BF16), wide(48, dtype=BF16), after=("add", "add")),
     ]),
     Rule("E18", "matrix and FP8 output", "bf16 and f16 matrices", "outside", [
-        following("matrix, then quantized", lambda y, c: quantized(y + c, 2.0), wide(32, 48, dtype=BF16), behind=("add", "mul", "clamp_min", "clamp_max", "convert_element_type")),
+        following("matrix, then quantized", lambda y, c: quantized(y + c, 2.0), wide(32, 48, dtype=BF16), after=("add", "mul", "clamp_min", "clamp_max", "convert_element_type")),
     ]),
     Rule("E19", "plus one number", "leaves it outside", "same", [
-        following("one number", lambda y, v: y + v, s(3.0, BF16), behind=("add",)),
+        following("one number", lambda y, v: y + v, s(3.0, BF16), after=("add",)),
     ]),
-    Rule("E20", "vector behind rank 3 or batches", "becomes a matrix bias", "into the kernel", [
-        Case("rank 3", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(2, 16, 64), B, wide(48, dtype=BF16)), behind=("view",)),
-        Case("batched", lambda a, b, v: torch.bmm(a.bfloat16(), b.bfloat16()) + v, (q(2, 16, 64), q(2, 64, 48), wide(48, dtype=BF16)), 2, behind=("unsqueeze", "unsqueeze", "cat")),
+    Rule("E20", "vector after rank 3 or batches", "becomes a matrix bias", "into the kernel", [
+        Case("rank 3", lambda a, b, v: product(a, b, dtype=BF16) + v, (q(2, 16, 64), B, wide(48, dtype=BF16)), after=("view",)),
+        Case("batched", lambda a, b, v: torch.bmm(a.bfloat16(), b.bfloat16()) + v, (q(2, 16, 64), q(2, 64, 48), wide(48, dtype=BF16)), 2, after=("unsqueeze", "unsqueeze", "cat")),
     ]),
     Rule("E21", "ReLU", "into the kernel", "outside; Inductor fuses it", [
-        following("relu", lambda y: y.relu(), behind=("relu",)),
-        following("bias and relu", lambda y, v: (y + v).relu(), wide(48, dtype=BF16), behind=("relu",)),
+        following("relu", lambda y: y.relu(), after=("relu",)),
+        following("bias and relu", lambda y, v: (y + v).relu(), wide(48, dtype=BF16), after=("relu",)),
     ]),
     Rule("E22", "GELU (tanh)", "into the kernel", "outside; Inductor fuses it", [
         following("gelu", lambda y: F.gelu(y, approximate="tanh")),
@@ -416,9 +416,9 @@ same program, and the cases of `tests/test_xla_rules.py` that show it. Made by `
 compares. P: operands, M: movement between dequantize and matmul, S: structure, L: layout, T: types, E: epilogues.
 
 Every matmul that is declined has a reason with names and numbers in `fp8pass.explain`, and a conversion to float8 that
-stays behind a kernel has a note. "Accepts" means the same numbers as eager, but for rounding that no longer happens;
+stays after a kernel has a note. "Accepts" means the same numbers as eager, but for rounding that no longer happens;
 under an infinite or NaN scale the whole product is NaN, also where a pad or a select filled in zeros (M7, M9). A scale
-goes into the kernel (E1 to E3) where that saves a kernel: in front of an elementwise op or a reduction, Inductor does it
+goes into the kernel (E1 to E3) where that saves a kernel: before an elementwise op or a reduction, Inductor does it
 for free.
 
 | rule | program | XLA | fp8pass | shown by |
