@@ -90,8 +90,8 @@ FAULTS = (
     ),
     Fault(
         "the copy of a weight is a step too old",
-        "(self._behind <= 0 or self._scale_stays())",
-        "(self._behind <= 1 or self._scale_stays())",
+        "(self._steps_stale <= 0 or self._scale_stays())",
+        "(self._steps_stale <= 1 or self._scale_stays())",
         "A forward multiplies by a copy that was quantized with the scale of the step before.",
     ),
     Fault(
@@ -108,7 +108,7 @@ FAULTS = (
     ),
     Fault(
         "a repeated forward takes the newest scales",
-        "group.copy_slots(keys, then, again.scale)",
+        "state.copy_slots(keys, then, again.scale)",
         "pass",
         "What a checkpointed region computes again differs from its forward, where another forward came in between.",
     ),
@@ -242,8 +242,8 @@ FAULTS = (
     ),
     Fault(
         "the first moment's number for all",
-        "(m.kind, x_q, numbers, i, m.dtype)",
-        "(m.kind, x_q, numbers, 0, m.dtype)",
+        "(m.kind, x_q, moment_scales, i, m.dtype)",
+        "(m.kind, x_q, moment_scales, 0, m.dtype)",
         "All moments of an optimizer are read by the scale of the first one.",
     ),
     Fault(

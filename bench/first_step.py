@@ -45,7 +45,7 @@ def main() -> None:
     """Print the table."""
     exact, _ = gradients(compiled=False)
     dynamic, graphs = gradients(compiled=True)
-    with mock.patch("fp8pass.states.slots.SlotGroup.cold", return_value=[]):
+    with mock.patch("fp8pass.states.slots.InstanceState.cold", return_value=[]):
         one, _ = gradients(compiled=True)
     print("weight gradients of a 3.3M GPT against high precision (SQNR over all layers, share of exact zeros)\n")
     print("| step | first scale dynamic | zeros | first scale 1 | zeros |\n|---|---|---|---|---|")

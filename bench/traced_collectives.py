@@ -130,7 +130,7 @@ def _ranks(layout: Layout) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
         # without the graphs of a first step, whose scales come from the tensors themselves
-        cold = mock.patch("fp8pass.states.slots.SlotGroup.cold", return_value=[])
+        cold = mock.patch("fp8pass.states.slots.InstanceState.cold", return_value=[])
         with cold:
             yield init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
     finally:

@@ -60,9 +60,9 @@ class ThroughInductor:
         self.sample.train_with(backend)
 
 
-def _has_history(group: InstanceState) -> None:
-    """Have state count as if the first step, which compiles nothing, was over."""
-    group.assume_scales()
+def _has_history(state: InstanceState) -> None:
+    """Mark an instance state as past the first step, which compiles nothing."""
+    state.assume_scales()
 
 
 def _make_fake(model: nn.Module) -> None:

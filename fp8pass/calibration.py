@@ -90,44 +90,44 @@ class _Observer:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.groups: dict[tuple[int, ...], InstanceState] = {}
+        self.states: dict[tuple[int, ...], InstanceState] = {}
         self.tables: list[SlotTable] = []
         self.nonfinite: set[str] = set()
         """Slots whose tensors held a NaN or inf in some call."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         annotation = annotated(module, Config(recipe=Calibration(on_nonfinite="freeze"), min_speedup=0))
-        self.tables += annotation.tables  # keeps tables alive: the keys of `groups` have their ids
+        self.tables += annotation.tables  # keeps tables alive: the keys of `states` have their ids
         return lambda *args: self._run(annotation, args)
 
     def _run(self, annotation: Annotation, args: tuple[Any, ...]) -> Any:
         owned = [args[i] for i in annotation.owned]
-        groups = []
+        states = []
         for table in annotation.tables:
             key = (id(table), *map(id, owned))
-            if key not in self.groups:
-                self.groups[key] = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
-            groups.append(self.groups[key])
-        before = [group.amax() for group in groups]
-        result = annotation.run(*args, *(x for group in groups for x in group.tensors.inputs()))
-        for group, amax in zip(groups, before, strict=True):
-            self._pass_over_nonfinite(group, amax)
+            if key not in self.states:
+                self.states[key] = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+            states.append(self.states[key])
+        before = [state.amax() for state in states]
+        result = annotation.run(*args, *(x for state in states for x in state.tensors.inputs()))
+        for state, amax in zip(states, before, strict=True):
+            self._pass_over_nonfinite(state, amax)
         return result
 
-    def _pass_over_nonfinite(self, group: InstanceState, before: Tensor) -> None:
+    def _pass_over_nonfinite(self, state: InstanceState, before: Tensor) -> None:
         """Restore the amaxes of tensors that held a NaN or inf in this call, and note the names of their slots."""
-        is_finite = group.amax().isfinite()
-        group.set_amax(torch.where(is_finite, group.amax(), before))
-        names = names_in(self.model, group)
-        rows = zip(group.table.names, is_finite.tolist(), strict=True)
+        is_finite = state.amax().isfinite()
+        state.set_amax(torch.where(is_finite, state.amax(), before))
+        names = names_in(self.model, state)
+        rows = zip(state.table.names, is_finite.tolist(), strict=True)
         self.nonfinite.update(names[inner] for inner, finite in rows if not finite and inner in names)
 
     def scales(self) -> dict[str, Tensor]:
         """Return {slot name: scale f32[]}, and warn of NaN, inf and tensors of zeros."""
         amaxes: dict[str, Tensor] = {}
-        for group in self.groups.values():
-            found = dict(zip(group.table.names, group.amax().cpu(), strict=True))
-            for inner, name in names_in(self.model, group).items():
+        for state in self.states.values():
+            found = dict(zip(state.table.names, state.amax().cpu(), strict=True))
+            for inner, name in names_in(self.model, state).items():
                 amaxes[name] = torch.maximum(found[inner], amaxes.get(name, found[inner]))
         seen = {name: float(amax) for name, amax in amaxes.items()}
         _warn_of("NaN or inf in", self.nonfinite, "these calls are passed over")
@@ -142,28 +142,28 @@ def _warn_of(what: str, slots: Set[str], so: str) -> None:
         warn_once(f"fp8pass: calibrate saw {what} {shown}: {so}. Calibrate on data as the model will be called with")
 
 
-def _fill(group: InstanceState) -> None:
-    """Set the scales of a new group of a static recipe. Raises Fp8Error if some of its tensors have no scale."""
-    recipe = group.table.recipe
+def _fill(state: InstanceState) -> None:
+    """Set the scales of a new state of a static recipe. Raises Fp8Error if some of its tensors have no scale."""
+    recipe = state.table.recipe
     if not isinstance(recipe, StaticScaling):
         return
-    names = _names(group, recipe)
+    names = _names(state, recipe)
     absent = [name for name in names if name not in recipe.scales]
     if absent:
         raise Fp8Error(
             f"no scales were calibrated for {', '.join(absent)}. Calibrate the model that is compiled, with inputs "
             "that reach them; where its parts are compiled one by one, in this process, so that their names are known."
         )
-    group.tensors.scale.copy_(torch.tensor([recipe.scales[name] for name in names]))
+    state.tensors.scale.copy_(torch.tensor([recipe.scales[name] for name in names]))
 
 
-def _names(group: InstanceState, recipe: StaticScaling) -> list[str]:
-    """Return the names of the group's slots in the model that was calibrated."""
+def _names(state: InstanceState, recipe: StaticScaling) -> list[str]:
+    """Return the names of the state's slots in the model that was calibrated."""
     for module in _calibrated:
-        names = names_in(module, group)
-        if len(names) == len(group.table.names) and all(name in recipe.scales for name in names.values()):
-            return [names[inner] for inner in group.table.names]
-    return list(group.table.names)
+        names = names_in(module, state)
+        if len(names) == len(state.table.names) and all(name in recipe.scales for name in names.values()):
+            return [names[inner] for inner in state.table.names]
+    return list(state.table.names)
 
 
 registry.on_new.append(_fill)

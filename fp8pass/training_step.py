@@ -134,7 +134,7 @@ class TrainStep:
         report.add(self._collected)
         if silent := sum(self._breaks.values()) - len(report.breaks):
             reasons = ", ".join(sorted({_called(reason) for reason in self._breaks}))
-            report.notes.append(f"{silent} more graph breaks have nothing in front of them. All: {reasons}")
+            report.notes.append(f"{silent} more graph breaks have nothing to compile before them. All: {reasons}")
         if places := [f"{name} ({location_of(file, line)})" for (name, file), line in self._op_by_op.items()]:
             runs = "itself runs" if len(places) == 1 else "themselves run"
             report.notes.append(
@@ -153,8 +153,8 @@ class TrainStep:
             if again := [w for w in weights if w.requantized > w.expected]:
                 times = max(w.requantized - w.expected for w in again)
                 report.notes.append(
-                    f"{len(again)} weights were quantized again by kernels of their own, up to {times} times, because "
-                    "something else than a compiled update had changed them: an optimizer that runs eagerly (with "
+                    f"{len(again)} weights were quantized again by separate kernels, up to {times} times, because "
+                    "something other than a compiled update had changed them: an optimizer that runs eagerly (with "
                     "fused=True, say: use foreach=True), a state that was loaded, an edit"
                 )
         if self.config.optimizer_state == "fp8":
@@ -368,7 +368,7 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
             for option, off in (("skip_nonfinite", False), ("optimizer_state", "off")):
                 if (value := getattr(config, option)) != off:
                     raise Fp8Error(
-                        f"train_step: {option}={value!r} is not there for parameters in parts on several ranks, as "
+                        f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
                         f"{name} is: each rank would decide by its own part. Leave it out"
                     )
 
@@ -384,7 +384,7 @@ def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], w
             places = ", ".join(f"{name} on {device}" for device, name in devices.items())
             raise Fp8Error(
                 f"train_step: {type(model).__name__} is on several devices: {places}. A step has one; move the model "
-                "to one device, or train each part by a step of its own"
+                "to one device, or train each part by a separate step"
             )
 
 

@@ -300,8 +300,8 @@ def with_a_nan_below_zero() -> Any:
     run = compiled(model)
     y = run(data())
     if dist.get_rank() == 0:
-        (group,) = fp8pass.state(model)._groups()
-        group.tensors.amax_forward.fill_(math.nan).view(torch.int32).bitwise_or_(-(2**31))
+        (state,) = fp8pass.state(model)._states()
+        state.tensors.amax_forward.fill_(math.nan).view(torch.int32).bitwise_or_(-(2**31))
     y.square().mean().backward()
     run(data())
     return histories(model)["up.input"]

@@ -309,7 +309,7 @@ DECLINED: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
             parameters((32, 48))(),
         ),
         torch.randn(8, 32),
-        r"inside a (region of cond|graph of its own), which fp8pass does not enter",
+        r"inside a (region of cond|separate graph), which fp8pass does not enter",
     ),
 }
 

@@ -63,7 +63,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"weight_cache": True}, "unknown weight_cache True: choose one of 'off', 'fp8', 'fp8[+]transpose'"),
         ({"optimizer_state": None}, "unknown optimizer_state None: choose one of 'off', 'fp8'"),
         ({"amax_group": 3}, "amax_group=3: a torch.distributed.ProcessGroup or DeviceMesh, or None"),
-        ({"recipe": DelayedScaling}, r"recipe=DelayedScaling: is a class; write DelayedScaling\("),
+        ({"recipe": DelayedScaling}, r"recipe=DelayedScaling is a class; write DelayedScaling\("),
         ({"recipe": {}}, r"recipe={}: needs a name pattern, {'\*': 'delayed'} say"),
         ({"recipe": {nn.Linear: "delayed"}}, "keys are patterns of module names"),
     ],
@@ -113,7 +113,7 @@ def test_a_config_and_options_that_have_no_such_field() -> None:
         (lambda: StaticScaling({"up.input": 0.0}), r"scale 0.0 of 'up.input': it must be finite and above 0"),
         (lambda: fp8pass.recipes.resolve("static"), r"the static recipe needs scales: StaticScaling\(scales\)"),
         (lambda: fp8pass.recipes.resolve({"a.*": {"*": "delayed"}}), "the recipe of 'a.*' must be one recipe"),
-        (lambda: Schedule({10: "delayed"}), r"from step 0 on, not only at \[10\]"),
+        (lambda: Schedule({10: "delayed"}), r"must begin at step 0, and this one has the steps \[10\]"),
         (lambda: Schedule({0: Schedule({0: None})}), "a schedule within a schedule"),
         (lambda: Schedule({0: None, 1.5: "delayed"}), "step=1.5: a schedule's keys are numbers of steps, whole"),  # type: ignore[dict-item]
         (lambda: Schedule({"0": None}), "step='0': a schedule's keys"),  # type: ignore[dict-item]
@@ -128,7 +128,10 @@ def test_a_config_and_options_that_have_no_such_field() -> None:
         (lambda: RowwiseScaling(fast_accum=True), "fast_accum=True: one or several of 'output', 'grad_input'"),
         (lambda: RowwiseScaling(high_precison=()), "unknown RowwiseScaling field 'high_precison'.*'high_precision'"),  # type: ignore[call-arg]
         (lambda: StaticScaling(3), "scales=3: a dict {slot: scale}, as fp8pass.calibrate"),
-        (lambda: StaticScaling({"up.input": torch.ones(2)}), "of 'up.input': it must be a number, or a tensor of one"),
+        (
+            lambda: StaticScaling({"up.input": torch.ones(2)}),
+            "of 'up.input': it must be a number, or a tensor with one element",
+        ),
         (lambda: StaticScaling({"up.input": True}), "scale True of 'up.input': it must be a number"),
         (lambda: ByModule({"*": "delayed"}), r"rules={'\*': 'delayed'}: pairs \(name pattern, recipe\)"),
     ],

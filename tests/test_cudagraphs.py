@@ -78,8 +78,8 @@ def test_state_stays_at_its_address() -> None:
     for x in batches(3, 16, 32):
         for run in runs:
             run(x).square().mean().backward()
-        groups = [g for g in registry.groups() if mine & set(map(id, g.owned_tensors()))]
-        now = [[t.data_ptr() for t in group.inputs()] for group in groups]
+        states = [s for s in registry.states() if mine & set(map(id, s.owned_tensors()))]
+        now = [[t.data_ptr() for t in state.inputs()] for state in states]
         pointers = pointers or now
         assert now == pointers
     assert pointers is not None

@@ -78,8 +78,8 @@ def test_only_what_the_processor_has_no_kernel_for(processor: Any, can: Any, a: 
         (ICE_LAKE, E4M3, E4M3, ""),
         (SAPPHIRE_RAPIDS, E5M2, E4M3, ""),
         (SAPPHIRE_RAPIDS, E4M3, E4M3, "without AMX for 16-bit floats"),
-        (GRANITE_RAPIDS, E4M3, E4M3, "ONEDNN_MAX_CPU_ISA keeps"),
-        (GRANITE_RAPIDS, E5M2, E4M3, "ONEDNN_MAX_CPU_ISA keeps"),
+        (GRANITE_RAPIDS, E4M3, E4M3, "ONEDNN_MAX_CPU_ISA disables"),
+        (GRANITE_RAPIDS, E5M2, E4M3, "ONEDNN_MAX_CPU_ISA disables"),
     ],
 )
 def test_a_limit_of_onednn_counts_where_torch_calls_it(

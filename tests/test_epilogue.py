@@ -170,7 +170,7 @@ def test_what_cpus_do_not_saturate_stays_outside() -> None:
         return (dq(a, 0.5) @ dq(b, 0.25)).clamp(-57344, 57344).to(E5M2)
 
     _, (gemm,) = detect(function, fp8(32, 64, dtype=E5M2), fp8(64, 48))
-    assert re.search(r"behind the kernel: the cpu kernel of torch \S+ does not saturate float8_e5m2$", gemm.note)
+    assert re.search(r"after the kernel: the cpu kernel of torch \S+ does not saturate float8_e5m2$", gemm.note)
 
 
 def test_the_bias_of_an_annotated_layer_goes_into_the_kernel() -> None:

@@ -424,7 +424,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "compilation ended here" in printed.out and "fp8pass explain: " in printed.err
     assert "what was known by then" in Path("broken.html").read_text()
     for spec, said in (
-        ("factories_of_explain", "names no model or function: write module:function"),
+        ("factories_of_explain", "does not name a model or function: write module:function"),
         ("no_such_module:x", "can't be imported: No module named"),
         ("factories_of_explain:no_tuple", "returned Linear: write a function that returns a tuple"),
     ):

@@ -490,8 +490,10 @@ def test_a_train_step_trains_a_sharded_model() -> None:
         assert plain[0][-1] < plain[0][0]
         assert len(plain[1]) == len(fp8[1]) == 6 and not plain[2] and not fp8[2]
         skip, state, parallel = errors
-        assert skip.startswith("train_step: skip_nonfinite=True is not there for parameters in parts on several ranks")
-        assert state.startswith("train_step: optimizer_state='fp8' is not there for parameters in parts")
+        assert skip.startswith(
+            "train_step: skip_nonfinite=True does not support parameters that are divided among ranks"
+        )
+        assert state.startswith("train_step: optimizer_state='fp8' does not support parameters that are divided")
         assert parallel.startswith("train_step: up.weight is divided by tensor parallel, (Shard(dim=0),)")
 
 

@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         lambda a, b, offs: torch._grouped_mm(dq(a, torch.tensor(0.5), BF16), dq(b, torch.tensor(0.5), BF16), offs=offs),
         (fp8(64, 64), fp8(4, 64, 48), OFFS),
         "grouped scale",
-        "has not just a scale for each row",
+        "does not have just a scale for each row",
     ),
     "e5m2": (rows_by_experts, (*of(64, 64, 4, 48, E5M2), OFFS), "grouped type", "float8_e5m2; .* float8_e4m3fn alone"),
     "size": (rows_by_experts, (*of(64, 64, 4, 40), OFFS), "grouped size", r"experts \[4, 64, 40\]: .* multiples of 16"),
@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Any, Any, str, str]] = {
         lambda a, b, offs: torch._grouped_mm(a, b, offs=offs),
         (torch.randn(64, 64).bfloat16(), torch.randn(4, 64, 48).bfloat16(), OFFS),
         "not float8",
-        "is no float8 tensor times a scale",
+        "is not a float8 tensor times a scale",
     ),
 }
 

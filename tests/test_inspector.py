@@ -144,7 +144,7 @@ def test_attention_is_that_of_the_gpu() -> None:
         ("tests.inspected:linear", {"target": "h10"}, "unknown target 'h10': choose one of .* did you mean 'h100'?"),
         ("tests.inspected:linear", {"peer": "torchao"}, "unknown peer 'torchao': choose one of"),
         ("tests.inspected:linear", {"recipe": "delaied"}, "did you mean 'delayed'"),
-        ("tests.inspected", {}, "names no model: write module:factory"),
+        ("tests.inspected", {}, "does not name a model: write module:factory"),
         ("tests.nothing:linear", {}, "can't be imported: ModuleNotFoundError: No module named 'tests.nothing'"),
         ("tests.inspected:looks_at_a_value", {}, "can't be built: .*has sizes but no values|fake tensors"),
         ("tests.inspected:wrong_shape", {}, "can't be compiled with fp8pass delayed for h100: .*shows where"),
@@ -157,7 +157,7 @@ def test_errors_are_one_line(spec: str, arguments: dict[str, Any], message: str)
 
 
 def test_what_is_no_factory() -> None:
-    with pytest.raises(Fp8Error, match="not_a_factory is no callable: write module:factory"):
+    with pytest.raises(Fp8Error, match="not_a_factory is not callable: write module:factory"):
         _factory("tests.inspected:not_a_factory")
     with pytest.raises(Fp8Error, match=r"returned Linear: let it return a tuple \(model, \*inputs\)"):
         _built(inspected.no_tuple)
@@ -235,7 +235,7 @@ def test_every_gpu_has_a_size(name: str) -> None:
 
 def test_the_command_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "model"]) == 2
-    assert capsys.readouterr().err.startswith("fp8pass inspect: 'model' names no model")
+    assert capsys.readouterr().err.startswith("fp8pass inspect: 'model' does not name a model")
 
 
 def test_nothing_is_pretended_here(linear: Inspection) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import rooms
 
 STATES = rooms.ROOT / "fp8pass" / "states"
-CLASSES = {"SlotGroup": "slots.py", "StepTracker": "step_tracker.py", "ReductionState": "reduction_state.py"}
-FILLED_ELSEWHERE = {"frozen": "frozen_weights.py", "cached": "weight_cache.py", "ring": "compiled_graph.py"}
+CLASSES = {"InstanceState": "slots.py", "StepTracker": "step_tracker.py", "ReductionState": "reduction_state.py"}
+FILLED_ELSEWHERE = {"frozen": "frozen_weights.py", "cached": "weight_cache.py", "monitor_buffer": "compiled_graph.py"}
 """Fields of `InstanceState` that others fill: the class only makes them, and empties them."""
 
 

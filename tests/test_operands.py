@@ -128,9 +128,9 @@ def test_scales_far_apart_do_not_leave_the_range(function: Callable[..., Tensor]
     ("factor", "reason"),
     [
         (2j, "scales by a complex number"),
-        (0, "scales by 0, which is no normal float32"),
-        (1e39, "scales by 1e+39, which is no normal float32"),
-        (float("inf"), "scales by inf, which is no normal float32"),
+        (0, "scales by 0, which is not a normal float32"),
+        (1e39, "scales by 1e+39, which is not a normal float32"),
+        (float("inf"), "scales by inf, which is not a normal float32"),
     ],
 )
 def test_numbers_that_are_no_scale(factor: complex, reason: str) -> None:
@@ -273,7 +273,7 @@ def test_what_is_dequantized_for_nothing_is_noted() -> None:
     with verdicts() as report:
         compiled(function, recipe=None)(fp8(16, 32))
     (note,) = report.notes
-    assert re.match(r"\w+ is dequantized for amax \(\S+\) and sub \(\S+\), and for no mm, addmm, bmm or baddbmm", note)
+    assert re.match(r"\w+ is dequantized for amax \(\S+\) and sub \(\S+\), not for mm, addmm, bmm or baddbmm", note)
 
 
 def test_float8_of_another_kind() -> None:

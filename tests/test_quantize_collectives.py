@@ -166,7 +166,7 @@ def of_delayed(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
 
 def test_graph_of_a_quantize_behind_an_all_gather() -> None:
     _, module, context = rewritten(delayed(gather), *of_delayed())
-    assert context.notes == ["1 collectives bring FP8, 0.00102 MB in the place of 0.00205 MB"]
+    assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"]
     expect_graph(
         module,
         """\
@@ -907,13 +907,13 @@ X, SCALES = torch.randn(8, 32).to(BF16), torch.ones(1)
 WIDE = "{} reads what all_gather_into_tensor brings in bfloat16"
 PART = "amax_1 is not known to be the amax of all that all_gather_into_tensor brings"
 REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
-    "a plain input": (plain, (X, SCALES), "the scale select behind all_gather_into_tensor may differ between ranks"),
+    "a plain input": (plain, (X, SCALES), "the scale select after all_gather_into_tensor may differ between ranks"),
     "a smaller group": (
         of_half,
         (X, SCALES),
-        "the scale select behind all_gather_into_tensor may differ between ranks",
+        "the scale select after all_gather_into_tensor may differ between ranks",
     ),
-    "rows": (by_rows, (X, SCALES), "unsqueeze behind all_gather_into_tensor is not one scale for all of it"),
+    "rows": (by_rows, (X, SCALES), "unsqueeze after all_gather_into_tensor is not one scale for all of it"),
     "rows, by their amax": (per_row, (X,), WIDE.format("abs_1")),
     "another reader": (other_reader, (X,), WIDE.format("cos")),
     "an output": (is_output, (X,), WIDE.format("output")),
@@ -945,27 +945,27 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
     "more dimensions": (
         more_dimensions,
         (X,),
-        "full behind all_gather_into_tensor has 3 dimensions, more than what it scales",
+        "full after all_gather_into_tensor has 3 dimensions, more than what it scales",
     ),
     "in front: a plain input": (
         plain_in_front,
         (fp8(8, 32), SCALES),
-        "select in front of all_gather_into_tensor may differ between ranks",
+        "select before all_gather_into_tensor may differ between ranks",
     ),
     "in front: a smaller group": (
         half_in_front,
         (fp8(8, 32), SCALES),
-        "reciprocal in front of all_gather_into_tensor may differ between ranks",
+        "reciprocal before all_gather_into_tensor may differ between ranks",
     ),
     "in front: rows": (
         rows_in_front,
         (fp8(8, 32), SCALES),
-        "unsqueeze in front of all_gather_into_tensor is not one scale for all of it",
+        "unsqueeze before all_gather_into_tensor is not one scale for all of it",
     ),
     "in front: padding": (
         padded_by_one,
         (fp8(8, 32),),
-        "constant_pad_nd in front of all_gather_into_tensor adds what is not 0 in FP8",
+        "constant_pad_nd before all_gather_into_tensor adds what is not 0 in FP8",
     ),
     "quantized elsewhere": (
         elsewhere,
@@ -1078,4 +1078,4 @@ def test_symbolic_sizes() -> None:
     assert QuantizeCollectives().run(module.graph, context) == 1, context.notes
     run(module)
     assert [s for s in sent(module) if "gather" in s] == ["all_gather_into_tensor uint8"]
-    assert context.notes == ["1 collectives bring FP8, 0.00102 MB in the place of 0.00205 MB"], "at the sizes traced"
+    assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"], "at the sizes traced"

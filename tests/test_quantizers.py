@@ -79,7 +79,7 @@ def test_blocks_of_weights_are_square_and_serve_twice() -> None:
 @pytest.mark.parametrize(
     ("recipe", "shapes", "kinds", "reason"),
     [
-        (BlockwiseScaling(), {"input": (4, 31, 256), "grad_output": (4, 31, 128)}, {"grad_weight"}, r"input \[4, 31, 256\] has 124 elements along the sum, no multiple of 128"),
+        (BlockwiseScaling(), {"input": (4, 31, 256), "grad_output": (4, 31, 128)}, {"grad_weight"}, r"input \[4, 31, 256\] has 124 elements along the sum, not a multiple of 128"),
         (BlockwiseScaling(), {"weight": (100, 256), "grad_output": (4, 32, 100)}, {"output", "grad_input"}, "blocks of 128, and (weight|grad_output)"),
         (MXFP8Scaling(), {"weight": (128, 40), "input": (4, 32, 40)}, {"output"}, r"mxfp8 scales blocks of 32, and input \[4, 32, 40\] has 40 elements"),
     ],

@@ -248,7 +248,7 @@ def test_what_is_wrong_with_a_machine_file(changed: dict[str, Any], message: str
 
 def test_no_machine_file(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("fast")
-    with pytest.raises(ValueError, match=r"text\.json is no JSON"):
+    with pytest.raises(ValueError, match=r"text\.json is not JSON"):
         load_machine(tmp_path / "text.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ValueError, match=r"list\.json must hold one object, with the fields name, "):

@@ -207,7 +207,7 @@ def test_float8_output_stays_behind_and_says_so() -> None:
         return ((a.float() * s) @ b.float()).clamp(-448, 448).to(E4M3).float()
 
     module, (gemm,) = detect(function, fp8(32, 64), rows(32, 1), fp8(64, 48))
-    assert gemm.note.endswith("behind the kernel: none with scales for rows does it")
+    assert gemm.note.endswith("after the kernel: none with scales for rows does it")
     assert count(module, aten._scaled_mm.default) == 1
 
 

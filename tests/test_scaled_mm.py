@@ -93,17 +93,17 @@ REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "one side": (
         lambda a, b: dq(a, 0.5) @ b,
         (fp8(32, 64), torch.randn(64, 48)),
-        r"^operand b_1: float32 is no float8 tensor times a scale; nothing else was found against it$",
+        r"^operand b_1: float32 is not a float8 tensor times a scale; nothing else was found against it$",
     ),
     "reached through a view": (
         lambda a, b: dq(a, 0.5) @ b.t(),
         (fp8(32, 64), torch.randn(48, 64)),
-        r"operand b_1: float32 is no float8 tensor times a scale \(reached through permute\); nothing else was found against it",
+        r"operand b_1: float32 is not a float8 tensor times a scale \(reached through permute\); nothing else was found against it",
     ),
     "neither side": (
         lambda a, b: a @ b.t(),
         (torch.randn(32, 64), torch.randn(48, 64)),
-        r"^operand a_1: float32 is no float8 tensor times a scale; and operand b_1: .* \(reached through permute\)$",
+        r"^operand a_1: float32 is not a float8 tensor times a scale; and operand b_1: .* \(reached through permute\)$",
     ),
     "two conditions": (
         lambda a, s, b: a.float() * s @ dq(b, 0.5).relu(),

@@ -117,7 +117,7 @@ def test_json_lines_and_their_plot(tmp_path: Path, capsys: pytest.CaptureFixture
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     file.write_text('{"step": 1}\n')
     assert cli.main(["plot", str(file)]) == 2
-    assert "line 1 is no row of fp8pass.stats(model).to_jsonl: 'slot'" in capsys.readouterr().err
+    assert "line 1 is not a row of fp8pass.stats(model).to_jsonl: 'slot'" in capsys.readouterr().err
 
 
 def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:

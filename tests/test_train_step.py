@@ -163,7 +163,7 @@ def test_optimizers(name: str) -> None:
         assert losses[3] < losses[0]
         for w in weights(model):
             assert (w.requantized, w.expected) == ((2, 2) if name in COMPILED else (5, 1))
-        again = "2 weights were quantized again by kernels of their own, up to 4 times" in str(step.report)
+        again = "2 weights were quantized again by separate kernels, up to 4 times" in str(step.report)
         assert again == bool(weights(model) and name in EAGER)
         assert ("fused=True, say: use foreach=True" in str(step.report)) == again
         return losses, everything(model, optimizer)
@@ -201,8 +201,8 @@ def test_weights_that_are_changed_again_in_the_same_graph() -> None:
     for layer in model.children():
         (w,) = weights(layer)
         assert w.is_fresh() and w.requantized == 2, "the updates have made it"
-        assert w.group is not None
-        scale_inv = w.group.tensors.weight_copy_scales[0, w.index]
+        assert w.state is not None
+        scale_inv = w.state.tensors.weight_copy_scales[0, w.index]
         stored = layer.get_parameter("weight").detach()
         assert torch.equal(w.x_q.float(), quantize(stored, 1 / scale_inv, E4M3).float())
         assert (w.x_t is None) == (layer is next(model.children())), "whose input needs no gradient"

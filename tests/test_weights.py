@@ -403,8 +403,8 @@ def test_the_copy_is_that_of_the_weight_as_it_is_stored(lowering: str, dtype: to
     scale = 448 / torch.stack(amaxes).max()
     assert torch.equal(w.x_q.float(), quantize(stored, scale, E4M3).float())
     assert w.x_t is not None and torch.equal(w.x_t.float(), w.x_q.float().t())
-    assert w.group is not None
-    scale_inv, amax = w.group.tensors.weight_copy_scales[:, w.index]
+    assert w.state is not None
+    scale_inv, amax = w.state.tensors.weight_copy_scales[:, w.index]
     assert torch.equal(amax, stored.float().abs().max())
     torch.testing.assert_close(scale_inv, 1 / scale, rtol=1e-6, atol=0)
 

@@ -272,9 +272,9 @@ def test_graph() -> None:
     module = captured(sgd, p, q, torch.randn(16, 16))
     places = written(module)
     assert places == [0, 2]
-    writes = [Write((0,), state=0, index=0, transposed=False), Write((2, None), state=0, index=2, transposed=True)]
-    states = (WeightSlots(DelayedScaling(), first=3, count=4),)
-    on_update(module, UpdateKey(states, tuple(writes), (), ()), TakeStates(), WriteWeights())
+    writes = [Write((0,), slots=0, index=0, transposed=False), Write((2, None), slots=0, index=2, transposed=True)]
+    weight_slots = (WeightSlots(DelayedScaling(), first=3, count=4),)
+    on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     expect_graph(
         module,
         """\
@@ -315,8 +315,8 @@ def test_what_is_written() -> None:
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
     first, second = written(module)
     writes = [Write((first,), 0, 0, transposed=False), Write((second, None), 0, 2, transposed=True)]
-    states = (WeightSlots(DelayedScaling(), first=1, count=3),)
-    on_update(module, UpdateKey(states, tuple(writes), (), ()), TakeStates(), WriteWeights())
+    weight_slots = (WeightSlots(DelayedScaling(), first=1, count=3),)
+    on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     scale = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
     history = torch.zeros(4, 5)
     history[1] = torch.tensor([9.0, 1.0, 2.0, 14.0, 9.0])

@@ -352,7 +352,7 @@ class _Bisector:
     def _find_machinery(self, runs_eagerly: bool, cached: bool) -> None:
         """Find which stage after the annotated graph is at fault: AOTAutograd, a pass, weight cache, or Inductor."""
         found = self.found
-        behind_passes = runs_eagerly or self._try("op by op behind all passes", way="eager") == "fails"
+        behind_passes = runs_eagerly or self._try("op by op after all passes", way="eager") == "fails"
         self.how = {"way": "eager"} if behind_passes else {}
         if cached and self._try("without FP8 copies of weights", weight_cache=False) == "passes":
             found.verdict = "weight_cache"

@@ -36,7 +36,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
         return {**row, "step": int(row["step"]), "slot": str(row["slot"]), **{k: row[k] for k in PANELS}}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise Fp8Error(f"{where} is no row of fp8pass.stats(model).to_jsonl: {error}") from error
+        raise Fp8Error(f"{where} is not a row of fp8pass.stats(model).to_jsonl: {error}") from error
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path, slots: str = "*") -> list[str]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8pass.quant.ops import SlotTensors
-from fp8pass.states.checkpoint import State, state
+from fp8pass.states.checkpoint import State
+from fp8pass.states.checkpoint import state as state_of
 from fp8pass.states.slots import InstanceState, registry
 from fp8pass.training_step import TrainStep, reached
 
@@ -95,7 +96,7 @@ def _module(model: nn.Module) -> Iterator[Undo]:
             yield functools.partial(values.update, kept)
     for x in (*model.parameters(), *model.buffers()):
         yield _tensor(x)
-    yield _loaded(state(model))
+    yield _loaded(state_of(model))
 
 
 def _tensor(x: Tensor) -> Undo:
@@ -112,7 +113,7 @@ def _tensor(x: Tensor) -> Undo:
 
 
 def _loaded(of: State) -> Undo:
-    """Save the loaded entries of a `State`, from which slot groups that are created later take their values."""
+    """Save the loaded entries of a `State`, from which instance states that are created later take their values."""
     loaded, steps = of._loaded, of._steps
     entries = dict(loaded.entries)
 
@@ -159,29 +160,29 @@ def _random_state() -> Undo:
 
 
 def _fp8_state() -> Undo:
-    saved = [(group, _group(group)) for group in registry.groups()]
+    saved = [(state, _instance_state(state)) for state in registry.states()]
 
     def undo() -> None:
-        registry.keep([group for group, _ in saved if group.alive()])
-        for _, undo_group in saved:
-            undo_group()
+        registry.keep([state for state, _ in saved if state.alive()])
+        for _, undo_state in saved:
+            undo_state()
 
     return undo
 
 
-def _group(group: InstanceState) -> Undo:
+def _instance_state(state: InstanceState) -> Undo:
     made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")
     constant = ("table", "owned", "tensors", "relatives", "neighbours", *made_again)
-    values = {f.name: copy.copy(getattr(group, f.name)) for f in fields(group) if f.name not in constant}
-    tensors, relatives = SlotTensors(*(t.clone() for t in group.tensors)), list(group.relatives)
-    neighbours = list(group.neighbours)
+    values = {f.name: copy.copy(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
+    tensors, relatives = SlotTensors(*(t.clone() for t in state.tensors)), list(state.relatives)
+    neighbours = list(state.neighbours)
 
     def undo() -> None:
-        for t, saved in zip(group.tensors, tensors, strict=True):
+        for t, saved in zip(state.tensors, tensors, strict=True):
             t.copy_(saved)
         for name, value in values.items():
-            setattr(group, name, copy.copy(value))
-        group.relate(relatives, neighbours)
-        group.forget_copies()
+            setattr(state, name, copy.copy(value))
+        state.relate(relatives, neighbours)
+        state.forget_copies()
 
     return undo

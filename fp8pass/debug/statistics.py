@@ -14,7 +14,8 @@ from fp8pass.fields import nearest
 from fp8pass.quant.monitor_ops import MonitorBuffer, Numerics
 from fp8pass.recipes import matches
 from fp8pass.report.text_table import aligned, ruled
-from fp8pass.states.checkpoint import state, usual_name
+from fp8pass.states.checkpoint import state as state_of
+from fp8pass.states.checkpoint import usual_name
 from fp8pass.states.slots import InstanceState, registry
 
 PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr")
@@ -145,14 +146,14 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
         raise TypeError(f"slots is {slots!r}: pass a name pattern, 'layers.3' or '*.grad_output' say")
     if not isinstance(since, int):
         raise TypeError(f"since is {since!r}: pass the number of a step")
-    module = state(model).module
+    module = state_of(model).module
     assert module is not None
     rows: list[SlotStats] = []
     watched = False
-    for group in registry.groups():
-        if group.monitor_buffer is not None and usual_name(module, group, "") is not None:
+    for state in registry.states():
+        if state.monitor_buffer is not None and usual_name(module, state, "") is not None:
             watched = True
-            rows += _rows(module, group, group.monitor_buffer, since)
+            rows += _rows(module, state, state.monitor_buffer, since)
     if not watched:
         raise Fp8Error(
             "nothing of this model is watched: compile it with options={'monitor': True}, or with "
@@ -165,8 +166,8 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     return Stats(tuple(sorted(rows, key=lambda row: (row.step, row.order))))
 
 
-def _rows(module: Any, group: InstanceState, monitor_buffer: MonitorBuffer, since: int) -> Iterator[SlotStats]:
-    names = [str(usual_name(module, group, w.name)) for w in monitor_buffer.table.watched]
+def _rows(module: Any, state: InstanceState, monitor_buffer: MonitorBuffer, since: int) -> Iterator[SlotStats]:
+    names = [str(usual_name(module, state, w.name)) for w in monitor_buffer.table.watched]
     for step, called, numbers in zip(
         monitor_buffer.steps, monitor_buffer.called, monitor_buffer.read().tolist(), strict=True
     ):

@@ -32,8 +32,8 @@ from fp8pass.roofline import load_machine
 from fp8pass.states.slots import InstanceState, registry
 
 _BUILT = (
-    "It is built with fake tensors on the CPU, which have sizes but no values: the factory can load no weights and "
-    "look at no value"
+    "It is built with fake tensors on the CPU, which have sizes but no values: the factory can't load weights or read "
+    "values"
 )
 _TRACED = "torch.compile(model, fullgraph=True)(*inputs) on the CPU, with its backward, shows where"
 _NAMED = tuple(
@@ -83,7 +83,7 @@ class _Work:
 def main(request: dict[str, Any], answer: Path) -> None:
     """Compile the runs that the request asks for; write an `Inspection` as JSON, or {"error": one line}."""
     spec = request["spec"]
-    work = _Work(answer, f"{request['machine']} is no machine file")
+    work = _Work(answer, f"{request['machine']} is not a machine file")
     sys.excepthook = work.failed
     target = load_machine(request["machine"]) if request["machine"] else TARGETS[request["target"]]
     TARGETS[target.name] = target
@@ -100,16 +100,16 @@ def main(request: dict[str, Any], answer: Path) -> None:
     answer.write_text(json.dumps(asdict(found)))
 
 
-def _has_history(group: InstanceState) -> None:
-    """Mark a slot group's state as past the first step, which runs op by op and compiles nothing."""
-    group.assume_scales()
+def _has_history(state: InstanceState) -> None:
+    """Mark an instance state as past the first step, which runs op by op and compiles nothing."""
+    state.assume_scales()
 
 
 def _factory(spec: str) -> Callable[[], Any]:
     module, _, name = spec.partition(":")
     found = getattr(importlib.import_module(module), name)
     if not callable(found):
-        raise Fp8Error(f"{spec} is no callable: write module:factory, a function that returns (model, *inputs)")
+        raise Fp8Error(f"{spec} is not callable: write module:factory, a function that returns (model, *inputs)")
     factory: Callable[[], Any] = found
     return factory
 

@@ -1,4 +1,4 @@
-"""Lower an annotated graph op by op: the same passes, and no code generated."""
+"""Lower an annotated graph to run op by op: with the same passes, and without generated code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def through_aot(
     inference: Callable[[fx.GraphModule, Any], Any],
     partition: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Set AOTAutograd up as Inductor does, with other compilers. backward: None for that of the forward."""
+    """Set AOTAutograd up as Inductor does, with other compilers. backward: None to use that of the forward."""
     return aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
@@ -36,8 +36,7 @@ def through_aot(
 def lower_eager(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
-    """The same graphs, run op by op."""
-
+    """Lower a graph as `lower_through_inductor` does, with the same passes, to graphs that run op by op."""
     kernel_passes = KernelPasses(pipeline.config, pipeline.dump)
 
     def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
@@ -71,16 +70,17 @@ def lower_eager(
 
 
 def op_by_op(module: fx.GraphModule) -> Any:
-    """Stands for a compiled graph where AOTAutograd calls it: the graph itself."""
+    """Return the graph itself, wrapped as the compiled graph that AOTAutograd expects."""
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
     return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
 
 
 def _call_directly(graph_module: fx.GraphModule) -> None:
-    """Call functions where kernel passes have put ops that are meant for Inductor.
+    """Replace ops that kernel passes insert for Inductor by plain functions.
 
-    Its own op copies whatever it gets when it is run by itself, and ours take several times as long as their formulas.
+    Run op by op, `FORCE_STRIDE_ORDER` always copies, because it compares a tuple of strides with a list
+    (`eager_force_stride` in torch's inductor_prims.py), and custom ops take several times as long as their formulas.
     """
     for op, function in {FORCE_STRIDE_ORDER: _laid_out, **FORMULAS}.items():
         for node in graph_module.graph.find_nodes(op="call_function", target=op):
@@ -89,23 +89,24 @@ def _call_directly(graph_module: fx.GraphModule) -> None:
 
 
 def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """Compute what FORCE_STRIDE_ORDER does."""
+    """Return `x` with these strides: itself if it has them, else a copy."""
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _replaces_input(node: fx.Node) -> bool:
-    """`input.data = ...`: gives the tensor object itself another storage."""
+    """Return whether a node gives an input, as a tensor object, another storage: `input.data = ...`."""
     source = node.args[0] if node.args else None
-    replaces = str(node.target).startswith(("aten.set_.", "aten.shallow_copy_data_."))  # the latter from 2.15 on
+    replaces = str(node.target).startswith(("aten.set_.", "aten.shallow_copy_data_."))  # the latter from torch 2.15 on
     return replaces and isinstance(source, fx.Node) and source.op == "placeholder"
 
 
 def _run_unseen(forward: Callable[..., Any], replaced: set[int], *args: Any) -> Any:
-    """As compiled code does, write into inputs without autograd counting it: what is saved may be written again.
+    """Run a graph that writes into its inputs without increasing their version counters, as compiled code does.
 
-    replaced: the inputs that get another storage, which an alias would get in their place.
+    With increased counters autograd would refuse to use inputs that it has saved. replaced: indices of inputs that get
+    another storage; they are not replaced by aliases, which would get it instead.
     """
 
     def unseen(i: int, x: Any) -> Any:

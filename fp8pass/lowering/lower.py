@@ -1,4 +1,4 @@
-"""Compile an annotated graph, by the lowering that the user chose."""
+"""Compile an annotated graph with the lowering that the user chose."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fp8pass.states.steps import Pass, checkpointed_region
 
 
 def fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
-    """Examples of what the graph is called with after Dynamo's inputs."""
+    """Return examples of the graph's inputs after Dynamo's inputs."""
     mode = detect_fake_mode(example_inputs)
     if mode is None:
         return []
-    with mode, torch.no_grad():  # each input a tensor of its own, also where calls pass aliases
+    with mode, torch.no_grad():  # each input is a separate tensor, also where calls pass aliases
         state = [x.clone() for table in annotation.tables for x in table.inputs(table.new_tensors())]
         watched = [] if annotation.watched is None else [x.clone() for x in MonitorBuffer(annotation.watched).inputs()]
         backward_amax_inputs = (
@@ -46,7 +46,7 @@ def lower(
     attempt: Attempt = FIRST,
     later: Later | None = None,
 ) -> Callable[..., Any]:
-    """Compile an annotated graph. later: compiles its backward, which may fail when the forward has run."""
+    """Compile an annotated graph. later: compiles its backward, which may fail after the forward has run."""
     pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update, attempt)
     pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
     with_lowering = lower_eager if config.lowering == "eager" else lower_through_inductor

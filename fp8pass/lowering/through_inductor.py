@@ -21,7 +21,7 @@ from fp8pass.report.graph_view import generating
 def lower_through_inductor(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
-    """Return what Inductor compiles of an annotated graph and of its backward, with our passes where it takes some."""
+    """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
     config, dump, kernel_passes = pipeline.config, pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
     is_plain = pipeline.attempt.form == "plain"
 
@@ -61,11 +61,11 @@ def lower_through_inductor(
         caches["enable_autograd_cache"] = False
     else:
         patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
-    # a cache hit skips the passes, and there would be nothing to dump, or to try; nor is a fault to be kept
+    # a cache hit would skip the passes, which dumps and trials need; and graphs compiled after a fault are not cached
     if dump.folder is not None or overrides.current() or pipeline.attempt != FIRST:
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     with functorch_config.patch(caches):
         compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
-    assert callable(compiled)  # text only where Inductor's C++ wrapper is asked for
+    assert callable(compiled)  # `compile_fx` returns text only if it compiles ahead of time
     return compiled

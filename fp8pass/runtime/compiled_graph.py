@@ -39,14 +39,14 @@ class _Forward:
     """A call in the forward of a checkpointed region: the code and the scales with which the backward repeats it.
 
     run: the code that ran; None after a no-grad forward, which ran the code of another graph. eager: True if that ran
-    op by op. scales: the keys of the slots and their scales f32[T], for each group. states: the scales of the
-    `ScaleState`s that the user placed, one each.
+    op by op. scales: the keys of the slots and their scales f32[T], for each instance state. user_scales: the scales
+    f32[] of the `ScaleState`s that the user placed.
     """
 
     run: Run | None
     eager: bool
     scales: list[tuple[list[tuple[Any, ...]], Tensor]]
-    states: list[Tensor]
+    user_scales: list[Tensor]
 
 
 _ONLY_SHAPES = _Forward(None, False, [], [])
@@ -68,20 +68,20 @@ class _Call:
     """A call of a graph. owned: the instance's tensors among `args`. forward: the call it repeats; None if unknown.
 
     run: the code that runs. eager: True if it runs op by op because the repetition will.
-    For a repetition, numbers: the buffers of the numerics monitor; states: the state inputs; cold: True if a slot has
-    no scale in them.
+    For a repetition, monitor_inputs: the buffers of the numerics monitor; state_inputs: the inputs for `states`; cold:
+    True if a slot has no scale in them.
     """
 
     kind: Kind
     args: Sequence[Any]
     owned: list[Tensor]
-    groups: list[InstanceState]
+    states: list[InstanceState]
     region: Region | None
     forward: _Forward | None
     run: Run | None = None
     eager: bool = False
     monitor_inputs: list[Tensor] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
+    state_inputs: list[Tensor] = field(default_factory=list)
     cold: bool = False
 
 
@@ -101,7 +101,7 @@ class CompiledGraph:
         self._for_cold_slots: Run | None = None
         self._lock = threading.Lock()
         self._counter: SlotTable | None = None
-        """The table whose group counts the steps of the numerics monitor; None without the monitor."""
+        """The table whose state counts the steps of the numerics monitor; None without the monitor."""
         if (watched := annotation.watched) is not None:
             self._counter = SlotTable.counter(annotation.owned_paths, watched.code)
 
@@ -115,38 +115,38 @@ class CompiledGraph:
 
     def _classified(self, args: Sequence[Any]) -> _Call:
         owned = [args[i] for i in self._annotation.owned]
-        groups = [registry.of(table, owned) for table in self._annotation.tables]
+        states = [registry.of(table, owned) for table in self._annotation.tables]
         region, how = checkpointed_region() or (None, None)
         forward = None
         if region is not None and how is Pass.REPEATED:
-            forward = region.next_forward(self._key(groups))
+            forward = region.next_forward(self._key(states))
             kind = Kind.SHAPES if forward is _ONLY_SHAPES else Kind.REPEATED
         elif (region is not None or torch.is_grad_enabled()) and is_shape_inference():
             kind = Kind.SHAPES
         else:
             kind = {None: Kind.PLAIN, Pass.FIRST: Kind.FIRST, Pass.AHEAD: Kind.AHEAD}[how]
-        return _Call(kind, args, owned, groups, region if how is not Pass.REPEATED else None, forward)
+        return _Call(kind, args, owned, states, region if how is not Pass.REPEATED else None, forward)
 
-    def _key(self, groups: Sequence[InstanceState]) -> Hashable:
+    def _key(self, states: Sequence[InstanceState]) -> Hashable:
         """Return the key of the code and the instance: the same for training and evaluation."""
-        names = tuple((g.table.forward_names(), *map(id, g.owned_tensors())) for g in groups)
+        names = tuple((s.table.forward_names(), *map(id, s.owned_tensors())) for s in states)
         return names or id(self)
 
     # `_Row.roll`
 
     def _roll(self, call: _Call) -> None:
         finish()
-        for group in call.groups:
-            group.begin()
-            if group.table.training:
-                begin_step(group)
+        for state in call.states:
+            state.begin()
+            if state.table.training:
+                begin_step(state)
 
     def _roll_trained(self, call: _Call) -> None:
         """Roll these slots in the graph that trains: this no-grad forward belongs to training, and will be repeated."""
         finish()
-        for group in call.groups:
-            group.tracker.expect_recompute()
-            group.begin_trained_step(begin_step)
+        for state in call.states:
+            state.tracker.expect_recompute()
+            state.begin_trained_step(begin_step)
         self._roll(call)
 
     def _join(self, call: _Call) -> None:
@@ -157,23 +157,23 @@ class CompiledGraph:
         forward = call.forward
         call.monitor_inputs = self._monitor_inputs(call.owned, repeats=forward is not None and forward.run is not None)
         finish()  # or the result of the reduction would overwrite the amaxes recorded here
-        for group in call.groups:
-            join_step(group)
-            if not group.table.remembers:
-                call.states += group.inputs()
+        for state in call.states:
+            join_step(state)
+            if not state.table.remembers:
+                call.state_inputs += state.inputs()
                 continue
-            group.begin_repeated()
-            t, again = group.tensors, group.for_repetition()
+            state.begin_repeated()
+            t, again = state.tensors, state.for_repetition()
             for keys, then in forward.scales if forward else ():
-                group.copy_slots(keys, then, again.scale)
-            call.cold |= not group.warm and bool((again.scale == 0).any())
-            if group.catch_up():
-                continues(group)
-                if group.table.reduces is not None:
-                    group.reduction.complete()  # the repetition runs in the backward
+                state.copy_slots(keys, then, again.scale)
+            call.cold |= not state.warm and bool((again.scale == 0).any())
+            if state.catch_up():
+                continues(state)
+                if state.table.reduces is not None:
+                    state.reduction.complete()  # the repetition runs in the backward
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
-            call.states += again.inputs()
-            group.tracker.raise_to(1, 1)
+            call.state_inputs += again.inputs()
+            state.tracker.raise_to(1, 1)
 
     def _nothing(self, call: _Call) -> None:
         """Leave all slots as they are."""
@@ -181,7 +181,7 @@ class CompiledGraph:
     # `_Row.code`
 
     def _for_step(self, call: _Call) -> Run:
-        waiting = [g for g in call.groups if g.table.training and not g.warm]
+        waiting = [s for s in call.states if s.table.training and not s.warm]
         return self._for_step_of(waiting) if waiting else self._compiled
 
     def _as_its_repetition(self, call: _Call) -> Run:
@@ -189,7 +189,7 @@ class CompiledGraph:
 
         Both must draw the same random numbers (`preserve_rng_state`), and Inductor draws other ones than eager ops do.
         """
-        call.eager = not all(g.is_trained() for g in call.groups)
+        call.eager = not all(s.is_trained() for s in call.states)
         return self._annotation.run if call.eager else self._for_step(call)
 
     def _as_then(self, call: _Call) -> Run:
@@ -200,33 +200,33 @@ class CompiledGraph:
         return self._annotation.bootstrapped().run if eager else self._compiled
 
     def _for_shapes(self, call: _Call) -> Run:
-        groups = [g for g in call.groups if g.table.remembers]
-        cold = any(not g.warm and bool((g.tensors.scale == 0).any()) for g in groups)
+        states = [s for s in call.states if s.table.remembers]
+        cold = any(not s.warm and bool((s.tensors.scale == 0).any()) for s in states)
         return self._annotation.bootstrapped().run if cold else self._compiled
 
     # `_Row.inputs`
 
     def _own(self, call: _Call) -> list[Any]:
-        states = [x for group in call.groups for x in group.inputs()]
-        return [*call.args, *states, *self._last(call), *self._monitor_inputs(call.owned)]
+        state_inputs = [x for state in call.states for x in state.inputs()]
+        return [*call.args, *state_inputs, *self._last(call), *self._monitor_inputs(call.owned)]
 
     def _of_recomputation(self, call: _Call) -> list[Any]:
-        args = self._with_held_states(call.args, call.forward)
-        return [*args, *call.states, *self._last(call, repeats=True), *call.monitor_inputs]
+        args = self._with_held_scale_states(call.args, call.forward)
+        return [*args, *call.state_inputs, *self._last(call, repeats=True), *call.monitor_inputs]
 
     def _discarded(self, call: _Call) -> list[Any]:
-        args = self._with_held_states(call.args, None)
-        states = [
-            x for g in call.groups for x in (g.for_shape_inference().inputs() if g.table.remembers else g.inputs())
+        args = self._with_held_scale_states(call.args, None)
+        state_inputs = [
+            x for s in call.states for x in (s.for_shape_inference().inputs() if s.table.remembers else s.inputs())
         ]
-        return [*args, *states, *self._last(call, repeats=True), *self._monitor_inputs(call.owned, repeats=True)]
+        return [*args, *state_inputs, *self._last(call, repeats=True), *self._monitor_inputs(call.owned, repeats=True)]
 
     def _last(self, call: _Call, repeats: bool = False) -> list[Tensor]:
         """Return the inputs after the state: frozen weights, cached weights, and those that the backward writes."""
         of = self._annotation
         return [
-            *frozen_weights(of.frozen, call.args, call.groups),
-            *cached_weights(of.cached, call.args, call.groups, repeats),
+            *frozen_weights(of.frozen, call.args, call.states),
+            *cached_weights(of.cached, call.args, call.states, repeats),
             *of.late_inputs(call.args),
         ]
 
@@ -243,14 +243,14 @@ class CompiledGraph:
             counter.monitor_buffer.begin(registry.step_of(owned) - 1, now())
         return counter.monitor_buffer.inputs(repeats)
 
-    def _with_held_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
+    def _with_held_scale_states(self, args: Sequence[Any], forward: _Forward | None) -> list[Any]:
         """Return Dynamo's inputs with copies of the user's scale states that neither roll nor record.
 
         Their scales are those of `forward`; without it, the current ones.
         """
         held = list(args)
-        for i, (scale, history, amax, step_ended, flag) in enumerate(self._annotation.states):
-            held[scale] = (forward.states[i] if forward else args[scale]).clone()
+        for i, (scale, history, amax, step_ended, flag) in enumerate(self._annotation.scale_states):
+            held[scale] = (forward.user_scales[i] if forward else args[scale]).clone()
             held[history], held[amax] = args[history].clone(), torch.full_like(args[amax], scaling.NOTHING)
             held[step_ended], held[flag] = torch.zeros_like(args[step_ended]), torch.ones_like(args[flag])
         return held
@@ -259,9 +259,9 @@ class CompiledGraph:
 
     def _record(self, call: _Call, result: Any) -> Any:
         """Note that a forward has recorded amaxes, and watch for its backward, which will record more."""
-        if any(len(g.tensors.amax_backward) for g in call.groups):
-            _watch_backward(result, call.groups)
-        reduced = [g for g in call.groups if g.reduces is not None and g.table.training]
+        if any(len(s.tensors.amax_backward) for s in call.states):
+            _watch_backward(result, call.states)
+        reduced = [s for s in call.states if s.reduces is not None and s.table.training]
         if (reducer := _reducer_of(reduced)) is not None:
             reducer.watch(result, reduced, may_end=pipeline_call() is None)
         return result
@@ -271,9 +271,9 @@ class CompiledGraph:
         assert call.region is not None
         # `Kind.AHEAD` ran the code of evaluation, which the repetition cannot use
         run = call.run if call.kind is Kind.FIRST else None
-        scales = [(g.keys(), g.tensors.scale.clone()) for g in call.groups]
-        states = [call.args[state[0]].clone() for state in self._annotation.states]
-        call.region.remember(self._key(call.groups), _Forward(run, call.eager, scales, states))
+        scales = [(s.keys(), s.tensors.scale.clone()) for s in call.states]
+        user_scales = [call.args[scale].clone() for scale, *_ in self._annotation.scale_states]
+        call.region.remember(self._key(call.states), _Forward(run, call.eager, scales, user_scales))
         return result
 
     def _remember_and_record(self, call: _Call, result: Any) -> Any:
@@ -281,18 +281,18 @@ class CompiledGraph:
 
     def _remember_shapes(self, call: _Call, result: Any) -> Any:
         if call.region is not None:
-            call.region.remember(self._key(call.groups), _ONLY_SHAPES)
+            call.region.remember(self._key(call.states), _ONLY_SHAPES)
         return result
 
     def _record_nothing(self, call: _Call, result: Any) -> Any:
         return result
 
-    def _for_step_of(self, groups: Sequence[InstanceState]) -> Run:
+    def _for_step_of(self, states: Sequence[InstanceState]) -> Run:
         """Return the code for a step in which slots may have no scale. Synchronizes with the device."""
-        cold = [name for group in groups for name in group.cold()]
+        cold = [name for state in states for name in state.cold()]
         if not cold:
             return self._compiled
-        if max(group.cold_steps for group in groups) <= EAGER_FIRST_STEPS:
+        if max(state.cold_steps for state in states) <= EAGER_FIRST_STEPS:
             return self._annotation.bootstrapped().run
         with self._lock:
             if self._for_cold_slots is None:
@@ -327,9 +327,9 @@ _TABLE = {
 }
 
 
-def _watch_backward(result: Any, groups: Sequence[InstanceState]) -> None:
+def _watch_backward(result: Any, states: Sequence[InstanceState]) -> None:
     """Register a hook on the backward of a graph's outputs: it notes that it runs, and rejects `create_graph=True`."""
-    hook = functools.partial(_in_backward, [weakref.ref(group) for group in groups])
+    hook = functools.partial(_in_backward, [weakref.ref(state) for state in states])
     for node in {x.grad_fn for x in differentiable(result)}:
         assert node is not None
         node.register_prehook(hook)
@@ -337,21 +337,21 @@ def _watch_backward(result: Any, groups: Sequence[InstanceState]) -> None:
 
 # in a compiled training step, Dynamo would trace this hook as the user's code
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _in_backward(groups: Sequence[weakref.ref[InstanceState]], _: Any) -> None:
+def _in_backward(states: Sequence[weakref.ref[InstanceState]], _: Any) -> None:
     # autograd enables gradients in a backward only for create_graph=True
     if torch.is_grad_enabled():
         raise Fp8Error(
             "backward(create_graph=True) through a graph with delayed scaling: its backward records amaxes, and torch "
             "compiles no second derivatives. Compute this loss with the module as it was before torch.compile"
         )
-    for group in (ref() for ref in groups):
-        if group is not None:
-            group.tracker.end_backward()
+    for state in (ref() for ref in states):
+        if state is not None:
+            state.tracker.end_backward()
 
 
-def _reducer_of(groups: Sequence[InstanceState]) -> Reducer | None:
-    """Return the reducer of the groups' amaxes; None if none of them are reduced, or there are no other ranks."""
-    reduced = ((g.reduces, g.table.device) for g in groups if g.reduces is not None)
+def _reducer_of(states: Sequence[InstanceState]) -> Reducer | None:
+    """Return the reducer of the states' amaxes; None if none of them is reduced, or there are no other ranks."""
+    reduced = ((s.reduces, s.table.device) for s in states if s.reduces is not None)
     return next((reducer_of(*of) for of in reduced), None)
 
 
@@ -359,7 +359,7 @@ class VaryingGraph:
     """A graph that differs between the steps of its instance, which Dynamo calls.
 
     variant: maps a step to a key, equal for steps that run the same compiled code. owned: positions of the instance's
-    tensors among the inputs. table: a table without slots, whose group counts the steps. compile_at: compiles the graph
+    tensors among the inputs. table: a table without slots, whose state counts the steps. compile_at: compiles the graph
     for a step.
     """
 

@@ -14,21 +14,21 @@ from fp8pass.states.slots import InstanceState
 
 
 def frozen_weights(
-    frozen: Sequence[FrozenWeightInput], args: Sequence[Any], groups: Sequence[InstanceState]
+    frozen: Sequence[FrozenWeightInput], args: Sequence[Any], states: Sequence[InstanceState]
 ) -> list[Tensor]:
     """Return the FP8 weights that a graph takes; quantize those that are new or whose parameter has changed."""
-    return [_frozen(f, args[f.position], groups[f.table]) for f in frozen]
+    return [_frozen(f, args[f.position], states[f.table]) for f in frozen]
 
 
-def _frozen(f: FrozenWeightInput, weight: Tensor, group: InstanceState) -> Tensor:
+def _frozen(f: FrozenWeightInput, weight: Tensor, state: InstanceState) -> Tensor:
     # inference tensors have no version counter, so their changes go unseen: they are quantized at each call
     made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
-    if f not in group.frozen or group.frozen[f][0] != made_of or weight.is_inference():
+    if f not in state.frozen or state.frozen[f][0] != made_of or weight.is_inference():
         with torch.inference_mode(False), torch.no_grad():
-            x_q = scaling.quantize(weight.clone(), group.tensors.scale[f.slot], scaling.E4M3)
+            x_q = scaling.quantize(weight.clone(), state.tensors.scale[f.slot], scaling.E4M3)
             # on Hopper and Ada, cuBLASLt takes FP8 operands only with the summed dimension contiguous (TN)
-            group.frozen[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
-    weight_q: Tensor = group.frozen[f][1]
+            state.frozen[f] = made_of, x_q.t().contiguous().t() if f.by_columns else x_q
+    weight_q: Tensor = state.frozen[f][1]
     return weight_q
 
 

@@ -33,7 +33,7 @@ class _Plan:
     """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs."""
 
     weights: Sequence[Fp8Weight]
-    groups: Sequence[InstanceState]
+    states: Sequence[InstanceState]
     moments: Sequence[Moment]
     run: Run
 
@@ -42,21 +42,21 @@ class _CachedPlan:
     """A plan for the next call with the same tensors, held by weak references, so that a model can be freed."""
 
     def __init__(self, plan: _Plan) -> None:
-        self._weights, self._groups = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.groups))
+        self._weights, self._states = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.states))
         self._moments, self._run = plan.moments, plan.run
 
     def plan(self) -> _Plan | None:
-        """Return the plan; None if weights or groups are gone, or the weights' scales are in other groups now."""
+        """Return the plan; None if weights or states are gone, or the weights' scales are in other states now."""
         weights = [w for ref in self._weights if (w := ref()) is not None]
-        groups = [g for ref in self._groups if (g := ref()) is not None]
-        complete = len(weights) == len(self._weights) and len(groups) == len(self._groups)
-        if not complete or any(w.group not in groups for w in weights):
+        states = [s for ref in self._states if (s := ref()) is not None]
+        complete = len(weights) == len(self._weights) and len(states) == len(self._states)
+        if not complete or any(w.state not in states for w in weights):
             return None
-        return _Plan(weights, groups, self._moments, self._run)
+        return _Plan(weights, states, self._moments, self._run)
 
 
 class UpdateGraph:
-    """An update, as a callable for Dynamo. places: the places of the tensors that it writes.
+    """An update, as a callable for Dynamo. refs: the places of the tensors that it writes.
 
     skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. compile_for:
     compiles the graph for a key, and examples of Dynamo's inputs and of the inputs after them. fall_back: compiles with
@@ -103,7 +103,7 @@ class UpdateGraph:
         """Call the graph with Dynamo's inputs, and the FP8 copies, moments and state that it writes."""
         plan = self._plan(args)
         stored = [m for spec, m in self._stored_moments(args).items() if spec in plan.moments] if plan.moments else []
-        result = plan.run(*args, *self._inputs(plan.weights, plan.groups, stored, self._in_graph(args)))
+        result = plan.run(*args, *self._inputs(plan.weights, plan.states, stored, self._in_graph(args)))
         for weight in plan.weights:
             weight.written()
         return result
@@ -132,38 +132,38 @@ class UpdateGraph:
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
-        key, weights, groups, _ = self._found(args)
+        key, weights, states, _ = self._found(args)
         if key in self._runs:
-            return _Plan(weights, groups, key.moments, self._runs[key])
+            return _Plan(weights, states, key.moments, self._runs[key])
         plan, self._attempt = self._fall_back(functools.partial(self._compiled, args), self._attempt)
         return plan
 
     def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
-        key, weights, groups, moments = self._found(args)
-        inputs = self._inputs(weights, groups, moments, self._in_graph(args))
+        key, weights, states, moments = self._found(args)
+        inputs = self._inputs(weights, states, moments, self._in_graph(args))
         self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
-        return _Plan(weights, groups, key.moments, self._runs[key])
+        return _Plan(weights, states, key.moments, self._runs[key])
 
     def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[InstanceState], list[Fp8Moment]]:
-        """Return the key to compile for, the weights with copies, their groups of slots, and the moments in FP8."""
+        """Return the key to compile for, the weights with copies, their states, and the moments in FP8."""
         tensors = [self._tensor(p, args) for p in self._places]
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
-        groups = list(dict.fromkeys(w.group for w in weights if w.group is not None))
+        states = list(dict.fromkeys(w.state for w in weights if w.state is not None))
         if self.counts is not None:
             ids = set(map(id, tensors))
-            trained = (g for g in registry.groups() if g.table.training and g.table.remembers and g.table.names)
-            groups += [g for g in trained if g not in groups and any(id(t) in ids for t in g.owned_tensors())]
+            trained = (s for s in registry.states() if s.table.training and s.table.remembers and s.table.names)
+            states += [s for s in trained if s not in states and any(id(t) in ids for t in s.owned_tensors())]
         refs = self._in_graph(args)
         moments = self._stored_moments(args)
         writes = (
-            Write(tuple(refs.get(id(p)) for p in w.parts), groups.index(w.group), w.index, w.x_t is not None)  # type: ignore[arg-type]
+            Write(tuple(refs.get(id(p)) for p in w.parts), states.index(w.state), w.index, w.x_t is not None)  # type: ignore[arg-type]
             for w in weights
         )
         restore_if_skipped = tuple(self._places) if self.counts is not None else ()
-        key = UpdateKey(tuple(map(state_of, groups)), tuple(writes), restore_if_skipped, tuple(moments))
-        return key, weights, groups, list(moments.values())
+        key = UpdateKey(tuple(map(weight_slots_of, states)), tuple(writes), restore_if_skipped, tuple(moments))
+        return key, weights, states, list(moments.values())
 
     def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
         """Turn off skipping, or FP8 moments, if the attempt after a fault leaves them out.
@@ -223,15 +223,15 @@ class UpdateGraph:
     def _inputs(
         self,
         weights: Sequence[Fp8Weight],
-        groups: Sequence[InstanceState],
+        states: Sequence[InstanceState],
         moments: Sequence[Fp8Moment],
         refs: dict[int, TensorRef],
     ) -> list[Tensor]:
         """Return the inputs after Dynamo's inputs, in the order in which the passes of `annotated_update` add them."""
         inputs: list[Tensor] = []
-        for group in groups:
-            tensors = group.tensors._asdict()
-            inputs += [tensors[name].data for name in state_of(group).inputs(self.counts is not None)]
+        for state in states:
+            tensors = state.tensors._asdict()
+            inputs += [tensors[name].data for name in weight_slots_of(state).inputs(self.counts is not None)]
         if moments:
             inputs += [pack(moments), *(m.x_q for m in moments)]
         if self.counts is not None:
@@ -247,9 +247,9 @@ def _has_values(x: Tensor) -> bool:
 
 
 def _retired(*_: Any) -> Run:
-    raise AssertionError("an update ran in a graph that had moments in full precision, which are in FP8 now")
+    raise AssertionError("an update ran in a graph that had moments in high precision, which are in FP8 now")
 
 
-def state_of(group: InstanceState) -> WeightSlots:
-    """Return the part of an update's key that describes the weights of a group."""
-    return WeightSlots(group.table.delayed, group.table.n_forward, group.table.n_weights)
+def weight_slots_of(state: InstanceState) -> WeightSlots:
+    """Return the part of an update's key that describes the weights of an instance state."""
+    return WeightSlots(state.table.delayed, state.table.n_forward, state.table.n_weights)

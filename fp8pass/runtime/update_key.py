@@ -18,20 +18,20 @@ TensorRef = int | str
 class Write:
     """A weight's FP8 copy that the update writes.
 
-    parts: the places of its parameters in the graph, None for a parameter that the graph does not write. state: the
-    index of the `WeightSlots` that holds its scale; index: its index among the W weights of that state. transposed:
+    parts: the places of its parameters in the graph, None for a parameter that the graph does not write. slots: the
+    index in `UpdateKey.weight_slots` of those that hold its scale; index: its index among their W weights. transposed:
     True if the copy has a transposed copy, too: see `Fp8Weight`.
     """
 
     parts: tuple[TensorRef | None, ...]
-    state: int
+    slots: int
     index: int
     transposed: bool
 
 
 @dataclass(frozen=True)
 class WeightSlots:
-    """The delayed-scaling state of a group of weights: see `SlotTensors`. first: F; count: W."""
+    """The slots of the weights in one instance state: see `SlotTensors`. first: F; count: W."""
 
     recipe: DelayedScaling
     first: int
@@ -56,10 +56,11 @@ class Moment:
 class UpdateKey:
     """Everything that an update is compiled for.
 
-    keeps: the tensors that stay unchanged if a gradient is not finite; empty if the update does not check gradients.
+    restore_if_skipped: the tensors that stay unchanged if a gradient is not finite; empty if the update does not check
+    gradients.
     """
 
-    states: tuple[WeightSlots, ...]
+    weight_slots: tuple[WeightSlots, ...]
     writes: tuple[Write, ...]
     restore_if_skipped: tuple[TensorRef, ...]
     moments: tuple[Moment, ...]

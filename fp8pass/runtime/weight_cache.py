@@ -26,7 +26,7 @@ from fp8pass.states.slots import InstanceState
 class Fp8Weight:
     """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
-    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph needs it. group, index: the group of the graph that was called
+    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph needs it. state, index: the state of the graph that was called
     last, and the column of its `SlotTensors.weight_copy_scales` with the copy's scale_inv and the amax of the weight
     that was quantized.
     """
@@ -34,7 +34,7 @@ class Fp8Weight:
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = tuple(map(weakref.ref, parts))
         self._made_of: Any = None
-        before_eager_optimizers(_forget)
+        before_eager_optimizers(_invalidate_before_step)
         first = parts[0]
         shape = sum(p.shape[0] for p in parts), first.shape[1]
         # a tensor made in inference mode can't be written in place outside of it
@@ -45,7 +45,7 @@ class Fp8Weight:
         self._places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
         self.copies = [self.x_q.narrow(0, *place) for place in self._places]
         self.transposes: list[Tensor] = []
-        self.group: InstanceState | None = None
+        self.state: InstanceState | None = None
         self.index = -1
         self._steps_stale = 0
         """Number of steps begun since the step that the copy was made for."""
@@ -90,12 +90,12 @@ class Fp8Weight:
         self.transposes = [self.x_t.narrow(1, *place) for place in self._places]
         self.invalidate()
 
-    def use_in(self, group: InstanceState, index: int) -> None:
-        """Prepare for a call of this group's graph: copy `weight_copy_scales` from the group that was used last."""
-        if self.group is not None and self.group is not group:
+    def use_in(self, state: InstanceState, index: int) -> None:
+        """Prepare for a call of this state's graph: copy `weight_copy_scales` from the state that was used last."""
+        if self.state is not None and self.state is not state:
             with torch.no_grad():
-                group.tensors.weight_copy_scales[:, index].copy_(self.group.tensors.weight_copy_scales[:, self.index])
-        self.group, self.index = group, index
+                state.tensors.weight_copy_scales[:, index].copy_(self.state.tensors.weight_copy_scales[:, self.index])
+        self.state, self.index = state, index
 
     def begin_step(self) -> None:
         """Count a step that begins, reads the copy and rolls its history."""
@@ -114,9 +114,9 @@ class Fp8Weight:
 
     def _scale_stays(self) -> bool:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
-        assert self.group is not None
-        recipe = self.group.table.delayed
-        always = self._changes == 1 and self.group.loads == 0 and isinstance(recipe.amax_compute_algo, str)
+        assert self.state is not None
+        recipe = self.state.table.delayed
+        always = self._changes == 1 and self.state.loads == 0 and isinstance(recipe.amax_compute_algo, str)
         return always or self._unchanged > recipe.amax_history_len + 1
 
     def _made(self) -> None:
@@ -126,8 +126,8 @@ class Fp8Weight:
 
     def written(self) -> None:
         """Note that a compiled update has written the copy; it stays stale if its slot had no scale yet."""
-        assert self.group is not None
-        has_scale = self.group.has_scale(self.group.table.n_forward + self.index)
+        assert self.state is not None
+        has_scale = self.state.has_scale(self.state.table.n_forward + self.index)
         self._made()
         self._steps_stale = -1
         self._was_written = True
@@ -146,17 +146,17 @@ class Fp8Weight:
         self._made_of = None
 
     def _version_key(self) -> Any:
-        assert self.group is not None
-        return [(p._version, p.data_ptr()) for p in self.parts], self.group.table.recipe, self.group.loads
+        assert self.state is not None
+        return [(p._version, p.data_ptr()) for p in self.parts], self.state.table.recipe, self.state.loads
 
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
-        group = self.group
-        assert group is not None
-        recipe, t = group.table.delayed, group.tensors
+        state = self.state
+        assert state is not None
+        recipe, t = state.table.delayed, state.tensors
         with torch.inference_mode(False), torch.no_grad():
             parts = [p.detach() for p in self.parts]
-            scales = ops.next_scales(recipe, group.table.n_forward, t.scale, t.amax_history, t.amax_weights)
+            scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
             own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, recipe.margin)
             scales = torch.where(scales == 0, own, scales)
@@ -171,7 +171,7 @@ class Fp8Weight:
         self.requantized += 1
 
 
-def _forget(optimizer: torch.optim.Optimizer) -> None:
+def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
     """Mark the copies of an optimizer's weights as stale, before each eager step of the optimizer.
 
     Some third-party optimizers write into `p.data`, which does not bump the version counter of `p`.
@@ -187,7 +187,7 @@ _newest = next(_made)
 
 
 def cached_weights(
-    cached: Sequence[CachedWeightInput], args: Sequence[Any], groups: Sequence[InstanceState], repeats: bool = False
+    cached: Sequence[CachedWeightInput], args: Sequence[Any], states: Sequence[InstanceState], repeats: bool = False
 ) -> list[Tensor]:
     """Return the inputs of a graph that are FP8 copies of weights, after refreshing the stale copies.
 
@@ -195,8 +195,8 @@ def cached_weights(
     """
     inputs: list[Tensor] = []
     for c in cached:
-        weight = _of(c, [args[i] for i in c.positions], groups[c.table])
-        begins = not repeats and not groups[c.table].holds(c.slot)
+        weight = _of(c, [args[i] for i in c.positions], states[c.table])
+        begins = not repeats and not states[c.table].holds(c.slot)
         if begins:
             weight.begin_step()
         if not weight.is_fresh():
@@ -205,10 +205,10 @@ def cached_weights(
     return inputs
 
 
-def _of(c: CachedWeightInput, parts: Sequence[Tensor], group: InstanceState) -> Fp8Weight:
-    weight = group.cached.get(c)
+def _of(c: CachedWeightInput, parts: Sequence[Tensor], state: InstanceState) -> Fp8Weight:
+    weight = state.cached.get(c)
     if weight is None:
-        key = (group.keys()[c.slot], *map(id, parts))
+        key = (state.keys()[c.slot], *map(id, parts))
         weight = _weights.get(key)
         if weight is None or not weight.is_of(parts):
             weight = _weights[key] = Fp8Weight(parts)
@@ -216,8 +216,8 @@ def _of(c: CachedWeightInput, parts: Sequence[Tensor], group: InstanceState) -> 
         if c.transposed and weight.x_t is None:
             weight.transpose()
             _count_up()
-        group.cached[c] = weight
-    weight.use_in(group, c.slot - group.table.n_forward)
+        state.cached[c] = weight
+    weight.use_in(state, c.slot - state.table.n_forward)
     return weight
 
 

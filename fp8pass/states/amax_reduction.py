@@ -78,14 +78,14 @@ class _Pending:
 class _Part:
     """A graph's slots in the vector. row: the description that ranks compare; size: their number of amaxes."""
 
-    group: weakref.ref[InstanceState]
+    state: weakref.ref[InstanceState]
     row: list[Any]
     size: int
 
     def is_there(self) -> bool:
         """Return whether this rank still has the instance."""
-        group = self.group()
-        return group is not None and group.alive()
+        state = self.state()
+        return state is not None and state.alive()
 
 
 class Reducer:
@@ -100,9 +100,9 @@ class Reducer:
         self._agreed: list[_Part] | None = None
         """The layout of the vector, the same on all ranks; None before the first agreement."""
         self._running: dict[InstanceState, None] = {}
-        """The groups that ran since the last reduction started, in that order, even if their instance is gone."""
+        """The states that were used since the last reduction started, in that order, even if their instance is gone."""
         self._new: dict[InstanceState, bool] = {}
-        """The groups that ran and are not in the vector. True where a backward ran: all ranks must have those."""
+        """The states that were used and are not in the vector. True where a backward ran: all ranks must have those."""
         self._agreements = 0
         self._pending: _Pending | None = None
         self._headers: tuple[Tensor, Tensor] | None = None
@@ -118,10 +118,10 @@ class Reducer:
         """Return whether there are other ranks."""
         return self._process_group() is not None
 
-    def watch(self, result: Any, groups: Sequence[InstanceState], may_end: bool = True) -> None:
-        """After the forward of a graph with these groups, watch for its backward, which records amaxes too.
+    def watch(self, result: Any, states: Sequence[InstanceState], may_end: bool = True) -> None:
+        """Watch, after the forward of a graph with these states, for its backward, which records amaxes too.
 
-        groups: empty if the graph has no slots, though it may have some on other ranks. may_end: True if the step may
+        states: empty if the graph has no slots, though it may have some on other ranks. may_end: True if the step may
         end with this backward. Raises Fp8Error if ranks may have different numbers of batches (DDP's `join`).
         """
         if ddp_joins():
@@ -129,29 +129,29 @@ class Reducer:
                 "under DistributedDataParallel.join() a rank may end before the others, who would wait for its amaxes: "
                 "set reduce_amax=False, or give all ranks equally many batches"
             )
-        hook = functools.partial(self._in_backward, [weakref.ref(g) for g in groups], may_end)
+        hook = functools.partial(self._in_backward, [weakref.ref(s) for s in states], may_end)
         found = differentiable(result)
         for x in found:
             x.register_hook(hook)  # type: ignore[no-untyped-call]
-        for group in groups:
-            group.reduction.record(is_complete=not found)
-        self.runs(groups)
+        for state in states:
+            state.reduction.record(is_complete=not found)
+        self.runs(states)
 
-    def runs(self, groups: Sequence[InstanceState]) -> None:
-        """Note that graphs with these groups run: they take part in the next reduction."""
+    def runs(self, states: Sequence[InstanceState]) -> None:
+        """Note that graphs with these states run: they take part in the next reduction."""
         with self._lock:
-            self._running.update(dict.fromkeys(groups))
+            self._running.update(dict.fromkeys(states))
 
     # in a compiled training step, Dynamo would trace this hook as the user's code
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _in_backward(self, refs: Sequence[weakref.ref[InstanceState]], may_end: bool, _: Tensor) -> None:
-        groups = [group for ref in refs if (group := ref()) is not None]
+        states = [state for ref in refs if (state := ref()) is not None]
         with self._lock:
             self._finish()
-            self._takes_part |= not groups
-            for group in groups:
-                group.reduction.complete()
-            self.runs(groups)
+            self._takes_part |= not states
+            for state in states:
+                state.reduction.complete()
+            self.runs(states)
             if may_end and self._task != (task := current_graph_task_id()):
                 # once per backward: autograd runs queued callbacks after the whole graph task
                 self._task = task
@@ -160,7 +160,7 @@ class Reducer:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_backward(self) -> None:
         self._task = -1
-        if not _postponed and not any(group.tracker.in_accumulation for group in self._running):
+        if not _postponed and not any(state.tracker.in_accumulation for state in self._running):
             self.launch()
 
     def launch(self) -> None:
@@ -169,17 +169,17 @@ class Reducer:
         Raises Fp8Error, on every rank, if the ranks have different slots.
         """
         with self._lock:
-            news = any(group.reduction.unreduced for group in self._running) or self._takes_part
+            news = any(state.reduction.unreduced for state in self._running) or self._takes_part
             if not news or (process_group := self._process_group()) is None:
                 return
             self._finish()
             self._takes_part = False
             self._add_new()
-            for group in self._groups():
-                if not group.reduction.step_started:
+            for state in self._states():
+                if not state.reduction.step_started:
                     # other ranks may have run this graph and so rolled it: the amaxes sent now are of the step after
-                    group.roll()
-                group.reduction.clear()
+                    state.roll()
+                state.reduction.clear()
             if self._agreed is None or self._says_changed(self._last_header):
                 self._agree(process_group)
             self._steps += 1
@@ -187,11 +187,11 @@ class Reducer:
                 self._start(process_group)
 
     def _add_new(self) -> None:
-        """Move the groups that ran and are not in the vector from `_running` to `_new`; clear `_running`."""
-        known = {part.group() for part in self._agreed or ()}
-        for group in self._running:
-            if group not in known:
-                self._new[group] = self._new.get(group, False) or group.reduction.unreduced
+        """Move the states that are not in the vector from `_running` to `_new`; clear `_running`."""
+        known = {part.state() for part in self._agreed or ()}
+        for state in self._running:
+            if state not in known:
+                self._new[state] = self._new.get(state, False) or state.reduction.unreduced
         self._running.clear()
 
     def finish(self) -> None:
@@ -199,8 +199,8 @@ class Reducer:
         with self._lock:
             self._finish()
 
-    def _groups(self) -> list[InstanceState]:
-        return [g for g in registry.groups() if g.reduces == self._what and g.table.device == self._device]
+    def _states(self) -> list[InstanceState]:
+        return [s for s in registry.states() if s.reduces == self._what and s.table.device == self._device]
 
     def _process_group(self) -> dist.ProcessGroup | None:
         """Return the process group, None without other ranks; reset the reducer if the group is a new one."""
@@ -228,8 +228,8 @@ class Reducer:
         parts: list[Tensor | None] = []
         sizes: list[int] = []
         for part in self._agreed:
-            group = part.group()
-            found = [] if group is None else _amaxes(group, self._what.interval)
+            state = part.state()
+            found = [] if state is None else _amaxes(state, self._what.interval)
             parts += found or [None]
             sizes += [len(x) for x in found] or [part.size]
         amaxes = [
@@ -290,14 +290,14 @@ class Reducer:
     # Agreement on the layout of the vector
 
     def _agree(self, process_group: dist.ProcessGroup) -> None:
-        """Add the new groups to the vector, and remove those that no rank has any more.
+        """Add the slots of new states to the vector, and remove those that no rank has any more.
 
         Raises Fp8Error, on every rank, if the ranks have trained different graphs.
         """
         before, new, self._new = self._agreed or [], self._new, {}
         told = {
             "there": [part.is_there() for part in before],
-            "new": [[self._row(group), is_trained] for group, is_trained in new.items()],
+            "new": [[self._row(state), is_trained] for state, is_trained in new.items()],
         }
         by_rank = self._told(process_group, told)
         try:
@@ -307,8 +307,8 @@ class Reducer:
                 raise Fp8Error(f"{error}. On rank {dist.get_rank()}: {'; '.join(gone_on_after)}") from error
             raise
         kept = [part for part, *there in zip(before, *(of["there"] for of in by_rank), strict=True) if any(there)]
-        added = [group for group, is_trained in new.items() if is_trained or not trained_only]
-        self._agreed = kept + [_Part(weakref.ref(group), self._row(group), self._size(group)) for group in added]
+        added = [state for state, is_trained in new.items() if is_trained or not trained_only]
+        self._agreed = kept + [_Part(weakref.ref(state), self._row(state), self._size(state)) for state in added]
         self._last_header = None
 
     def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:
@@ -320,11 +320,11 @@ class Reducer:
         limit = timeout_of(process_group, self._device)
         return tell_all(process_group, f"{self._device.type}/{self._number}/{self._agreements}", mine, limit)
 
-    def _row(self, group: InstanceState) -> list[Any]:
-        return [list(group.table.names), repr(group.table.recipe), group.table.n_weights, group.tracker.stage]
+    def _row(self, state: InstanceState) -> list[Any]:
+        return [list(state.table.names), repr(state.table.recipe), state.table.n_weights, state.tracker.stage]
 
-    def _size(self, group: InstanceState) -> int:
-        return sum(map(len, _amaxes(group, self._what.interval)))
+    def _size(self, state: InstanceState) -> int:
+        return sum(map(len, _amaxes(state, self._what.interval)))
 
 
 def _trained_only(before: list[Any], new: Sequence[Sequence[tuple[Any, bool]]]) -> bool:
@@ -355,9 +355,9 @@ def differentiable(result: Any) -> list[Tensor]:
     return [x for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
-def _amaxes(group: InstanceState, interval: int) -> list[Tensor]:
+def _amaxes(state: InstanceState, interval: int) -> list[Tensor]:
     """Return the running amaxes of a graph's slots, and the unreduced ones of the steps before, each f32[...]."""
-    t = group.tensors
+    t = state.tensors
     # a shorter history gives fewer rows, but equally many on all ranks, whose recipes are the same
     return [t.amax_forward, t.amax_weights, t.amax_backward, *t.amax_history[: interval - 1].unbind(0)]
 
@@ -486,20 +486,20 @@ def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
     return reducer if reducer.is_active() else None
 
 
-def begins(group: InstanceState) -> None:
+def begins(state: InstanceState) -> None:
     """Before a graph rolls its slots, reduce their amaxes if no backward or optimizer has ended the step."""
-    reducer = reducer_of(group.reduces, group.table.device) if group.reduces is not None else None
-    if reducer is not None and group.reduction.unreduced and group.rolls:
+    reducer = reducer_of(state.reduces, state.table.device) if state.reduces is not None else None
+    if reducer is not None and state.reduction.unreduced and state.rolls:
         reducer.launch()
         reducer.finish()
-    continues(group)
+    continues(state)
 
 
-def continues(group: InstanceState) -> None:
+def continues(state: InstanceState) -> None:
     """Note that a graph runs in a step that has begun."""
-    group.reduction.start_step()
-    if group.reduces is not None and (reducer := reducer_of(group.reduces, group.table.device)) is not None:
-        reducer.runs([group])
+    state.reduction.start_step()
+    if state.reduces is not None and (reducer := reducer_of(state.reduces, state.table.device)) is not None:
+        reducer.runs([state])
 
 
 def join_reduction(run: Callable[..., Any], reduces: Reduction) -> Callable[..., Any]:

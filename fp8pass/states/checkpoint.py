@@ -74,7 +74,7 @@ class State:
     @property
     def steps(self) -> int:
         """The number of training steps that the module has begun, including the steps before a load."""
-        return max((self._steps, *(group.tracker.step for group in self._groups())))
+        return max((self._steps, *(state.tracker.step for state in self._states())))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as plain tensors, which `torch.load` loads with weights_only=True.
@@ -124,45 +124,46 @@ class State:
         known = {name for _, names in located for name in names}
         entries = _regrouped(entries, known)
         missing, extra = sorted(known - set(entries)), sorted(set(entries) - known)
-        trained = any(group.table.training for group, _ in located)
+        trained = any(state.table.training for state, _ in located)
         module = self._module()
         unknown = _unknown(entries, module) if module is not None and not trained else ""
         if strict:
             if unknown:
                 raise Fp8Error(
-                    f"the saved FP8 state has slots of what {type(module).__name__} does not have: {unknown}. Load it "
-                    "into the model that it was saved from, or with strict=False, what fits of it."
+                    f"the saved FP8 state has slots of layers that {type(module).__name__} does not have: {unknown}. "
+                    "Load it into the model that it was saved from, or load the part that fits, with strict=False."
                 )
             _check_recipe(saved, self._own_recipe())
             if missing or (extra and trained):
                 raise Fp8Error(
                     f"the saved FP8 state does not fit this model. Missing slots: {missing}. Unexpected slots: {extra}."
-                    " Load it into the model and recipe that it was saved from, or with strict=False, what fits of it."
+                    " Load it into the model and recipe that it was saved from, or the part that fits, with "
+                    "strict=False."
                 )
         elif missing or (extra and trained):
-            log.warning("the loaded FP8 state has nothing for %s; of what it has, %s is left out", missing, extra)
+            log.warning("the loaded FP8 state has nothing for %s; its slots %s are left out", missing, extra)
             entries = {name: entry for name, entry in entries.items() if name in known or not trained}
         elif unknown:
             log.warning(
-                "the loaded FP8 state has slots of what the model does not have, which are left out: %s", unknown
+                "the loaded FP8 state has slots of layers that the model does not have, which are left out: %s", unknown
             )
         self._steps = steps
-        for group in self._groups():
-            group.tracker.reset_to(self._steps)
+        for state in self._states():
+            state.tracker.reset_to(self._steps)
         self._loaded = _Loaded(entries, saved, strict, self._steps)
-        for group, names in located:
-            self._write(group, names, entries, saved)
+        for state, names in located:
+            self._write(state, names, entries, saved)
         _unjudged.add(self)
 
     def begin_with(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load another state's `state_dict`, not strictly, before the module has any state of its own."""
+        """Load another state's `state_dict`, not strictly, before the module itself has any state."""
         self._steps = int(state_dict[STEPS])
         saved = _as_text(state_dict[RECIPE])
         self._loaded = _Loaded(_entries_of(state_dict), saved, strict=False, steps=self._steps)
 
-    def judge(self, group: InstanceState) -> None:
+    def judge(self, state: InstanceState) -> None:
         """Warn of loaded slots that the first step after the load did not use; they are kept, as a later step may."""
-        if group.tracker.steps <= self._steps or not any(group is g for g in self._groups()):
+        if state.tracker.steps <= self._steps or not any(state is s for s in self._states()):
             return
         _unjudged.discard(self)
         used = {name for _, names in self._located() for name in names}
@@ -208,37 +209,37 @@ class State:
         }
         return Saved(self, empty, strict)
 
-    def _write(self, group: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
+    def _write(self, state: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
-        group.write(found, anew=bool(saved) and not _is_among(_recipe_text([group]), saved))
+        state.write(found, anew=bool(saved) and not _is_among(_recipe_text([state]), saved))
 
     def _recipe(self) -> str:
         return self._own_recipe() or self._loaded.recipe
 
     def _own_recipe(self) -> str:
         """Return the text of the recipes that the module is trained with; "" if they are not known yet."""
-        return _recipe_text(self._groups())
+        return _recipe_text(self._states())
 
-    def _groups(self) -> list[InstanceState]:
-        """Return all groups of the module, oldest first, including groups without slots."""
+    def _states(self) -> list[InstanceState]:
+        """Return all instance states of the module, oldest first, including those without slots."""
         module = self._module()
         mine = ids_of(module) if module is not None else set()
-        groups = (g for g in registry.groups() if g.table.remembers)
-        return [g for g in groups if any(id(t) in mine for t in g.owned_tensors())]
+        states = (s for s in registry.states() if s.table.remembers)
+        return [s for s in states if any(id(t) in mine for t in s.owned_tensors())]
 
     def _located(self) -> list[tuple[InstanceState, dict[str, str]]]:
-        """Return the module's groups with slots, oldest first, each with {name in this module: name in the group}.
+        """Return the instance states with slots, oldest first, each with {name in this module: name in the graph}.
 
         If two graphs give different slots one name, as two halves of a forward may, the later graph's are numbered.
         """
         taken: dict[str, Any] = {}
         located = []
         module = self._module()
-        for group in self._groups():
-            inner = names_in(module, group)
+        for state in self._states():
+            inner = names_in(module, state)
             if inner:
-                keys = dict(zip(group.table.names, group.keys(), strict=True))
-                located.append((group, {_free_name(name, keys[n], taken): n for n, name in inner.items()}))
+                keys = dict(zip(state.table.names, state.keys(), strict=True))
+                located.append((state, {_free_name(name, keys[n], taken): n for n, name in inner.items()}))
         return located
 
     @torch.no_grad()
@@ -249,23 +250,23 @@ class State:
         """
         entries = {name: {p: x.clone() for p, x in entry.items()} for name, entry in self._loaded.entries.items()}
         located = sorted(self._located(), key=lambda of: (of[0].table.training, of[0].tracker.last_used_at))
-        for group, names in located:
-            read = group.read()
+        for state, names in located:
+            read = state.read()
             entries.update({name: read[inner] for name, inner in names.items()})
         return entries
 
-    def restore(self, group: InstanceState) -> None:
-        """Restore the loaded state into a group that was made after `load_state_dict`.
+    def restore(self, state: InstanceState) -> None:
+        """Restore the loaded entries into an instance state that was made after `load_state_dict`.
 
         Raises:
-            Fp8Error: If the state was loaded with `strict` and does not fit the group.
+            Fp8Error: If the entries were loaded with `strict` and do not fit the instance state.
         """
-        if any(group is g for g in self._groups()):
-            group.tracker.raise_to(self._steps, self._steps)
+        if any(state is s for s in self._states()):
+            state.tracker.raise_to(self._steps, self._steps)
         loaded = self._loaded
         if not loaded.entries:
             return
-        for names in [names for located, names in self._located() if located is group]:
+        for names in [names for located, names in self._located() if located is state]:
             loaded.entries = _regrouped(loaded.entries, set(names))
             several = [name for name in names if f"{name}~1" in loaded.entries or "~" in name]
             if several:
@@ -275,17 +276,17 @@ class State:
                     ", ".join(several),
                 )
             absent = [name for name in names if name not in loaded.entries]
-            # a group that first runs in a later step, as a phase of a schedule may, had not run in the saved run either
-            if loaded.strict and group.table.training and self.steps <= loaded.steps + 1:
-                _check_recipe(loaded.recipe, _recipe_text([group]))
+            # a graph that first runs in a later step, as in a phase of a schedule, had not run in the saved run either
+            if loaded.strict and state.table.training and self.steps <= loaded.steps + 1:
+                _check_recipe(loaded.recipe, _recipe_text([state]))
                 if absent:
                     raise Fp8Error(
                         f"the loaded FP8 state does not fit this model. Missing slots: {absent}. Load it into the "
-                        "model and recipe that it was saved from, or with strict=False, what fits of it."
+                        "model and recipe that it was saved from, or the part that fits, with strict=False."
                     )
             elif absent:
                 log.warning("the loaded FP8 state has nothing for %s; they begin without history", ", ".join(absent))
-            self._write(group, names, loaded.entries, loaded.recipe)
+            self._write(state, names, loaded.entries, loaded.recipe)
 
 
 class Saved:
@@ -303,34 +304,34 @@ class Saved:
         self._state.load_state_dict(state_dict, self._strict)
 
 
-def names_in(module: nn.Module | None, group: InstanceState) -> dict[str, str]:
-    """Return {name in the group: name in `module`} for the group's slots that belong to the module.
+def names_in(module: nn.Module | None, state: InstanceState) -> dict[str, str]:
+    """Return {name in the graph: name in `module`} for the instance state's slots that belong to the module.
 
     A slot with a parameter is renamed as its parameter is; the others are renamed as most of the parameters are.
     """
-    renames, usual = _renames(module, group)
-    slots = zip(group.table.names, group.table.anchors, strict=True)
+    renames, usual = _renames(module, state)
+    slots = zip(state.table.names, state.table.anchors, strict=True)
     pairs = ((name, usual if anchor < 0 else renames[anchor]) for name, anchor in slots)
-    return {n: _renamed(n, rename, group) for n, rename in pairs if rename and n.startswith(rename.drop)}
+    return {n: _renamed(n, rename, state) for n, rename in pairs if rename and n.startswith(rename.drop)}
 
 
-def usual_name(module: nn.Module, group: InstanceState, name: str) -> str | None:
+def usual_name(module: nn.Module, state: InstanceState, name: str) -> str | None:
     """Return a graph's `name` as the module has it, renamed as most parameters are; None if it owns none of them."""
-    _, usual = _renames(module, group)
-    return None if usual is None else _renamed(name, usual, group)
+    _, usual = _renames(module, state)
+    return None if usual is None else _renamed(name, usual, state)
 
 
-def _renamed(name: str, rename: _Rename, group: InstanceState) -> str:
+def _renamed(name: str, rename: _Rename, state: InstanceState) -> str:
     """Return the name in the module for `name` in a graph.
 
     In a graph whose root has a parameter "weight", as a compiled `nn.Linear` has, slots are named "weight.input"; in a
     larger module they are named as in its own graphs, "head.input".
     """
     is_part = rename.add and not rename.drop
-    return rename(name.removeprefix("weight.") if is_part and "weight" in group.table.owned else name)
+    return rename(name.removeprefix("weight.") if is_part and "weight" in state.table.owned else name)
 
 
-def _renames(module: nn.Module | None, group: InstanceState) -> tuple[list[_Rename | None], _Rename | None]:
+def _renames(module: nn.Module | None, state: InstanceState) -> tuple[list[_Rename | None], _Rename | None]:
     """Return for each of the instance's tensors the rename from graph to module, and the most common rename.
 
     A tensor that the module does not have gets None; so does the most common rename if the module has none of them.
@@ -341,15 +342,15 @@ def _renames(module: nn.Module | None, group: InstanceState) -> tuple[list[_Rena
             paths.setdefault(id(tensor), []).append(without_wrappers(path))
     renames = [
         _rename(relative, paths[id(mine)]) if id(mine) in paths else None
-        for mine, relative in zip(group.owned_tensors(), group.table.owned, strict=True)
+        for mine, relative in zip(state.owned_tensors(), state.table.owned, strict=True)
     ]
     votes = Counter(filter(None, renames))
     return renames, votes.most_common(1)[0][0] if votes else None
 
 
-def _recipe_text(groups: Sequence[InstanceState]) -> str:
-    """Return the text of the groups' recipes without the length of their histories, which may change."""
-    recipes = (g.table.delayed for g in groups if g.table.names)
+def _recipe_text(states: Sequence[InstanceState]) -> str:
+    """Return the text of the instance states' recipes without the length of their histories, which may change."""
+    recipes = (s.table.delayed for s in states if s.table.names)
     return AND.join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
 
 
@@ -416,7 +417,7 @@ def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
         if key in (RECIPE, STEPS):
             continue
         if part not in PARTS:
-            raise Fp8Error(f"{key!r} is no FP8 state: keys end in {', '.join(PARTS)}; {_WHAT}")
+            raise Fp8Error(f"{key!r} is not FP8 state: keys end in {', '.join(PARTS)}; {_WHAT}")
         entries.setdefault(name, {})[part] = value.detach().clone()
     for name, entry in entries.items():
         if set(entry) != set(PARTS):
@@ -499,24 +500,24 @@ def _together(entries: Sequence[Entry]) -> Entry:
     }
 
 
-_states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
+_of_modules: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 
 _unjudged: weakref.WeakSet[State] = weakref.WeakSet()
-"""States that were loaded and have not ended a step since."""
+"""The `State`s that were loaded and have not ended a step since."""
 
 
-def _judge(group: InstanceState) -> None:
-    for state in list(_unjudged):
-        state.judge(group)
+def _judge(state: InstanceState) -> None:
+    for of_module in list(_unjudged):
+        of_module.judge(state)
 
 
 registry.on_step.append(_judge)
 
 
-def _restore(group: InstanceState) -> None:
-    for state in list(_states.values()):
-        state.restore(group)
+def _restore(state: InstanceState) -> None:
+    for of_module in list(_of_modules.values()):
+        of_module.restore(state)
 
 
 registry.on_new.append(_restore)
@@ -548,7 +549,7 @@ def state(module: Any) -> State:
 
 def _state_of(module: nn.Module) -> State:
     with registry.lock:
-        return _states.setdefault(module, State(module))
+        return _of_modules.setdefault(module, State(module))
 
 
 COMPANION = "_fp8pass_state"
@@ -587,11 +588,11 @@ class _Companion:
         return type(None), ()
 
 
-def _model_goes_along(group: InstanceState) -> None:
-    """Call `goes_along` for the outermost running module that owns tensors of the new group."""
-    mine = {id(tensor) for tensor in group.owned_tensors()}
+def _model_goes_along(state: InstanceState) -> None:
+    """Call `goes_along` for the outermost running module that owns tensors of the new instance state."""
+    mine = {id(tensor) for tensor in state.owned_tensors()}
     model = next((m for m in reversed(running_modules()) if not mine.isdisjoint(ids_of(m))), None)
-    if model is not None and group.table.remembers:
+    if model is not None and state.table.remembers:
         goes_along(unwrapped(model))
 
 

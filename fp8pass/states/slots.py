@@ -39,7 +39,7 @@ class SlotTable:
     owned: paths, relative to the graph's root, of the inputs that belong to the instance: its parameters, or its
     buffers if it has no parameters.
     anchors: for each slot, the position in `owned` of the parameter that it goes with; -1 if it goes with none.
-    places: for each slot, the user's source line of its matmul; "" if the slot belongs to a parameter itself.
+    source_lines: for each slot, the user's source line of its matmul; "" if the slot belongs to a parameter itself.
     training: True if the graph records amaxes. records: for each slot, True if the graph records its amax; a slot that
     is not recorded never gets a history.
     code: identifies the compiled code in a table without slots. reduces: how ranks share the amaxes; None if they do
@@ -62,7 +62,7 @@ class SlotTable:
 
     @classmethod
     def counter(cls, owned: tuple[str, ...], code: str) -> SlotTable:
-        """Return a table without slots, whose groups only count steps."""
+        """Return a table without slots, whose states only count steps."""
         return cls((), 0, (), DelayedScaling(), torch.device("cpu"), owned, (), (), training=True, code=code)
 
     @property
@@ -81,7 +81,7 @@ class SlotTable:
         return frozenset(self.names[: self.n_forward + self.n_weights])
 
     def new_tensors(self) -> SlotTensors:
-        """Return state without history: see `SlotTensors`."""
+        """Return the tensors of a state without history: see `SlotTensors`."""
         total, forward, weights, device = len(self.names), self.n_forward, self.n_weights, self.device
         return SlotTensors(
             scale=torch.zeros(total, device=device),
@@ -112,11 +112,11 @@ class InstanceState:
     owned: tuple[weakref.ref[Tensor], ...]
     tensors: SlotTensors
     relatives: weakref.WeakSet[InstanceState] = field(default_factory=weakref.WeakSet)
-    """Groups of other graphs that share slots with this one: an evaluation graph, or a second entry point."""
+    """The states for other graphs that share slots with this one: an evaluation graph, or a second entry point."""
     neighbours: weakref.WeakSet[InstanceState] = field(default_factory=weakref.WeakSet)
-    """Groups of other graphs that share owned tensors with this one."""
+    """The states for other graphs that share owned tensors with this one."""
     tracker: StepTracker = field(default_factory=StepTracker)
-    """The steps of this group."""
+    """The steps that the instance has begun with the graph."""
     reduction: ReductionState = field(default_factory=ReductionState)
     """Tracks which recorded amaxes must be reduced over ranks."""
     warm: bool = False
@@ -140,7 +140,7 @@ class InstanceState:
     cached: dict[Any, Any] = field(default_factory=dict)
     """FP8 copies of weights by the graph's `CachedWeightInput` record: `weight_cache.py` fills it."""
     monitor_buffer: MonitorBuffer | None = None
-    """The numbers that the numerics monitor has counted; only in the group of a table without slots."""
+    """The numbers that the numerics monitor has counted; only in the state of a table without slots."""
 
     @property
     def reduces(self) -> Reduction | None:
@@ -160,10 +160,10 @@ class InstanceState:
         table, ids = self.table, tuple(map(id, self.owned_tensors()))
         rows = zip(table.names, table.anchors, table.source_lines, strict=True)
         return [
-            (table.recipe, place, ids[anchor], name.rpartition(".")[2])
+            (table.recipe, line, ids[anchor], name.rpartition(".")[2])
             if anchor >= 0
-            else (table.recipe, place, ids, name)
-            for name, anchor, place in rows
+            else (table.recipe, line, ids, name)
+            for name, anchor, line in rows
         ]
 
     def owned_tensors(self) -> list[Tensor | None]:
@@ -215,7 +215,7 @@ class InstanceState:
         self.warm = True
 
     def relate(self, relatives: Iterable[InstanceState], neighbours: Iterable[InstanceState]) -> None:
-        """Set the groups that share slots (`relatives`) or owned tensors (`neighbours`) with this one."""
+        """Set the states that share slots (`relatives`) or owned tensors (`neighbours`) with this one."""
         self.relatives, self.neighbours = weakref.WeakSet(relatives), weakref.WeakSet(neighbours)
 
     def forget_copies(self) -> None:
@@ -249,7 +249,7 @@ class InstanceState:
 
     @torch.no_grad()
     def begin_trained_step(self, begin: Callable[[InstanceState], None]) -> None:
-        """Roll the slots that this group of an evaluation graph shares with the graph that trains.
+        """Roll the slots that this state, of an evaluation graph, shares with the state of the graph that trains.
 
         Called before a no-grad forward that belongs to a training step. begin: decides which slots roll.
         """
@@ -260,9 +260,9 @@ class InstanceState:
                 self.roll()  # rolls loaded state; `begin_repeated` rolls the part that the training graph has
         else:
             begin(newest)
-            *state, amax_weights, weight_copy_scales = newest.tensors
+            *tensors, amax_weights, weight_copy_scales = newest.tensors
             ops.begin_step(
-                newest.table.delayed, *state, *((amax_weights, weight_copy_scales) if len(amax_weights) else ())
+                newest.table.delayed, *tensors, *((amax_weights, weight_copy_scales) if len(amax_weights) else ())
             )
             newest.tracker.use_elsewhere()
 
@@ -272,10 +272,10 @@ class InstanceState:
 
     def _trackers_around(self) -> list[StepTracker]:
         with registry.lock:
-            return [g.tracker for g in self.neighbours]
+            return [s.tracker for s in self.neighbours]
 
     def begin_repeated(self) -> None:
-        """Roll before a repeated forward if it is the group's first call, whose step began without this graph."""
+        """Roll before a repeated forward if it is the graph's first call, so that its step began without the graph."""
         if self.table.training and not self.tracker.last_used_at:
             self.roll()
             self.tracker.begin_repeated(self._trackers_around())
@@ -287,12 +287,12 @@ class InstanceState:
         Merges no amaxes of cached weights: the forward that reads the cached copies records those.
         """
         self.hold(())
-        *state, amax_weights, weight_copy_scales = self.tensors
+        *tensors, amax_weights, weight_copy_scales = self.tensors
         nothing = torch.full_like(weight_copy_scales, scaling.NOTHING)
-        ops.begin_step(self.table.delayed, *state, *((amax_weights, nothing) if len(amax_weights) else ()))
+        ops.begin_step(self.table.delayed, *tensors, *((amax_weights, nothing) if len(amax_weights) else ()))
 
     def for_repetition(self) -> SlotTensors:
-        """Return the state for a forward that the backward repeats: no slot rolls, and its amaxes are discarded.
+        """Return the tensors for a forward that the backward repeats: no slot rolls, and its amaxes are discarded.
 
         The buffers keep their addresses, because CUDA graphs would otherwise be recorded for every repetition. A graph
         that does not record saves the scales themselves for its backward, so each of its calls gets new buffers.
@@ -311,7 +311,7 @@ class InstanceState:
         return self.recompute_buffers
 
     def for_shape_inference(self) -> SlotTensors:
-        """Return the state of `for_repetition`, for a forward whose backward must not record amaxes either."""
+        """Return the tensors of `for_repetition`, for a forward whose backward must not record amaxes either."""
         return self.for_repetition()._replace(
             amax_backward=torch.full_like(self.tensors.amax_backward, scaling.NOTHING)
         )
@@ -321,7 +321,7 @@ class InstanceState:
 
         Counts that forward as repeated.
         """
-        return any(g.tracker.take_recompute() for g in (self, *self._kin()))
+        return any(s.tracker.take_recompute() for s in (self, *self._kin()))
 
     def _kin(self) -> list[InstanceState]:
         with registry.lock:
@@ -333,7 +333,7 @@ class InstanceState:
         return not self.table.remembers or (trained is not None and trained.warm)
 
     def _trained(self) -> InstanceState | None:
-        """Return the most recently used group of a training graph that shares slots with this one."""
+        """Return the most recently used state of a training graph that shares slots with this one."""
         return max((r for r in self._kin() if r.table.training), key=lambda r: r.tracker.last_used_at, default=None)
 
     def amax(self) -> Tensor:
@@ -345,7 +345,7 @@ class InstanceState:
         return [self.tensors.amax_forward, self.tensors.amax_weights, self.tensors.amax_backward]
 
     def begin(self) -> None:
-        """Before every call, copy newer state of shared slots from the groups of other graphs."""
+        """Copy shared slots, before every call, from the states of other graphs that were used since."""
         newer = [r for r in self._kin() if r.tracker.last_used_at > self.tracker.synced_at]
         for other in sorted(newer, key=lambda r: r.tracker.last_used_at):
             self._take(other)
@@ -357,7 +357,7 @@ class InstanceState:
 
     @torch.no_grad()
     def _take(self, other: InstanceState) -> None:
-        """Copy scale and history of the common slots, and move their running amax if this group will roll it."""
+        """Copy scale and history of the common slots, and move their running amax if this state will roll it."""
         mine_, theirs_ = self._common(other.keys())
         self.tensors.scale[mine_] = other.tensors.scale[theirs_]
         self.tensors.amax_history[:, mine_] = other.tensors.amax_history[:, theirs_]
@@ -369,7 +369,7 @@ class InstanceState:
             other.set_amax(their_amax)
 
     def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Return the positions of the slots that are among `keys`: in this group, and in `keys`."""
+        """Return the positions of the slots that are among `keys`: in this state, and in `keys`."""
         there = {key: i for i, key in enumerate(keys)}
         pairs = [(i, there[key]) for i, key in enumerate(self.keys()) if key in there]
         here, elsewhere = torch.tensor(pairs, device=self.table.device, dtype=torch.long).reshape(-1, 2).unbind(1)
@@ -426,15 +426,15 @@ class InstanceState:
 
 
 class StateRegistry:
-    """All state of the process. One lock guards it: backends may be called from several threads."""
+    """All instance states of the process. One lock guards it: backends may be called from several threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.on_new: list[Callable[[InstanceState], None]] = []
-        """Callbacks for every new group. If one raises, Fp8Error for example, the group is not kept."""
+        """Callbacks for every new state. If one raises, Fp8Error for example, the state is not kept."""
         self.on_step: list[Callable[[InstanceState], None]] = []
-        """Callbacks for a group before each of its training forwards."""
-        self._groups: list[InstanceState] = []
+        """Callbacks for a state before each of its training forwards."""
+        self._states: list[InstanceState] = []
         self._of: dict[tuple[int, ...], tuple[SlotTable, InstanceState]] = {}
 
     def of(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
@@ -448,59 +448,59 @@ class StateRegistry:
         return found[1]
 
     def _find(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState | None:
-        """Return the group of another compilation of the same code (for another batch size, say); None if none."""
-        return next((g for g in self._groups if _same(g, owned) and g.table == table), None)
+        """Return the state of another compilation of the same code (for another batch size, say); None if none."""
+        return next((s for s in self._states if _same(s, owned) and s.table == table), None)
 
     def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
-        self._groups = [g for g in self._groups if g.alive()]
-        self._of = {key: (t, g) for key, (t, g) in self._of.items() if g.alive()}
+        self._states = [s for s in self._states if s.alive()]
+        self._of = {key: (t, s) for key, (t, s) in self._of.items() if s.alive()}
         with torch.no_grad(), torch.inference_mode(False):
-            group = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+            state = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
         # other graphs may already have begun steps of this instance: count those before the current one here too
-        group.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
-        keys, mine = set(group.keys()), set(map(id, owned))
-        for other in self._groups:
+        state.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
+        keys, mine = set(state.keys()), set(map(id, owned))
+        for other in self._states:
             if not mine.isdisjoint(map(id, other.owned_tensors())):
-                group.neighbours.add(other)
-                other.neighbours.add(group)
+                state.neighbours.add(other)
+                other.neighbours.add(state)
             if keys & set(other.keys()):
-                group.relatives.add(other)
-                other.relatives.add(group)
-        self._groups.append(group)
+                state.relatives.add(other)
+                other.relatives.add(state)
+        self._states.append(state)
         try:
             for restore in self.on_new:
-                restore(group)
+                restore(state)
         except BaseException:
-            self._groups.remove(group)
+            self._states.remove(state)
             raise
-        return group
+        return state
 
     def step_of(self, owned: Sequence[Tensor]) -> int:
         """Return the largest number of steps that one graph has begun with some of these tensors."""
         mine = set(map(id, owned))
         with self.lock:
             return max(
-                (g.tracker.steps for g in self._groups if any(id(t) in mine for t in g.owned_tensors())), default=0
+                (s.tracker.steps for s in self._states if any(id(t) in mine for t in s.owned_tensors())), default=0
             )
 
     def drop(self, tables: Sequence[SlotTable]) -> None:
-        """Drop the state of graphs with these tables, which are no longer called."""
+        """Drop the state of graphs with these tables, which will not be called again."""
         with self.lock:
-            self.keep([g for g in self._groups if not any(g.table is table for table in tables)])
+            self.keep([s for s in self._states if not any(s.table is table for table in tables)])
 
-    def keep(self, groups: Sequence[InstanceState]) -> None:
-        """Drop all groups except these."""
+    def keep(self, states: Sequence[InstanceState]) -> None:
+        """Drop all states except these."""
         with self.lock:
-            self._groups, self._of = list(groups), {}
+            self._states, self._of = list(states), {}
 
-    def groups(self) -> list[InstanceState]:
-        """Return all groups whose instances still exist, oldest first."""
+    def states(self) -> list[InstanceState]:
+        """Return all states whose instances still exist, oldest first."""
         with self.lock:
-            return [g for g in self._groups if g.alive()]
+            return [s for s in self._states if s.alive()]
 
 
-def _same(group: InstanceState, owned: Sequence[Tensor]) -> bool:
-    return len(group.owned) == len(owned) and all(r() is t for r, t in zip(group.owned, owned, strict=True))
+def _same(state: InstanceState, owned: Sequence[Tensor]) -> bool:
+    return len(state.owned) == len(owned) and all(r() is t for r, t in zip(state.owned, owned, strict=True))
 
 
 registry = StateRegistry()

@@ -70,7 +70,7 @@ class StepTracker:
         self.last_used_at = self.synced_at = now()
 
     def use_elsewhere(self) -> None:
-        """Note that the group of another graph has rolled this graph's slots now."""
+        """Note that the state of another graph has rolled this graph's slots now."""
         self.last_used_at = now()
 
     def sync(self, at: int) -> None:

@@ -110,10 +110,10 @@ def accumulate(module: Any) -> Iterator[None]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
     mine = _Accumulation(module=module)
-    states = [m for m in module.modules() if isinstance(m, ScaleState)]
+    scale_states = [m for m in module.modules() if isinstance(m, ScaleState)]
     with ExitStack() as stack:
-        for state in states:
-            stack.enter_context(_holding(state))
+        for scale_state in scale_states:
+            stack.enter_context(_holding(scale_state))
         stack.enter_context(postponed())
         _accumulations.append(mine)
         stack.callback(_accumulations.remove, mine)
@@ -121,17 +121,17 @@ def accumulate(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _holding(state: ScaleState) -> Iterator[None]:
-    if not _held[state]:
-        state.begin_accumulation()
-    _held[state] += 1
+def _holding(scale_state: ScaleState) -> Iterator[None]:
+    if not _held[scale_state]:
+        scale_state.begin_accumulation()
+    _held[scale_state] += 1
     try:
         yield
     finally:
-        _held[state] -= 1
-        if not _held[state]:
-            del _held[state]
-            state.end_accumulation()
+        _held[scale_state] -= 1
+        if not _held[scale_state]:
+            del _held[scale_state]
+            scale_state.end_accumulation()
 
 
 def is_shape_inference() -> bool:
@@ -140,37 +140,37 @@ def is_shape_inference() -> bool:
     return call is not None and call.microbatch is None
 
 
-def begin_step(group: InstanceState) -> None:
+def begin_step(state: InstanceState) -> None:
     """Before a training forward, let the slots roll whose step it begins, and hold the others."""
     call = pipeline_call()
     if call is not None and call.microbatch is None:
         return
     for tell in registry.on_step:
-        tell(group)
-    step = _step_of_pipeline(call, group)
+        tell(state)
+    step = _step_of_pipeline(call, state)
     # torch.distributed.pipelining runs all forwards of a DDP module under no_sync, so no_sync says nothing there
-    goes_on = group.tracker.accumulate(step is None and ddp_goes_on()) and step is None
-    holds = goes_on or group.reduction.awaits_backward
+    goes_on = state.tracker.accumulate(step is None and ddp_goes_on()) and step is None
+    holds = goes_on or state.reduction.awaits_backward
     if step is None and not _accumulations:
-        group.hold([holds] * len(group.table.names))
+        state.hold([holds] * len(state.table.names))
         if not holds:
-            group.begin_step()
-        group.tracker.await_backward(holds and not goes_on)
-        begins(group)
+            state.begin_step()
+        state.tracker.await_backward(holds and not goes_on)
+        begins(state)
         return
-    slots, graph = _covered(group, step)
-    group.hold([holds or (of is not None and key in of.begun) for key, of in slots])
+    slots, graph = _covered(state, step)
+    state.hold([holds or (of is not None and key in of.begun) for key, of in slots])
     key, of = graph
     if not holds and (of is None or key not in of.begun):
-        group.begin_step(joins=of is not None and any(_key(g) in of.begun for g in group.neighbours))
+        state.begin_step(joins=of is not None and any(_key(s) in of.begun for s in state.neighbours))
     _begin(slots, graph)
-    begins(group)
+    begins(state)
 
 
-def join_step(group: InstanceState) -> None:
-    """Note that the current call belongs to a step that has begun: no slot of the group rolls before it ends."""
+def join_step(state: InstanceState) -> None:
+    """Note that the current call belongs to a step that has begun: no slot of `state` rolls before it ends."""
     if _accumulations:
-        _begin(*_covered(group))
+        _begin(*_covered(state))
 
 
 _Covered = tuple[Hashable, _Step | None]
@@ -182,34 +182,34 @@ def _begin(slots: Sequence[_Covered], graph: _Covered) -> None:
             of.begun.add(key)
 
 
-def _covered(group: InstanceState, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
+def _covered(state: InstanceState, otherwise: _Step | None = None) -> tuple[list[_Covered], _Covered]:
     """Return the key of each slot, and of the whole graph, with the outermost accumulation that covers it.
 
     `otherwise` stands where no accumulation covers it.
     """
-    ids = [id(t) for t in group.owned_tensors()]
+    ids = [id(t) for t in state.owned_tensors()]
     whole = next((a for a in _accumulations if all(map(a.owns, ids))), otherwise)
-    anchors = zip(group.keys(), group.table.anchors, strict=True)
+    anchors = zip(state.keys(), state.table.anchors, strict=True)
     slots: list[_Covered] = [
         (key, whole if anchor < 0 else next((a for a in _accumulations if a.owns(ids[anchor])), otherwise))
         for key, anchor in anchors
     ]
-    return slots, (_key(group), whole)
+    return slots, (_key(state), whole)
 
 
-def _key(group: InstanceState) -> Hashable:
+def _key(state: InstanceState) -> Hashable:
     """Return the key of a graph and its instance."""
-    return (group.table.names, group.table.code, *(id(t) for t in group.owned_tensors()))
+    return (state.table.names, state.table.code, *(id(t) for t in state.owned_tensors()))
 
 
-def _step_of_pipeline(call: PipelineCall | None, group: InstanceState) -> _PipelineStep | None:
-    """Return the step of the pipeline stage that makes the call, and tell the group the stage; None without one."""
+def _step_of_pipeline(call: PipelineCall | None, state: InstanceState) -> _PipelineStep | None:
+    """Return the step of the pipeline stage that makes the call, and note the stage in `state`; None without one."""
     if call is None or call.microbatch is None:
-        group.tracker.enter(None, has_rank_of_its_own=False)
+        state.tracker.enter(None, has_rank_of_its_own=False)
         return None
-    group.tracker.enter(call.stage.stage_index, call.has_rank_of_its_own)
+    state.tracker.enter(call.stage.stage_index, call.has_rank_of_its_own)
     step = _pipeline_steps.setdefault(call.stage, _PipelineStep())
-    step.take(call.microbatch, _key(group), call.stage.chunks)
+    step.take(call.microbatch, _key(state), call.stage.chunks)
     return step
 
 

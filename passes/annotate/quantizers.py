@@ -108,4 +108,4 @@ def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...],
         raise Reject("block size", f"{shape} has {what}, which is not known when the graph is compiled")
     if known % block:
         advice = "choose such a size, or another recipe for this module"
-        raise Reject("block size", f"{shape} has {what}, no multiple of {block}; {advice}")
+        raise Reject("block size", f"{shape} has {what}, not a multiple of {block}; {advice}")

@@ -223,7 +223,7 @@ class QuantizeCollectives:
                 break
         context.notes += notes
         if applied:
-            sizes = f", {after / 1e6:.3g} MB in the place of {before / 1e6:.3g} MB" if before else ""
+            sizes = f", {after / 1e6:.3g} MB instead of {before / 1e6:.3g} MB" if before else ""
             context.notes.append(f"{applied} collectives bring FP8{sizes}")
         for node in [n for n in graph.nodes if n.target is SHARED]:
             node.replace_all_uses_with(first(node))

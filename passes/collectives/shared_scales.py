@@ -1,4 +1,4 @@
-"""The check of `quantize_collectives`: are scales the same on all ranks of a collective, so that it may send FP8?
+"""The check of `quantize_collectives`: scales must be the same on all ranks of a collective that is to send FP8.
 
 the same         numbers, `ops.shared`, the result of an all-reduce, and elementwise functions of these
 made the same    functions of these and of the amax of the collective's output: that amax is reduced over the group
@@ -122,11 +122,11 @@ def check_gathered(found: Gathered) -> None:
     """
     collective, group = found.collective, group_of(found.collective)
     scales = scales_of(found.quantizes[0].ops)
-    _check_one_number(scales, f"behind {at(collective)}", [first(collective), *(q.source for q in found.quantizes)])
+    _check_one_number(scales, f"after {at(collective)}", [first(collective), *(q.source for q in found.quantizes)])
     amaxes = set(found.amaxes) if follows_from_amax(found) else set()
     for scale in scales:
         if not _is_of(scale, amaxes, group):
-            raise Reject("scale", f"the scale {scale.name} behind {at(collective)} may differ between ranks")
+            raise Reject("scale", f"the scale {scale.name} after {at(collective)} may differ between ranks")
         if _depends_on(scale, collective, amaxes):
             raise Reject("scale", f"the scale {scale.name} follows from what {at(collective)} brings, not by its amax")
     if collective.target is c10d.all_to_all_single.default:
@@ -145,7 +145,7 @@ def _check_one_number(scales: list[fx.Node], where: str, scaled: list[fx.Node]) 
         if val(scale).dim() > rank:
             raise Reject("scale", f"{scale.name} {where} has {val(scale).dim()} dimensions, more than what it scales")
     if not rank:
-        raise Reject("scale", f"what is {where} is a single number")
+        raise Reject("scale", f"a tensor {where} is a single number")
 
 
 def follows_from_amax(found: Gathered) -> bool:
@@ -264,7 +264,7 @@ def check_dequantized(found: Dequantized) -> None:
 
     Results could change where NaN or inf is not marked in the FP8 tensor, or where padding is not 0 in FP8.
     """
-    group, where = group_of(found.collective), f"in front of {at(found.collective)}"
+    group, where = group_of(found.collective), f"before {at(found.collective)}"
     scaled = [first(op) for op in found.ops if scales_of([op]) and is_tensor(op.args[0])]
     scales = scales_of(found.ops)
     _check_one_number(scales, where, [found.x_q, first(found.collective), *scaled])

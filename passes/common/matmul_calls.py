@@ -265,7 +265,7 @@ def _einsum_dims(equation: str, a: Tensor, b: Tensor) -> Dims:
         output = "..." + "".join(sorted(c for c, n in once.items() if n == 1))
     out = _letters(output, dots) if "..." in output else tuple(output)
     if not (set(left) & set(right)) - set(out):
-        raise LeftOut("vector", f"einsum {equation!r} contracts nothing; it is no matmul")
+        raise LeftOut("vector", f"einsum {equation!r} contracts nothing; it is not a matmul")
     return Dims(left, right, out)
 
 

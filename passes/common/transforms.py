@@ -39,7 +39,7 @@ VMAP = Transform(
     "torch.func.vmap",
     "_vmap_increment_nesting",
     "_vmap_decrement_nesting",
-    "where tensors do not show the dimension that is mapped over, and each example would have a scale of its own; "
+    "where tensors do not show the dimension that is mapped over, and each example would have its own scale; "
     "write that dimension as one of the matmul's",
 )
 TRANSFORMS = (

@@ -101,7 +101,7 @@ def match(captured: Sequence[Dequantize | None], mode: FakeTensorMode) -> tuple[
     """Capture both operands of a matmul. Raises Reject if one has no scale for each block, or its blocks do not fit."""
     dq_a, dq_b = captured
     if dq_a is None or dq_b is None or dq_a.blocks is None or dq_b.blocks is None:
-        raise Reject("block layout", "one operand has a scale for each block, and the other has not")
+        raise Reject("block layout", "one operand has a scale for each block, and the other does not")
     return blocks(dq_a, -1, mode), blocks(dq_b, -2, mode)
 
 

@@ -207,7 +207,7 @@ def _is_fused(node: fx.Node) -> bool:
 def _why_no_fp8_output(matmul: fx.Node, e: Epilogue, operand_dtypes: tuple[torch.dtype, torch.dtype]) -> str:
     """Return why the kernel cannot do the cast to float8; "" if it can."""
     dtype, limit = dtype_name(e.dtype), fp8_max(e.dtype)
-    outside = f"{at(e.end)} converts to {dtype} behind the kernel"
+    outside = f"{at(e.end)} converts to {dtype} after the kernel"
     if e.low is None and e.high is None:
         return f"{outside}: it is not clamped to ±{limit:g}, and a cast may overflow where the kernel saturates"
     if (e.low, e.high) != (-limit, limit):

@@ -75,7 +75,7 @@ def match(node: fx.Node, mode: FakeTensorMode) -> ByRows | ByGroups:
 def _by_row(operand: fx.Node, dim: int, mode: FakeTensorMode) -> Dequantize:
     captured = dequantize(operand)
     if captured.rows is None or captured.scale != UNSCALED:
-        raise Reject("grouped scale", f"{at(operand)} has not just a scale for each row, which is what kernels take")
+        raise Reject("grouped scale", f"{at(operand)} does not have just a scale for each row, as kernels need it")
     captured.rows.check(dim, mode)
     if captured.dtype is not E4M3:
         types = dtype_name(captured.dtype)

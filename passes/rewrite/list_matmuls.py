@@ -190,8 +190,8 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
         if not found or _is_scale(node) or feeds_matmul(node):
             continue
         names = " and ".join(map(_name, found[:3]))
-        matmuls = "no mm, addmm, bmm or baddbmm, which are all that runs in FP8"
-        notes.append(f"{at(first(node))} is dequantized for {names}, and for {matmuls}")
+        matmuls = "not for mm, addmm, bmm or baddbmm, the only ops that run in FP8"
+        notes.append(f"{at(first(node))} is dequantized for {names}, {matmuls}")
     return list(dict.fromkeys(notes))
 
 
@@ -253,7 +253,7 @@ def _why_unknown(node: fx.Node) -> Reject:
     """Return why a matmul that the annotate pass has not seen is declined."""
     origin = _origin(node)
     if origin == str(node.target):
-        return Reject("region", "inside a graph of its own, which fp8pass does not enter; compile its inside by itself")
+        return Reject("region", "inside a separate graph, which fp8pass does not enter; compile its inside by itself")
     if origin == "_autograd_grad":
         return Reject("torch.func", f"of a gradient of torch.func, {DERIVED}")
     if origin.startswith("linalg_") or origin in _LINEAR_ALGEBRA:

@@ -149,7 +149,7 @@ def dequantize(operand: fx.Node) -> Dequantize:
         raise _not_float8(operand)
     captured = _walk(operand, {}, 0)
     if not captured.scale.fits_float32():
-        raise Reject("scale", f"{at(operand)} is scaled by {captured.scale.number:g}, which is no normal float32")
+        raise Reject("scale", f"{at(operand)} is scaled by {captured.scale.number:g}, which is not a normal float32")
     return captured
 
 
@@ -265,7 +265,7 @@ def _checked_factor(node: fx.Node, x: fx.Node, y: Any) -> Any:
         what = "a complex number" if isinstance(y, complex) else "a symbolic size"
         raise Reject("scale", f"{at(node)} scales by {what}")
     if not isinstance(factor, fx.Node) and not Scale(factor).fits_float32():
-        raise Reject("scale", f"{at(node)} scales by {factor:g}, which is no normal float32")
+        raise Reject("scale", f"{at(node)} scales by {factor:g}, which is not a normal float32")
     if isinstance(factor, fx.Node) and val(factor).device != val(x).device:
         devices = f"a tensor on {val(x).device} by one on {val(factor).device}"
         raise Reject("scale", f"{at(node)} scales {devices}; move the scale there")
@@ -312,7 +312,7 @@ def _why_not(operand: fx.Node, node: fx.Node) -> Reject:
     if x_q is None:
         return _not_float8(operand)
     if node.target in ADDING and one_number(node.args[1]) is not None:
-        zero_point = "a zero point that is no constant 0; float8 needs none, so pass the number 0"
+        zero_point = "a zero point that is not the constant 0; float8 needs none, so pass the number 0"
         return Reject("zero point", f"{at(node)} shifts by {zero_point}")
     op = str(node.target).removesuffix(".default")
     return Reject(
@@ -328,5 +328,5 @@ def _not_float8(operand: fx.Node) -> Reject:
         node = first(node)
     through = "" if node is operand else f" (reached through {operand.name})"
     return Reject(
-        "not float8", f"operand {at(node)}: {dtype_name(dtype_of(node))} is no float8 tensor times a scale{through}"
+        "not float8", f"operand {at(node)}: {dtype_name(dtype_of(node))} is not a float8 tensor times a scale{through}"
     )

@@ -49,7 +49,7 @@ class Match:
 
     a, b: the FP8 operands with all movement done, as fake tensors. bias: the tensor that addmm or baddbmm adds; beta,
     alpha: their factors. after: the ops that go into the kernel. by_row: "" if each operand has one scale; else where
-    the scales of rows are applied, in the "kernel" or "behind" (after) it.
+    the scales of rows are applied, in the "kernel" or "after" it.
     """
 
     node: fx.Node
@@ -93,8 +93,8 @@ def match(
         return m
     if _has_row_kernel(m, target):
         return replace(m, by_row="kernel")
-    note = f"{at(after.end)} converts to {dtype_name(after.dtype)} behind the kernel: none with scales for rows does it"
-    return replace(m, by_row="behind", after=replace(plain, note=note if after.dtype in FP8_DTYPES else ""))
+    note = f"{at(after.end)} converts to {dtype_name(after.dtype)} after the kernel: none with scales for rows does it"
+    return replace(m, by_row="after", after=replace(plain, note=note if after.dtype in FP8_DTYPES else ""))
 
 
 def _has_row_kernel(m: Match, target: str | None) -> bool:
@@ -173,7 +173,7 @@ def check_scale(m: Match) -> list[Reject]:
     """Return a Reject, in a list, if the product of the scales and alpha is not a normal float32."""
     if m.alpha == 1 or m.after.scale.fits_float32():
         return []
-    return [Reject("scale", f"scales and alpha multiply to {m.after.scale.number:g}, which is no normal float32")]
+    return [Reject("scale", f"scales and alpha multiply to {m.after.scale.number:g}, which is not a normal float32")]
 
 
 class ScaledMM:
