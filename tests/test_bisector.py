@@ -339,7 +339,8 @@ def test_everything_is_as_it_was() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     generator = torch.Generator().manual_seed(3)
     model.calls = 0
-    train = fp8pass.train_step(recipe=DelayedScaling(amax_history_len=4), lowering="eager")(one_step(model, optimizer))
+    options: dict[str, Any] = {"recipe": DelayedScaling(amax_history_len=4), "lowering": "eager", "monitor": True}
+    train = fp8pass.train_step(**options)(one_step(model, optimizer))
     seen = []
 
     def step() -> float:
@@ -374,7 +375,8 @@ def snapshot(model: nn.Module, optimizer: Any, scheduler: Any, generator: torch.
     try:
         state = fp8pass.state(model).state_dict()
         saved = model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), state, model.calls
-        return repr((saved, generator.get_state(), torch.get_rng_state(), random.getstate()))
+        monitored = fp8pass.stats(model).to_dicts()
+        return repr((saved, generator.get_state(), torch.get_rng_state(), random.getstate(), monitored))
     finally:
         torch.set_printoptions(profile="default")
 

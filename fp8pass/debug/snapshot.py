@@ -172,17 +172,34 @@ def _fp8_state() -> Undo:
 
 def _instance_state(state: InstanceState) -> Undo:
     made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")
-    constant = ("table", "owned", "tensors", "relatives", "neighbours", *made_again)
+    constant = ("table", "owned", "tensors", "relatives", "neighbours", "monitor_buffer", *made_again)
     values = {f.name: copy.copy(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
     tensors, relatives = SlotTensors(*(t.clone() for t in state.tensors)), list(state.relatives)
-    neighbours = list(state.neighbours)
+    neighbours, undo_monitor = list(state.neighbours), _monitor_buffer(state)
 
     def undo() -> None:
+        undo_monitor()
         for t, saved in zip(state.tensors, tensors, strict=True):
             t.copy_(saved)
         for name, value in values.items():
             setattr(state, name, copy.copy(value))
         state.relate(relatives, neighbours)
         state.forget_copies()
+
+    return undo
+
+
+def _monitor_buffer(state: InstanceState) -> Undo:
+    """Save what the numerics monitor has counted. Its tensors keep their addresses, as in training."""
+    buffer = state.monitor_buffer
+    tensors = () if buffer is None else (buffer.forward, buffer.backward, buffer.past)
+    saved, counts = [t.clone() for t in tensors], None if buffer is None else buffer.counts()
+
+    def undo() -> None:
+        state.monitor_buffer = buffer
+        for t, value in zip(tensors, saved, strict=True):
+            t.copy_(value)
+        if buffer is not None and counts is not None:
+            buffer.set_counts(counts)
 
     return undo

@@ -1,7 +1,8 @@
-"""The numerics monitor: what quantization does to each tensor, counted in the graph that quantizes it.
+"""The numerics monitor: counts the effects of quantization on each tensor, in the graph that quantizes it.
 
-The `insert_monitors` pass puts these functions next to quantize-dequantize. What they count goes into a vector for each
-tensor, which lies on the device; when a step begins, those of the last one are moved into a ring buffer. No step waits.
+The `insert_monitors` pass inserts these functions next to quantize-dequantize. Each tensor has a vector of statistics
+on the device; when a step begins, the vectors of the step before are moved into a ring buffer. No step waits for the
+device.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from fp8pass.quant import ops
 
 
 class Numerics(NamedTuple):
-    """What is counted of a tensor x in a step: f32 numbers. The first two merge by max over uses, the others add up.
+    """The f32 statistics of a tensor x in a step. Over several uses the first two merge by max, the others add up.
 
-    amax         max(abs(x)), NaN if x holds one
-    scale_inv    of the smallest scale, where each row or block has its own
-    elements     of x, in all uses
-    nonzero      those that are not 0, NaN and inf among them
-    underflowed  those of them that became 0
-    saturated    those that are too large for the format, and were clamped to its largest value
-    nonfinite    those that are NaN or inf
-    signal       sum((x * scale)**2) of the finite ones
-    noise        sum((quantize(x * scale) - x * scale)**2) of those
+    amax         max(abs(x)), NaN if x holds a NaN
+    scale_inv    of the smallest scale, if each row or block has a scale
+    elements     number of elements of x
+    nonzero      number of elements other than 0, including NaN and inf
+    underflowed  number of finite elements other than 0 that became 0
+    saturated    number of elements too large for the format, which were clamped to its largest value
+    nonfinite    number of elements that are NaN or inf
+    signal       sum((x * scale)**2) over the finite elements
+    noise        sum((quantize(x * scale) - x * scale)**2) over the finite elements
     """
 
     amax: Any
@@ -44,12 +45,12 @@ class Numerics(NamedTuple):
 
 
 MAXIMA = 2
-"""So many of the numbers merge by max."""
+"""Number of leading fields of `Numerics` that merge by max."""
 N = len(Numerics._fields)
 
 
 def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor) -> Tensor:
-    """The `Numerics` f32[9] of a tensor. x: of rank 1 or more; scale: broadcasts to it; x_q: FP8, quantized by it."""
+    """Return the `Numerics` f32[9] of x, of rank 1 or more. scale: broadcasts to x; x_q: x quantized with it."""
     finite = x.abs() < float("inf")
     nonzero = x != 0
     scaled = torch.where(finite, x.float(), 0.0) * scale
@@ -69,30 +70,31 @@ def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor) -> Tensor:
 
 
 def overflow_from(dtype: torch.dtype) -> float:
-    """What is larger would be rounded to a number that the format does not have: its largest one and half a step.
+    """Return the value above which numbers round to more than the format's largest value: that plus half a step.
 
-    464 for e4m3, 61440 for e5m2: by the scale of a tensor's own amax, rounding alone takes nothing there.
+    464 for e4m3, 61440 for e5m2. With the scale from a tensor's own amax, scaled values exceed the format's largest
+    value by rounding alone, and then do not reach this one.
     """
     info = torch.finfo(dtype)
     return info.max + 2.0 ** (torch.tensor(info.max).log2().floor().item()) * info.eps / 2
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Of all elements, f32[]; rows first, as in `scaling.amax`, to share its kernel."""
+    """Sum all elements, f32[]; rows first, as in `scaling.amax`, to share its kernel."""
     return x.float().sum(-1).sum()
 
 
 def merge(numerics: Tensor, new: Tensor) -> Tensor:
-    """Of several uses of a tensor in a step, f32[..., 9]."""
+    """Merge the statistics of two uses of a tensor in a step, f32[..., 9] each."""
     maxima = torch.maximum(numerics[..., :MAXIMA], new[..., :MAXIMA])
     return torch.cat([maxima, numerics[..., MAXIMA:] + new[..., MAXIMA:]], -1)
 
 
 @torch.library.custom_op("fp8pass::record_numerics", mutates_args=())
 def record_numerics(numerics: Tensor, new: Tensor, index: int) -> Tensor:
-    """`numerics` f32[T, 9] with row `index` merged with `new` f32[9].
+    """Return `numerics` f32[T, 9] with row `index` merged with `new` f32[9].
 
-    An op of its own, as `ops.record`: the `batch_records` pass makes one update of all.
+    A custom op, like `ops.record`, so that the `batch_records` pass finds all records and merges them into one update.
     """
     numerics = numerics.clone()
     numerics[index] = merge(numerics[index], new)
@@ -115,7 +117,7 @@ def _record(x: Tensor, quantizer: Any, numerics: Tensor, index: int, *state: Ten
 
 @torch.no_grad()
 def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: int, *state: Tensor) -> None:
-    """Count what `quantizer(x, *state)` does in row `index` of `numerics` f32[T, 9], in place."""
+    """Count the effects of `quantizer(x, *state)` in row `index` of `numerics` f32[T, 9], in place."""
     _record(x, quantizer, numerics, index, *state)
 
 
@@ -123,16 +125,19 @@ def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: 
 def watch_cached(
     x: Tensor, quantizer: ops.Delayed, numerics: Tensor, index: int, made: Tensor, x_q: Tensor, *_: Tensor
 ) -> None:
-    """As `watch_operand`, of a weight whose FP8 copy is kept: see `ops.cached_operand`."""
+    """Count as `watch_operand` does, for a weight whose FP8 copy is cached: see `ops.cached_operand`.
+
+    made: `SlotTensors.weight_copy_scales`.
+    """
     scale = made[0, quantizer.index].reciprocal()
-    scale = torch.where(scale.isnan(), 1.0, scale)  # of a weight that is not finite
+    scale = torch.where(scale.isnan(), 1.0, scale)  # the scale_inv of a weight with a NaN or inf is NaN
     numerics.copy_(record_numerics(numerics, numerics_of(x, scale, x_q), index))
 
 
 def watch_gradient(
     y: Tensor, quantizers: tuple[ops.Quantizer, ...], numerics: Tensor, indices: tuple[int, ...], *state: Tensor
 ) -> Tensor:
-    """`y` itself; of its gradient, what each quantizer does is counted, as in `watch_operand`."""
+    """Return `y`; count the effects of each quantizer on its gradient, as `watch_operand` does."""
     return _WatchGradient.apply(y, quantizers, numerics, indices, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -140,12 +145,13 @@ class _WatchGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, quantizers: Any, numerics: Tensor, indices: Any, *state: Tensor) -> Tensor:
         ctx.how = quantizers, numerics, indices, state
-        return y.clone()  # not a view, as in `ops.qdq_gradient`
+        return y.clone()  # for the same reason as in `ops._GradQDQ`
 
     @staticmethod
     @once_differentiable
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        # not compiled, as in `ops._SelectGradients`
         quantizers, numerics, indices, state = ctx.how
         for quantizer, index in zip(quantizers, indices, strict=True):
             _record(grads[0], quantizer, numerics, index, *state)
@@ -153,12 +159,12 @@ class _WatchGradient(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the numbers are kept
+# The buffers of the statistics
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor that is watched: its slot's name, what it is to its matmul, and the user's line of that."""
+    """A monitored tensor. name: of its slot; role: in its matmul; source: the user's source line of the matmul."""
 
     name: str
     role: str
@@ -166,14 +172,14 @@ class Watched:
 
 
 WATCHED = "fp8pass_watched"
-"""In the meta of a node of the annotated graph that quantizes: the `Watched` of each quantizer in its arguments."""
+"""Key in the meta of a quantizing node of the annotated graph: the `Watched` of each quantizer in its arguments."""
 
 
 @dataclass(frozen=True)
 class WatchTable:
-    """What one graph watches: tensors of the forward, in its order; then gradients, in that of the forward too.
+    """The monitored tensors of one graph: those of the forward in its order, then gradients, in that order too.
 
-    n_forward: how many are of the forward. steps: how many the ring buffer holds.
+    n_forward: number of tensors of the forward. steps: number of steps that the ring buffer holds.
     """
 
     watched: tuple[Watched, ...]
@@ -183,26 +189,26 @@ class WatchTable:
 
     @property
     def code(self) -> str:
-        """Tells graphs of one instance apart."""
+        """A text that differs between graphs of one instance."""
         return repr(self.watched)
 
 
 class MonitorBuffer:
-    """The numbers of one instance, for one graph. All tensors stay where they are.
+    """The statistics of one instance, for one graph. All tensors keep their addresses.
 
-    forward: f32[F, 9], backward: f32[T-F, 9], of the step that goes on; past: f32[S, T, 9], those before it.
+    forward: f32[F, 9] and backward: f32[T-F, 9], of the current step. past: f32[S, T, 9], of the steps before it.
     """
 
     def __init__(self, table: WatchTable) -> None:
         self.table = table
         self._count = 0
-        """How many steps are over."""
+        """Number of steps that have ended."""
         self.steps: deque[int] = deque(maxlen=table.steps + 1)
-        """Those that are kept; the last one goes on."""
+        """The steps whose statistics are kept; the last one is the current step."""
         self.called: deque[int] = deque(maxlen=table.steps + 1)
-        """When each of them called the graph first, on a clock that all graphs have."""
+        """For each of these steps, the time of the first call of the graph, on a clock that all graphs share."""
         total, first, device = len(table.watched), table.n_forward, table.device
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # tensors made in inference mode can't be written in place outside of it
             self.forward = torch.zeros(first, N, device=device)
             self.backward = torch.zeros(total - first, N, device=device)
             self.past = torch.zeros(table.steps, total, N, device=device)
@@ -210,7 +216,7 @@ class MonitorBuffer:
 
     @torch.no_grad()
     def begin(self, step: int, clock: int) -> None:
-        """A step begins, unless it has already. A few small copies."""
+        """Begin a step, unless it has begun already. Takes a few small copies."""
         if self.steps and self.steps[-1] == step:
             return
         if self.steps:
@@ -223,11 +229,22 @@ class MonitorBuffer:
         self.steps.append(step)
         self.called.append(clock)
 
+    def counts(self) -> tuple[int, list[int], list[int]]:
+        """Return the number of steps that have ended, the steps that are kept, and when each of these began."""
+        return self._count, list(self.steps), list(self.called)
+
+    def set_counts(self, counts: tuple[int, list[int], list[int]]) -> None:
+        """Set what `counts` returns."""
+        self._count, steps, called = counts
+        for kept, values in ((self.steps, steps), (self.called, called)):
+            kept.clear()
+            kept.extend(values)
+
     def inputs(self, repeats: bool = False) -> list[Tensor]:
-        """What the graph is called with. repeats: its forward runs again, in a backward, and has been counted."""
+        """Return the graph's inputs. repeats: True if a backward runs the forward again, which is counted already."""
         return [(self._repeated if repeats else self.forward).data, self.backward.data]
 
     def read(self) -> Tensor:
-        """Of `steps`, f32[S, T, 9] on the CPU. Waits for the device."""
+        """Return the statistics of `steps`, f32[S, T, 9] on the CPU. Synchronizes with the device."""
         rows = [self.past[i % len(self.past)] for i in range(self._count + 1 - len(self.steps), self._count)]
         return torch.stack([*rows, torch.cat([self.forward, self.backward])]).cpu()
