@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.quant.ops import SlotTensors
 from fp8pass.states.checkpoint import State
 from fp8pass.states.checkpoint import state as state_of
@@ -172,34 +173,38 @@ def _fp8_state() -> Undo:
 
 def _instance_state(state: InstanceState) -> Undo:
     made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")
-    constant = ("table", "owned", "tensors", "relatives", "neighbours", "monitor_buffer", *made_again)
-    values = {f.name: copy.copy(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
+    constant = ("table", "owned", "tensors", "relatives", "neighbours", *made_again)
+    values = {f.name: _shallow(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
     tensors, relatives = SlotTensors(*(t.clone() for t in state.tensors)), list(state.relatives)
-    neighbours, undo_monitor = list(state.neighbours), _monitor_buffer(state)
+    neighbours, undo_monitor = list(state.neighbours), _monitor_buffer(state.monitor_buffer)
 
     def undo() -> None:
         undo_monitor()
         for t, saved in zip(state.tensors, tensors, strict=True):
             t.copy_(saved)
         for name, value in values.items():
-            setattr(state, name, copy.copy(value))
+            setattr(state, name, _shallow(value))
         state.relate(relatives, neighbours)
         state.forget_copies()
 
     return undo
 
 
-def _monitor_buffer(state: InstanceState) -> Undo:
+def _shallow(value: Any) -> Any:
+    """Return a shallow copy; of the monitor's buffer, which `_monitor_buffer` saves, the buffer itself."""
+    return value if isinstance(value, MonitorBuffer) else copy.copy(value)
+
+
+def _monitor_buffer(buffer: MonitorBuffer | None) -> Undo:
     """Save what the numerics monitor has counted. Its tensors keep their addresses, as in training."""
-    buffer = state.monitor_buffer
-    tensors = () if buffer is None else (buffer.forward, buffer.backward, buffer.past)
-    saved, counts = [t.clone() for t in tensors], None if buffer is None else buffer.counts()
+    if buffer is None:
+        return lambda: None
+    tensors, counts = (buffer.forward, buffer.backward, buffer.past), buffer.counts()
+    saved = [t.clone() for t in tensors]
 
     def undo() -> None:
-        state.monitor_buffer = buffer
+        buffer.set_counts(counts)
         for t, value in zip(tensors, saved, strict=True):
             t.copy_(value)
-        if buffer is not None and counts is not None:
-            buffer.set_counts(counts)
 
     return undo
