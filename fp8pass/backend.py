@@ -1,4 +1,4 @@
-"""The torch.compile backend: annotate, hand over to AOTAutograd and Inductor, bring the state along at each call."""
+"""The torch.compile backend: annotates a graph, lowers it by AOTAutograd and Inductor, passes state to its calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def fp8pass(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """`torch.compile(model, backend="fp8pass", options={...})`: `options` are the fields of `fp8pass.Config`.
+    """Compile a graph for `torch.compile(model, backend="fp8pass", options={...})`.
+
+    `options` are fields of `fp8pass.Config`, and `mode` is one of Inductor's modes.
 
     Raises ValueError for unknown options and for patterns that match nothing, and Fp8Error under `strict=True` for
     matmuls that can't run in FP8.
@@ -64,7 +66,7 @@ def fp8pass(
 
 
 def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's; returns what Dynamo calls in its place. A fault of fp8pass does not stop it."""
+    """Compile one graph of Dynamo's; return the function that replaces it. Faults of fp8pass do not stop it."""
     take_note_of_graph()
     name, refs = "a graph of Dynamo's", list[TensorRef]()
     with left_out("slow_matmuls", config, name):
@@ -84,7 +86,7 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
 
 
 class _Graph:
-    """One graph of Dynamo's, whose every call is compiled alike, as it is compiled: perhaps more than once."""
+    """The compilations of one graph of Dynamo's with one configuration: several if one of them fails."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
         self.module = module
@@ -99,18 +101,18 @@ class _Graph:
     def compiled(self) -> Callable[..., Any]:
         collectives = _has_collectives(self.module)
         self.run, _ = fall_back(self.compile, self.config, self.dump_of, has_collectives=collectives)
-        # Dynamo keeps this as long as the code: the tensors themselves would keep the first model, and its first batch
+        # Dynamo keeps this object as long as the code; with real tensors it would keep the first model and batch alive
         self.example_inputs = as_fakes(self.example_inputs)
         if not torch.is_grad_enabled() or self.later is None:
             return self.run
         self.later.has_run = True
-        return lambda *args: self.run(*args)  # which a fault in its backward may replace
+        return lambda *args: self.run(*args)  # a fault in the backward may replace `self.run`
 
     def dump_of(self, config: Config, kind: str) -> Dump:
         return Dump.of(config, self.module, kind)
 
     def compile(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
-        """With dumps there, in one of several ways."""
+        """Compile the graph in the way of `attempt`, and write its dumps."""
         module, example_inputs, config = self.module, self.example_inputs, self.config
 
         def examples(annotation: Annotation) -> list[Any]:
@@ -144,7 +146,7 @@ class _Graph:
         return _fake_first(graph, compiled, state) if self.is_fake_first else graph
 
     def compile_later(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
-        """In a backward, which runs without gradients and autocast."""
+        """Compile the graph again in a backward, which runs without grad mode and autocast: restore both."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(tracing(self.context))
             for mode in self.modes:
@@ -152,19 +154,19 @@ class _Graph:
             return self.compile(attempt, dump)
 
     def exchange(self, annotation: Annotation, run: Callable[..., Any]) -> None:
-        """From the next call on, run what has no state."""
+        """Replace the graph from its next call on by `run`, which has no state; drop the graph's state."""
         self.run = run
         registry.drop(annotation.tables)
 
 
 def _has_collectives(module: fx.GraphModule) -> bool:
-    """Return whether a graph of Dynamo's sends something to other ranks: it says so, or its DTensors will."""
+    """Return whether a graph of Dynamo's communicates with other ranks: it has collectives, or DTensors."""
     nodes = (n for part in module.modules() if isinstance(part, fx.GraphModule) for n in part.graph.nodes)
     return any("c10d" in str(n.target) or isinstance(n.meta.get("example_value"), DTensor) for n in nodes)
 
 
 def _modes(example_inputs: Sequence[Any]) -> list[Callable[[], Any]]:
-    """Return what makes contexts with the modes of now, which decide what a graph of Dynamo's stands for."""
+    """Return functions that make contexts of the current grad and autocast modes, which graphs of Dynamo's rely on."""
     kinds = sorted({x.device.type for x in example_inputs if isinstance(x, Tensor)})
     autocasts = [
         functools.partial(
@@ -177,14 +179,14 @@ def _modes(example_inputs: Sequence[Any]) -> list[Callable[[], Any]]:
 
 
 def _without_slots(compiled: Callable[..., Any], config: Config, is_fake_first: bool) -> Callable[..., Any]:
-    """The graph; where another rank has slots in its place, that is found out."""
+    """Return the graph; if another rank's graph may have slots, wrapped to take part in the reductions of amaxes."""
     if config.reduction is None or not torch.is_grad_enabled() or is_fake_first:
         return compiled
     return join_reduction(compiled, config.reduction)
 
 
 def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: Sequence[Any]) -> Callable[..., Any]:
-    """The graph, of which the first call is on fake tensors: it is none of an instance, and gets a state of fakes."""
+    """Return the graph for DDPOptimizer, whose first call is on fake tensors, of no instance, and gets fake state."""
     calls = itertools.count()
 
     def run(*args: Any) -> Any:
@@ -196,7 +198,7 @@ def _fake_first(graph: Callable[..., Any], compiled: Callable[..., Any], state: 
 def _update(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, refs: Sequence[TensorRef]
 ) -> Callable[..., Any]:
-    """A graph that writes into parameters: compiled when it is called, for the FP8 copies that they have then."""
+    """Return an update graph, which is compiled when it is called, for the FP8 copies that parameters have then."""
     context, mode = context_for_later(), detect_fake_mode(example_inputs)
 
     def compile_for(
@@ -207,7 +209,7 @@ def _update(
                 fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             examples = [*args, *fakes]
             annotation = annotated_update(module, key, config, attempt, dump, examples)
-            # not Dynamo's: gradients would be kept for ever
+            # no reference to `example_inputs` in here: it would keep Dynamo's first gradients for ever
             return lower(annotation, examples, config, dump, attempt)
 
     def falling_back(compile_with: Callable[[Attempt, Dump], Any], attempt: Attempt) -> Any:
@@ -222,13 +224,14 @@ def _update(
     if config.optimizer_state == "fp8":
         with left_out("quantize_moments", config, "an update"):
             found = moments_of(module, refs)
-            # now, while moments can stay as they are
+            # try the passes now, while moments can still stay in high precision if they fail
             without = Attempt(without=frozenset({"expand_foreach"}))
             annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
             moments = found
     graph = UpdateGraph(module, refs, skips, moments, compile_for, falling_back)
     examples = real_inputs(module)
-    if examples is not None:  # now, and not in the first call, for Dynamo may have to think again
+    # compile now, not in the first call: torch may raise TensorifyScalarRestartAnalysis, for Dynamo to trace anew
+    if examples is not None:
         graph.compile(examples)
     return graph
 
@@ -236,11 +239,11 @@ def _update(
 def _varying(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, compile_one: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The graph as it is for each step, compiled when the first such step comes."""
+    """Return a callable that compiles the graph for each variant of the configuration at that variant's first step."""
     context = context_for_later()
-    example_inputs = as_fakes(example_inputs)  # which are kept: see `_Graph.compiled`
+    example_inputs = as_fakes(example_inputs)  # for the reason in `_Graph.compiled`
     if not torch.is_grad_enabled():
-        config = replace(config, monitor=False)  # which has nothing to count there
+        config = replace(config, monitor=False)  # the monitor counts nothing without gradients
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     owned = Names(placeholders).owned
     compile_id = CompileContext.current_compile_id()
@@ -263,7 +266,7 @@ def _varying(
 def reference(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A backend that runs the annotated graph eagerly: the numbers that the compiled graph is held to."""
+    """Run the annotated graph eagerly, as a backend: the numerical reference for the compiled graph."""
     return _reference(module, example_inputs, make_config(options))
 
 

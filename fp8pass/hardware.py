@@ -134,7 +134,7 @@ def why_emulated(device: torch.device, a: torch.dtype, b: torch.dtype) -> str:
     if not can.get("amx_fp16"):
         return "with AMX, torch calls oneDNN, which has no FP8 kernel for processors without AMX for 16-bit floats"
     if not onednn_multiplies(torch.float16):
-        return "with AMX, torch calls oneDNN, which ONEDNN_MAX_CPU_ISA keeps from the kernels that it has for FP8"
+        return "with AMX, torch calls oneDNN, whose FP8 kernels ONEDNN_MAX_CPU_ISA disables"
     return ""
 
 

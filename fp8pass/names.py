@@ -144,7 +144,7 @@ _ROOT = re.compile(r"[A-Z]\['([^']+)'\]((?:\[\d+\])*)")
 
 
 def path_of(source: str) -> Path:
-    """Return ("model", "layers", "0", "up", "weight") for "L['model']._modules['layers']._modules['0']..."
+    """Return ("model", "layers", "0", "up", "weight") for "L['model']._modules['layers']._modules['0']...".
 
     A module in a tuple or a list is a root: ("args.0", "up", "weight") for "L['args'][0]._modules['up']...", which is
     the source of `self` in a decorator's function of `*args`.

@@ -1,4 +1,4 @@
-"""All passes, in order, and what happens around each of them. The one file that knows the order."""
+"""Run all passes in order: each is timed, verified and dumped. No other file knows the order."""
 
 from __future__ import annotations
 
@@ -75,54 +75,54 @@ from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
 
 DYNAMO: tuple[Pass[DynamoContext], ...] = (
-    InlineRegions(),  # first: the others, and torch's autograd, take the graph to be in one piece
-    InlineComposites(),  # before whoever looks for matmuls, which are within them
-    WriteMatmuls(),  # likewise; after it, for composites have einsums
-    MergeSiblings(),  # before annotate, which gives merged weights one scale
+    InlineRegions(),  # first: the other passes, and torch's autograd, expect the graph in one piece
+    InlineComposites(),  # before passes that look for matmuls, which composites contain
+    WriteMatmuls(),  # likewise; after InlineComposites, since composites contain einsums
+    MergeSiblings(),  # before Annotate, which gives merged weights one scale
     Annotate(),
-    LiftScaleStates(),  # after it: its state inputs come before theirs
-    InsertMonitors(),  # last: it watches what they quantize
+    LiftScaleStates(),  # after Annotate, whose state inputs come first
+    InsertMonitors(),  # last: it monitors the tensors that the other passes quantize
 )
-"""The passes over Dynamo's graph, before autograd: about what runs in FP8, by the user's functions and names."""
+"""The passes over Dynamo's graph, before autograd. They select what runs in FP8, by the user's functions and names."""
 
 UPDATE: tuple[Pass[UpdateContext], ...] = (
-    ExpandForeach(),  # first: the others look for what happens to single tensors
-    TakeStates(),  # before whoever reads or writes one
+    ExpandForeach(),  # first: the other passes look for ops on single tensors
+    TakeStates(),  # before passes that read or write state
     ReadMoments(),
-    SkipNonfinite(),  # after it: what it puts back are moments as they were read
-    WriteMoments(),  # after it, which says if they are to be written
-    WriteWeights(),  # last: it reads parameters as the update leaves them, put back or not
+    SkipNonfinite(),  # after ReadMoments: it restores moments as they were read
+    WriteMoments(),  # after SkipNonfinite, which decides whether moments are written
+    WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
 )
 """The passes over Dynamo's graph of an optimizer's update."""
 
 JOINT: tuple[Pass[Context], ...] = (
-    Canonicalize(),  # first: the others know one spelling of quantize and dequantize
-    ListMatmuls(),  # before any rewrite: whatever happens later, every matmul of the user has a verdict
-    QuantizeCollectives(),  # before the rewrites look for what is dequantized after a collective
-    BlockwiseMM(),  # before ExpandBlocks, for it knows blocks by their op
+    Canonicalize(),  # first: the other passes know one spelling of quantize and dequantize
+    ListMatmuls(),  # before any rewrite, so that every matmul of the user has a verdict
+    QuantizeCollectives(),  # before the rewrites, which look for tensors that are dequantized after a collective
+    BlockwiseMM(),  # before ExpandBlocks: it finds blocks by their op
     GroupedMM(),  # likewise; and before ScaledMM, which would make a matmul of each group
     ExpandBlocks(),
-    ScaledMM(),  # before partitioning, so that what is saved for backward is FP8
-    UseTransposes(),  # after it, which lays operands out
-    SaveTransposes(),  # likewise; after UseTransposes, which takes out copies that need not be saved
-    SaveSums(),  # after the rewrites, which read the outputs of matmuls
-    BatchRecords(),  # last: dead quantizes have taken their records along
+    ScaledMM(),  # before partitioning, so that tensors saved for the backward are FP8
+    UseTransposes(),  # after ScaledMM, which lays operands out
+    SaveTransposes(),  # likewise; after UseTransposes, which removes copies that need not be saved
+    SaveSums(),  # after the rewrites: it looks for sums of scaled matmuls
+    BatchRecords(),  # last: the rewrites have removed the records of dead quantizes
 )
-"""The passes over forward and backward in one graph: about numbers, and what the backward needs."""
+"""The passes over forward and backward in one graph. They change numbers, and what is saved for the backward."""
 
 KERNELS: tuple[Pass[Context], ...] = (
-    SplitForeach(),  # first: what it splits off is quantized by ops that the others fold
-    FoldQuantizes(),  # before whoever looks for a quantize as one node
-    UpdateTiles(),  # before QuantizeTiles, which tiles what is left
-    QuantizeTiles(),  # before BatchAmaxes: they make the amaxes that are joined there
+    SplitForeach(),  # first: the tensors that it splits off are quantized by ops that FoldQuantizes folds
+    FoldQuantizes(),  # before passes that look for a quantize as one node
+    UpdateTiles(),  # before QuantizeTiles, which tiles the kernels that are left
+    QuantizeTiles(),  # before BatchAmaxes, which joins the amaxes that these two make
     BatchAmaxes(),
-    Materialize(),  # after them, which change who reads what
-    EmulateMatmuls(),  # last: the others know `_scaled_mm`
+    Materialize(),  # after the passes that change which nodes read a tensor
+    EmulateMatmuls(),  # last: the other passes look for `_scaled_mm`
 )
-"""The passes over forward, backward and update, each by itself: about kernels, not about numbers."""
+"""The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
 
 _ABOUT_RECIPES = ("inline_composites", "write_matmuls", "merge_siblings", "annotate")
-"""Passes that have nothing to do without a recipe."""
+"""The names of passes that have nothing to do without a recipe."""
 
 
 def annotated(
@@ -132,9 +132,9 @@ def annotated(
     dump: Dump | None = None,
     examples: Callable[[Annotation], Sequence[Any]] = lambda _: (),
 ) -> Annotation:
-    """Return a copy of Dynamo's graph with what the recipe inserts, nothing under recipe None, and the user's states.
+    """Return an annotated copy of Dynamo's graph: with quantize-dequantize as the recipe says, and the user's states.
 
-    examples: of what the graph is called with, as it is by then, for dumps.
+    Without a recipe it gets only the states. examples: returns inputs of the graph so far, for dumps.
     """
     if attempt.form == "plain":
         return Annotation(module, [], [])
@@ -150,7 +150,7 @@ def _dynamo_passes(config: Config, attempt: Attempt) -> list[Pass[DynamoContext]
     leave = {*attempt.without, *(() if config.monitor else (InsertMonitors.name,))}
     if config.recipe is None:
         leave.update(_ABOUT_RECIPES)
-    if attempt.form == "declined":  # annotate is left, to say why
+    if attempt.form == "declined":  # Annotate still runs, to record the reason
         leave.update({*_ABOUT_RECIPES, "insert_monitors"} - {"annotate"})
     return [p for p in DYNAMO if p.name not in leave]
 
@@ -163,9 +163,9 @@ def annotated_update(
     dump: Dump | None = None,
     examples: Sequence[Any] = (),
 ) -> Annotation:
-    """Return a copy of Dynamo's graph of an update, with what writes FP8 copies of weights, and moments.
+    """Return a copy of Dynamo's graph of an update that also writes FP8 copies of weights, and moments in FP8.
 
-    examples: of what the graph is called with, in the end.
+    examples: inputs of the resulting graph, for dumps.
     """
     if attempt.form == "plain":
         return Annotation(module, [], [], is_update=True)
@@ -176,7 +176,7 @@ def annotated_update(
         return examples[: len(graph.find_nodes(op="placeholder"))]
 
     _run_all(todo, module, UpdateContext(config, key=key), dump or Dump(), "dynamo", _lint, of_now)
-    module = copy_to_edit(module)  # without attributes that are not read any more
+    module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
     return Annotation(module, [], [], is_update=True)
 
@@ -189,7 +189,7 @@ def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`. attempt: how the graph at hand is compiled."""
+    """Inductor's `post_grad_custom_pre_pass`. attempt: the way in which the current graph is compiled."""
 
     def __init__(self, config: Config, dump: Dump | None = None) -> None:
         self.config = config
@@ -198,19 +198,20 @@ class KernelPasses(CustomGraphPass):
         self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
-        """Changes with the passes' sources, which of them are left out after a fault, and the CPU."""
+        """Return a key of the passes' sources, the passes that are left out after a fault, and the CPU."""
         return _sources_hash() + repr((self.attempt.form, sorted(self.attempt.without), cpu_key())).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
+        # AOTAutograd names the gradients of a graph's outputs tangents_1, tangents_2, ...
         backward = any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder")
         part = "backward" if backward else "forward"
-        number = f".{self.seen[part]}" if self.seen[part] else ""  # branches and loop bodies are graphs of their own
+        number = f".{self.seen[part]}" if self.seen[part] else ""  # branches and loop bodies are separate graphs
         self.seen[part] += 1
         drawing = drawn()
-        draws = drawing is not None and not drawing.kernels  # with kernels Inductor has the last word
+        draws = drawing is not None and not drawing.kernels  # with kernels, graphs are drawn after Inductor
         todo = [p for p in KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
-        if draws:  # what a GPU would run
+        if draws:  # show what a GPU would run
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
         with ONE_AT_A_TIME:
             _run_all(todo, _module_of(graph), Context(self.config), self.dump, f"{part}{number}", _verify)
@@ -219,9 +220,9 @@ class KernelPasses(CustomGraphPass):
 
 
 class Pipeline(CustomGraphPass):
-    """Inductor's `joint_custom_pre_pass`: forward and backward in one graph, before anything else has touched it.
+    """Inductor's `joint_custom_pre_pass`: runs on forward and backward in one graph, before any change by Inductor.
 
-    Keeps nothing that outlives the compilation but the report: where Inductor's caches hit, it does not run.
+    Only its report outlives the compilation, since it does not run if Inductor's caches hit.
     """
 
     def __init__(
@@ -240,14 +241,14 @@ class Pipeline(CustomGraphPass):
         self.dump = dump or Dump()
         self.report = Report()
         self.gemms: dict[str, Gemm] = {}
-        """Holds the matmuls of the latest graph, by what `GEMM` says in its nodes."""
+        """The verdicts on the matmuls of the latest graph, by the name that `meta[GEMM]` of its nodes holds."""
         self.is_repeated = False
-        """Whether a checkpoint around the graph runs all of its forward once more."""
+        """True if a checkpoint around the graph runs its whole forward once more."""
         self.parts = 0
         self.seconds = 0.0
 
     def uuid(self) -> bytes:
-        """Changes with the passes' sources, configuration, torch, the CPU, and what a graph does not say of choices."""
+        """Return a key of the passes' sources, configuration, torch, the CPU, and choices that graphs do not show."""
         choices = [(c.fast_accum, c.wanted, c.scaling, sorted(c.declined)) for c in self.choices]
         own = self.config.cache_key(), torch.__version__, choices, [p.name for p in self.passes], cpu_key()
         return _sources_hash() + repr(own).encode()
@@ -269,7 +270,7 @@ class Pipeline(CustomGraphPass):
             _raise_if_declined(context, self.choices)
 
     def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
-        """Note which matmuls of the forward run again in the backward, as activation checkpointing wants it."""
+        """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
         first, again = ({n.meta.get(GEMM) for n in graph.nodes if multiplies(n)} for graph in (forward, backward))
         twice = first if self.is_repeated else first & again
         recomputed = [gemm for name, gemm in self.gemms.items() if name in twice]
@@ -279,12 +280,18 @@ class Pipeline(CustomGraphPass):
             self.dump.report(str(self.report), self.seconds)
 
     def _publish(self, part: Report) -> None:
-        """Branches and loop bodies are graphs of their own, which come first; a graph's report has all its parts."""
+        """Publish the report of one part, and add it to the graph's report.
+
+        Branches and loop bodies are separate parts, and come first.
+        """
         publish(part)
         self.report.add(part)
 
     def warn_if_nothing(self) -> None:
-        """When all is compiled: a model that was meant to run in FP8, of which nothing does. Said once per reason."""
+        """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected.
+
+        Call it after the graph is compiled.
+        """
         reasons = [c.reason for c in self.choices if c.wanted or c.rule == "min_speedup"]
         if (
             self.attempt.form == "fp8"
@@ -300,7 +307,7 @@ class Pipeline(CustomGraphPass):
 
 
 def append_pass(own: Any, ours: CustomGraphPass) -> Any:
-    """A setting of Inductor's: the user's own pass, or passes, if any, and then ours."""
+    """Return a value for a setting of Inductor's: the user's own pass, or passes, if any, and then ours."""
     if own is None:
         return ours
     if TAKES_LISTS_OF_PASSES:
@@ -309,12 +316,14 @@ def append_pass(own: Any, ours: CustomGraphPass) -> Any:
 
 
 class _Both(CustomGraphPass):
+    """Runs two passes as one, for versions of torch whose settings take only one pass."""
+
     def __init__(self, own: Any, ours: CustomGraphPass) -> None:
         self.own = own
         self.ours = ours
 
     def uuid(self) -> Any:
-        """Of both; None, no caching, if the user's has none."""
+        """Return a key of both passes; None, with which Inductor caches nothing, if the user's pass has no key."""
         own = self.own.uuid() if isinstance(self.own, CustomGraphPass) else None
         return None if own is None else repr((own, self.ours.uuid())).encode()
 
@@ -338,7 +347,7 @@ def _run_all(
     check: Callable[[fx.GraphModule, C], None],
     examples: Callable[[], Sequence[Any]] = tuple,
 ) -> None:
-    """Run passes in order. part: what the graph is called in dumps. check: runs after a pass that changed something."""
+    """Run passes in order. part: the name of the graph in dumps. check: runs after a pass that changed something."""
     trial = overrides.current()
     for p in passes:
         if trial is not None and not trial.runs(p.name, part):
@@ -373,7 +382,7 @@ def _lint(module: fx.GraphModule, context: Context) -> None:
 
 
 def _raise_if_declined(context: Context, choices: list[MatmulChoice]) -> None:
-    """Strict: what the recipe and filter chose, or the user quantized, must have been rewritten."""
+    """Raise Fp8Error for a matmul that is not rewritten although the recipe and filter, or the user, chose it."""
     for gemm in context.gemms.values():
         if gemm.status == "rewritten" or not (_chosen(gemm, choices) or gemm.quantized):
             continue
@@ -393,10 +402,10 @@ def _chosen(gemm: Gemm, choices: list[MatmulChoice]) -> bool:
 
 
 def known_to_caches(module: fx.GraphModule) -> dict[str, str] | None:
-    """The functions of fp8pass that an annotated graph calls, by name, with a hash: so AOTAutograd may cache the graph.
+    """Return {function of fp8pass that an annotated graph calls: hash}, with which AOTAutograd may cache the graph.
 
-    Sorted, for the order is part of the key. None if a recipe has a function of the user's, of which the graph's text
-    has only the name: then nothing may be cached by that text.
+    Sorted, since the order is part of the cache's key. None if a recipe has a function of the user's: the graph's text,
+    which is part of the key too, contains only the function's name, so the graph must not be cached.
     """
     parts = (part.graph.nodes for part in module.modules() if isinstance(part, fx.GraphModule))
     calls = [n for nodes in parts for n in nodes if n.op == "call_function" and _is_ours(n.target)]
@@ -413,6 +422,6 @@ def _is_ours(target: object) -> bool:
 
 @functools.cache
 def _sources_hash() -> bytes:
-    own, passes = Path(__file__).parent, Path(passes_file).parent  # which are within each other where it is installed
+    own, passes = Path(__file__).parent, Path(passes_file).parent  # the installed package has passes/ in fp8pass/
     files = [f for f in sorted(own.rglob("*.py")) if own / "passes" not in f.parents]
     return get_hash_for_files(tuple(map(str, [*files, *sorted(passes.rglob("*.py"))])))

@@ -22,6 +22,7 @@ FACTORS: dict[Kind, tuple[Role, Role]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("input", "grad_output"),
 }
+"""The roles of the two operands of each matmul."""
 KINDS: tuple[Kind, ...] = tuple(FACTORS)
 
 
@@ -67,10 +68,10 @@ def _scales(name: str, value: Any) -> dict[str, float]:
 
 def _scale(slot: Any, scale: Any) -> float:
     if not isinstance(slot, str):
-        raise ValueError(f"slot {slot!r} of a scale: must be a name, 'layers.0.up.input' say")
+        raise ValueError(f"slot {slot!r} of a scale: it must be a name, 'layers.0.up.input' say")
     number = scale.detach().reshape(-1)[0].item() if isinstance(scale, Tensor) and scale.numel() == 1 else plain(scale)
     if isinstance(number, bool) or not isinstance(number, Real):
-        raise ValueError(f"scale {scale!r} of {slot!r}: it must be a number, or a tensor of one")
+        raise ValueError(f"scale {scale!r} of {slot!r}: it must be a number, or a tensor with one element")
     if not 0 < (number := float(number)) < float("inf"):
         raise ValueError(
             f"scale {number} of {slot!r}: it must be finite and above 0; calibrate on data that reaches it"
@@ -99,29 +100,32 @@ RULES = Rule(_rules)
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Checked):
-    """Common to all recipes: which of the matmuls "output", "grad_input" and "grad_weight" are done how.
+    """The base of all recipes: how the matmuls "output", "grad_input" and "grad_weight" are computed.
 
-    high_precision: those that stay as they are. fast_accum: those that use fast accumulation (`use_fast_accum`), with
-    which Hopper's tensor cores add up in less than float32. Either takes one name or several. Raises ValueError for a
-    name that is none of the three.
+    high_precision: the matmuls that stay in high precision. fast_accum: the matmuls that use fast accumulation
+    (`use_fast_accum`), with which Hopper's tensor cores accumulate in less than float32. Each takes one name or
+    several. Raises ValueError for a name that is not one of the three.
     """
 
     high_precision: tuple[str, ...] = field(default=(), kw_only=True, metadata=MATMULS.field)
     fast_accum: tuple[str, ...] = field(default=("output",), kw_only=True, metadata=MATMULS.field)
 
     def __repr__(self) -> str:
-        """What differs from the defaults. Valid Python even where that is a function: graphs are printed with it."""
+        """Return a text with the fields that differ from their defaults.
+
+        It is valid Python even if a field is a function, because fx prints it as part of a graph's code.
+        """
         values = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)
         shown = (f"{name}={getattr(v, '__qualname__', v)!r}" for name, v in values)
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def name(self) -> str:
-        """ "delayed", "dynamic", ..."""
+        """The name of the recipe: "delayed", "dynamic", ..."""
         return type(self).__name__.removesuffix("Scaling").lower()
 
     def dtype(self, role: Role) -> torch.dtype:
-        """The FP8 type that operands of this role are stored in: e4m3, where the recipe has no choice."""
+        """Return the FP8 dtype of operands with this role: e4m3, for recipes without a choice of formats."""
         return E4M3
 
 
@@ -132,13 +136,13 @@ class TensorwiseRecipe(Recipe):
     fp8_format: str = field(default="hybrid", metadata=FP8_FORMAT.field)
 
     def dtype(self, role: Role) -> torch.dtype:
-        """The FP8 type that operands of this role are stored in."""
+        """Return the FP8 dtype of operands with this role."""
         return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
 
 
 @dataclass(frozen=True, repr=False)
 class DynamicScaling(TensorwiseRecipe):
-    """Tensorwise, the scale from this very tensor: `scale = fp8_max / amax`, 1 for a tensor of zeros.
+    """Tensorwise, with the scale from the tensor itself: `scale = fp8_max / amax`, 1 for a tensor of zeros.
 
     `power_of_2` rounds the scale down to a power of two, so that scaling itself rounds nothing.
     """
@@ -148,12 +152,12 @@ class DynamicScaling(TensorwiseRecipe):
 
 @dataclass(frozen=True, repr=False)
 class DelayedScaling(TensorwiseRecipe):
-    """Tensorwise, the scale from the amaxes of earlier steps: `scale = fp8_max / amax / 2**margin`.
+    """Tensorwise, with the scale from the amaxes of earlier steps: `scale = fp8_max / amax / 2**margin`.
 
-    amax_history_len: steps that are remembered (H). amax_compute_algo: "max", "most_recent", or a callable
-    f32[H] -> f32[] written in torch. on_nonfinite: what a NaN or inf leaves in the history: "evict" records 0, "skip"
-    records nothing and does not roll, "freeze" records it, which keeps the scale until it leaves the window.
-    Raises ValueError for a history of no steps, a negative margin, and names that do not exist.
+    amax_history_len: number of steps in the history (H). amax_compute_algo: "max", "most_recent", or a callable
+    f32[H] -> f32[] written in torch. on_nonfinite: how a NaN or inf is recorded in the history: "evict" records 0,
+    "skip" records nothing and does not roll, "freeze" records it, so that the scale stays until it leaves the history.
+    Raises ValueError for a history of no steps, a negative margin, and unknown names.
     """
 
     amax_history_len: int = field(
@@ -171,9 +175,9 @@ class DelayedScaling(TensorwiseRecipe):
 
 @dataclass(frozen=True, repr=False)
 class RowwiseScaling(Recipe):
-    """One scale per row of A and per column of B, from this very tensor; e4m3 throughout.
+    """One scale per row of A and per column of B, from the tensor itself; e4m3 throughout.
 
-    Each operand is quantized anew for each matmul that it is in, along the dimension that this one contracts.
+    Each operand is quantized anew for each matmul that reads it, along the dimension that this matmul sums over.
     `power_of_2` rounds scales down to powers of two.
     """
 
@@ -182,9 +186,9 @@ class RowwiseScaling(Recipe):
 
 @dataclass(frozen=True, repr=False)
 class BlockwiseScaling(Recipe):
-    """One scale per block, from this very tensor: 1x128 of inputs and gradients, 128x128 of weights; e4m3 throughout.
+    """One scale per block, from the tensor itself: 1x128 of inputs and gradients, 128x128 of weights; e4m3 throughout.
 
-    The 128 elements lie along the dimension that the matmul contracts. `power_of_2` rounds scales down to powers of 2.
+    The 128 elements lie along the dimension that the matmul sums over. `power_of_2` rounds scales down to powers of 2.
     """
 
     power_of_2: bool = field(default=True, metadata=FLAG.field)
@@ -192,19 +196,19 @@ class BlockwiseScaling(Recipe):
 
 @dataclass(frozen=True, repr=False)
 class MXFP8Scaling(Recipe):
-    """One power of two per 32 elements along the contracted dimension, stored as e8m0; e4m3 throughout.
+    """One power of two per 32 elements along the summed dimension, stored as e8m0; e4m3 throughout.
 
-    OCP Microscaling's MXFP8, the exponent rounded up as TransformerEngine does. Each operand is quantized from the
-    original for each matmul that it is in, never from FP8 of another orientation.
+    This is MXFP8 of OCP Microscaling, with the exponent rounded up as TransformerEngine does. Each operand is quantized
+    from the original for each matmul that reads it, never from FP8 of another orientation.
     """
 
 
 @dataclass(frozen=True, repr=False)
 class StaticScaling(Recipe):
-    """Tensorwise, scales fixed in advance: those that `fp8pass.calibrate` returns. e4m3; for inference.
+    """Tensorwise, with fixed scales, which `fp8pass.calibrate` returns; e4m3; for inference.
 
-    scales: {slot: number or one-element tensor}, which multiply into FP8. A matmul for whose operands there is none
-    stays in high precision. Nothing looks at amaxes: what is out of range saturates, infinite values too; NaN stays.
+    scales: {slot: number or one-element tensor}, which multiply high precision to FP8. A matmul whose operands have no
+    scale stays in high precision. No amax is computed: values out of range saturate, infinite ones too; NaN stays NaN.
     Raises ValueError for scales that are not finite and positive.
     """
 
@@ -214,30 +218,30 @@ class StaticScaling(Recipe):
         return hash((self.high_precision, self.fast_accum, *sorted(self.scales.items())))
 
     def __repr__(self) -> str:
-        """Without the scales, of which there are many."""
+        """Return a text without the scales, of which there are many."""
         return f"{type(self).__name__}({{}})" if not self.scales else f"{type(self).__name__}({{...}})"
 
     def has(self, slot: str) -> bool:
-        """Whether some instance may have a scale of this name, which is relative to the code that is compiled."""
+        """Return whether any instance may have a scale for this slot, whose name is relative to the compiled code."""
         return any(name == slot or name.endswith(f".{slot}") for name in self.scales)
 
 
 @dataclass(frozen=True, repr=False)
 class Calibration(DelayedScaling):
-    """What `fp8pass.calibrate` compiles with: amaxes are recorded, and nothing is quantized."""
+    """The recipe that `fp8pass.calibrate` compiles with: amaxes are recorded, and nothing is quantized."""
 
 
 @dataclass(frozen=True)
 class ByModule(Checked):
     """Recipes by name pattern, as in `{"layers.*.attn.*": "rowwise", "*": "delayed"}`: the first that matches counts.
 
-    rules: (pattern, recipe) in order; None for high precision. What no pattern matches stays in high precision too.
+    rules: (pattern, recipe) in order; None for high precision, in which a matmul without a pattern stays too.
     """
 
     rules: tuple[tuple[str, Recipe | None], ...] = field(metadata=RULES.field)
 
     def of(self, fqn: str) -> tuple[Recipe | None, str]:
-        """The recipe of the matmul of this name, and if that is None, why."""
+        """Return (recipe, "") for the matmul with this name; (None, reason) if it has no recipe."""
         for pattern, recipe in self.rules:
             if matches(fqn, pattern):
                 return (
@@ -248,7 +252,7 @@ class ByModule(Checked):
 
 
 def matches(fqn: str, pattern: str) -> bool:
-    """Whether a module, or one that it is in, has a name of this pattern: "layers.*.attn" covers "layers.0.attn.q"."""
+    """Return whether a pattern matches a module, or a module that holds it: "layers.*.attn" for "layers.0.attn.q"."""
     return fnmatchcase(fqn, pattern) or fnmatchcase(fqn, f"{pattern}.*")
 
 
@@ -262,11 +266,11 @@ NAMED: dict[str, Callable[[], Recipe]] = {
 }
 
 Plan = Recipe | ByModule | None
-"""What `Config.recipe` is resolved to, at one step of the training."""
+"""The type that `Config.recipe` resolves to, at one step of the training."""
 
 
 def resolve(recipe: Any, what: str = "recipe") -> Plan | Schedule:
-    """The recipe for a name, an object, a dict of name patterns, or None. Raises ValueError for what does not exist.
+    """Return the recipe for a name, an object, a dict of name patterns, or None. Raises ValueError for anything else.
 
     what: the name of the option, for errors.
     """
@@ -277,10 +281,10 @@ def resolve(recipe: Any, what: str = "recipe") -> Plan | Schedule:
             if not isinstance(pattern, str):
                 raise ValueError(f"recipe={{{pattern!r}: ...}}: keys are patterns of module names, 'layers.*.attn' say")
         if not recipe:
-            raise ValueError("recipe={}: needs a name pattern, {'*': 'delayed'} say; what none matches stays as it is")
+            raise ValueError("recipe={}: needs a name pattern, {'*': 'delayed'} say; unmatched names stay as they are")
         return ByModule(tuple(recipe.items()))
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
-        raise ValueError(f"recipe={recipe.__name__}: is a class; write {recipe.__name__}(...)")
+        raise ValueError(f"recipe={recipe.__name__} is a class; write {recipe.__name__}(...)")
     if recipe == "static":
         raise ValueError(
             "the static recipe needs scales: StaticScaling(scales), with scales = fp8pass.calibrate(model, batches)"
@@ -295,9 +299,9 @@ STEP = whole(0, "a schedule's keys are numbers of steps, whole and 0 or more")
 class Schedule:
     """Recipes by step: `Schedule({0: None, 1000: "delayed", 9000: {"head": None, "*": "delayed"}})`.
 
-    From each step on, whatever `recipe=` may be. Each compiled graph of an instance counts the training steps in which
-    it runs; they are saved with its state. Delayed scaling keeps its state through the steps in which it is not used.
-    Raises ValueError for a schedule that does not begin at step 0, or is nested.
+    A value holds from its step on, and may be anything that `recipe=` takes. Each compiled graph of an instance counts
+    the training steps in which it runs, and the counts are saved with its state. Delayed scaling keeps its state during
+    steps that do not use it. Raises ValueError for a schedule that does not begin at step 0, or is nested.
     """
 
     def __init__(self, phases: Mapping[int, Any]) -> None:
@@ -306,7 +310,7 @@ class Schedule:
         steps = {STEP.take("step", plain(step)): recipe for step, recipe in phases.items()}
         resolved = [(step, resolve(recipe)) for step, recipe in sorted(steps.items())]
         if not resolved or resolved[0][0] != 0:
-            raise ValueError(f"a schedule says what to do from step 0 on, not only at {sorted(phases)}")
+            raise ValueError(f"a schedule must begin at step 0, and this one has the steps {sorted(phases)}")
         if any(isinstance(plan, Schedule) for _, plan in resolved):
             raise ValueError("a schedule within a schedule: write all steps in one")
         self.phases: tuple[tuple[int, Plan], ...] = tuple(resolved)  # type: ignore[arg-type]
@@ -321,9 +325,9 @@ class Schedule:
         return f"Schedule({dict(self.phases)!r})"
 
     def begin_of(self, step: int) -> int:
-        """The step with which the phase of a step, counted from 0, begins."""
+        """Return the step at which the phase of a step, counted from 0, begins."""
         return max(begin for begin, _ in self.phases if begin <= step)
 
     def at(self, step: int) -> Plan:
-        """The recipe of a step, counted from 0."""
+        """Return the recipe of a step, counted from 0."""
         return dict(self.phases)[self.begin_of(step)]

@@ -257,7 +257,7 @@ def load_machine(path: str | Path) -> Target:
     try:
         values = json.loads(Path(path).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold one object, with the fields {', '.join(_CHECKS)}")
     for name in values:

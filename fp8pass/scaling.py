@@ -1,4 +1,4 @@
-"""The numbers: what a scale is, how a tensor is quantized, how the amax history becomes the next scale.
+"""The numerics: scales, how a tensor is quantized, and how the amax history becomes the next scale.
 
 Vocabulary, used in every file of this project:
 
@@ -29,13 +29,13 @@ FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 NOTHING = -1.0
-"""The running amax of a slot that the step has not used so far."""
+"""The running amax of a slot that has recorded nothing in the step."""
 
 _F32 = torch.finfo(torch.float32)
 
 
 def fp8_max(dtype: torch.dtype) -> float:
-    """The largest finite value of an FP8 format: 448.0 for `float8_e4m3fn`, 57344.0 for `float8_e5m2`."""
+    """Return the largest finite value of an FP8 format: 448.0 for `float8_e4m3fn`, 57344.0 for `float8_e5m2`."""
     return torch.finfo(dtype).max
 
 
@@ -45,13 +45,13 @@ def is_empty(x: Tensor) -> bool:
 
 
 def amax(x: Tensor) -> Tensor:
-    """`max(abs(x))` as f32[], NaN if `x` holds one. `x`: floating, any shape of rank 1 or more.
+    """Return `max(abs(x))` as f32[], NaN if `x` holds a NaN. x: floating, any shape of rank 1 or more.
 
-    A tensor without elements, as an expert without tokens has it, has seen nothing: -1, which records nothing, so that
-    its slot keeps scale and history.
+    For a tensor without elements, such as that of an expert without tokens, the result is -1, which records nothing, so
+    that its slot keeps scale and history.
 
-    Rows first, then the rest: Inductor fuses the first stage with the quantizing kernel, which it can't do with a full
-    reduction.
+    Reduces rows first, then the rest: Inductor fuses the first stage with the quantizing kernel, which it can't do with
+    a full reduction.
     """
     if is_empty(x):
         return torch.full((), NOTHING, device=x.device)
@@ -59,23 +59,23 @@ def amax(x: Tensor) -> Tensor:
 
 
 def amax_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """`max(abs(x))` over `dims`, which stay with size 1: f32, one for each row, column or block; -1 if `x` is empty."""
+    """Return `max(abs(x))` over `dims`, which stay with size 1: f32 per row, column or block; -1 if `x` is empty."""
     if is_empty(x):
         return torch.full([1 if d in dims else size for d, size in enumerate(x.shape)], NOTHING, device=x.device)
     return x.abs().amax(dims, keepdim=True).float()
 
 
 def is_finite(amax: Tensor) -> Tensor:
-    """`isfinite` of what is never -inf: one op, where the decomposition of `isfinite` has four."""
+    """Return `isfinite` of values that are never -inf. One op, where the decomposition of `isfinite` has four."""
     return amax < math.inf
 
 
 def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float, margin: int = 0) -> Tensor:
-    """`fp8_max / amax / 2**margin` in float32, elementwise over f32[] or f32[T].
+    """Return `fp8_max / amax / 2**margin` in float32, elementwise over f32[] or f32[T].
 
-    `keep` is returned where amax is 0, NaN or infinite. The result is never infinite (the largest finite float32
-    instead) and never 0 or subnormal, which GPUs flush to 0 (the smallest normal float32 instead). The formula is
-    TransformerEngine's and Flax's `compute_scale`.
+    Where amax is 0, NaN or infinite, the result is `keep`. It is never infinite (the largest finite float32 instead),
+    and never 0 or subnormal, which GPUs flush to 0 (the smallest normal float32 instead). The formula is that of
+    `compute_scale` in TransformerEngine and Flax.
     """
     usable = (amax > 0) & is_finite(amax)
     safe = torch.where(usable, amax, 1.0)
@@ -84,15 +84,15 @@ def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float,
 
 
 def floor_to_power_of_2(scale: Tensor) -> Tensor:
-    """The largest power of two not above `scale`. f32, positive and normal; clears the mantissa bits."""
+    """Round `scale` down to a power of two by clearing the mantissa bits. scale: f32, positive and normal."""
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
-    """The scale_inv of a block of MXFP8 as its e8m0 code, u8: `2**(code - 127)` is `amax / fp8_max`, rounded up.
+    """Return the scale_inv of an MXFP8 block as e8m0 code, u8: `2**(code - 127)` is `amax / fp8_max`, rounded up.
 
-    amax: f32, any shape. 0 gives code 0, NaN and infinity 255, which is NaN. Rounding up is what TransformerEngine
-    does (`float_to_e8m0`): no element of the block saturates.
+    amax: f32, any shape. 0 gives code 0; NaN and infinity give 255, which is NaN. TransformerEngine rounds up too
+    (`float_to_e8m0`), so that no element of the block saturates.
     """
     bits = (amax / fp8_max).view(torch.int32)
     code = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
@@ -100,7 +100,7 @@ def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
 
 
 def float_from_e8m0(code: Tensor) -> Tensor:
-    """The f32 value of e8m0 codes, u8: `2**(code - 127)`; 0 for code 0, under which all values are 0; 255 is NaN."""
+    """Return the f32 value of e8m0 codes, u8: `2**(code - 127)`; 0 for code 0, whose blocks are all 0; NaN for 255."""
     value = (code.to(torch.int32) << 23).view(torch.float32)
     return torch.where(code == 255, float("nan"), value)
 
@@ -127,13 +127,13 @@ def check_scale(scale: object, name: str = "scale") -> None:
 
 
 def check_not_zero(scale: object) -> None:
-    """Raise ValueError for the number 0, by which nothing can be divided; tensors are not looked at."""
+    """Raise ValueError for the number 0, which has no reciprocal. Does not look at tensors."""
     if isinstance(scale, (int, float)) and scale == 0:
         raise ValueError("scale is 0: pass what x is multiplied with, 448 / x.abs().amax() say")
 
 
 def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """`x * scale` in float32, clamped to the finite range, rounded to nearest even. NaN stays NaN.
+    """Return `x * scale`, computed in float32, clamped to the finite range, rounded to nearest even. NaN stays NaN.
 
     x: floating, any shape; scale: f32[] or anything that broadcasts; dtype: an FP8 type. Returns `dtype`, shape of x.
     The clamp is explicit because the cast alone saturates on some torch versions and overflows on others.
@@ -147,7 +147,9 @@ def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """`x_q * scale_inv` in float32, rounded once to `dtype`. x_q: FP8, any shape; scale_inv: f32[] or broadcastable.
+    """Return `x_q * scale_inv`, computed in float32, rounded once to `dtype`.
+
+    x_q: FP8, any shape; scale_inv: f32[] or broadcastable.
 
     Raises TypeError for an `x_q` that is not FP8, ValueError for a dtype that is FP8 or not floating.
     """
@@ -158,18 +160,18 @@ def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Te
     if dtype not in HIGH_PRECISION:
         raise ValueError(f"dtype is {dtype}: choose one of {', '.join(map(str, HIGH_PRECISION))}")
     x = x_q.float() * scale_inv
-    # no cast that does nothing: Dynamo of torch 2.11 gives autograd Functions that return one gradients of 0
+    # no cast to the same dtype: Dynamo of torch 2.11 gives an autograd Function that returns one gradients of 0
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def cast_to_representable(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.dtype = E4M3) -> Tensor:
-    """`x`, rounded to the nearest value that `dtype` represents at `scale`: `x_q * (1 / scale)`, in x's dtype.
+    """Round `x` to the nearest value that `dtype` represents at `scale`: `x_q * (1 / scale)`, in x's dtype.
 
-    x: float32, bfloat16 or float16, any shape. scale: f32[] or broadcastable. What lies beyond the largest value,
-    `448 / scale` for e4m3, saturates; NaN stays NaN. With a power of two as scale, FP8 represents the result exactly
-    at that scale, and quantizing it again changes nothing: what is left between FP8 and high precision is how sums are
-    added up. As the function of this name with which TransformerEngine's FP8 primer tells rounding from accumulation.
-    Raises as `quantize` does, and ValueError for a scale of 0.
+    x: float32, bfloat16 or float16, any shape. scale: f32[] or broadcastable. Values beyond the largest one,
+    `448 / scale` for e4m3, saturate; NaN stays NaN. If the scale is a power of two, FP8 represents the result exactly
+    at that scale, and quantizing it again changes nothing: any difference left between FP8 and high precision comes
+    from how sums are accumulated. TransformerEngine's FP8 primer uses a function of this name in the same way, to tell
+    rounding from accumulation. Raises as `quantize` does, and ValueError for a scale of 0.
     """
     check_fp8(dtype, FP8_DTYPES)
     check_not_zero(scale)
@@ -177,18 +179,18 @@ def cast_to_representable(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.d
 
 
 def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
-    """`1 / scale`, or NaN where the tensor that `amax` belongs to held a NaN or inf.
+    """Return `1 / scale`, or NaN where the tensor with this `amax` holds a NaN or inf.
 
-    Saturation would turn an infinite gradient into a large finite one; training code relies on seeing it, so the whole
-    dequantized tensor becomes NaN.
+    Saturation would turn an infinite gradient into a large finite one. Training code relies on seeing the infinity, so
+    the whole dequantized tensor becomes NaN.
     """
     return torch.where(is_finite(amax), scale.reciprocal(), float("nan"))
 
 
 def merge_amax(amax: Tensor, new: Tensor, on_nonfinite: str) -> Tensor:
-    """The running amax of a step merged with that of one more use, elementwise over f32[...]; -1 stands for none.
+    """Merge the running amax of a step with that of one more use, elementwise over f32[...]; -1 stands for none.
 
-    `on_nonfinite`: "evict" records 0 in place of NaN or inf, "skip" records nothing, "freeze" records it as it is.
+    on_nonfinite: "evict" records 0 instead of NaN or inf, "skip" records nothing, "freeze" records the value as it is.
     """
     if on_nonfinite != "freeze":
         new = torch.where(is_finite(new), new, 0.0 if on_nonfinite == "evict" else NOTHING)
@@ -196,7 +198,7 @@ def merge_amax(amax: Tensor, new: Tensor, on_nonfinite: str) -> Tensor:
 
 
 def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> Tensor:
-    """One amax per slot, f32[T], from `history` f32[H, T]: "max", "most_recent", or a callable on f32[H]."""
+    """Return one amax per slot, f32[T], of `history` f32[H, T]. algo: "max", "most_recent", or a callable of f32[H]."""
     if algo == "max":
         return history.amax(0)
     if algo == "most_recent":
@@ -212,7 +214,7 @@ def amax_of_history(history: Tensor, algo: str | Callable[[Tensor], Tensor]) -> 
 
 
 def resized_history(history: Tensor, length: int) -> Tensor:
-    """The newest `length` amaxes of `history` f32[H], with zeros behind them where it had fewer."""
+    """Return the newest `length` amaxes of `history` f32[H], followed by zeros if it has fewer."""
     return torch.cat([history[:length], history.new_zeros(max(0, length - len(history)))])
 
 
@@ -228,7 +230,7 @@ def roll_history(
     """End a step: push its amax onto the history of each slot that was used, and compute that slot's next scale.
 
     scale, amax, fp8_max: f32[T]; history: f32[H, T]. Returns the new (scale, history). A slot whose amax is -1 was not
-    used and keeps both untouched; a slot whose history holds nothing positive, or a NaN or inf, keeps its scale.
+    used, and keeps both. A slot whose history holds no positive amax, or a NaN or inf, keeps its scale.
     """
     unused = amax < 0
     history = torch.where(unused, history, torch.cat([amax.unsqueeze(0), history[:-1]]))

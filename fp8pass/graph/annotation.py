@@ -1,4 +1,4 @@
-"""An annotated graph: what the annotate pass hands over, and how it runs eagerly, as the reference of what follows."""
+"""The annotated graph, which is the result of the annotate pass and, run eagerly, the reference for later passes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fp8pass.states.slots import SlotTable
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 STATE_INPUTS = "fp8pass_state_inputs"
-"""In the meta of a region's body: how many of its inputs, the last ones, are state."""
+"""Key in the meta of a region's body: the number of its inputs, the last ones, that are state."""
 
 
 @dataclass(frozen=True)
 class FrozenWeightInput:
     """An input of the graph that is a parameter in FP8, quantized in advance.
 
-    position: of the parameter among Dynamo's inputs; table, slot: where its scale is; by_columns: laid out so that its
-    first dimension, which the matmul sums over, is contiguous.
+    position: of the parameter among Dynamo's inputs. table, slot: of its scale. by_columns: True if it is laid out so
+    that its first dimension, which the matmul sums over, is contiguous.
     """
 
     position: int
@@ -40,8 +40,8 @@ class FrozenWeightInput:
 class CachedWeightInput:
     """Inputs of the graph that are a weight's FP8 copy, quantized when the weight changes: see `weight_cache.py`.
 
-    positions: among Dynamo's inputs, of the parameter, or of those that it consists of, one below the other; table,
-    slot: where its scale is; transposed: whether the transposed copy is wanted as well.
+    positions: among Dynamo's inputs, of the parameter, or of the parameters that are concatenated along dim 0. table,
+    slot: of its scale. transposed: True if the transposed copy is an input too.
     """
 
     positions: tuple[int, ...]
@@ -52,11 +52,12 @@ class CachedWeightInput:
 
 @dataclass
 class MatmulChoice:
-    """What the recipe made of one matmul call. scaling: the recipe's name, "" if it was not annotated, for `reason`.
+    """The annotate pass's choice for one matmul call. scaling: the recipe's name; "" if it is not annotated.
 
-    wanted: the recipe and filter took it, and it could not be done: an error under `strict`. declined: those of its
-    matmuls, by kind, that are not annotated although the call is. fast_accum: those that may add up in less than f32.
-    predicted_speedup: of all its matmuls together (roofline.py); None without a target.
+    rule, reason: why it is not annotated. wanted: True if the recipe and the filter select it, but it cannot be
+    annotated, which is an error under `strict`. declined: the reasons, by kind, for matmuls that are not annotated
+    although the call is. fast_accum: the matmuls that may accumulate in less than float32. predicted_speedup: of all
+    matmuls of the call together (roofline.py); None without a target.
     """
 
     name: str
@@ -74,12 +75,12 @@ class MatmulChoice:
 class Annotation:
     """An annotated copy of Dynamo's graph.
 
-    owned, owned_paths: positions and names of the inputs that its state goes by. tables: its slots, a table for each
-    recipe that has any, in the order of the state inputs. After those come `frozen` and `cached`, parameters in FP8,
-    and `backward_amax_inputs`, positions of inputs that the graph takes once more, for its backward to write. states:
-    of each scale state that the user wrote, the positions of its scale, amax_history, amax, step_ended and held.
-    is_update: True for a graph that updates parameters. watched: the tensors that the numerics monitor watches; its
-    buffers are the last inputs.
+    owned, owned_paths: positions and names of the inputs that identify the instance, which owns the state. tables: the
+    slot tables, one for each recipe that has slots, in the order of the state inputs. After those come the inputs of
+    `frozen` and `cached`, weights in FP8, and `backward_amax_inputs`, positions of inputs that the graph takes once
+    more, for its backward to write. scale_states: for each `ScaleState` that the user wrote, the positions of its
+    scale, amax_history, amax, step_ended and held. is_update: True for a graph that updates parameters. watched: the
+    tensors that the numerics monitor watches; its buffers are the last inputs.
     """
 
     module: fx.GraphModule
@@ -89,18 +90,18 @@ class Annotation:
     frozen: list[FrozenWeightInput] = field(default_factory=list)
     cached: list[CachedWeightInput] = field(default_factory=list)
     backward_amax_inputs: list[int] = field(default_factory=list)
-    states: list[tuple[int, ...]] = field(default_factory=list)
+    scale_states: list[tuple[int, ...]] = field(default_factory=list)
     is_update: bool = False
     owned_paths: tuple[str, ...] = ()
     watched: WatchTable | None = None
 
     @property
     def has_state(self) -> bool:
-        """Whether it takes more than Dynamo's inputs."""
-        return bool(self.tables or self.states or self.watched)
+        """True if the graph takes more than Dynamo's inputs."""
+        return bool(self.tables or self.scale_states or self.watched)
 
     def bootstrapped(self) -> Annotation:
-        """A copy in which a slot without history is scaled by the tensor's own amax."""
+        """Return a copy in which a tensor whose slot has no history is scaled by its own amax."""
         module = copy_to_edit(self.module)
         for part in filter(_is_graph, module.modules()):
             for node in part.graph.nodes:
@@ -111,11 +112,11 @@ class Annotation:
         return replace(self, module=module)
 
     def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
-        """What the graph, called with Dynamo's `args`, takes last: see `SlotTensors.inputs`."""
+        """Return the inputs `backward_amax_inputs` for a call with Dynamo's `args`: see `SlotTensors.inputs`."""
         return [args[i].data for i in self.backward_amax_inputs]
 
     def run(self, *args: Any) -> Any:
-        """The graph, eagerly."""
+        """Run the graph eagerly."""
         return _Eager(self.module).run(*args)
 
 
@@ -124,9 +125,9 @@ def _bootstrapped(argument: Any) -> Any:
 
 
 class _Eager(fx.Interpreter):
-    """Runs checkpointed regions as eager checkpoints, for which state, which changes meanwhile, is no argument.
+    """Runs a graph whose checkpointed regions become eager checkpoints. State is not an argument of a checkpoint.
 
-    record: false where the backward runs a region again.
+    record: False if the backward runs a region again.
     """
 
     def __init__(self, module: fx.GraphModule, record: bool = True) -> None:
@@ -138,10 +139,7 @@ class _Eager(fx.Interpreter):
             return self._checkpoint(*args, **kwargs)
         if not self.record and target in (watch_operand, watch_cached):
             return None
-        if not self.record and target in (
-            ops.qdq_operand,
-            ops.qdq_no_grad,
-        ):  # a gradient is quantized by its backward only
+        if not self.record and target in (ops.qdq_operand, ops.qdq_no_grad):  # gradients are quantized in backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
         return super().call_function(target, args, kwargs)
 
@@ -154,6 +152,7 @@ class _Eager(fx.Interpreter):
 
         if (context := body.meta.get("_checkpoint_context_fn")) is not None:
             kwargs["context_fn"] = context
+        # not reentrant, like torch's own implementation of `tag_activation_checkpoint`
         return checkpoint(run, *inputs[:first_state], **{**kwargs, "use_reentrant": False})
 
 
@@ -162,7 +161,10 @@ def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
 
 
 def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy to edit: Dynamo goes on using its own graph's placeholders. Carries over what AOTAutograd reads of it."""
+    """Copy a graph of Dynamo's to edit it, since Dynamo goes on using the placeholders of the original.
+
+    Copies the attributes that AOTAutograd reads: `_dynamo_source` of placeholders, `_param_name_to_source` and `meta`.
+    """
     graph = fx.Graph()
     twin: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(module.graph, twin))
@@ -181,7 +183,7 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _put_inputs_first(graph: fx.Graph) -> None:
-    """Move all inputs to the graph's front, where passes add theirs behind the last one: nothing may read it earlier.
+    """Move all inputs to the graph's front: passes add inputs after the last one, and nothing may read them earlier.
 
     Dynamo of torch 2.11 puts the parameters that a hook reads where the hook is called.
     """

@@ -1,4 +1,4 @@
-"""Building FX nodes. The only file that writes `node.meta["val"]`.
+"""Build FX nodes. The only file that writes `node.meta["val"]`.
 
 Inductor allocates memory by `meta["val"]`; a node whose dtype or strides are wrong there corrupts memory instead of
 failing. So every node that a pass makes is made here, by running the op on its inputs' fake tensors.
@@ -36,7 +36,7 @@ _MATMULS = frozenset(
 
 
 def val(node: object) -> torch.Tensor:
-    """The fake tensor of a node: its shape, strides, dtype and device."""
+    """Return the fake tensor of a node: its shape, strides, dtype and device."""
     assert isinstance(node, fx.Node), node
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), (node, value)
@@ -49,7 +49,7 @@ def is_tensor(x: object) -> TypeGuard[fx.Node]:
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The fake mode that the graph's values live in."""
+    """Return the fake mode of the graph's values."""
     values = (n.meta.get("val") for n in graph.nodes)
     first = next((v for v in values if isinstance(v, FakeTensor)), None)
     mode = detect_fake_mode([first])
@@ -58,40 +58,40 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def compute(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `target` computes, on fake tensors; nodes among the arguments stand for theirs."""
+    """Compute `target` on fake tensors; a node among the arguments stands for its fake tensor."""
     args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with mode, enable_python_dispatcher():  # what C++ has no symbolic sizes for
+    with mode, enable_python_dispatcher():  # some implementations in C++ take no symbolic sizes
         return target(*args, **kwargs)
 
 
 def compute_val(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """What `node` computes, on fake tensors."""
+    """Compute `node` on fake tensors."""
     assert callable(node.target)
     return compute(mode, node.target, node.args, node.kwargs)
 
 
 Computed = dict[fx.Node, tuple[Any, ...]]
-"""By node everything that its value depends on, as it was when the value was computed."""
+"""{node: everything that its value depended on when it was computed, see `all_of`}."""
 
 
 def all_of(node: fx.Node) -> tuple[Any, ...]:
     """Return everything that a node's value depends on, and the value.
 
-    Neither fx nor fake tensors change in place what is listed here: whoever changes it puts another object there.
+    fx and fake tensors do not change these objects in place, so comparing identities finds any change.
     """
     return node.target, node.args, node.kwargs, *(n.meta.get("val") for n in (node, *node.all_input_nodes))
 
 
 _INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", GEMM)
-"""Metadata that says where in the user's code a node comes from."""
+"""Keys of metadata that says where in the user's code a node comes from."""
 _REGION = ("recompute", "ac_graph_id")
-"""Metadata of what activation checkpointing computes again in the backward: by what policy, and in which region."""
+"""Keys of metadata of nodes that activation checkpointing recomputes in the backward: the policy and the region."""
 
 
 class Builder:
-    """Adds nodes to a graph, stamped with the pass that made them.
+    """Adds nodes to a graph, marked with the name of the pass that makes them.
 
-    computed: gets the new nodes, so that `verify` need not compute again what is still as it was made.
+    computed: gets the new nodes, so that `verify` does not compute them again unless they have changed.
     """
 
     def __init__(self, graph: fx.Graph, made_by: str, computed: Computed | None = None) -> None:
@@ -99,22 +99,22 @@ class Builder:
         self.made_by = made_by
         self.computed = {} if computed is None else computed
         self.gemm = ""
-        """The matmul that new nodes stand for, where that is not the one that they are put in front of: see `GEMM`."""
+        """The matmul that new nodes belong to, if it is not that of the node after them: see `GEMM`."""
         self.region: fx.Node | None = None
-        """The node that new ones are in one region with, where that is not the one that they are put in front of."""
+        """The node whose region of checkpointing new nodes join, if it is not the node after them."""
         self.mode = fake_mode_of(graph)
 
     def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:
-        """A new node in front of `before`, whose source line it inherits, and whose region of checkpointing."""
+        """Insert a node before `before`, and return it. It inherits the source line and region of checkpointing."""
         node = self._new(before, target, args, kwargs)
         node.meta["val"] = compute_val(node, self.mode)
         self.computed[node] = all_of(node)
         return node
 
     def inline(self, before: fx.Node, function: Callable[..., Any], *inputs: fx.Node) -> list[fx.Node]:
-        """The ATen ops of `function(*inputs)`, in front of `before`; returns the nodes of its results.
+        """Insert the ATen ops of `function(*inputs)` before `before`; return the nodes of its results.
 
-        What a pass computes can so be written, and tested, as a plain torch function.
+        So the computation of a pass can be written, and tested, as a plain torch function.
         """
         recorder = _Recorder(functools.partial(self._new, before), self.computed)
         fakes = [recorder.know(val(node), node) for node in inputs]
@@ -128,21 +128,22 @@ class Builder:
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         node.meta = {key: before.meta[key] for key in _INHERITED if key in before.meta}
         region = (self.region or before).meta
-        if region.get("recompute") is not CheckpointPolicy.MUST_SAVE:  # that is said of one result alone
+        if region.get("recompute") is not CheckpointPolicy.MUST_SAVE:  # which is about one result, not about a region
             node.meta.update({key: region[key] for key in _REGION if key in region})
         node.meta[MADE_BY] = self.made_by
         if self.gemm:
             node.meta[GEMM] = self.gemm
         if torch.Tag.needs_exact_strides in getattr(target, "tags", ()):
-            # without this, Inductor lays out the inputs of an op that a pass made as it likes: first operands of
-            # `_scaled_mm` by columns, which torch refuses
+            # without this, Inductor chooses the strides of the inputs of an op that a pass made: it makes first
+            # operands of `_scaled_mm` column-major, which torch refuses
             node.meta[EXACT_INPUTS] = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         return node
 
     def _size(self, before: fx.Node, args: Any, size: Any) -> Any:
-        """Return the node of a symbolic size, which stands for nothing by itself in code that is run as it is.
+        """Return a node that computes a symbolic size, and anything else as it is.
 
-        args: of a call, the tensors among which mostly have it. Whatever is no symbolic size is returned as it is.
+        In code that runs op by op a SymInt would be an undefined name. args: arguments of the call that has the size;
+        a tensor among them usually has it as a dimension.
         """
         if not isinstance(size, torch.SymInt):
             return size
@@ -177,7 +178,7 @@ class Builder:
         return None
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Put `new` in the place of `old`, whose metadata it inherits and whose dtype, shape and strides it has."""
+        """Replace `old` by `new`, which inherits its metadata and must have its dtype, shape and strides."""
         was, now = val(old), val(new)
         assert was.dtype == now.dtype and laid_out_alike(was, now), (old, was, now)
         for key, value in old.meta.items():
@@ -187,10 +188,10 @@ class Builder:
 
 
 def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether shapes and strides are the same, but for the stride of a dimension of one element.
+    """Return whether shapes and strides are equal, except for the strides of dimensions with one element.
 
-    That says nothing, and torch's fakes are not of one mind: `x * s` and `empty_like(x)` may differ in it. Of a
-    symbolic size one of the tensors may know that it is 1.
+    These strides have no meaning, and torch's fake implementations differ in them: `x * s` and `empty_like(x)`, for
+    example. If a size is symbolic, only one of the tensors may know that it is 1.
     """
     if a.shape != b.shape:
         return False
@@ -203,7 +204,7 @@ def _is_one(size: Any) -> bool:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records ATen ops, decomposed as Inductor does it. Unlike `make_fx` local to its thread: backwards have theirs."""
+    """Records ATen ops, decomposed as in Inductor. Local to its thread, unlike `make_fx`: backwards have their own."""
 
     def __init__(self, record: Callable[[Any, Any, Any], fx.Node], computed: Computed) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,13 +215,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive: list[torch.Tensor] = []
 
     def know(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
-        """`tensor`, which stands for `node` from here on."""
-        self.alive.append(tensor)  # ids of what is gone are given to others
+        """Let `tensor` stand for `node` from now on; return it."""
+        self.alive.append(tensor)  # Python gives ids of freed objects to new ones
         self.node_of[id(tensor)] = node
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One op."""
+        """Record one op, or the ops that it decomposes into."""
         kwargs = kwargs or {}
         for decomposed in (self.decompositions.get(func), func.decompose if func.namespace == "aten" else None):
             with self:
@@ -229,10 +230,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):
-            return result  # a question about a tensor, as for its device
+            return result  # a query, for a tensor's device say
         node = self.record(func, *pytree.tree_map_only(torch.Tensor, lambda t: self.node_of[id(t)], (args, kwargs)))
         node.meta["val"] = result
-        if all(map(is_tensor, node.all_input_nodes)):  # sizes were numbers here, and are nodes there
+        if all(map(is_tensor, node.all_input_nodes)):  # a symbolic size was a number here, and is a node in the graph
             self.computed[node] = all_of(node)
         return self.know(result, node)
 
@@ -244,10 +245,10 @@ def op_name(node: fx.Node) -> str:
 
 
 def multiplies(node: fx.Node) -> bool:
-    """Return whether a node multiplies matrices, in whatever precision."""
+    """Return whether a node multiplies matrices, in any precision."""
     return node.op == "call_function" and op_name(node) in _MATMULS
 
 
 def readable(module: fx.GraphModule) -> str:
-    """The graph as Python text with shapes and dtypes."""
+    """Return the graph as Python text with shapes and dtypes."""
     return module.print_readable(print_output=False)

@@ -20,8 +20,8 @@ from fp8pass.recipes import Recipe
 class Context:
     """The context that the passes over one graph share.
 
-    choices: what the annotate pass made of each call. declined: why all matmuls are declined, if fp8pass has failed on
-    the graph before. is_update: whether the graph updates parameters.
+    choices: the annotate pass's choice for each matmul call. declined: the reason why all matmuls are declined, if
+    fp8pass has failed on the graph before; else "". is_update: True if the graph updates parameters.
     """
 
     config: Config
@@ -36,7 +36,7 @@ class Context:
     """Nodes whose values `verify` has computed, and skips until something that they depend on changes."""
 
     def builder(self, graph: fx.Graph, made_by: str) -> Builder:
-        """Return what adds nodes to the graph, and remembers what it has computed. made_by: the name of the pass."""
+        """Return a builder for the graph, which records new nodes in `computed`. made_by: the name of the pass."""
         return Builder(graph, made_by, self.computed)
 
 
@@ -44,7 +44,7 @@ class Context:
 class DynamoContext(Context):
     """The context that the passes over Dynamo's graph share.
 
-    annotation: what they make of it, in place. merged: the recipes of calls that stand for several.
+    annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
     """
 
     annotation: Annotation = field(kw_only=True)
@@ -61,5 +61,5 @@ class Pass(Protocol[C]):
     name: str
 
     def run(self, graph: fx.Graph, context: C) -> int:
-        """Rewrite the graph in place; return how often something was applied."""
+        """Rewrite the graph in place; return the number of changes."""
         ...

@@ -1,11 +1,11 @@
-"""How a pass refuses: `Reject`, with a rule and a sentence, raised from anywhere in a capture or a check."""
+"""`Reject`, the exception with which a pass refuses something, with a rule and a sentence."""
 
 MAX_BATCHES = 16
 """`_scaled_mm` has no batch dimension; a batched matmul becomes at most this many calls."""
 
 
 class Reject(Exception):
-    """A pass can't. May be raised from anywhere in a capture or a check.
+    """Raised, anywhere in a match or a check, if a pass cannot rewrite something.
 
     rule: the condition that failed, in a few words; reports count by it. message: one sentence with names and numbers.
     """
@@ -16,4 +16,4 @@ class Reject(Exception):
 
 
 class LeftOut(Reject):
-    """The recipe, the filter or the prediction does not want this matmul in FP8. No error under `strict`."""
+    """Raised if the recipe, the filter or the prediction leaves a matmul out, which is not an error under `strict`."""

@@ -1,4 +1,4 @@
-"""`Gemm`: the verdict on one matmul, and why."""
+"""`Gemm`: the verdict on one matmul, with the reason."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Status = Literal["rewritten", "declined"]
 
 @dataclass
 class Gemm:
-    """One matmul of a compiled graph: `kind` of a [M, K] by a [K, N] product, repeated `batches` times.
+    """One matmul of a compiled graph, of [M, K] by [K, N], repeated `batches` times.
 
-    name: the module or parameter it belongs to, "" if none. M, K, N are ints, or text where they are symbolic.
-    dtypes: (first operand, second operand, output), as the kernel sees them. scaling: the recipe's name, "user" for
-    quantize-dequantize that the user wrote, "" if declined. reason: "" if rewritten.
+    name: the module or parameter that it belongs to; "" for none. M, K, N: ints, or text if they are symbolic.
+    dtypes: (first operand, second operand, output), as the kernel reads and writes them. scaling: the recipe's name;
+    "user" for quantize-dequantize that the user wrote; "" if declined. reason: why it is declined; "" if rewritten.
     """
 
     kind: Kind
@@ -30,26 +30,26 @@ class Gemm:
     scaling: str = ""
     status: Status = "declined"
     rule: str = ""
-    """The condition that failed, in a few words: what reasons are counted by."""
+    """The condition that failed, in a few words; reports count by it."""
     reason: str = ""
     near_miss: bool = False
-    """Declined although an operand comes from FP8, and for one reason only, as far as was looked."""
+    """True if declined although an operand is dequantized from FP8, and for one reason only, as far as was checked."""
     quantized: bool = False
-    """Declined although both operands come from FP8."""
+    """True if declined although both operands are dequantized from FP8."""
     note: str = ""
-    """Rewritten, and what was expected in its kernel and stayed outside, with the reason."""
+    """Of a rewritten matmul: the op that was expected in its kernel and stays outside, with the reason."""
     fast_accum: bool = False
-    """Whether its kernel may add up in less than float32."""
+    """True if its kernel may accumulate in less than float32."""
     recomputed: bool = False
-    """Says whether the backward computes this forward matmul once more, as activation checkpointing does."""
+    """True if the backward computes this forward matmul once more, as activation checkpointing does."""
     choice: int | None = None
-    """Which call of the annotated graph it comes from."""
+    """Index of its call in `Annotation.choices`; None if it does not come from a call of the annotated graph."""
     predicted_speedup: float | None = None
-    """Of that call's matmuls together, with all quantization, on the target; a prediction. None on CPU without one."""
+    """Of that call's matmuls together, with all quantization, on the target; None on CPU without a target."""
 
     @property
     def flops(self) -> int:
-        """2*M*K*N over all batches, twice that if it is recomputed; 0 where a size is symbolic."""
+        """2*M*K*N over all batches, twice that if it is recomputed; 0 if a size is symbolic."""
         sizes = (self.batches, self.M, self.K, self.N)
         product = 4 if self.recomputed else 2
         for size in sizes:

@@ -1,7 +1,7 @@
-"""What a legal graph is, checked after every pass that changed one.
+"""Check that a graph is legal, after every pass that changed it.
 
-A pass must leave a graph that lints, in which every node that it made says of itself what it computes: shape, strides,
-dtype and device in `meta["val"]`.
+A legal graph lints, and `meta["val"]` of every node that a pass made has the shape, strides, dtype and device that the
+node computes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fp8pass.node_meta import MADE_BY
 def verify(graph: fx.Graph, computed: Computed | None = None) -> None:
     """Raise AssertionError, naming the node, unless the graph is legal.
 
-    computed: nodes whose values were computed or checked before, and are not again unless something of theirs is
-    another object now; is added to.
+    computed: nodes whose values were computed or checked before, which are skipped unless something that they depend on
+    has changed. Gets the nodes that are checked now.
     """
     graph.lint()
     mode = fake_mode_of(graph)
@@ -41,7 +41,7 @@ def verify(graph: fx.Graph, computed: Computed | None = None) -> None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Return whether both are the same to whoever reads them. Equal texts need no guard on symbolic sizes."""
+    """Return whether both look the same to nodes that read them. Comparing texts needs no guard on symbolic sizes."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _describe(a) != _describe(b):
         return (a.dtype, a.device) == (b.dtype, b.device) and laid_out_alike(a, b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

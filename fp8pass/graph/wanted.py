@@ -1,6 +1,6 @@
-"""Check whether a matmul is one that FP8 is for: by its sizes, by the recipe and by the filter.
+"""Check whether a matmul is to run in FP8: by its sizes, by the recipe and by the filter.
 
-The annotate pass asks for matmuls of a graph, and `Outside` for those that run outside of any.
+The annotate pass checks the matmuls of a graph, and `Outside` those that run outside of any graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fp8pass.options.config import Config
 from fp8pass.recipes import Recipe
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
-"""Lists the types that FP8 replaces."""
+"""The dtypes that FP8 replaces."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ def recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
 
 
 def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
-    """Raise Reject or LeftOut for sizes that no kernel takes. not_grouped: of experts, why none takes all at once."""
+    """Raise Reject or LeftOut for sizes that no kernel takes.
+
+    not_grouped: the end of the reason if there are too many batches of experts: why no grouped kernel takes them.
+    """
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
         if hint(size) is None:
             raise Reject(

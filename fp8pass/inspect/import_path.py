@@ -19,7 +19,7 @@ def named(spec: str) -> Callable[..., Any]:
     """
     module, _, name = spec.partition(":")
     if not module or not name:
-        raise Fp8Error(f"{spec!r} names no model or function: write module:function")
+        raise Fp8Error(f"{spec!r} does not name a model or function: write module:function")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
@@ -27,7 +27,7 @@ def named(spec: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise Fp8Error(f"{spec} can't be imported: {error}") from error
     if not callable(found):
-        raise Fp8Error(f"{spec} is no callable: write module:function")
+        raise Fp8Error(f"{spec} is not callable: write module:function")
     return found  # type: ignore[no-any-return]
 
 

@@ -156,7 +156,9 @@ def inspect(
     if optimizer is not None:
         choose("optimizer", optimizer, OPTIMIZERS)
     if ":" not in spec:
-        raise ValueError(f"{spec!r} names no model: write module:factory, a callable that returns (model, *inputs)")
+        raise ValueError(
+            f"{spec!r} does not name a model: write module:factory, a callable that returns (model, *inputs)"
+        )
     options = {**(options or {}), "recipe": recipe}
     make_config(options)
     request = {

@@ -1,9 +1,10 @@
-"""Matrices in groups of rows, as experts have them: the tokens of each lie behind those of the one before.
+"""Quantize matrices whose rows are divided into consecutive groups, such as the tokens of each expert.
 
-    offs    i32[G]    where each group ends. A group may be empty; rows behind the last one belong to none of them
+    offs    i32[G]    the row at which each group ends. A group may be empty; rows after the last group belong to none
 
-Where a matmul sums over the rows of each group, every group has a scale per column. And kernels want groups to begin at
-multiples of 16 rows there, which `offs`, data, need not do: so they are moved apart, with zeros in between.
+If a matmul sums over the rows of each group, every group has a scale per column. Kernels for such a matmul require that
+groups begin at multiples of 16 rows. `offs` is data, which need not satisfy that, so groups are moved apart, with rows
+of zeros between them.
 """
 
 from __future__ import annotations
@@ -15,47 +16,50 @@ from torch import Tensor
 from fp8pass import scaling
 
 ALIGNMENT = 16
-"""FP8 elements, of one byte, at multiples of which TMA can begin to read: kernels assert it, and end the process."""
+"""Groups must begin at multiples of this many FP8 elements: TMA reads from addresses that are multiples of 16 bytes.
+
+torch's kernel asserts it on the device (`GroupMMCommon.cuh`), and a failed assertion ends the process.
+"""
 
 FALLBACK = "transformers::grouped_mm_fallback"
-"""The custom op in which transformers multiplies experts where torch.compile takes no grouped matmul of their type."""
+"""The custom op of transformers that multiplies experts if their dtype has no grouped matmul under torch.compile."""
 FALLBACK_BACKWARD = f"{FALLBACK}_backward"
 
 
 def in_bfloat16(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Multiply [M, K] in groups by [G, K, N] in bfloat16, as autocast would if it knew grouped matmuls.
+    """Multiply `a` [M, K] in groups by `b` [G, K, N] in bfloat16, as autocast would if it included grouped matmuls.
 
-    The result has the type of `a`.
+    The result has the dtype of `a`.
     """
     return torch._grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs=offs).to(a.dtype)
 
 
 def group_of_rows(offs: Tensor, rows: int) -> Tensor:
-    """The group of each row, i64[rows]; G where it belongs to none."""
+    """Return the index of each row's group, i64[rows]; G for rows that belong to no group."""
     return torch.bucketize(torch.arange(rows, device=offs.device), offs, right=True)
 
 
 def room(rows: int, groups: int) -> int:
-    """How many rows there are at most when all groups begin at multiples of 16; such a multiple itself."""
+    """Return the most rows that groups can take when all begin at multiples of 16; the result is such a multiple."""
     return -(-(rows + groups * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
 
 
 def _sizes(offs: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each group i32[G]: its rows, and those with the zeros behind them."""
+    """Return (rows, rows including the zeros after them) of each group, i32[G] each."""
     sizes = torch.diff(offs, prepend=torch.zeros_like(offs[:1]))
     return sizes, (sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
 def ends_apart(offs: Tensor) -> Tensor:
-    """Where groups end that are moved apart, i32[G], with the zeros behind them."""
+    """Return the row at which each group ends after groups are moved apart, i32[G], including the zeros after it."""
     return _sizes(offs)[1].cumsum(0, dtype=torch.int32)
 
 
 @torch.library.custom_op("fp8pass::rows_apart", mutates_args=())
 def rows_apart(offs: Tensor, rows: int) -> Tensor:
-    """Which of `rows` rows is to be where, so that each group begins at a multiple of 16: i64[room], -1 for a zero.
+    """Return which of `rows` rows moves to each place so that groups begin at multiples of 16: i64[room], -1 for zeros.
 
-    An op of its own, so that compiled code computes it once, and not anew for each element of the rows: see
+    A custom op, so that compiled code computes it once, instead of anew for each element of the rows: see
     `expand_blocks`.
     """
     return rows_apart_formula(offs, rows)
@@ -70,7 +74,7 @@ ROWS_APART = torch.ops.fp8pass.rows_apart.default
 
 
 def rows_apart_formula(offs: Tensor, rows: int) -> Tensor:
-    """The formula of `rows_apart`."""
+    """Compute `rows_apart` in plain torch."""
     (sizes, spaces), ends, places = _sizes(offs), ends_apart(offs), room(rows, len(offs))
     group = group_of_rows(ends, places).clamp(max=len(offs) - 1)
     row = torch.arange(places, device=offs.device) - (ends - spaces)[group] + (offs - sizes)[group]
@@ -78,17 +82,18 @@ def rows_apart_formula(offs: Tensor, rows: int) -> Tensor:
 
 
 def taken(x: Tensor, row: Tensor) -> Tensor:
-    """The rows of `x` that `row` names, [room, C]; zeros for -1."""
+    """Return the rows of `x` with the indices `row`, [room, C]; zeros for -1."""
     return torch.where((row >= 0).unsqueeze(1), x[row.clamp(min=0)], 0)
 
 
 def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
-    """`max(abs(x))` of each column of each group, f32[G, C]: 0 of an empty one, NaN where there is one.
+    """Return `max(abs(x))` of each column of each group, f32[G, C]: 0 for an empty group, NaN if the column has a NaN.
 
-    x: [R, C]. Reads of `x` what belongs to a group. In two stages, of which the first, over 16 rows, reads `x` once.
+    x: [R, C]; rows that belong to no group do not count. The reduction has two stages, of which only the first, over 16
+    rows, reads `x`.
     """
     rows, columns = x.shape
-    if rows == 0:  # there is none that `taken` could read
+    if rows == 0:  # `taken` reads row 0 for -1, so there must be a row
         return torch.zeros(len(offs), columns, device=x.device)
     row: Tensor = rows_apart(offs, rows)
     blocks = taken(x, row).abs().view(-1, ALIGNMENT, columns).amax(1).float()
@@ -99,16 +104,16 @@ def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
 
 
 def by_row(scales: Tensor, offs: Tensor, rows: int) -> Tensor:
-    """The scales f32[G, C] of groups for each of their rows, f32[rows, C]; for rows of no group, any."""
+    """Return the scales of each row, f32[rows, C], from those of its group, f32[G, C]; any for rows of no group."""
     return scales[group_of_rows(offs, rows).clamp(max=len(offs) - 1)]
 
 
 @torch.library.custom_op("fp8pass::dequantize_groups", mutates_args=())
 def dequantize_groups(x_q: Tensor, scale_inv: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x_q` f8[R, C] times the scale of its group and column, f32[G, C], rounded once to `dtype`.
+    """Return `x_q` f8[R, C] times the scale_inv f32[G, C] of its group and column, rounded once to `dtype`.
 
-    An op of its own, so that the detector knows the groups; where it does not become a scaled matmul, it becomes
-    `dequantized_groups`.
+    A custom op, so that the `grouped_mm` pass can find the groups. If it does not become part of a scaled matmul, the
+    `expand_blocks` pass replaces it by `dequantized_groups`.
     """
     return dequantized_groups(x_q, scale_inv, offs, dtype)
 
@@ -122,16 +127,17 @@ DEQUANTIZE_GROUPS = torch.ops.fp8pass.dequantize_groups.default
 
 
 def dequantized_groups(x_q: Tensor, scale_inv: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    """The formula of `dequantize_groups`."""
+    """Compute `dequantize_groups` in plain torch."""
     return scaling.dequantize(x_q, by_row(scale_inv, offs, x_q.shape[0]), dtype)
 
 
-# Inductor would lay operands out as it likes, and `torch._scaled_grouped_mm` is asked for the result's shape
+# needs_exact_strides: Inductor could otherwise change the operands' strides. The fake implementation calls that of
+# `torch._scaled_grouped_mm`, which requires row-major `a` and column-major `b`.
 @torch.library.custom_op("fp8pass::scaled_grouped_mm", mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
 def _scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`torch._scaled_grouped_mm` in float32, where torch has none: on CPU. Rows of no group are 0."""
+    """Compute `torch._scaled_grouped_mm` in float32, for CPUs, where torch has no kernel. Rows of no group are 0."""
     a, b = a.float(), b.float()
     if offs is None:
         return ((a * scale_a.unsqueeze(-1)) @ (b * scale_b.unsqueeze(-2))).to(dtype)

@@ -1,6 +1,7 @@
-"""Ops that the kernel passes write: one node each, where ATen has many. Inductor takes its time by the node.
+"""Custom ops that kernel passes insert. Each is one node for what takes many in ATen: Inductor takes time per node.
 
-Each has its formula, which runs op by op and says what it is, and its lowering, which has Inductor generate the same.
+Each op has a formula in plain torch, which defines it and runs op by op, and a lowering, from which Inductor generates
+the same computation.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _POINTWISE = (torch.Tag.pointwise,)
 
 
 FORMULAS: dict[Any, Callable[..., Any]] = {}
-"""By op its formula, for code that runs op by op: a call of an op that Python implements takes longer than these do."""
+"""{op: its formula}. Code that runs op by op calls the formula, since calling a custom op takes longer."""
 
 
 def _op(name: str, mutates_args: Sequence[str] = (), **tags: Any) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Make an op of a formula."""
+    """Return a decorator that registers a formula as the custom op `fp8pass::name`."""
 
     def made(formula: Callable[..., Any]) -> CustomOpDef:
         op = torch.library.custom_op(f"fp8pass::{name}", mutates_args=mutates_args, **tags)(formula)
@@ -48,7 +49,7 @@ def _op(name: str, mutates_args: Sequence[str] = (), **tags: Any) -> Callable[[C
 
 @_op("quantize", tags=_POINTWISE)
 def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scaling.quantize`. x: any shape; scale: f32[...] that broadcasts to it."""
+    """Compute `scaling.quantize`. x: any shape; scale: f32[...] that broadcasts to it."""
     return quantize(x, scale, dtype)
 
 
@@ -59,7 +60,7 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_op("rows", tags=_POINTWISE)
 def _rows(parts: Sequence[Tensor]) -> Tensor:
-    """f32[n, elements of the longest part]: in each row the elements of a part, and zeros behind them."""
+    """Return f32[n, elements of the longest part]: each row holds the elements of one part, followed by zeros."""
     longest = max(p.numel() for p in parts)
     return torch.stack([F.pad(p.reshape(-1).float(), (0, longest - p.numel())) for p in parts])
 
@@ -71,7 +72,7 @@ def _(parts: Sequence[Tensor]) -> Tensor:
 
 @_op("joined", tags=_POINTWISE)
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The elements of all parts, of one dtype, one behind the other: [elements]. `cat` is no elementwise op."""
+    """Return the elements of all parts, of one dtype, one after the other: [elements]. Elementwise, unlike `cat`."""
     return torch.cat([p.reshape(-1) for p in parts])
 
 
@@ -82,7 +83,7 @@ def _(parts: Sequence[Tensor]) -> Tensor:
 
 @_op("concatenated")
 def _concatenated(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """`torch.cat`, of which each part is written where it belongs, by the kernel that makes it."""
+    """Compute `torch.cat`; the kernel that computes a part writes it directly into the result."""
     return torch.cat(list(parts), dim)
 
 
@@ -95,10 +96,10 @@ def _(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 @_op("rounded", tags=_POINTWISE)
 def _rounded(x: Tensor) -> Tensor:
-    """`x` as it is in memory.
+    """Return `x` rounded to its dtype, as it is in memory.
 
-    A kernel goes on computing with more digits than it stores, and would quantize another number than the one that
-    anybody reads: a weight's FP8 copy would not be that of the weight.
+    Inductor's kernels compute in float32 and go on with values that they have not rounded to the dtype that they store.
+    They would quantize these values, so a weight's FP8 copy would not be a copy of the stored weight.
     """
     return x.clone()
 
@@ -110,7 +111,7 @@ def _(x: Tensor) -> Tensor:
 
 @_op("write", mutates_args=("into",))
 def _write(into: Tensor, x: Tensor) -> None:
-    """`into.copy_(x)`, by the kernel that computes `x`, in the order in which it does. Nothing reads `into` later."""
+    """Compute `into.copy_(x)` in the kernel that computes `x`, in its loop order. Nothing may read `into` later."""
     into.copy_(x)
 
 
@@ -129,14 +130,15 @@ JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.conca
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    # None: by default Inductor promotes the inputs of a lowering to one dtype
     register = inductor_lowering.register_lowering(op, type_promotion_kind=None)
 
     def registered(lowering: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(lowering)
         def lowers(*args: Any) -> Any:
-            # weights are rounded on Dynamo's graph of an update, of which AOTAutograd traces another one, without marks
+            # `write_weights` inserts ops into Dynamo's graph; AOTAutograd traces that into a new graph without marks
             made_by = Virtualized.graph.current_node.meta.get(MADE_BY, "write_weights")
-            with faults_of(made_by):  # without that pass there is no such op
+            with faults_of(made_by):  # a graph compiled without that pass does not have the op
                 return lowering(*args)
 
         return register(lowers)
@@ -162,6 +164,7 @@ def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
 def _(x: Any) -> Any:
     dtype, element = x.get_dtype(), x.make_loader()
 
+    # use_compute_types=False: by default Inductor casts to the compute dtype, which is float32 for bfloat16 and float16
     def stored(index: Any) -> Any:
         return inductor_ops.to_dtype(inductor_ops.to_dtype(element(index), dtype, use_compute_types=False), dtype)
 
@@ -170,6 +173,7 @@ def _(x: Any) -> Any:
 
 @_lowers(WRITE)
 def _(into: Any, x: Any) -> None:
+    # a copy in x's loop order; unsafe_alias keeps `realize_into` from adding another one in the order of `into`
     of_its_own = _pointwise(x, x.get_dtype(), x.make_loader(), x.get_size())
     MutationLayoutSHOULDREMOVE.realize_into(of_its_own, into, unsafe_alias=True)
 
@@ -185,12 +189,12 @@ def _(parts: Any) -> Any:
         for i, (load, size) in enumerate(zip(loads, sizes, strict=True)):
             here = _compared("eq", row, i)
             inside = here if size == longest else inductor_ops.and_(here, _compared("lt", column, size))
-            # an address that depends on every loop: in groups of kernels, torch 2.11 breaks what is expanded to a mask
+            # the address depends on every loop: in combo kernels, torch 2.11 breaks values that are expanded to a mask
             part = inductor_ops.masked(inside, functools.partial(load, [column + (row - i) * size]), 0.0)
             value = part if value is None else inductor_ops.where(here, part, value)
         return value
 
-    if len(parts) == 1:  # there is no loop over rows for an address to depend on
+    if len(parts) == 1:  # there is no loop over rows that the address could depend on
         return inductor_lowering.view(inductor_lowering.to_dtype(parts[0], torch.float32), [1, longest])
     return _pointwise(parts[0], torch.float32, element, [len(parts), longest])
 
@@ -220,13 +224,13 @@ def _(parts: Any, dim: int) -> Any:
 
 
 def _flat(part: Any) -> tuple[Callable[..., Any], int]:
-    """What loads an element, and how many there are."""
+    """Return (function that loads an element of the flattened part, number of elements)."""
     size = math.prod(map(int, part.get_size()))
     return inductor_lowering.view(part, [size]).make_loader(), size
 
 
 def _compared(how: str, index: Any, number: int) -> Any:
-    """index `how` number: "eq", "lt" or "ge"."""
+    """Compare `index` with `number`. how: "eq", "lt" or "ge"."""
     compare = getattr(inductor_ops, how)
     return compare(inductor_ops.index_expr(index, torch.int32), inductor_ops.constant(number, torch.int32))
 

@@ -1,11 +1,12 @@
-"""An optimizer's moments in FP8: `optimizer_state="fp8"`.
+"""Store an optimizer's moments in FP8 and float16: `optimizer_state="fp8"`.
 
-The first moment, any running mean of gradients, is kept as e4m3; the second, a running mean of their squares, as its
-square root in float16: as MS-AMP keeps them, each tensor with one scale, a power of two. The update reads and writes
-these (`quantize_moments.py`). In `optimizer.state` an `Fp8Moment` stands where the float32 tensor was, and reads as it.
+A first moment, which is a running mean of gradients, is stored in e4m3; a second moment, a running mean of their
+squares, as its square root in float16. MS-AMP uses the same formats. Each tensor has one scale, a power of two. The
+compiled update reads and writes the stored tensors (`read_moments.py`, `write_moments.py`). In `optimizer.state` an
+`Fp8Moment` replaces the plain tensor; ops that read it get the dequantized moment.
 
-The scale of a step is that of the largest value of the step before, with room to grow: for an update in one pass. What
-a state dict holds is float32, exactly what was stored, and loads into any optimizer.
+A step's scale is computed from the largest value of the step before, with room to grow, so that an update takes one
+pass. State dicts hold plain tensors with exactly the stored values, which load into any optimizer.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from fp8pass.errors import Fp8Error
 MomentKind = Literal["first", "second"]
 DTYPES: dict[MomentKind, torch.dtype] = {"first": scaling.E4M3, "second": torch.float16}
 TARGETS: dict[MomentKind, float] = {"first": scaling.fp8_max(scaling.E4M3) / 2, "second": 256.0}
-"""What the largest value of the step before becomes at most: the next one may be twice, or 255 times, as large."""
+"""The most that a scale makes of the largest value of the step before: the next may be 2, or 255, times as large."""
 MIN_ELEMENTS = 4096
-"""Elements of a tensor that is worth it."""
+"""Moments with fewer elements stay in high precision."""
 
 
 def scale_towards(target: Tensor | float, amax: Tensor, keep: Tensor | float) -> Tensor:
-    """f32[...]: the power of two that takes amax f32[...] to at most `target`; `keep` where it is 0 or not finite.
+    """Return the power of two that takes amax f32[...] to at most `target`; `keep` where amax is 0 or not finite.
 
-    At most 2**126, of which the inverse is no subnormal number, which GPUs would flush to 0.
+    The result, f32[...], is at most 2**126: the reciprocal of a larger one is subnormal, and GPUs flush that to 0.
     """
     return scaling.floor_to_power_of_2(scaling.scale_from_amax(amax, target, keep)).clamp(max=2.0**126)
 
 
 def encode(kind: MomentKind, x: Tensor, scale: Tensor) -> Tensor:
-    """What is stored of a moment: e4m3 of `x * scale`, or float16 of `sqrt(x) * scale`. Saturates; NaN stays NaN."""
+    """Convert a moment to be stored: to e4m3 of `x * scale`, or float16 of `sqrt(x) * scale`.
+
+    Saturates; NaN stays NaN.
+    """
     if kind == "first":
         return scaling.quantize(x, scale, DTYPES[kind])
     limit = torch.finfo(torch.float16).max
@@ -45,22 +49,22 @@ def encode(kind: MomentKind, x: Tensor, scale: Tensor) -> Tensor:
 
 
 def decode(kind: MomentKind, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """The moment that was stored, rounded once to `dtype`."""
+    """Return the moment that was stored, rounded once to `dtype`."""
     x = x_q.float() * scale_inv
     x = x if kind == "first" else x.square()
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def amax_of(x_q: Tensor, scale_inv: Tensor) -> Tensor:
-    """f32[]: the largest stored value, of the square root for a second moment."""
+    """Return the largest stored value, f32[]; for a second moment it is a square root."""
     return scaling.amax(x_q.float()) * scale_inv
 
 
 class Fp8Moment(torch.Tensor):
-    """A moment [...] of dtype float32 or bfloat16, stored as `x_q` of the same shape. Reads as the moment.
+    """A moment [...] of dtype float32 or bfloat16, stored as `x_q` of the same shape. Ops read the dequantized moment.
 
-    moment_scales: f32[2, n], of n moments: the scale_inv and the amax of what is stored; this one's are in column `column`.
-    Raises Fp8Error for what writes into it: only the compiled update can. But for `copy_` and `zero_`.
+    moment_scales: f32[2, n], for n moments the scale_inv and the amax of the stored values. column: of this moment.
+    Raises Fp8Error if an op other than `copy_` and `zero_` writes into it: only the compiled update can do that.
     """
 
     x_q: Tensor
@@ -72,7 +76,7 @@ class Fp8Moment(torch.Tensor):
     def __new__(
         cls, x_q: Tensor, moment_scales: Tensor, column: int, kind: MomentKind, dtype: torch.dtype
     ) -> Fp8Moment:
-        """No memory but that of `x_q`."""
+        """Make a wrapper without storage, with the shape and strides of `x_q`."""
         made: Fp8Moment = make_wrapper_subclass(cls, x_q.shape, strides=x_q.stride(), dtype=dtype, device=x_q.device)
         return made
 
@@ -81,7 +85,7 @@ class Fp8Moment(torch.Tensor):
 
     @classmethod
     def of(cls, kind: MomentKind, x: Tensor) -> Fp8Moment:
-        """`x`, as it is best stored now. What was stored before is stored again without a further error."""
+        """Store `x` with the scale from its own amax. Values that were stored before get no further error."""
         with torch.no_grad():
             root = x if kind == "first" else x.float().sqrt()
             limit = scaling.fp8_max(scaling.E4M3) if kind == "first" else 65504.0
@@ -93,31 +97,31 @@ class Fp8Moment(torch.Tensor):
             )
 
     def value(self) -> Tensor:
-        """The moment, as a plain tensor."""
+        """Return the moment as a plain tensor."""
         return decode(self.kind, self.x_q, self.moment_scales[0, self.column], self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Kind, shape and dtype of what is stored."""
+        """Return the kind, the shape and the stored dtype."""
         return f"Fp8Moment({self.kind}, {list(self.shape)}, {self.x_q.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Moment:
-        """Of what is stored, for a copy of an optimizer."""
+        """Copy the stored tensors, for a copy of an optimizer."""
         moment_scales = self.moment_scales[:, self.column : self.column + 1].clone()
         memo[id(self)] = made = Fp8Moment(self.x_q.clone(), moment_scales, 0, self.kind, self.dtype)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """For Dynamo, which traces the optimizer with fake ones."""
+        """Return the names of the inner tensors, and the other fields. Dynamo makes fake moments of them."""
         return ["x_q", "moment_scales"], (self.column, self.kind, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], of: tuple[Any, ...], *_: Any) -> Fp8Moment:
-        """The reverse."""
+        """Return the moment of these inner tensors and fields."""
         return Fp8Moment(inner["x_q"], inner["moment_scales"], *of)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An op on the moment as it reads."""
+        """Run an op on the dequantized moments. The result of `copy_` or `zero_` is stored."""
         kwargs = kwargs or {}
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             x = args[0]
@@ -136,12 +140,12 @@ class Fp8Moment(torch.Tensor):
             into[0].x_q.copy_(new.x_q)
             into[0].moment_scales[:, into[0].column] = new.moment_scales[:, 0]
             return into[0]
-        result = func(*plain[0], **plain[1])  # Dynamo wants to know shapes
+        result = func(*plain[0], **plain[1])  # on fake tensors Dynamo only needs shapes
         return args[0] if isinstance(result, Tensor) else result
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an op writes into."""
+    """Return the arguments that an op writes into."""
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -150,12 +154,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def pack(moments: Sequence[Fp8Moment]) -> Tensor:
-    """One tensor f32[2, n] for the numbers of all of them, which is in each from here on."""
+    """Return one `moment_scales` f32[2, n] of all moments, which they share from now on."""
     moment_scales = moments[0].moment_scales
     if all(m.moment_scales is moment_scales and m.column == i for i, m in enumerate(moments)) and moment_scales.shape[
         1
     ] == len(moments):
         return moment_scales
+    # a tensor made in inference mode can't be written in place outside of it
     with torch.no_grad(), torch.inference_mode(False):
         moment_scales = torch.stack([m.moment_scales[:, m.column] for m in moments], 1).contiguous()
     for i, m in enumerate(moments):
@@ -164,7 +169,7 @@ def pack(moments: Sequence[Fp8Moment]) -> Tensor:
 
 
 def save_plainly(optimizer: torch.optim.Optimizer) -> None:
-    """From here on, state dicts of the optimizer hold plain tensors in the place of moments in FP8."""
+    """Make the optimizer's state dicts hold plain tensors instead of FP8 moments, from now on."""
     if not hasattr(optimizer, "_fp8pass_saves_plainly"):
         optimizer._fp8pass_saves_plainly = optimizer.register_state_dict_post_hook(_plain)  # type: ignore[attr-defined]
 
@@ -181,7 +186,7 @@ def _plain(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def nbytes_saved(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, int]:
-    """(how many moments are in FP8, bytes of memory that this saves)."""
+    """Return (number of moments in FP8, bytes of memory that this saves)."""
     states = (x for o in optimizers for state in o.state.values() for x in state.values())
     moments = [x for x in states if isinstance(x, Fp8Moment)]
     return len(moments), sum(m.numel() * (m.dtype.itemsize - m.x_q.element_size()) for m in moments)

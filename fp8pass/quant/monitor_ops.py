@@ -123,13 +123,13 @@ def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: 
 
 @torch.no_grad()
 def watch_cached(
-    x: Tensor, quantizer: ops.Delayed, numerics: Tensor, index: int, made: Tensor, x_q: Tensor, *_: Tensor
+    x: Tensor, quantizer: ops.Delayed, numerics: Tensor, index: int, scales: Tensor, x_q: Tensor, *_: Tensor
 ) -> None:
     """Count as `watch_operand` does, for a weight whose FP8 copy is cached: see `ops.cached_operand`.
 
-    made: `SlotTensors.weight_copy_scales`.
+    scales: `SlotTensors.weight_copy_scales`.
     """
-    scale = made[0, quantizer.index].reciprocal()
+    scale = scales[0, quantizer.index].reciprocal()
     scale = torch.where(scale.isnan(), 1.0, scale)  # the scale_inv of a weight with a NaN or inf is NaN
     numerics.copy_(record_numerics(numerics, numerics_of(x, scale, x_q), index))
 

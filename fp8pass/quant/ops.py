@@ -1,6 +1,6 @@
-"""Quantize-dequantize as differentiable torch functions: what users write, and what the recipe inserts.
+"""Quantize-dequantize (QDQ) as differentiable torch functions, which users call and the annotate pass inserts.
 
-The annotate pass puts these functions into a graph as they are. Run eagerly they are the numerical reference; traced by
+The annotate pass inserts calls of these functions into a graph. Run eagerly they are the numerical reference; traced by
 AOTAutograd they become the plain ATen quantize and dequantize that the `scaled_mm` pass looks for. So nothing here may
 depend on whether it is being compiled.
 """
@@ -33,18 +33,18 @@ from fp8pass.recipes import (
 
 
 class SlotTensors(NamedTuple):
-    """Delayed-scaling state of the T slots of one graph. All of it is mutated in place.
+    """The state of delayed scaling for the T slots of one graph. All tensors are mutated in place.
 
-    The first F slots belong to tensors quantized in forward, the next W to weights whose FP8 copies are kept
-    (`fp8pass.weights`), the other T - F - W to gradients.
+    The first F slots belong to tensors quantized in the forward, the next W to weights whose FP8 copies are cached
+    (`weight_cache.py`), the other T - F - W to gradients.
 
-        scale            f32[T]     0 until the slot has seen data
-        amax_history     f32[H, T]  newest at row 0
-        amax_forward     f32[F]     running amax of the step, -1 where it has recorded nothing
-        amax_backward    f32[T-F-W]
-        held             b8[T]      whether the step of this slot has begun already, and nothing is to be rolled
-        amax_weights     f32[W]     as amax_forward
-        made             f32[2, W]  of the FP8 copies as they are: scale_inv, and amax of what they were made of
+        scale               f32[T]       0 until the slot has an amax
+        amax_history        f32[H, T]    newest at row 0
+        amax_forward        f32[F]       running amax of the step; -1 if nothing is recorded
+        amax_backward       f32[T-F-W]   as amax_forward
+        held                b8[T]        True if the step of this slot continues, so that it is not rolled
+        amax_weights        f32[W]       as amax_forward
+        weight_copy_scales  f32[2, W]    of the current FP8 copies: scale_inv, and amax of the weights quantized
     """
 
     scale: Tensor
@@ -56,11 +56,11 @@ class SlotTensors(NamedTuple):
     weight_copy_scales: Tensor
 
     def inputs(self) -> list[Tensor]:
-        """What the graph is called with: the tensors, and `amax_backward` once more for the backward to write.
+        """Return the graph's state inputs: the tensors, and `amax_backward` once more, for the backward to write.
 
-        The backward must merge into what the buffer holds by then, not into what its forward saw; as an input of its
-        own, which the forward does not touch, it is read when the backward runs. `.data` gives each call tensors with
-        version counters of their own, so that several forwards may be under way before their backwards.
+        The backward must merge into the values that the buffer holds when it runs, not into those that its forward saw.
+        So the buffer is a separate input, which the forward does not touch. `.data` gives each call tensors with their
+        own version counters; else autograd would raise if a second forward wrote into them before the first backward.
         """
         *others, amax_weights, weight_copy_scales = self
         of_weights = [amax_weights, weight_copy_scales] if len(amax_weights) else []
@@ -69,14 +69,14 @@ class SlotTensors(NamedTuple):
 
 WEIGHT_INPUTS = ("amax_weights", "weight_copy_scales")
 INPUTS = (*SlotTensors._fields[:-2], "amax_backward_late")
-"""Names of the state inputs of a graph, in order; behind them come those of weights, if it keeps any."""
+"""Names of a graph's state inputs, in order. If the graph has cached weights, `WEIGHT_INPUTS` come after them."""
 
 
 @torch.library.custom_op("fp8pass::record", mutates_args=())
 def record(amax: Tensor, new: Tensor, index: int, on_nonfinite: str) -> Tensor:
-    """`amax` f32[T] with entry `index` merged with the amax `new` f32[]: see `scaling.merge_amax`.
+    """Return `amax` f32[T] with entry `index` merged with the amax `new` f32[]: see `scaling.merge_amax`.
 
-    An op of its own, so that the `batch_records` pass finds all the records of a graph and makes one vector update.
+    A custom op, so that the `batch_records` pass finds all records of a graph and merges them into one vector update.
     """
     amax = amax.clone()
     amax[index] = scaling.merge_amax(amax[index], new, on_nonfinite)
@@ -93,13 +93,13 @@ RECORD = torch.ops.fp8pass.record.default
 
 @dataclass(frozen=True)
 class Delayed:
-    """How one tensor of a graph is quantized with a scale from its slot.
+    """Quantizes one tensor of a graph with the scale of its slot.
 
-    slot: entry in `scales`; index: entry in the `amax` that it is called with. bootstrap: a slot without history
-    is scaled by this tensor's own amax, which costs a pass over the tensor before it can be quantized; without it
-    `scales` are those of `scales_or_one`.
-    record: whether this use counts (training) or only reads the scale (evaluation). over: groups of the ranks that have
-    the other parts of the tensor.
+    slot: index in `scales`. index: index in the `amax` that it is called with. bootstrap: True to scale by this
+    tensor's own amax while the slot has no history, which takes a pass over the tensor before it can be quantized;
+    False if `scales` are those of `scales_or_one`.
+    record: True to record the amax (training), False to only read the scale (evaluation). over: names of the groups of
+    ranks that have the other parts of the tensor.
     """
 
     recipe: DelayedScaling
@@ -111,7 +111,7 @@ class Delayed:
     over: tuple[str, ...] = field(default=(), repr=False)
 
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
-        """`x` quantized and dequantized; records its amax in `amax`, in place."""
+        """Quantize and dequantize `x`; record its amax in `amax`, in place."""
         new = scaling.amax(x)
         _, scale = self.scaled(x, scales)
         x_q = scaling.quantize(x, scale, self.dtype)
@@ -120,7 +120,7 @@ class Delayed:
         return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), x.dtype)
 
     def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` in the shape that it is quantized in, and what it is multiplied with."""
+        """Return `x` in the shape in which it is quantized, and the scale."""
         scale = scales[self.slot]
         if self.bootstrap:
             amax = amax_over(scaling.amax(x), self.over)
@@ -131,50 +131,50 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """How one tensor is quantized with the scale from its own amax; 1 for a tensor of zeros. over: as of `Delayed`."""
+    """Quantizes one tensor with the scale from its own amax; 1 for a tensor of zeros. over: see `Delayed`."""
 
     recipe: DynamicScaling
     dtype: torch.dtype
     over: tuple[str, ...] = field(default=(), repr=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` quantized and dequantized."""
+        """Quantize and dequantize `x`."""
         return _qdq_by_amax(x, amax_over(scaling.amax(x), self.over), self.dtype, self.recipe.power_of_2)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of `Delayed`."""
+        """Return `x` and the scale."""
         return x, _scale(amax_over(scaling.amax(x), self.over), self.dtype, self.recipe.power_of_2)
 
 
 @dataclass(frozen=True)
 class Rowwise:
-    """How one tensor is quantized with a scale for each row: from the amax over `dims`, which a matmul contracts."""
+    """Quantizes one tensor with a scale for each row, from the amax over `dims`, which the matmul sums over."""
 
     recipe: RowwiseScaling
     dtype: torch.dtype
     dims: tuple[int, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` quantized and dequantized."""
+        """Quantize and dequantize `x`."""
         return _qdq_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of `Delayed`; a scale for each row."""
+        """Return `x` and the scale of each row."""
         return x, _scale(scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
 
 
 @dataclass(frozen=True)
 class Groupwise:
-    """How one tensor [R, C] in groups of rows is quantized with a scale for each column of each group.
+    """Quantizes one tensor [R, C] in groups of rows with a scale for each column of each group.
 
-    For matmuls that sum over the rows of every group by itself; offs i32[G]: see `grouped.py`.
+    For matmuls that sum over the rows of each group separately. offs: i32[G], see `grouped.py`.
     """
 
     recipe: RowwiseScaling
     dtype: torch.dtype
 
     def __call__(self, x: Tensor, offs: Tensor) -> Tensor:
-        """`x` quantized and dequantized."""
+        """Quantize and dequantize `x`."""
         amax = grouped.amax_of_groups(x, offs)
         scale = _scale(amax, self.dtype, self.recipe.power_of_2)
         x_q = scaling.quantize(x, grouped.by_row(scale, offs, x.shape[0]), self.dtype)
@@ -182,7 +182,7 @@ class Groupwise:
         return result
 
     def scaled(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of `Delayed`; a scale for each element. Of rows that belong to no group zeros."""
+        """Return `x`, with zeros in rows that belong to no group, and a scale for each element."""
         in_group = grouped.group_of_rows(offs, x.shape[0]) < len(offs)
         scale = _scale(grouped.amax_of_groups(x, offs), self.dtype, self.recipe.power_of_2)
         return torch.where(in_group.unsqueeze(1), x, 0), grouped.by_row(scale, offs, x.shape[0])
@@ -201,10 +201,10 @@ def _scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """How one tensor is quantized with a scale for each block, of one row or of `block` rows.
+    """Quantizes one tensor with a scale for each block, of `block` elements of one row, or of `block` rows and columns.
 
-    dims: those that a matmul contracts; blocks of `block` elements lie along them. With square blocks there is no such
-    direction: a matrix is quantized as it is, and serves in both orientations.
+    dims: the dimensions that the matmul sums over; blocks of one row lie along them. square: True for blocks of `block`
+    rows and columns: the matrix is quantized as it is, for matmuls in both orientations, and `dims` is not used.
     """
 
     recipe: BlockwiseScaling | MXFP8Scaling
@@ -214,7 +214,7 @@ class Blockwise:
     dims: tuple[int, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`x` quantized and dequantized."""
+        """Quantize and dequantize `x`."""
         matrix, back = self._matrix_of(x)
         blocks, scale, scale_inv = self._blocks(matrix)
         x_q = scaling.quantize(blocks, scale, self.dtype).reshape(matrix.shape).contiguous()
@@ -223,21 +223,21 @@ class Blockwise:
         return result if back is None else result.view([x.shape[d] for d in back]).permute(_inverse(back))
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of `Delayed`; in blocks, with a scale for each."""
+        """Return `x` in blocks, and the scale of each block."""
         matrix, _ = self._matrix_of(x)
         blocks, scale, _ = self._blocks(matrix)
         return blocks, scale
 
     def _matrix_of(self, x: Tensor) -> tuple[Tensor, list[int] | None]:
-        """`x` as [R, C], blocks along C, and the order of its dimensions in that; None as it is."""
+        """Return `x` as [R, C], with blocks along C, and the order of its dimensions there; (`x`, None) if square."""
         if self.square:
             return x, None
         order = [*(d for d in range(x.dim()) if d not in self.dims), *self.dims]
-        rows = math.prod(x.shape[d] for d in order[: -len(self.dims)])  # -1 is ambiguous where `x` is empty
+        rows = math.prod(x.shape[d] for d in order[: -len(self.dims)])  # -1 is ambiguous if `x` is empty
         return x.permute(order).reshape(rows, math.prod(x.shape[d] for d in self.dims)), order
 
     def _blocks(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[R, C] as [R / r, r, C / c, c], and the scales of blocks and their inverses as the recipe stores them."""
+        """Return `x` [R, C] as [R / r, r, C / c, c], the scales of blocks, and scale_inv as the recipe stores it."""
         rows, columns = x.shape
         height = self.block if self.square else 1
         blocks = x.reshape(rows // height, height, columns // self.block, self.block)
@@ -254,17 +254,18 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def _reciprocal_of_e8m0(codes: Tensor) -> Tensor:
-    """`2**(127 - code)`, f32. Not 1 / the value: code 0 stands for 2**-127, which GPUs flush to 0."""
+    """Return `2**(127 - code)`, f32. Not as 1 / value: code 0 stands for 2**-127, which GPUs flush to 0."""
     exponent = (254 - codes.to(torch.int32)).clamp(1, 254)
     return (exponent << 23).view(torch.float32)
 
 
 @torch.library.custom_op("fp8pass::dequantize_blocks", mutates_args=())
 def dequantize_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x_q` f8[R, C] times the scale of each block, in float32, rounded once to `dtype`.
+    """Return `x_q` f8[R, C] times the scale_inv of each block, in float32, rounded once to `dtype`.
 
-    scale_inv: [R / r, C / c] for blocks of r rows and c columns; f32, or u8 that is e8m0. An op of its own, so that
-    the detector knows the blocks; where it does not become a scaled matmul, it becomes `dequantized_blocks`.
+    scale_inv: [R / r, C / c] for blocks of r rows and c columns; f32, or e8m0 codes as u8. A custom op, so that the
+    `blockwise_mm` pass can find the blocks. If it does not become part of a scaled matmul, the `expand_blocks` pass
+    replaces it by `dequantized_blocks`.
     """
     return dequantized_blocks(x_q, scale_inv, dtype)
 
@@ -278,7 +279,7 @@ DEQUANTIZE_BLOCKS = torch.ops.fp8pass.dequantize_blocks.default
 
 
 def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """The formula of `dequantize_blocks`."""
+    """Compute `dequantize_blocks` in plain torch."""
     if scaling.is_empty(x_q):
         return x_q.to(dtype)
     rows, columns = scale_inv.shape
@@ -289,9 +290,9 @@ def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class Static:
-    """How one tensor is quantized with a scale that is fixed. Saturates; NaN stays NaN.
+    """Quantizes one tensor with a fixed scale. Saturates; NaN stays NaN.
 
-    slot: column in `scales` f32[2, T], whose rows are the scales and their inverses.
+    slot: column in `scales` f32[2, T], whose rows are the scales and their reciprocals.
     """
 
     recipe: StaticScaling
@@ -299,17 +300,17 @@ class Static:
     slot: int
 
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
-        """`x` quantized and dequantized."""
+        """Quantize and dequantize `x`."""
         return frozen_operand(scaling.quantize(x, scales[0, self.slot], self.dtype), self, x.dtype, scales)
 
     def scaled(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """As that of `Delayed`."""
+        """Return `x` and the scale."""
         return x, scales[0, self.slot]
 
 
 @dataclass(frozen=True)
 class Observe:
-    """How one tensor is looked at to calibrate a scale for it: its amax is recorded, as `Delayed` does it."""
+    """Records the amax of one tensor as `Delayed` does, to calibrate a scale, and quantizes nothing."""
 
     recipe: Calibration
     dtype: torch.dtype
@@ -317,23 +318,23 @@ class Observe:
     index: int = -1
 
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
-        """`x` itself."""
+        """Record the amax of `x` in `amax`, in place; return `x`."""
         amax.copy_(record(amax, scaling.amax(x), self.index, self.recipe.on_nonfinite))
         return x
 
 
 Quantizer = Delayed | Dynamic | Rowwise | Groupwise | Blockwise | Static | Observe
 Stateful = Delayed | Static | Observe
-"""Quantizers with a place in the state."""
+"""Quantizers that have a slot."""
 
 
 def inputs_of(quantizer: Quantizer, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a quantizer takes beside its tensor, of what those of one gradient take."""
+    """Return the arguments that a quantizer takes after its tensor. state: those of all quantizers of one gradient."""
     return state if isinstance(quantizer, Stateful | Groupwise) else ()
 
 
 def quantized(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
-    """`x` quantized and dequantized. Of a DTensor each rank has a part: see `sharded.py`."""
+    """Quantize and dequantize `x`. For a DTensor, each rank does that with its part: see `sharded.py`."""
 
     def of_part(part: Tensor, groups: tuple[str, ...]) -> Tensor:
         if groups and isinstance(quantizer, (Delayed, Dynamic)):
@@ -344,15 +345,15 @@ def quantized(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
 
 
 def frozen_operand(x_q: Tensor, quantizer: Static, dtype: torch.dtype, scales: Tensor) -> Tensor:
-    """An operand that was quantized in advance, dequantized to `dtype`."""
+    """Dequantize to `dtype` an operand that was quantized in advance."""
     return scaling.dequantize(x_q, scales[1, quantizer.slot], dtype)
 
 
 @torch.library.custom_op("fp8pass::with_transpose", mutates_args=())
 def with_transpose(x_q: Tensor, x_t: Tensor) -> Tensor:
-    """`x_q` f8[N, K], of which `x_t` f8[K, N] is the transposed copy.
+    """Return `x_q` f8[N, K], of which `x_t` f8[K, N] is the transposed copy.
 
-    An op of its own, so that the `use_transposes` pass finds both; nothing is computed by it in the end.
+    A custom op, so that the `use_transposes` pass finds both copies; the pass removes it.
     """
     return x_q.clone()
 
@@ -367,7 +368,7 @@ WITH_TRANSPOSE = torch.ops.fp8pass.with_transpose.default
 
 @torch.library.custom_op("fp8pass::shared", mutates_args=())
 def _shared(scales: Tensor, group: str) -> Tensor:
-    """An op of its own, so that the `quantize_collectives` pass finds it; nothing is computed by it in the end."""
+    """Return `scales`. A custom op, so that the `quantize_collectives` pass finds it; the pass removes it."""
     return scales.clone()
 
 
@@ -377,7 +378,7 @@ def _(scales: Tensor, group: str) -> Tensor:
 
 
 def shared(scales: Tensor, group: str) -> Tensor:
-    """`scales`, which are the same on all ranks of a group, known by its name."""
+    """Return `scales`, marked as the same on all ranks of the group with this name."""
     result: Tensor = _shared(scales, group)
     return result
 
@@ -420,7 +421,7 @@ class _SelectGradients(torch.autograd.Function):
     @once_differentiable
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
-        # not compiled: in a compiled step, Dynamo takes the backward of what ran eagerly for code of the user's
+        # not compiled: in a compiled step, Dynamo would treat the backward of a function that ran eagerly as user code
         (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
         needed = ctx.needs_input_grad[1:3]
         quantizers = [q for q, n in zip((quantizer_a, quantizer_b), needed, strict=True) if n and q is not None]
@@ -433,47 +434,49 @@ class _GradQDQ(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
         ctx.quantizer, ctx.state = quantizer, state
-        return copy_of(y)  # not a view, which users could not modify in place; compiled, the copy goes away
+        # a copy: autograd raises if users modify a view that a Function returns. Compiled code has no copy
+        return copy_of(y)
 
     @staticmethod
     @once_differentiable
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        # not compiled, as in `_SelectGradients`
         return quantized(grads[0], ctx.quantizer, *ctx.state), None, *[None] * len(ctx.state)
 
 
 def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
-    """`x` quantized and dequantized; the gradient passes straight through."""
+    """Quantize and dequantize `x`; the gradient passes straight through."""
     return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
-    """`x`, a weight, as its FP8 copy has it: `qdq_operand` where it was quantized when it was last changed.
+    """Return `x`, a weight, dequantized from its FP8 copy: `qdq_operand` for a weight quantized when it last changed.
 
-    state: `weight_copy_scales` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, where one is kept, `x_t`
-    f8[K, N], the transposed copy. quantizer: its index is that among the W. `begin_step` records the amax.
+    state: `weight_copy_scales` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, if it is cached, `x_t`
+    f8[K, N], the transposed copy. quantizer: its index is that among the W weights. `begin_step` records the amax.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
-    """`y` itself; its gradient is quantized and dequantized."""
+    """Return `y`; quantize and dequantize its gradient."""
     return _GradQDQ.apply(y, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def qdq_no_grad(x: Tensor, quantizer: Quantizer | None, *state: Tensor) -> Tensor:
-    """`x`, quantized and dequantized if there is a quantizer; no gradient passes."""
+    """Quantize and dequantize `x`, or leave it as it is if `quantizer` is None; no gradient passes."""
     return x.detach() if quantizer is None else quantized(x.detach(), quantizer, *state)
 
 
 def select_gradients(
     y: Tensor, y_a: Tensor, y_b: Tensor, grad_a: Quantizer | None, grad_b: Quantizer | None, *state: Tensor
 ) -> Tensor:
-    """`y`, with the gradients of `y_a` and `y_b`: three forms of one product, each of differently quantized factors.
+    """Return `y` with the gradients of `y_a` and `y_b`: three forms of one product, of differently quantized operands.
 
-    y has the output, y_a the gradient of the first factor, y_b that of the second; the values of y_a and y_b are not
-    used, and so not computed in compiled code. grad_a, grad_b: what quantizes the gradient for each. state: of those
-    that have any; of `Groupwise`, `offs`.
+    y gives the output, y_a the gradient of the first operand, y_b that of the second. The values of y_a and y_b are not
+    used, so compiled code does not compute them. grad_a, grad_b: the quantizer of the gradient for each. state: see
+    `inputs_of`; `offs` for `Groupwise`.
     """
     return _SelectGradients.apply(y, y_a, y_b, grad_a, grad_b, *state)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -487,11 +490,11 @@ def begin_step(
     held: Tensor,
     *of_weights: Tensor,
 ) -> Tensor:
-    """Begin a training forward: roll what the last step recorded, in place. Returns the scales of this step, f32[T].
+    """Begin a training forward: roll the amaxes of the last step, in place. Return the scales of this step, f32[T].
 
-    Where `held`, the step goes on. The graph uses the returned tensor, never the buffer: by the time of the backward
-    that may belong to a later step. of_weights: `amax_weights` and `weight_copy_scales`, where copies of weights are
-    kept: this step uses those, and their amaxes are recorded here.
+    The step of a slot continues where `held`. The graph uses the returned tensor, never the buffer, which may belong to
+    a later step when the backward runs. of_weights: `amax_weights` and `weight_copy_scales`, if copies of weights are
+    cached: this step reads the copies, so their amaxes are recorded here.
     """
     forward, backward = (scaling.fp8_max(recipe.dtype(role)) for role in ("input", "grad_output"))
     early = [amax_forward, *of_weights[:1]]
@@ -521,9 +524,9 @@ def begin_step(
 def next_scales(
     recipe: DelayedScaling, first: int, scale: Tensor, amax_history: Tensor, amax_weights: Tensor
 ) -> Tensor:
-    """The scales f32[W] of weights in the next step, which will roll what this one has recorded; writes nothing.
+    """Return the weights' scales f32[W] in the next step, which will roll the amaxes of this one. Writes nothing.
 
-    first: F, where they begin among the T slots.
+    first: F, the index of the first weight among the T slots.
     """
     of_weights = slice(first, first + len(amax_weights))
     scales, _ = scaling.roll_history(
@@ -541,9 +544,9 @@ def next_scales(
 def write_weight(
     scales: Tensor, index: int, parts: list[Tensor], copies: list[Tensor], transposes: list[Tensor]
 ) -> Tensor:
-    """Quantize a weight, which consists of `parts` one below the other, into its FP8 copy, in place. Returns its amax.
+    """Quantize a weight, which is `parts` concatenated along dim 0, into its FP8 copy, in place. Return its amax f32[].
 
-    scales: f32[W], of which it is entry `index`. copies: of each part, f8[n, K]; transposes: of each f8[K, n], or none.
+    scales: f32[W], the weight's scale at `index`. copies: f8[n, K] for each part. transposes: f8[K, n] for each, or [].
     """
     amaxes = []
     for i, part in enumerate(parts):
@@ -574,15 +577,15 @@ def write_weight_copy_scales(weight_copy_scales: Tensor, scales: Tensor, amaxes:
 
 @torch.no_grad()
 def decode_moment(kind: MomentKind, x_q: Tensor, moment_scales: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-    """The moment that `x_q` stores. moment_scales: f32[2, n], see `moments.Fp8Moment`."""
+    """Return the moment that `x_q` stores. moment_scales: f32[2, n], see `moments.Fp8Moment`."""
     return moments.decode(kind, x_q, moment_scales[0, index], dtype)
 
 
 @torch.no_grad()
 def next_moment_scales(kinds: tuple[MomentKind, ...], moment_scales: Tensor, skipped: Tensor | None) -> Tensor:
-    """The scales f32[n] to store moments by, of what is stored now; the same as now where `skipped` b8[].
+    """Return the scales f32[n] to store moments with, from the stored values; the current scales if `skipped` b8[].
 
-    kinds: of each, first moments before second ones.
+    kinds: of each moment; first moments come before second ones.
     """
     now = moment_scales[0].reciprocal()
     firsts = kinds.count("first")  # these come first
@@ -594,23 +597,23 @@ def next_moment_scales(kinds: tuple[MomentKind, ...], moment_scales: Tensor, ski
 
 @torch.no_grad()
 def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index: int) -> Tensor:
-    """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]. Returns the amax f32[] of what is stored."""
+    """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]; return the amax f32[] of stored values."""
     x, scale = x.float(), scales[index]
     x_q.copy_(moments.encode(kind, x, scale))
-    # the largest stored value is the stored largest value: rounding keeps order, and Inductor would leave it out
+    # rounding keeps order, so the amax of the stored values is the amax as it would be stored; Inductor would not round
     stored = moments.encode(kind, scaling.amax(x), scale)
     return (stored if kind == "first" else ROUNDED(stored)).float() * scale.reciprocal()
 
 
 @torch.no_grad()
 def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tensor]) -> None:
-    """Say in `moment_scales` f32[2, n] what is stored now, in place."""
+    """Set `moment_scales` f32[2, n], in place, for moments that were stored with `scales` f32[n]."""
     moment_scales.copy_(torch.stack([scales.reciprocal(), torch.stack(amaxes)]))
 
 
 @torch.no_grad()
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
-    """Return whether any of the tensors, floating and of any shape, holds a NaN or an infinity: b8[]."""
+    """Return whether any of the floating tensors, of any shape, holds a NaN or an infinity: b8[]."""
     device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
     amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in tensors if x.numel()]
     return scaling.is_finite(torch.stack([a.to(device) for a in amaxes]).amax()).logical_not()
@@ -618,29 +621,29 @@ def any_nonfinite(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def restore_where(unchanged: Tensor, x: Tensor, old: Tensor) -> None:
-    """Put `old` back into `x`, in place, where `unchanged` b8[]."""
+    """Copy `old` back into `x`, in place, if `unchanged` b8[]."""
     x.copy_(torch.where(unchanged, old, x))
 
 
 @torch.no_grad()
 def forget_step(forgets: Tensor, amax: Tensor) -> None:
-    """Empty the running amaxes f32[...] of a step, in place, where `forgets` b8[]: nothing will be rolled."""
+    """Reset the running amaxes f32[...] of a step, in place, if `forgets` b8[]: nothing will be rolled."""
     amax.copy_(torch.where(forgets, scaling.NOTHING, amax))
 
 
 @torch.no_grad()
 def count_skips(event: Tensor, counts: Tensor) -> None:
-    """Count calls, and those with the event, in `counts` i64[2], in place."""
+    """Count calls, and calls with `event` b8[], in `counts` i64[2], in place."""
     counts.add_(torch.stack([torch.ones_like(event), event]))
 
 
 def scales_or_one(scales: Tensor) -> Tensor:
-    """`scales` f32[T], with 1 for slots that have no history yet: for all of them at once."""
+    """Return `scales` f32[T], with 1 for slots that have no scale yet, for all slots at once."""
     return torch.where(scales == 0, 1.0, scales)
 
 
 def qdq(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """`dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)` with a straight-through gradient.
+    """Return `dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)`, with a straight-through gradient.
 
     x: floating, any shape; scale: f32[] tensor or number; dtype: an FP8 type. Saturates at the format's largest value;
     NaN stays NaN. Raises TypeError for an `x` or `scale` that is not floating, ValueError for a dtype that is not FP8
@@ -661,7 +664,7 @@ class _StaticQDQ(torch.autograd.Function):
 
 
 def add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> Tensor:
-    """`beta * bias + y` in `dtype`, as linear, addmm and baddbmm mean it: beta 0 ignores even a NaN bias."""
+    """Return `beta * bias + y` in `dtype`, as linear, addmm and baddbmm define it: beta 0 ignores even a NaN bias."""
     if beta == 0:
         bias = torch.where(torch.zeros_like(bias, dtype=torch.bool), bias, 0)
     bias = bias.to(dtype)

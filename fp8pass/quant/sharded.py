@@ -1,7 +1,8 @@
-"""Tensors in parts on several ranks, DTensors: each rank quantizes its own part, by a scale that all parts share.
+"""Quantize DTensors, whose parts are on several ranks: each rank quantizes its part, with a scale that all parts share.
 
-Under delayed scaling the scale comes from the slot, and is the same on all ranks. Where it follows from the tensor
-itself, the amax is reduced over the ranks that have the other parts. Scales of rows and blocks are those of the part.
+Under delayed scaling the scale comes from the slot, and is the same on all ranks. If it is computed from the tensor
+itself, the amax is reduced over the ranks that have the other parts. Scales of rows and blocks are computed from the
+part alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fp8pass._torch import all_reduce
 
 
 def partial_over(x: Tensor) -> list[str]:
-    """The dimensions of the mesh over which `x` is still to be summed up."""
+    """Return the names of the mesh dimensions over which `x` is a partial sum."""
     if not isinstance(x, DTensor):
         return []
     names = x.device_mesh.mesh_dim_names or [str(i) for i in range(x.device_mesh.ndim)]
@@ -26,14 +27,14 @@ def partial_over(x: Tensor) -> list[str]:
 
 
 def part_of(x: Tensor) -> Tensor:
-    """What this rank has of `x`."""
+    """Return this rank's part of `x`."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def on_part(function: Callable[[Tensor, tuple[str, ...]], Tensor], x: Tensor) -> Tensor:
-    """`function` of this rank's part of `x`, and the groups of ranks that have the others; elementwise, to any dtype.
+    """Apply `function` to this rank's part of `x` and the names of the groups of ranks that have the other parts.
 
-    Not differentiable. Of a sum that is not added up yet there are no parts: it is added up first.
+    function: elementwise, to any dtype. Not differentiable. A partial sum is summed over ranks first.
     """
     if not isinstance(x, DTensor):
         return function(x, ())
@@ -42,11 +43,12 @@ def on_part(function: Callable[[Tensor, tuple[str, ...]], Tensor], x: Tensor) ->
     mesh = x.device_mesh
     groups = tuple(mesh.get_group(i).group_name for i, p in enumerate(x.placements) if p.is_shard())
     result = function(part_of(x), groups)
+    # shape and stride: without them `from_local` assumes that the tensor is evenly sharded
     return DTensor.from_local(result, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """A copy; of a sum that is not added up yet one that is not either, which DTensor's own `clone` would do."""
+    """Return a copy. The copy of a partial sum is a partial sum; `DTensor.clone` would sum it over ranks."""
     if not isinstance(x, DTensor):
         return x.clone()
     return DTensor.from_local(
@@ -55,7 +57,10 @@ def copy_of(x: Tensor) -> Tensor:
 
 
 def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
-    """The largest of all ranks' `amax` f32[...], NaN if any is: see `amax_reduction.py` for why its bits travel."""
+    """Return the largest `amax` f32[...] of all ranks, NaN if any is NaN.
+
+    The amaxes are reduced as integers with the same bits: see `amax_reduction.py`.
+    """
     bits = amax.abs().view(torch.int32)
     for group in groups:
         bits = all_reduce(bits, "max", group)
@@ -63,12 +68,12 @@ def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
 
 
 def add(y: Tensor, bias: Tensor) -> Tensor:
-    """`y + bias`; where `y` is still to be summed up over ranks, without doing that now."""
+    """Return `y + bias`; if `y` is a partial sum, so is the result."""
     return _AddToPartial.apply(y, bias) if partial_over(y) else y + bias  # type: ignore[no-untyped-call]
 
 
 class _AddToPartial(torch.autograd.Function):
-    """`y` stands for the sum over ranks: so each adds its share of `bias`, f[N], which all have."""
+    """Adds `bias` f[N], which all ranks have, to a partial sum: each rank adds its share."""
 
     @staticmethod
     def forward(ctx: Any, y: DTensor, bias: DTensor) -> DTensor:

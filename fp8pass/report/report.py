@@ -121,8 +121,6 @@ def break_of(module: Any) -> Break | None:
     return Break(last_line(why.user_stack), reason_of(why), int(nbytes))
 
 
-
-
 def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
     """Return the frame and the failed guard of the current compilation, or None if it is not a recompilation.
 
@@ -156,7 +154,7 @@ def reason_of(why: Any) -> str:
     if "Tensor.backward()" in why.reason:
         return "backward(), which was compiled with its forward"
     if why.user_stack and why.user_stack[-1].filename.startswith(str(Path(TORCH, "optim"))):
-        return "the optimizer, whose update is a graph of its own"
+        return "the optimizer, whose update is a separate graph"
     return str(why.reason).strip().splitlines()[0]
 
 

@@ -5,10 +5,10 @@ after    x_: bf16[B, S, K] = qdq_operand(x)          amax, quantize, dequantize;
          w_: bf16[N, K]    = qdq_operand(w)
          y_: bf16[B, S, N] = qdq_gradient(linear(x_, w_))    identity; quantizes the gradient
          y                 = y_ + b                  the bias's gradient is computed from the unquantized gradient
-or       y_o = linear(operand(x, by rows), operand(w, by rows))        if the three matmuls of a layer quantize their
-         y_x = linear(x, operand(w, by columns))                       operands differently, or not all of them: the
-         y_w = linear(operand(x, by columns), w)                       product in three forms; the last two only
-         y_: bf16[B, S, N] = route(y_o, y_x, y_w, by rows, by columns)         contribute their gradients
+or       y_o = linear(qdq_no_grad(x, by rows), qdq_no_grad(w, by rows))    if the three matmuls of a layer quantize
+         y_x = linear(x, qdq_no_grad(w, by columns))                       their operands differently, or not all of
+         y_w = linear(qdq_no_grad(x, by columns), w)                       them: the product in three forms; the last
+         y_: bf16[B, S, N] = select_gradients(y_o, y_x, y_w, by rows, by columns)    two only contribute gradients
 changes  the numbers, to those of FP8: the annotated graph, run eagerly, is the reference for the compiled one
 
 The pass runs on Dynamo's graph, in torch functions: its matmuls still have module names, and one graph stands for
