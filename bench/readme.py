@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import rooms_drawing
 from diagram import svg
 
 from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
@@ -68,6 +69,12 @@ def pipeline() -> str:
     return "![From torch.compile to kernels, with the passes in order](images/pipeline.svg)"
 
 
+def rooms() -> str:
+    """Draw the rooms of the code, in docs/images/; return the picture and the tables of rooms."""
+    (ROOT / "docs" / "images" / "rooms.svg").write_text(rooms_drawing.svg())
+    return f"![The rooms of the code by floor](images/rooms.svg)\n\n{rooms_drawing.tables()}"
+
+
 SMALL_LAYER = """
 import torch
 layer = torch.nn.Linear(64, 32, bias=False)
@@ -81,8 +88,8 @@ STEPS = {
         ".",
         "Annotated. `qdq_gradient` is the identity, and quantizes what comes back through it:",
     ),
-    "joint.scaled_mm.before": (MATMULS, "In the joint graph, of 89 ops, `mm` multiplies what is dequantized again:"),
-    "joint.scaled_mm.after": (MATMULS, "Behind `scaled_mm` all three matmuls multiply the FP8 tensors themselves:"),
+    "joint.scaled_mm.before": (MATMULS, "In the joint graph, of 89 ops, `mm` multiplies dequantized tensors:"),
+    "joint.scaled_mm.after": (MATMULS, "After `scaled_mm` all three matmuls multiply the FP8 tensors themselves:"),
     "forward.fold_quantizes.after": (
         r"fp8pass\.quantize|_scaled_mm\.|permute\.|clone\.",
         "The forward by itself, where quantizing is one node. Its last lines are for the backward:",
@@ -222,6 +229,7 @@ SECTIONS = {
     "divergence": lambda: example("divergence.py"),
     "passes": table_of_passes,
     "pipeline": pipeline,
+    "rooms": rooms,
     "graphs": graphs,
     "add_a_pass": lambda: example("add_a_pass.py"),
     "first_step": first_step,
@@ -260,6 +268,7 @@ FILES = {
     "monitor_cost": "docs/monitor.md",
     "divergence": "docs/debugging.md",
     "pipeline": "docs/compiler.md",
+    "rooms": "docs/architecture.md",
     "graphs": "docs/compiler.md",
     "add_a_pass": "docs/add-a-pass.md",
     "zoo": "docs/zoo.md",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import inspect
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import readme
 from diagram import stages, svg
 
 import fp8pass
+from fp8pass import pipeline
 
 ROOT = readme.ROOT
 DOCS = ROOT / "docs"
@@ -45,6 +47,33 @@ def test_every_generated_section_has_its_place() -> None:
 
 def test_the_pass_of_the_page_is_the_one_that_runs() -> None:
     assert (ROOT / "examples" / "add_a_pass.py").read_text().strip() in page("add-a-pass.md")
+
+
+def test_the_page_of_passes_has_every_list() -> None:
+    """With the folders, the context and examples of its passes."""
+    tuples = {name: value for name, value in vars(pipeline).items() if isinstance(value, tuple)}
+    lists = {name: passes for name, passes in tuples.items() if all(hasattr(p, "run") for p in passes)}
+    text = page("add-a-pass.md")
+    rows = [re.findall(r"`([^`]+)`|\[(\w+)\]", row) for row in text.splitlines() if "| `passes/" in row]
+    assert len(rows) == len(lists) == 4
+    for row in rows:
+        *folders, listed, context = (code for code, _ in row if code)
+        passes = lists.pop(listed)
+        assert {f.removeprefix("passes/") for f in folders} == {type(p).__module__.split(".")[2] for p in passes}
+        assert {inspect.signature(p.run).parameters["context"].annotation for p in passes} == {context}
+        assert {example for _, example in row if example} <= {p.name for p in passes}
+        assert f"`{listed}`" in text.partition("harness.py")[2], "the page does not say how its passes are tested"
+
+
+def test_the_guide_names_what_exists() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(guide.splitlines()) <= 70
+    paths = r"(?<![\w/.])(?:fp8pass|passes|tests|docs|bench|\.ci)/[\w./-]*\w|\b[A-Z]+\.md|\bpyproject\.toml"
+    named = set(re.findall(paths, guide))
+    assert len(named) > 20 and [path for path in named if not (ROOT / path).exists()] == []
+    code = "\n".join(f.read_text() for f in [*ROOT.glob("fp8pass/**/*.py"), *ROOT.glob("passes/**/*.py")])
+    names = set(re.findall(r"`([A-Za-z_]\w*)`", guide)) - {"HEAD"}
+    assert len(names) > 5 and [name for name in names if not re.search(rf"\b{name}\b", code)] == []
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -79,7 +108,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("passes/*.md"), *DOCS.glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("passes/*.md"), *DOCS.glob("*.md")]
     assert [link for file in pages for link in broken_links(file)] == []
 
 
