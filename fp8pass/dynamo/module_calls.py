@@ -75,6 +75,8 @@ class ModuleCalls:
         stack = getattr(getattr(graph, "compile_subgraph_reason", None), "user_stack", [])
         stack[:] = [traceback.FrameSummary(file, line, f.name) if f.filename == __file__ else f for f in stack]
 
+    # Disabled, because `skip_code` keeps Dynamo from the caller only. Returns a function instead of calling it, because
+    # within `choose` Dynamo is off.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def choose(self, module: nn.Module, is_on: bool) -> Call:
         """Return the function to call instead of a module: compiled, unless the user disables that or it has no matmul.
@@ -85,9 +87,12 @@ class ModuleCalls:
         if current_graph_task_id() == -1:
             self._compiles[module] = (is_on or _is_off_for_checkpointing()) and _is_worth_it(module)
         if not self._compiles.get(module, False):
+            # not `module` itself, whose call would come back here
             return functools.partial(type(module)._call_impl, module)
         root, path = self._place_of(module)
         if (call := self._of_module.get(module)) is None:
+            # In the key: the path, because recipes and filters may go by names; shapes, because a call with others
+            # would recompile the same code, up to Dynamo's recompile limit.
             shapes = tuple((name, p.shape) for name, p in module.named_parameters())
             kind = type(root), path, type(module), shapes
             if kind not in self._of_kind:
@@ -128,13 +133,13 @@ class Caught:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _catch(self) -> None:
-        wholes = sorted(self._modules, key=lambda m: sum(1 for _ in m.modules()))  # a whole after its parts
+        wholes = sorted(self._modules, key=lambda m: sum(1 for _ in m.modules()))  # the largest last: its paths win
         paths = {part: (weakref.ref(m), path) for m in wholes for path, part in m.named_modules()}
         if self._calls.by_path:
             self._calls.paths.update(paths)
         for module in paths:
             self._calls.stays |= _is_called_in_full(module)
-            if MODULE_CALL not in vars(module):
+            if MODULE_CALL not in vars(module):  # set by `module.compile()` too, which stays in force
                 vars(module)[MODULE_CALL] = functools.partial(_called, self._calls, module)
                 self._caught.append(module)
 
@@ -169,11 +174,14 @@ def _is_off_for_checkpointing() -> bool:
 
 
 def _is_worth_it(module: nn.Module) -> bool:
+    # Only matrices are multiplied: biases and the weights of norms are vectors. A loss multiplies nothing, but run op
+    # by op it makes more passes over memory.
     return isinstance(module, Loss) or any(p.dim() > 1 for p in module.parameters())
 
 
 def _is_called_in_full(module: nn.Module) -> bool:
     """Return whether Dynamo traces all of `nn.Module.__call__`: it then recompiles if `MODULE_CALL` comes or goes."""
+    # As in Dynamo's UnspecializedNNModuleVariable.call_function, which traces only `forward` of a plain module.
     is_plain = type(module).__call__ is nn.Module.__call__ and "forward" not in vars(module)
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return not is_plain or any(hooks)

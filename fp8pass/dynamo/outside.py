@@ -153,6 +153,7 @@ class Outside(TorchDispatchMode):
     roots: modules whose parameters name the matmuls that run outside of any module.
     """
 
+    # torch raises NotImplementedError for a higher-order op, a checkpoint say, under a mode without this.
     supports_higher_order_operators = True
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -171,11 +172,11 @@ class Outside(TorchDispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the matmuls that run in this context."""
-        self._begin = sys._getframe(2)
+        self._begin = sys._getframe(2)  # above this generator and contextlib's `__enter__`
         try:
             with all_compilations(), self:
                 yield
-                _remember()
+                _remember()  # before `all_compilations` drops all but the last 64 records
         finally:
             self._begin = None
 
@@ -186,12 +187,13 @@ class Outside(TorchDispatchMode):
             return func(*args, **kwargs)
         is_below_autograd = torch.is_inference_mode_enabled() or self._custom_op is not None
         if is_below_autograd and func._can_decompose():
-            with self:  # elsewhere autograd takes ops apart before they come here
+            with self:  # elsewhere autograd decomposes composite ops before they come here
                 return func.decompose(*args, **kwargs)
         if func.namespace not in _OF_TORCH and self._custom_op is None:
             return self._run_custom(func, args, kwargs)
         result = func(*args, **kwargs)
         if products := products_of(func, args, result):
+            # The verdicts of a graph include neither what kernels of recurrent layers multiply, nor what custom ops do.
             place = self._place(enters_graphs=is_recurrent(func) or self._hides_matmuls)
             for product in products if place is not None else ():
                 self._note(func, product, place)  # type: ignore[arg-type]
@@ -211,6 +213,8 @@ class Outside(TorchDispatchMode):
         self._custom_op = _CustomOp(func._schema.name, tensors)
         try:
             with self:
+                # The device's kernel at once: a plain call would come back to this mode, which is off while it runs
+                # `func`.
                 return func.redispatch(keys, *args, **kwargs)
         finally:
             self._custom_op = None
@@ -221,9 +225,12 @@ class Outside(TorchDispatchMode):
         enters_graphs: if True, also return the place of an op in a graph.
         """
         place, in_backward = _CallStack(), current_graph_task_id() != -1
+        # The frame above `__torch_dispatch__`. torch runs the latter under `_disable_dynamo`; without those frames,
+        # that does not look as if the user had disabled Dynamo.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename in _OF_MODE:
             frame = frame.f_back
+        # In a backward, frames outside of autograd's engine belong to the call of backward(), not to the op.
         while frame is not None and frame is not self._begin and not (in_backward and frame.f_code is RUNS_BACKWARD):
             if frame.f_code.co_filename.startswith(RUNS_GRAPHS):
                 place.in_graph = True
@@ -238,6 +245,7 @@ class Outside(TorchDispatchMode):
     def _note(self, func: OpOverload, product: Product, place: _CallStack) -> None:
         op = func._schema.name.partition("::")[2]
         name = self._names.of(place, op, product)
+        # Where no kernel computes a whole recurrent layer, as of GRU on CPUs, each time step is a separate matmul.
         is_step = bool(place.modules) and isinstance(place.modules[0], nn.RNNBase)
         step = (id(place.modules[0]), name, product.m, product.k, product.n) if is_step else None
         if step in self._steps:
@@ -323,6 +331,7 @@ def _add(place: _CallStack, frame: FrameType) -> None:
         first = frame.f_locals.get(code.co_varnames[0])  # `self` of a method, `ctx` of an autograd.Function
         place.in_optimizer |= isinstance(first, Optimizer)
         place.in_function |= isinstance(first, FunctionCtx) and any(first.needs_input_grad)  # type: ignore[attr-defined]
+        # consecutive frames of one module, as `_call_impl` and `forward`, count once
         if isinstance(first, nn.Module) and not (place.modules and place.modules[-1] is first):
             place.modules.append(first)
     place.lines.append(_Line(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, disabled_by(frame)))
@@ -342,6 +351,7 @@ def _check_wanted(found: _Found, config: Config) -> None:
     if len(sizes) < 4:
         return
     batches, m, k, n = sizes
+    # Time steps run one after the other: the limit of a batch does not hold for their number.
     one_by_one = found.is_recurrent or found.times > 1
     check_sizes(Sizes(1 if one_by_one else batches, m, k, n), MAX_BATCHES, "")
     recipe = recipe_of(gemm.name, config, m, k, n)
@@ -361,8 +371,8 @@ def _backward(found: _Found, gemm: Gemm) -> list[Gemm]:
     m, k, n = gemm.M, gemm.K, gemm.N
     a, b, out = gemm.dtypes
     of_a, of_b = found.by_columns
-    by_weight = ((n, m, k), (out, a, b)) if of_b else ((k, m, n), (a, out, b))
-    by_input = ((k, n, m), (b, out, a)) if of_a else ((m, n, k), (out, b, a))
+    by_weight = ((n, m, k), (out, a, b)) if of_b else ((k, m, n), (a, out, b))  # grad.T @ a, or a.T @ grad
+    by_input = ((k, n, m), (b, out, a)) if of_a else ((m, n, k), (out, b, a))  # b @ grad.T, or grad @ b.T
     needs_a, needs_b = found.needs_gradients
     backward: list[tuple[Kind, bool, Any]] = [("grad_weight", needs_b, by_weight), ("grad_input", needs_a, by_input)]
     return [
@@ -399,7 +409,7 @@ class _Names:
         path = paths.get(id(place.modules[0]), "") if place.modules else ""
         if place.modules and isinstance(place.modules[0], nn.Linear) and path:
             return path
-        for operand in (product.b, product.a):
+        for operand in (product.b, product.a):  # the second one first: in `x @ weight` it is the parameter
             if (known := self._of_parameter(operand)) is not None:
                 return known[0].removesuffix(".weight")
         if place.node is not None:
@@ -441,7 +451,7 @@ def _storage(x: Tensor) -> int | None:
     """Return the address of a plain tensor's storage; None for other tensors."""
     if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided or x.device.type == "meta":
         return None
-    return x.untyped_storage().data_ptr() or None
+    return x.untyped_storage().data_ptr() or None  # 0 is the address of all empty storages
 
 
 _OWN_MODULES = ", and Dynamo begins none in torch's own modules, as Sequential: put them into a module of yours"
@@ -466,6 +476,7 @@ class _Reasons:
 
     def _disabled(self, function: Any, why: str, around: Sequence[_Line]) -> str:
         """Return why a function runs without Dynamo; "" for a checkpoint whose caller's line has no graph break."""
+        # torch disables Dynamo in its checkpoint function, which Dynamo does capture unless the graph breaks inside.
         if function.__module__ == "torch.utils.checkpoint":
             caller = next((line for line in around if line.is_users), None)
             broken = "" if caller is None else self._break_at(caller)
@@ -476,6 +487,7 @@ class _Reasons:
     def _break_at(self, line: _Line) -> str:
         """Return the location and reason of the graph break that a line causes; "" if it causes none."""
         for why in graph_break_reasons:
+            # of the frame that Dynamo compiled, not of inlined functions
             at = why.user_stack[0] if why.user_stack else None
             if at is not None and (at.filename, at.lineno) == (line.file, line.line):
                 return f"{last_line(why.user_stack)}: {reason_of(why).rstrip('.')}"

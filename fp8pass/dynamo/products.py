@@ -60,8 +60,10 @@ def products_of(func: OpOverload, args: Sequence[Any], result: Any) -> list[Prod
         a, b = args[first], args[first + 1]
         return [_product(a, b, result)] if a.layout is b.layout is torch.strided else []
     if packet is aten.mkldnn_rnn_layer:
+        # input, weight0, weight1, hx_, batch_sizes
         return _Recurrent(args[0], args[1:3], 2, args[5], 1, bool(args[8])).products(result[0])
     if packet is aten._cudnn_rnn:
+        # input, weight, weight_stride0 (tensors per layer and direction), hx, bidirectional, batch_sizes
         return _Recurrent(args[0], args[1], args[2], args[4], 1 + args[13], bool(args[14])).products(result[0])
     return []
 
@@ -96,10 +98,12 @@ class _Recurrent:
         rows, of_step = self.x.numel() // self.x.shape[-1], self.hidden.shape[-2]
         products = []
         for i in range(0, len(self.weights), self.per_layer):
-            matrices = [w for w in self.weights[i : i + self.per_layer] if w.dim() == 2]
+            matrices = [w for w in self.weights[i : i + self.per_layer] if w.dim() == 2]  # the others are biases
             for j, w in enumerate(matrices):
+                # The first weight multiplies the input of all time steps at once; others multiply the hidden state,
+                # step by step.
                 batches, m = (rows // of_step, of_step) if j and not self.packed else (1, rows)
-                computed = j > 0 or i >= self.per_layer * self.directions
+                computed = j > 0 or i >= self.per_layer * self.directions  # hidden states, and inputs of later layers
                 dtypes = self.x.dtype, w.dtype, result.dtype
                 products.append(Product(self.x, w, batches, m, w.shape[1], w.shape[0], dtypes, (False, True), computed))
         return products

@@ -46,6 +46,7 @@ def _end(code: CodeType, result: Any) -> None:
     """Change Dynamo's result for a function that it could not compile, so that it skips only this call."""
     known = context_of(code)
     if result.guarded_code is not None:
+        # `setdefault`, because a function may be compiled again after failed calls.
         if _has_graphs and not code.co_filename.startswith(_OPTIMIZERS):
             known.setdefault(FAILED, 0)
         return
@@ -72,6 +73,7 @@ def _end(code: CodeType, result: Any) -> None:
 def _why(code: CodeType) -> str:
     """Return why the latest compilation failed; "" if it did not fail because it had nothing to compile."""
     latest = compilations()[-1:]
+    # The latest record may be of another function: Dynamo makes none for a frame that it does not try to trace.
     said = latest[0].fail_reason if latest and latest[0].co_name == code.co_name else ""
     return (said or "").strip().partition("\n")[0].rstrip(".")
 
