@@ -45,6 +45,8 @@ class Random:
     def make(self, seed: int) -> Tensor:
         """Generate the tensor, with the same values on every device."""
         generator = torch.Generator().manual_seed(seed)  # a CPU generator: those of GPUs give other numbers
+        # `as_strided` needs as many elements as the strides reach, which is not the number of elements if there are
+        # gaps.
         empty = 0 in self.shape
         span = 0 if empty else 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         values = self._values(span, generator).to(device(self.device))
@@ -135,7 +137,7 @@ def main(graph: type[nn.Module], inputs: Mapping[str, Any], attributes: Mapping[
     results = run(graph, {**inputs, **given}, attributes, options.seed)
     others = None
     if options.against:
-        other = runpy.run_path(options.against)
+        other = runpy.run_path(options.against)  # not named "__main__": it does not run its `main`
         others = run(other["GRAPH"], {**other["INPUTS"], **given}, other["ATTRIBUTES"], options.seed)
     _print(f"{Path(file).name}: {len(inputs)} inputs of seed {options.seed}")
     width = max(map(len, results), default=0)
@@ -174,6 +176,7 @@ def run(
 ) -> dict[str, Any]:
     """Run a dumped graph, and return by name its outputs, the gradients of its inputs, and the inputs it wrote into."""
     module = _build(graph)
+    # crc32, because Python's hash of a string differs between processes.
     made = {name: _made(value, seed + zlib.crc32(name.encode())) for name, value in {**inputs, **attributes}.items()}
     for kind in (Quantized, Transposed):  # in this order: a transposed copy is made of the FP8 copy
         made.update({name: value.make(made) for name, value in made.items() if isinstance(value, kind)})
@@ -208,6 +211,7 @@ def _build(graph: type[nn.Module]) -> nn.Module:
     module = graph()
     for name, body in vars(graph).items():
         if isinstance(body, type) and issubclass(body, nn.Module):
+            # setattr would put it among the submodules, and the class's attribute of this name would be found first.
             module.__dict__[name] = _build(body)
     return module
 

@@ -45,7 +45,7 @@ class Origins:
         self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
 
     def _learn_copies(self, weight: fx.Node, quantizer: Any, scales: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
-        if weight.op == "placeholder":  # not a concatenation of several weights
+        if weight.op == "placeholder":  # else a concatenation of weights, which is not an input
             names = str(weight.target), str(scales.target)
             self.copies[str(x_q.target)] = Quantized(*names, quantizer.index, quantizer.dtype)
         self.copies.update({str(x.target): Transposed(str(x_q.target)) for x in x_t})
@@ -94,9 +94,11 @@ def runnable(
 
 _NAME = "Graph"
 _CHECKPOINT = re.compile(r"torch\.ops\.higher_order\.(?=tag_activation_checkpoint\()")
+# Python's repr of a function, as fx writes one among a call's arguments; not within a string.
 _FUNCTION = re.compile(
     r"(?<!['\"])<(?:function|bound method|built-in \w+) ([\w.<>]+?)(?: of .*?)?(?: at 0x[0-9a-f]+)?>"
 )
+# `Recipe.__repr__` writes a function as its name in quotes.
 _ALGORITHM = re.compile(r"(?<=amax_compute_algo=)'(?!max'|most_recent')([^']*)'")
 _SCALES = "StaticScaling({...})"
 
@@ -135,6 +137,7 @@ def _imports(module: fx.GraphModule, body: str) -> str:
             if re.search(rf"\b{re.escape(name)}\b", body):
                 lines.add(_import(name, value))
         for node in part.graph.nodes:
+            # An op gets a recipe as a string, the key under which `scale_state` of this process knows it.
             keys = {a: r for a in node.args if isinstance(a, str) and isinstance(r := recipe_of(a), Recipe)}
             for kind in _types_in((node.args, node.kwargs, keys)):
                 lines.add(f"from {kind.__module__} import {kind.__qualname__}")
@@ -144,6 +147,7 @@ def _imports(module: fx.GraphModule, body: str) -> str:
                     f"scale_state.remember({key!r}, {_with_stand_ins(repr(recipe))})",
                 }
     return "\n".join(
+        # Imports come first, because other lines use what they import.
         sorted(filter(None, lines), key=lambda line: ("import" not in line, line.startswith("from"), line))
     )
 
@@ -165,15 +169,16 @@ def _import(name: str, value: Any) -> str:
     """Return the line that defines a global of a graph's code."""
     if name == "torch":
         return ""
-    if value is torch.device:
+    if value is torch.device:  # which obeys --device
         return "from fp8pass.dump.replay import device"
-    if isinstance(value, float):
+    if isinstance(value, float):  # fx's globals `inf` and `nan`
         return f"{name} = float({str(value)!r})"
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
     if value is type(None):
         return f"{name} = type(None)"
     place, what = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    # A name with a dot is a method or local to a function: no import finds it.
     if place not in (None, "__main__") and "." not in what and _is_at(place, what, value):
         return f"from {place} import {what}" + (f" as {name}" if what != name else "")
     return f"{name} = replay.missing({name!r})"
@@ -188,6 +193,7 @@ def _is_at(place: Any, name: str, value: Any) -> bool:
 
 def _inputs(graph: fx.Graph, examples: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
     for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
+        # AOTAutograd writes "val", Dynamo "example_value".
         known = node.meta.get("val", node.meta.get("example_value"))
         yield node, examples[i] if known is None and i < len(examples) else known
 
@@ -222,6 +228,7 @@ def _known(x: Tensor) -> str:
     ):
         return ""
     with unset_fake_temporarily():
+        # On CPUs torch has no `isfinite` for FP8; float64 holds every value of the smaller types.
         values = x.detach().cpu()
         values = values.double() if x.dtype.is_floating_point else values
         if not values.isfinite().all():
@@ -232,6 +239,7 @@ def _known(x: Tensor) -> str:
 def _random(x: Tensor, about: float, requires_grad: bool) -> str:
     shape, stride = ([hint_of(n) for n in of] for of in (x.shape, x.stride()))
     if x.dtype == torch.uint8 and shape == list(torch.get_rng_state().shape):
+        # `set_rng_state` raises an error for any bytes that are not a state.
         return f"replay.{RngState()!r}"
     options = f", about={about:g}" if about else ""
     options += ", requires_grad=True" if requires_grad else ""

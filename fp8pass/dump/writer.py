@@ -88,6 +88,7 @@ class Dump:
         number, title = next(_numbers), ".".join(filter(None, (_name_of(module), kind)))
         if not config.dump_dir:
             return cls(None, number, title)
+        # The process is an argument because the function is cached: a forked process gets its own folder.
         folder = _run_folder(config.dump_dir, os.getpid()) / f"graph_{number:03d}.{title}"
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +124,7 @@ class Dump:
         examples = step.examples()
         if part == "dynamo":
             self._origins.learn(step.module, examples)
+        # Later graphs contain their backward, or are it.
         differentiable = part == "dynamo" and torch.is_grad_enabled()
         return runnable(step.module, self._origins, examples, differentiable)
 
@@ -138,7 +140,7 @@ class Dump:
         diff = list(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before.py", "after.py"))
         self._write(f"{stem}.after.py", f"# made by {head}\n{after}")
         self._write(f"{stem}.diff", f"# made by {head}\n{''.join(diff)}")
-        changed = sum(line[0] in "+-" for line in diff[2:])
+        changed = sum(line[0] in "+-" for line in diff[2:])  # the first two lines name the files
         self._add_row(f"{stem}.after.py", f"{head}, {changed} lines differ" if changed else f"{head}, changes nothing")
 
     def output_code(self, part: str, code: str, seconds: float) -> None:
@@ -195,6 +197,7 @@ class Dump:
 
     def _add_row(self, file: str, what: str) -> None:
         with _LOCK:
+            # chr(92) is a backslash, which an f-string may not contain before Python 3.12.
             self._rows.append(f"| [{file}]({file}) | {what.replace('|', chr(92) + '|')} |\n")
             head = f"# Graph {self.number}, {self.name}\n\nreport.txt has what became of each matmul.\n\n"
             self._write("index.md", f"{head}| file | made by |\n|---|---|\n{''.join(self._rows)}")
