@@ -260,6 +260,7 @@ class _Bisector:
     def _try(self, what: str, again: bool = False, **options: Any) -> Outcome:
         """Run the step in a trial, or return the known outcome of an equal trial; "unclear" after `max_runs` runs."""
         trial = Trial(**{**self.how, **options})
+        # A trial that names all units is the same as one with `None`, which leaves out none.
         units = None if trial.units is None or set(trial.units) == set(self.units) else frozenset(trial.units)
         passes = None if trial.passes is None else tuple(trial.passes)
         key = (units, frozenset(trial.instead.items()), trial.way, passes, trial.without, trial.weight_cache)
@@ -358,6 +359,7 @@ class _Bisector:
             found.verdict = "weight_cache"
             return
         names = [p.name for p in (*pipeline.JOINT, *pipeline.KERNELS)]
+        # With the first `good` passes the step passes, with the first `bad` it fails.
         good, bad = 0, len(names)
         if self._try("with no pass", passes=()) == "fails":
             found.verdict, found.pass_name = "compiler", "AOTAutograd" if behind_passes else "Inductor"
@@ -381,6 +383,7 @@ class _Bisector:
             if smallest == left and len(left) > MAX_TOGETHER:
                 self._note(f"No smaller set than {_count(left)} fails: many small errors that add up, it seems.")
             found.culprits.append([Culprit(u, r.name if (r := self.units[u]) else "") for u in smallest])
+            # Without the culprits' other matmuls too, because the filter that is proposed leaves out whole modules.
             names = {u.name for u in smallest if u.kind != "moments"}
             left = [u for u in left if u not in smallest and u.name not in names]
         if not found.culprits:
@@ -395,6 +398,7 @@ class _Bisector:
         outcome = self._try(
             f"only {_count(first)} in FP8, as configured, again", again=True, units=first, way="configured"
         )
+        # None if there were no runs left for it.
         found.repeated = outcome == "fails" if len(found.runs) > runs else None
 
     def _without(self) -> str:
@@ -479,10 +483,11 @@ def _debugged(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Un
         if smaller is not None:
             units, parts = smaller, 2
             continue
+        # of two parts, each is the other's rest
         rests = ([u for u in units if u not in c] for c in chunks) if parts > 2 else iter(())
         rest = next((r for r in rests if fails(r)), None)
         if rest is not None:
-            units, parts = rest, max(parts - 1, 2)
+            units, parts = rest, max(parts - 1, 2)  # ddmin keeps the size of the parts
         elif parts < len(units):
             parts = min(2 * parts, len(units))
         else:

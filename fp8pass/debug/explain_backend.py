@@ -88,6 +88,7 @@ class _Unchanged:
     def _above(self, args: Sequence[Any]) -> str:
         """Return the path of the graph's root in the model, with a final dot; "" if unknown or the model itself."""
         full = {path: self.path_of(args[i]) for i, path in self.owned.items()}
+        # The dots make only whole names count: "group.weight" does not end with "up.weight".
         above = {of.removesuffix(path) for path, of in full.items() if f".{of}".endswith(f".{path}")}
         return above.pop() if len(above) == 1 else ""
 

@@ -78,6 +78,7 @@ def explain(
             with outside.watching():
                 compiled(*args, **kwargs)
             gemms = outside.gemms(config)
+            # First, so that the report of an error of `strict` has them.
             publish(Report(gemms=gemms))
             if config.strict:
                 raise_if_missed(gemms)
@@ -109,6 +110,7 @@ def _failure(report: Report) -> Fp8Error:
 def _told(error: Exception) -> str:
     """Return an error's message in one line, with the user's line if it is known."""
     reason: BaseException = error
+    # Dynamo raises what a backend raised as BackendCompilerFailed, with the error as its inner_exception.
     while isinstance(inner := getattr(reason, "inner_exception", None), Exception):
         reason = inner
     lines = [line.strip() for line in str(reason).splitlines()]

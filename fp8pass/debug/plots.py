@@ -62,8 +62,10 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, slots: str = "*") -> list[s
         for slot in sorted(chosen):
             steps = [row["step"] for row in by_slot[slot]]
             values = [math.nan if row[name] is None else row[name] for row in by_slot[slot]]
+            # A line through fewer than three points is hardly seen, or not at all.
             (line,) = axes.plot(steps, values, label=slot, linewidth=1.2, marker="." if len(steps) < 3 else None)
             bad = [row["step"] for row in by_slot[slot] if row.get("nonfinite")]
+            # At 4% of the panel's height, because a NaN has no place on the axis.
             axes.plot(bad, [0.04] * len(bad), "x", color=line.get_color(), transform=axes.get_xaxis_transform())
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)

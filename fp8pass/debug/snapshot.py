@@ -70,6 +70,7 @@ def _undo(x: Any) -> Undo:
     if isinstance(x, torch.Generator):
         generator, number = x, x.get_state()
         return lambda: _ignored(generator.set_state(number))
+    # Copied again at each restore: LRScheduler.load_state_dict, for one, keeps the objects that it is given.
     saved = copy.deepcopy(x.state_dict())
     return lambda: _ignored(x.load_state_dict(copy.deepcopy(saved)))
 
@@ -146,7 +147,7 @@ def _copied(of: dict[str, Any]) -> dict[str, Any]:
 def _random_state() -> Undo:
     cpu, python = torch.get_rng_state(), random.getstate()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    numpy = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")  # a step that has not imported it does not draw from it
     arrays = numpy.random.get_state() if numpy else None
 
     def undo() -> None:
@@ -172,7 +173,7 @@ def _fp8_state() -> Undo:
 
 
 def _instance_state(state: InstanceState) -> Undo:
-    made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")
+    made_again = ("held_on_device", "recompute_buffers", "static_inputs", "frozen", "cached")  # at the next call
     constant = ("table", "owned", "tensors", "relatives", "neighbours", *made_again)
     values = {f.name: _shallow(getattr(state, f.name)) for f in fields(state) if f.name not in constant}
     tensors, relatives = SlotTensors(*(t.clone() for t in state.tensors)), list(state.relatives)

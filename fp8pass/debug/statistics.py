@@ -175,7 +175,8 @@ def _rows(module: Any, state: InstanceState, monitor_buffer: MonitorBuffer, sinc
             continue
         for i, (name, watched) in enumerate(zip(names, monitor_buffer.table.watched, strict=True)):
             of = Numerics(*numbers[i])
-            if of.elements:
+            if of.elements:  # else the tensor was not quantized in this step
+                # A backward goes through calls and matmuls from the last to the first.
                 order = (0, called, i) if i < monitor_buffer.table.n_forward else (1, -called, -i)
                 yield SlotStats(name, watched.role, watched.source, step, **_shares(of), order=order)
 
