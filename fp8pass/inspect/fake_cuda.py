@@ -167,6 +167,7 @@ def _attention(
     if flash:
         result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
     else:
+        # torch has grouped-query attention in FlashAttention and in the math implementation only.
         heads = [x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) if enable_gqa else x for x in padded]
         if attn_mask is not None:
             shape = (*query.shape[:-1], key.shape[-2])
@@ -215,6 +216,7 @@ class FakeCuda:
 
         _load_guard()
         ensure_device_guard()
+        # torch calls it when it first looks for an interface: later, it would replace those that are registered here.
         device_interface.init_device_reg()
         for name in ("cuda", "cuda:0"):
             device_interface.register_interface_for_device(name, interface)
@@ -232,6 +234,7 @@ class FakeCuda:
             (torch.cuda, "get_device_capability", lambda _=None: self.target.capability),
             (torch.version, "cuda", "12.9"),
             *((module, "has_triton", lambda: True) for module in _importers_of(torch_triton.has_triton)),
+            # Inductor's generated code calls it; it accepts drivers of real GPUs only.
             (triton_helpers, "set_driver_to_gpu", lambda: None),
         ):
             yield
@@ -311,7 +314,7 @@ class FakeCuda:
             if node.op == "call_function":
                 node.args, node.kwargs = pytree.tree_map(_moved, (node.args, node.kwargs))
         with self.there(), Virtualized.set_fake_mode(mode):
-            # the steps of Inductor's `fx_codegen_and_compile`, without its caches and without loading the code
+            # the steps of Inductor's `_InProcessFxCompile.codegen_and_compile`, without loading the code
             inductor_post_grad.view_to_reshape(module)
             with mode:
                 inductor_compile_fx.fake_tensor_prop(module, on_gpu, force_allow_non_fake_inputs=True)
@@ -462,7 +465,7 @@ class _Lowering(GraphLowering):
             if isinstance(line, str) and (partial := _PARTIAL.search(line)):
                 node, (parts, width, reduction) = self.scheduler.current_node, partial.groups()
                 self.launches.append(Launch(f"aten.{reduction}", node, 4 * int(parts) * int(width)))
-                if ".to(" in line or ".copy_(" in line:
+                if ".to(" in line or ".copy_(" in line:  # which rounds the float32 sums to the output's type
                     self.launches.append(Launch("aten.copy_", node))
             return write(line)
 

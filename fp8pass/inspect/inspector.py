@@ -168,6 +168,7 @@ def inspect(
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         paths = [str(Path.cwd()), *(p for p in sys.path if p)]
+        # Empty caches, which no real compilation uses later: in the child process the GPU is only pretended.
         caches = dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"), folder)
         fixed = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}  # the same answer every time
         environment = {**os.environ, **fixed, **caches}

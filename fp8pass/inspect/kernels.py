@@ -188,6 +188,7 @@ def _attention_flops(op: fx.Node) -> float:
     q, k, v = (_val(given[name]) for name in ("query", "key", "value"))
     one = 2 * math.prod(q.shape[:-1]) * k.shape[-2]
     forward, backward = one * (q.shape[-1] + v.shape[-1]), one * (3 * q.shape[-1] + 2 * v.shape[-1])
+    # Backward: S = Q K.T, dQ = dS K and dK = dS.T Q have the query's head dim, dP = dO V.T and dV = P.T dO the value's.
     return (backward if "backward" in str(op.target) else forward) * (0.5 if given.get("is_causal") else 1)
 
 
@@ -276,11 +277,12 @@ def _called(origin: fx.Node) -> str:
     """Return the name of the user's function that a node comes from; "" for nodes of fp8pass and names in `_QUIET`."""
     if origin.meta.get(MADE_BY):
         return ""
+    # AOTAutograd gives a node of the backward the metadata of the forward's node that it belongs to, as fwd_*.
     backward = origin.meta.get("partitioner_tag") == "is_backward"
     stack, history = origin.meta.get("fwd_source_fn_stack"), origin.meta.get("from_node")
     if backward and stack:
-        name = _NUMBER.sub("", stack[-1][0])
-    elif history and (match := _NAME.match(str(history[0].target))):
+        name = _NUMBER.sub("", stack[-1][0])  # Dynamo numbers calls: "gelu_1"
+    elif history and (match := _NAME.match(str(history[0].target))):  # of Dynamo's graph
         name = match[1].rpartition(".")[2]
     else:
         name = str(origin.meta.get("original_aten") or origin.target).removeprefix("aten.").partition(".")[0]

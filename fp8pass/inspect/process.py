@@ -73,6 +73,8 @@ class _Work:
     def line(self, error: BaseException) -> str:
         """Return what went wrong and what to do next, in one line."""
         lines = [line.strip() for line in str(error).splitlines()]
+        # Dynamo's BackendCompilerFailed begins with a line "backend='...' raised:", and then has the error with its
+        # type.
         said = next((line for line in lines if line and not line.endswith("raised:")), "")
         if isinstance(error, Fp8Error):
             return said
@@ -185,6 +187,7 @@ def _backward(result: Any) -> None:
     """Run the backward of the sum of all results that require a gradient."""
     sums = [x.sum() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
     if sums:
+        # converted, because `stack` takes one dtype
         torch.stack([x.float() for x in sums]).sum().backward()  # type: ignore[no-untyped-call]
 
 

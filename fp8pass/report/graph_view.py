@@ -89,6 +89,7 @@ class Drawing:
         """Draw a graph for which Inductor has generated code."""
         picture = self.add(graph, part)
         runs_in: dict[str, list[int]] = {}
+        # Inductor writes this comment before each kernel's call.
         for kernel in dict.fromkeys(re.findall(r"# \[Provenance debug handles\] (\S+)", code)):
             for name in kernel_nodes(kernel):
                 runs_in.setdefault(name, []).append(len(picture.kernels))
@@ -205,6 +206,7 @@ def generating(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         before = GraphLowering.save_output_code
         GraphLowering.save_output_code = take
         try:
+            # A hit in the cache would generate nothing; level 2, "basic", is enough to know the nodes of each kernel.
             with inductor_config.patch({"fx_graph_cache": False, "trace.provenance_tracking_level": 2}):
                 return inner_compile(module, example_inputs, **kwargs)
         except _Generated:
@@ -231,6 +233,7 @@ def _set_kernels(picture: Picture, runs_in: Mapping[str, Sequence[int]]) -> None
             for source in op.inputs:
                 found[source] += found[i]
     for op, kernels in zip(picture.ops, found, strict=True):
+        # A matmul or attention runs in ATen or a template; fused kernels listed for it compute what surrounds it.
         calls = [i for i in kernels if not _FUSED.match(picture.kernels[i].name)]
         if op.kind in ("gemm", "attention"):
             op.kernel = next(iter(calls or kernels), None)
@@ -314,8 +317,9 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpK
 
 def _position(placeholder: fx.Node) -> int:
     """Return the index among the joint graph's inputs, from AOTAutograd's names; -1 for tensors saved for backward."""
-    if found := re.fullmatch(r"primals_(\d+)", placeholder.name):
+    if found := re.fullmatch(r"primals_(\d+)", placeholder.name):  # of a graph with a backward, from 1
         return int(found[1]) - 1
+    # Without a backward, they count from 0.
     found = re.fullmatch(r"arg(\d+)_1", placeholder.name)
     return int(found[1]) if found else -1
 

@@ -35,6 +35,7 @@ def page(report: Report, numerics: Sequence[Mapping[str, Any]] | None = None) ->
 
 def script_safe(text: str) -> str:
     """Escape JSON so that it cannot end the script element: names come from users."""
+    # U+2028 and U+2029, which JSON allows in strings, end a line in JavaScript before ES2019.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text

@@ -128,6 +128,7 @@ def recompile_of(module: Any, earlier: set[str]) -> Recompile | None:
     other backends, or of other calls of `explain`, do not count: they compiled the function for another purpose.
     """
     said, number = why_compiled_again(), str(CompileContext.current_compile_id())
+    # Dynamo's message begins with the id of the compilation whose guard failed: "0/0: x.size()[0] == 4".
     known = said.partition(": ")[0] in earlier
     earlier.add(number)
     if not known:
@@ -145,6 +146,7 @@ def _guard(said: str) -> str:
 
 def last_line(stack: Any) -> str:
     """Return the user's innermost line of a stack, as "file.py:12"; "?" if the stack is empty."""
+    # Dynamo's stacks of a break go through torch's files too, an optimizer's say.
     own = [f for f in stack if is_users_file(f.filename)] or list(stack)
     return location_of(own[-1].filename, own[-1].lineno) if own else "?"
 
