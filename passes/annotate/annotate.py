@@ -90,6 +90,7 @@ class _Annotator(Walk):
         of, owned = self.annotation, self.names.owned
         of.owned_paths = tuple(owned.values())
         of.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
+        # in this order: each adds its inputs after all others, and Annotation promises states, then frozen, then cached
         of.tables = lift_state(self.graph, self.slots, self.regions, of.owned_paths, self.device, self.config.reduction)
         of.frozen = freeze(self.graph, of.tables, self.by_columns)
         of.cached = cache(self.graph, of.tables, self.regions, self.weights)
@@ -110,10 +111,10 @@ class _Annotator(Walk):
         body = body_of(self.module, call, self.names)
         self.regions.append(Region(self.graph, call, body))
         own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
-        self.module, self.graph, self.quantized = body, body.graph, {}
+        self.module, self.graph, self.quantized = body, body.graph, {}  # fx graphs cannot read each other's nodes
         self._visit_all(self.inside.get(call, ()))
         self.module, self.graph, self.quantized, self.grad_enabled, self.inside = own
-        if any(map(mutates, body.graph.nodes)):
+        if any(map(mutates, body.graph.nodes)):  # the body may write into a tensor that this graph has quantized
             self.quantized.clear()
 
     def _visit(self, node: fx.Node) -> None:
@@ -135,7 +136,7 @@ class _Annotator(Walk):
             merged, experts = self.merged.get(node), self._is_of_experts(node, signature)
             inside = self.inside.get(node, ())
             call = check(node, signature, choice.name, self.config, self.grad_enabled, merged, experts, inside)
-            choice.predicted_speedup = call.speedup
+            choice.predicted_speedup = call.speedup  # before the checks below raise: the report shows it anyway
             check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config)
             self._check_device(node, signature)
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
@@ -166,7 +167,7 @@ class _Annotator(Walk):
     def _list_region(self, region: Any, holder: fx.Node) -> None:
         """Record a refused choice for each matmul in the graph of a control-flow operator; annotate none of them."""
         if not isinstance(region, fx.GraphModule) or any(user.target is CHECKPOINT for user in holder.users):
-            return
+            return  # no graph, or one that `_enter` annotates
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
         why = f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
         for node in region.graph.nodes:
@@ -183,6 +184,7 @@ class _Annotator(Walk):
 
     def _choice(self, node: fx.Node, signature: MatmulSignature) -> tuple[MatmulChoice, int]:
         """Append a matmul's entry to `choices`; return it, and the anchor of its slots (see `SlotTable`)."""
+        # b first: a matmul is named after the first operand that is a parameter, most often the second
         operands = argument(node, signature.b), argument(node, signature.a)
         if signature.offs is not None:
             operands = _untransposed(operands[0]), operands[1]
@@ -220,6 +222,7 @@ def _untransposed(node: Any) -> Any:
     return node
 
 
+# "getattr" is what Dynamo calls for `x.T` and `x.mT`
 _CAST_OR_TRANSPOSE = re.compile(r"^(to|type|float|bfloat16|half|transpose|permute|contiguous|mT|getattr)$")
 _ELEMENTWISE_OR_VIEW = re.compile(
     r"^(to|type|float|bfloat16|half|mul|div|truediv|multiply|divide|view|reshape|t|transpose|permute|contiguous|clone|"
@@ -230,7 +233,7 @@ _ELEMENTWISE_OR_VIEW = re.compile(
 def _comes_from_fp8(node: fx.Node) -> bool:
     """Return whether the user dequantized this operand: only casts, scaling and views lead from an FP8 tensor to it."""
     while True:
-        if node.target in (scale_state.qdq_operand, scale_state.qdq_unrecorded):
+        if node.target in (scale_state.qdq_operand, scale_state.qdq_unrecorded):  # what `in_qdq` is traced to
             return True
         value = node.meta.get("example_value")
         if isinstance(value, Tensor) and value.dtype in (*scaling.FP8_DTYPES, *scaling.FNUZ_DTYPES):

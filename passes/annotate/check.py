@@ -62,7 +62,7 @@ def check(
     a, b = (o.meta["example_value"] for o in operands)
     _check_dtypes(a, b)
     if inside:
-        check_not_left_out(name, config, a, b)
+        check_not_left_out(name, config, a, b)  # first: strict raises an error for a Reject, not for LeftOut
         raise held_by(inside)
     _check_operands(a, b)
     if node.kwargs.get("out") is not None:
@@ -70,7 +70,7 @@ def check(
     if not isinstance(argument(node, signature.bias), fx.Node | None):
         raise Reject("form", f"{signature.name} adds a number, not a tensor: {node.format_node()}")
     dims = dims_of(signature, node, a, b)
-    sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))
+    sizes = dims.sizes(sharded.part_of(a), sharded.part_of(b))  # of a DTensor, what this rank's kernel multiplies
     target = hardware.target_of(a.device, config.target)
     may_be_grouped = signature.offs is not None or experts
     no_kernel = why_no_kernel(b, result_type(signature, node), target) if may_be_grouped else None

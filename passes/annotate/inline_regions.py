@@ -36,7 +36,7 @@ class InlineRegions:
         sources = {p: source_name(p) for p in _inputs(module)}
         inliner = _Inliner()
         inliner.visit(module, graph.nodes, {p: path_of(source) for p, source in sources.items() if source})
-        if inliner.count:
+        if inliner.count:  # else all that goes through module.modules() would still meet the bodies
             module.delete_all_unused_submodules()
         return inliner.count
 
@@ -139,6 +139,7 @@ def _rename(node: fx.Node, renames: Mapping[Path, Path]) -> None:
     stack = {}
     for key, (source, kind) in (node.meta.get("nn_module_stack") or {}).items():
         path = path_of(source)
+        # the longest known beginning: that of the innermost module
         start = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in renames), None)
         stack[key] = (source_of_path((*renames[start], *path[len(start) :])) if start else source), kind
     node.meta["nn_module_stack"] = stack

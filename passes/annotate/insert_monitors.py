@@ -118,11 +118,12 @@ def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
     quantizers = list(dict.fromkeys(a for a in node.args if isinstance(a, ops.Quantizer)))
     state = node.args[_FIRST_STATE[node.target] :]
     indices = tuple(range(first, first + len(quantizers)))
-    with node.graph.inserting_after(node):
+    with node.graph.inserting_after(node):  # so that the backward counts the gradient before `node` quantizes it
         args = (node, tuple(quantizers), counted, indices, *state)
         new = node.graph.call_function(monitor_ops.watch_gradient, args)
     new.meta.update({k: v for k, v in node.meta.items() if k != WATCHED})
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
+# qdq_gradient(y, quantizer, *state), select_gradients(y, y_a, y_b, grad_a, grad_b, *state)
 _FIRST_STATE: dict[Any, int] = {ops.qdq_gradient: 2, ops.select_gradients: 5}

@@ -41,6 +41,7 @@ class LiftScaleStates:
 class _Lifter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        # before `_late` adds inputs: positions in this list are those of Dynamo's inputs
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.begun: dict[fx.Node, fx.Node] = {}
         """The node of a state's scale in this graph, by the state's `amax` input."""

@@ -218,6 +218,7 @@ def should_merge(family: Family, target: Target | None, wanted: bool | None, min
     speedup = predicted_speedup(target, m, k, sum(widths), first.recipe, size)
     if speedup is None or speedup < min_speedup:
         return False
+    # 2: a copy reads and writes each element
     copies = sum(memory_seconds(target, 2 * m * n * size) for n, c in zip(widths, family.copied, strict=True) if c)
     saved = merged_seconds_saved(target, m, k, widths, first.recipe, size) - copies
     return saved > 0 or bool(wanted)
@@ -240,7 +241,7 @@ def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
         parts = graph.call_method("split", (y, widths, -1))
         for i, (node, copied) in enumerate(zip(nodes, family.copied, strict=True)):
             part = graph.call_function(operator.getitem, (parts, i))
-            if copied:
+            if copied:  # `contiguous` would return a part of one row as it is, a view that keeps all of y alive
                 part = graph.call_method("clone", (part,), {"memory_format": torch.contiguous_format})
             part.meta = dict(node.meta)
             node.replace_all_uses_with(part)

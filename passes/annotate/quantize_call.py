@@ -116,6 +116,7 @@ class QuantizeCall:
         """Build a call whose three matmuls read the same quantized tensors: autograd derives the backward."""
         of_a, of_b = found["output"]
         a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
+        # only grad_input sums over the weight's rows, and so reads its transposed copy
         if b_ in self.walk.weights and a.meta["example_value"].requires_grad:
             self.walk.weights[b_] = replace(self.walk.weights[b_], transposed=self.walk.config.caches_transposes)
         y = self._product(a_, b_)
@@ -145,6 +146,7 @@ class QuantizeCall:
             y = self.graph.node_copy(node)
             set_argument(y, signature.a, a)
             set_argument(y, signature.b, b)
+        # AOTAutograd copies it to the matmuls of this copy's backward, where list_matmuls reads which product they are
         y.meta["custom"] = {**y.meta["custom"], "fp8pass_kind": kind}
         return y
 
@@ -155,6 +157,7 @@ class QuantizeCall:
         if isinstance(quantizer, ops.Observe):  # calibration records it under the name of each slot
             return self._quantized(how, (x, quantizer), x, role)
         offs = self._offs(quantizer)
+        # with grad mode: no gradient passes through a call that was made under no_grad
         key = (x, how, quantizer, *offs, self.walk.grad_enabled)
         known = self.walk.quantized
         if key not in known:
@@ -187,6 +190,7 @@ class QuantizeCall:
         if not isinstance(quantizer, ops.Delayed):
             return ()
         parts = names.parts(x)
+        # `mutated`: the copy is made between calls, and would lack what this graph writes into the weight before
         return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
 
     def _is_constant(self, x: fx.Node) -> bool:
@@ -211,13 +215,14 @@ class QuantizeCall:
             watched.append(Watched(name, role, self.choice.source))
             if not isinstance(quantizer, ops.Stateful):
                 continue
+            # a parameter has one slot wherever it is read; any other tensor may be another one at another line
             place = "" if walk.names.is_owned(like) else self.choice.source
             if self.call.node in walk.merged:
                 # an unmerged call at the same line has other scales, and must not share the state
                 place += " merged"
             walk.slots.append(Slot(name, role, self.anchor, place, quantizer, node))
         node.meta[WATCHED] = watched
-        if walk.names.is_gathered(like):
+        if walk.names.is_gathered(like):  # in "custom", which AOTAutograd copies to the ATen nodes
             node.meta["custom"] = {**(node.meta.get("custom") or {}), GATHERED: True}
         return node
 

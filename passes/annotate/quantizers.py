@@ -101,6 +101,7 @@ def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...
 def _check_blocks(recipe: Recipe, role: Role, x: Tensor, along: tuple[int, ...], block: int, cut: str = "") -> None:
     """Raise Reject if the size along `along` is not a known multiple of `block`. cut: what the message calls it."""
     size: Any = math.prod(x.shape[d] for d in along)
+    # a symbolic expression may stand for one number; asking for it in this way adds no guard
     known = size if isinstance(size, int) else size.node.maybe_as_int()
     what = cut or f"{size} elements along the sum"
     shape = f"{recipe.name} scales blocks of {block}, and {role} {list(x.shape)}"

@@ -47,6 +47,7 @@ class WriteMatmuls:
 
 def _write(part: Part) -> int:
     graph = part.module.graph
+    # a generator, so that each call is rewritten under its own autocast mode: `_Write` computes example values
     calls = (n for n in in_its_modes(graph) if n not in part.inside and name_of(n) in _WRITERS)
     return sum(_rewrite(graph, node) for node in calls)
 
@@ -244,6 +245,7 @@ def _lstm_cell(
     b_hh: fx.Node | None = None,
 ) -> tuple[fx.Node, fx.Node]:
     gates = write(torch.add, write(F.linear, input, w_ih, b_ih), write(F.linear, hx[0], w_hh, b_hh))
+    # the order of the gates in torch's weights: input, forget, cell, output
     i, f, g, o = _parts(write, gates, 4)
     kept = write(torch.mul, write(torch.sigmoid, f), hx[1])
     new = write(torch.mul, write(torch.sigmoid, i), write(torch.tanh, g))
@@ -261,9 +263,11 @@ def _gru_cell(
     b_hh: fx.Node | None = None,
 ) -> fx.Node:
     of_x, of_h = write(F.linear, input, w_ih, b_ih), write(F.linear, hx, w_hh, b_hh)
+    # the order of the gates in torch's weights: reset, update, new
     (r_x, z_x, n_x), (r_h, z_h, n_h) = (_parts(write, y, 3) for y in (of_x, of_h))
     r, z = (write(torch.sigmoid, write(torch.add, x, h)) for x, h in ((r_x, r_h), (z_x, z_h)))
     n = write(torch.tanh, write(torch.add, n_x, write(torch.mul, r, n_h)))
+    # (1 - z) * n + z * hx, in the form that torch computes
     return write(torch.add, write(torch.mul, write(torch.sub, hx, n), z), n)
 
 
@@ -306,6 +310,7 @@ def _einsum(write: _Write, *args: Any) -> fx.Node | None:
         kept = {*out, *itertools.chain.from_iterable(term for _, term in live)}
         x, a = _summed(write, x, a, kept.union(b))
         y, b = _summed(write, y, b, kept.union(a))
+        # the last product has its dimensions in the order of the result
         c = [letter for letter in dict.fromkeys([*a, *b]) if letter in kept] if live else out
         live.append((write(torch.einsum, f"{''.join(a)},{''.join(b)}->{''.join(c)}", x, y), c))
     return live[0][0]
@@ -374,6 +379,7 @@ def _summed(write: _Write, x: fx.Node, term: Term, kept: Container[str]) -> tupl
 def _path(terms: Sequence[Term], out: Term, operands: Sequence[fx.Node]) -> list[tuple[int, int]]:
     """Return the pair of operands of each step, in torch's order. A step removes its pair and appends the product."""
     settings: Any = torch.backends.opt_einsum
+    # the condition under which torch.functional.einsum asks opt_einsum, and its settings
     if len(operands) > 2 and settings.enabled and (module := settings.get_opt_einsum()) is not None:
         equation = f"{','.join(map(''.join, terms))}->{''.join(out)}"
         path, _ = module.contract_path(

@@ -53,7 +53,8 @@ OF_ALL = {*RESHAPES, *COPIES, aten.permute.default}
 """Movement after which the tensor holds each element exactly once."""
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 _OF_ROWS = {aten.view.default, aten.reshape.default, aten.cat.default, aten.clone.default, operator.getitem}
-"""Movement that does not mix the last dimension with others if its size stays the same."""
+"""Movement that does not mix the last dimension with others if its size stays the same: no permute, which may swap
+dimensions of one size."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def capture_dequantized(collective: fx.Node) -> Dequantized | None:
 def _wait(collective: fx.Node) -> fx.Node | None:
     """Return the `wait_tensor` of a collective if its output is high precision and has no other user; else None."""
     users = list(collective.users)
+    # no kwargs: group_of reads the group's name from the last positional argument
     known = len(users) == 1 and users[0].target is WAIT and not collective.kwargs
     return users[0] if known and val(users[0]).dtype in WIDE else None
 
@@ -182,6 +184,7 @@ def _only_moves(node: fx.Node, moved: set[fx.Node]) -> bool:
         return all(n in moved for n in node.args[0])  # type: ignore[union-attr]
     if node.target not in MOVEMENT - JOINS - {aten.constant_pad_nd.default}:
         return False
+    # an index made of the gathered elements reads them, and does not only move them
     return node.args[0] in moved and not any(n in moved for n in node.all_input_nodes if n is not node.args[0])
 
 
@@ -210,6 +213,7 @@ def data_of(node: fx.Node) -> fx.Node | None:
     x, *others = node.args or (None,)
     if node.target is aten.mul.Tensor and is_tensor(x) and is_tensor(others[0]):
         x = others[0] if has_one_element(x) and not has_one_element(others[0]) else x
+    # not a copy to another device: moved before the collective, it would have the collective run there
     return x if is_tensor(x) and val(x).device == val(node).device else None
 
 
@@ -230,14 +234,14 @@ def _quantize(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
     while True:
         if unmarked(node) is source:
             condition = first(node)
-            ops += [first(condition), condition]
+            ops += [first(condition), condition]  # the mark's `abs` and `eq`; `where` follows below
         elif not _is_elementwise(node) or data_of(node) is not source:
             return None
         ops.append(node)
         if val(node).dtype in FP8_DTYPES:
             return tuple(ops)
         if len(node.users) != 1:
-            return None
+            return None  # another reader would lose the intermediate result, which the rewrite erases
         source, node = node, next(iter(node.users))
 
 
@@ -307,7 +311,7 @@ def amax_from(node: fx.Node) -> fx.Node | None:
     while True:
         if node.target is aten.amax.default and is_abs:
             if not val(node).dim():
-                return node if val(node).dtype != torch.float64 else None
+                return node if val(node).dtype != torch.float64 else None  # the rewrite takes amaxes in float32
         elif node.target is aten.abs.default:
             is_abs = True
         elif not widens(node):
@@ -353,11 +357,14 @@ def _split_into(parts: Any) -> fx.Node | None:
 def _sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
     """Return whether `node` sums gathered rows: over all dimensions but the last, which is that of `wait`."""
     collective = first(wait)
+    # only after an all-gather is the sum that of all ranks' sums: an all-to-all leaves each rank other rows, and a
+    # broadcast the same rows on all ranks
     if node.target is not aten.sum.dim_IntList or collective.target is not c10d.all_gather_into_tensor.default:
         return False
     source, dims = first(node), node.args[1]
     rank, width = val(source).dim(), val(wait).shape[-1]
-    wide = torch.float64 in (val(source).dtype, val(node).dtype)
+    wide = torch.float64 in (val(source).dtype, val(node).dtype)  # the rewrite adds up in float32
+    # a 1-D input has no rows: all dimensions but the last are none, and torch's sum takes [] for all dimensions
     if wide or not isinstance(dims, (list, tuple)) or rank < 2 or val(first(collective)).dim() < 2:
         return False
     if {d % rank for d in dims} != set(range(rank - 1)) or not _is_whole(source, wait):  # type: ignore[operator]

@@ -75,6 +75,7 @@ class _Rewriter:
     def gathered(self, found: Gathered) -> None:
         """Quantize before the collective."""
         at_, x = found.collective, first(found.collective)
+        # first: a scale that follows from the amax of the output cannot be moved before the collective
         poisons = self._replace_amaxes(found)
         for old in found.sums:
             self._reduce_sum(old, x, at_)
@@ -96,7 +97,7 @@ class _Rewriter:
         if any(new is not old for old, new in scales.items()):
             self._mark(found.x_q)
         x_q = found.x_q
-        for op in found.ops:
+        for op in found.ops:  # movement stays before the collective: its sizes are those of this rank's tensor
             if op.target in MOVEMENT:
                 x_q = self.builder.emit(at_, op.target, x_q, *op.args[1:], **op.kwargs)
         whole = self._sent(found, x_q)
@@ -108,10 +109,11 @@ class _Rewriter:
     def _sent(self, found: Gathered | Dequantized, x_q: fx.Node) -> fx.Node:
         """Send `x_q` through the collective; return the output as FP8."""
         at_, emit, dtype = found.collective, self.builder.emit, val(x_q).dtype
-        x_q = self._laid_out(at_, x_q, first(at_))  # collectives need contiguous inputs
+        # some versions of torch refuse to gather or exchange what is not contiguous, as the input was
+        x_q = self._laid_out(at_, x_q, first(at_))
         if micro_pipelines(group_of(at_)):  # Inductor's async TP matches a collective on FP8, and may fuse it away
             return emit(found.wait, WAIT, emit(at_, at_.target, x_q, *at_.args[1:]))
-        bits = emit(at_, aten.view.dtype, x_q, torch.uint8)  # not every backend of torch.distributed has FP8
+        bits = emit(at_, aten.view.dtype, x_q, torch.uint8)  # Gloo raises for FP8
         sent = emit(at_, at_.target, bits, *at_.args[1:])
         return emit(found.wait, aten.view.dtype, emit(found.wait, WAIT, sent), dtype)
 
@@ -126,7 +128,7 @@ class _Rewriter:
         """Return `x`, or a clone, with the strides of `like`: elementwise ops copied what was sliced or expanded."""
         if _same_strides(x, like):
             return x
-        x = self.builder.emit(before, aten.clone.default, x)
+        x = self.builder.emit(before, aten.clone.default, x)  # keeps strides that have no gaps
         if not _same_strides(x, like):
             x = self.builder.emit(before, aten.clone.default, x, memory_format=torch.contiguous_format)
         assert _same_strides(x, like), (x, like, val(x).stride(), val(like).stride())
@@ -157,11 +159,12 @@ class _Rewriter:
         may_be_empty = not statically_known_true(val(first(collective)).numel() > 0)
 
         def amax(x: Tensor) -> Tensor:
+            # torch's amax raises for a dimension that has no elements
             rows = x.abs().amax(-1) if statically_known_true(x.shape[-1] > 0) else x.abs()
             if may_be_empty:
                 rows = torch.cat([rows.flatten(), rows.new_full([1], scaling.NOTHING)])
             found = rows.amax().float()
-            if collective.target is c10d.broadcast.default:
+            if collective.target is c10d.broadcast.default:  # the output is the source rank's input on all ranks
                 found = c10d.wait_tensor(c10d.broadcast(found, *collective.args[1:]))
             elif of == "whole":
                 found = sharded.amax_over(found, (group_of(collective),))
@@ -209,7 +212,7 @@ class QuantizeCollectives:
         """Rewrite collectives; note why where one is refused. Return the number of rewritten collectives."""
         applied = before = after = 0
         while True:  # collectives may follow each other: the rewrite of one can make that of the next possible
-            found, notes = applied, []
+            found, notes = applied, []  # notes of the last round only: a collective refused before may be rewritten now
             for node in [n for n in graph.nodes if n.target in COLLECTIVES]:
                 numel = _numel(node)
                 size = numel * val(node).element_size()
@@ -225,7 +228,7 @@ class QuantizeCollectives:
         if applied:
             sizes = f", {after / 1e6:.3g} MB instead of {before / 1e6:.3g} MB" if before else ""
             context.notes.append(f"{applied} collectives bring FP8{sizes}")
-        for node in [n for n in graph.nodes if n.target is SHARED]:
+        for node in [n for n in graph.nodes if n.target is SHARED]:  # only a mark for this pass; run, it would copy
             node.replace_all_uses_with(first(node))
             graph.erase_node(node)
         return applied
@@ -250,6 +253,7 @@ class QuantizeCollectives:
 
 def _erase(graph: fx.Graph, collective: fx.Node) -> None:
     """Erase the collective, all nodes computed from its output, and inputs of these that nothing reads any more."""
+    # not by eliminate_dead_code, which keeps every wait_tensor: torch registers it as having a side effect
     below = reach([collective], lambda n: n.users)
     inputs: dict[fx.Node, None] = {}
     for node in sorted(below, reverse=True):

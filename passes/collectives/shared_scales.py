@@ -158,6 +158,7 @@ def _depends_on(x: fx.Node, collective: fx.Node, but_by: set[fx.Node]) -> bool:
     """Return whether `x` depends on a collective's output by a path that avoids the nodes `but_by`."""
     if x in but_by:
         return x is collective
+    # nodes before the collective in the graph cannot depend on it
     not_earlier = reach(
         [x], lambda node: (n for n in node.all_input_nodes if n >= collective), lambda n: n not in but_by
     )

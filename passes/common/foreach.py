@@ -52,13 +52,14 @@ def expand_foreach(graph: fx.Graph, wanted: Callable[[fx.Node], bool] = lambda _
 def _call_one(graph: fx.Graph, node: fx.Node, method: str, i: int) -> fx.Node:
     args = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
     kwargs = dict(node.kwargs)
+    # `value` is positional in `_foreach_` ops, and keyword-only in the ops on one tensor
     if method.removesuffix("_") in ("addcdiv", "addcmul") and len(args) > 3:
         kwargs["value"] = args.pop()
     if method.endswith("_"):
         new = graph.call_method(method, tuple(args), kwargs)
     else:  # a function, not a method: the first argument may be a number, as in 0.9 ** step
         new = graph.call_function(getattr(torch, method), tuple(args), kwargs)
-    new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}
+    new.meta = {key: value for key, value in node.meta.items() if key != "example_value"}  # which is a list
     return new
 
 

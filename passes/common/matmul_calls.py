@@ -218,6 +218,7 @@ def result_type(signature: MatmulSignature, node: fx.Node) -> torch.dtype:
     """Return the dtype of the product."""
     value: Tensor = node.meta["example_value"]
     device = value.device.type
+    # autocast leaves this op of transformers as it is, but its `product` multiplies as if autocast included it
     autocasts = signature is GROUPED_FALLBACK and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocasts else value.dtype
 
@@ -317,7 +318,10 @@ _MUTATING_METHODS -= {"__index__", "__inv__", "__invert__"}
 
 
 def _inplace_argument(node: fx.Node) -> bool:
-    """Return whether the call has `inplace=True`, or `max_norm` of an embedding, by keyword or by position."""
+    """Return whether the call has `inplace=True`, or `max_norm` of an embedding, by keyword or by position.
+
+    With `max_norm`, an embedding scales the rows that it looks up, in the weight itself.
+    """
     if node.kwargs.get("inplace") is True or node.kwargs.get("max_norm") is not None:
         return True
     if not inspect.isroutine(node.target) or not any(a is True or isinstance(a, float) for a in node.args):

@@ -27,6 +27,7 @@ MATMULS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype, *AD
 ALL_MATMULS = (*MATMULS, aten._grouped_mm.default)
 """All matmuls, with the grouped ones of experts, which run in other kernels."""
 
+# a cast is traced as _to_copy, of which Inductor's decompositions make convert_element_type
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -57,6 +58,7 @@ VIEWS = {
     aten.unbind.int,
     operator.getitem,
 }
+# prims.rev is what Inductor's decompositions make of flip
 GATHERS = {aten.repeat.default, aten.index.Tensor, aten._unsafe_index.Tensor, aten.embedding.default, prims.rev.default}
 JOINS = {aten.cat.default, aten.where.self}
 MOVEMENT = {*VIEWS, *COPIES, *GATHERS, *JOINS, aten.constant_pad_nd.default}
@@ -116,7 +118,7 @@ def constant(x: Any) -> float | None:
     if not isinstance(value, (int, float)):
         return None
     with unset_fake_temporarily():  # a real tensor, whose value can be read
-        return float(torch.tensor(value).to(val(x).dtype))
+        return float(torch.tensor(value).to(val(x).dtype))  # 0.1 is another number in bfloat16, and 0 as an integer
 
 
 def _attribute(node: fx.Node) -> float | None:
@@ -160,6 +162,7 @@ def same_value(x: Any, depth: int = 8) -> Hashable:
     if x.target in RESHAPES | COPIES:
         return same_value(first(x), depth)
     tags = getattr(x.target, "tags", ())
+    # of the pointwise ops of ATen, rrelu draws random numbers: two calls with equal arguments differ
     if not depth or torch.Tag.nondeterministic_seeded in tags or not (x.target in CASTS or torch.Tag.pointwise in tags):
         return x
     return x.target, tuple(same_value(a, depth - 1) for a in x.args), str(x.kwargs), val(x).dtype

@@ -64,6 +64,6 @@ def in_its_modes(graph: fx.Graph) -> Iterator[fx.Node]:
             elif node.target is exit_autocast:
                 exit_autocast(entered.pop(node.args[0]))
             yield node
-    finally:
+    finally:  # modes that are still entered if the caller stops early, or the graph does not leave them
         for mode in reversed(entered.values()):
             exit_autocast(mode)  # type: ignore[no-untyped-call]

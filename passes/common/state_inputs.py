@@ -77,6 +77,7 @@ def lift_state(
         for i, twin in twins.items():
             twin.name = min(twin.name, of_recipe[i].name, key=len)  # prefer the name without a numeric suffix
         own = [s for i, s in enumerate(of_recipe) if i not in twins]
+        # in the order of SlotTensors: tensors of the forward, weights with a copy, gradients
         ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s)))
         table = SlotTable(
             names=tuple(s.name for s in ordered),
@@ -189,6 +190,7 @@ def _insert(
     if table.remembers:
         read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
         if reduces is not None and reduces.interval == 1 and (group := reduces.process_group()) is not None:
+            # only if each step reduces: between reductions the ranks' scales differ
             with graph.inserting_after(read["scales"]):
                 read["scales"] = graph.call_function(ops.shared, (read["scales"], group.group_name))
         if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
@@ -228,7 +230,7 @@ def state_input(graph: fx.Graph, name: str) -> fx.Node:
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
-    node._dynamo_source = ConstantSource(node.name)
+    node._dynamo_source = ConstantSource(node.name)  # AOTAutograd asserts that each input has its own source
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}  # a fixed address, for CUDA graphs
     return node
 

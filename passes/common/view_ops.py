@@ -25,7 +25,8 @@ from fp8pass.passes.common.patterns import COPIES, JOINS, MOVEMENT, at, aten, co
 Emit = Callable[..., Any]
 """A function `emit(target, *args, **kwargs)` that returns a new node of the graph, or the fake tensor of one."""
 
-# Not implemented for FP8 everywhere: done in float32, which is exact, and stays in registers once the ops are fused.
+# Not implemented for FP8 everywhere (Inductor's C++ of torch 2.11 has no masked load of it, which a pad is): done in
+# float32, which is exact, and stays in registers once the ops are fused.
 _IN_FLOAT32 = {aten.constant_pad_nd.default, prims.rev.default}
 
 
@@ -36,7 +37,7 @@ def moved_input(node: fx.Node) -> fx.Node | None:
     """
     if node.target not in MOVEMENT - JOINS:
         return None
-    if node.meta.get("unbacked_bindings"):
+    if node.meta.get("unbacked_bindings"):  # run again on the FP8 tensor, the op would make new symbols
         index = "an index or to a size that depends on data; give its bounds with torch._check, or index with a tensor"
         raise Reject("data-dependent", f"{at(node)} takes elements by {index}")
     if node.target is aten.constant_pad_nd.default:
@@ -84,6 +85,7 @@ def join(node: fx.Node, parts: dict[fx.Node, Any], dtype: torch.dtype, emit: Emi
     if node.target is aten.where.self:
         condition, x, y = node.args
         assert isinstance(x, fx.Node) and isinstance(y, fx.Node)
+        # Inductor's lowering of `where` promotes its inputs, and torch has no promotion for FP8
         x, y = (emit(prims.convert_element_type.default, parts[n], torch.float32) for n in (x, y))
         return emit(prims.convert_element_type.default, emit(aten.where.self, condition, x, y), dtype)
     return emit(node.target, [parts[n] for n in joined(node)], *node.args[1:], **node.kwargs)
@@ -104,7 +106,7 @@ def pinned(x: fx.Node, emit: Emit) -> Any:
 
 
 def negate(x: Any, dtype: torch.dtype, emit: Emit) -> Any:
-    """Return `-x` of an FP8 tensor."""
+    """Return `-x` of an FP8 tensor, by way of float32: CPUs have no `neg` for FP8."""
     return _in_float32(emit, dtype, aten.neg.default, x)
 
 
