@@ -242,6 +242,7 @@ class Config(Checked):
         """
         begin, counts = self.variant(step)
         recipe = self.recipe.at(begin) if isinstance(self.recipe, Schedule) else self.recipe
+        # With an interval of 1, the result does not vary any more.
         return replace(self, recipe=recipe, monitor=self.monitor if counts else False, monitor_interval=1)
 
     def variant(self, step: int) -> tuple[int, bool]:
@@ -299,6 +300,7 @@ def _from_environment() -> dict[str, Any]:
     for variable in sorted(v for v in os.environ if v.startswith("FP8PASS_") and not v.startswith(_OF_TESTS)):
         text, of = os.environ[variable], _VARIABLES.get(variable)
         if of is None:
+            # a higher cutoff than the default, because all of these names begin alike
             near = nearest(variable, _VARIABLES, cutoff=0.75) or f"; there are {', '.join(_VARIABLES)}"
             warn_once(f"fp8pass: the environment variable {variable} is unknown, and ignored{near}")
         elif text:

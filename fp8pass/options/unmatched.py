@@ -27,6 +27,7 @@ from fp8pass.options.config import Config
 from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
 
 ROLES = {role for factors in FACTORS.values() for role in factors}
+# "_1" ends the name of a slot of a module's second use in a graph, "~1" that of a second slot of the same name.
 _NUMBER = re.compile(r"(_\d+)?(~\d+)?$")
 FILTER, MONITOR, STATIC = "filter", "monitor", "StaticScaling"
 
@@ -156,12 +157,14 @@ def scope_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     if inspect.isfunction(plain):
         scope = {name: plain.__globals__[name] for name in plain.__code__.co_names if name in plain.__globals__}
         cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
+        # The cell of a name that is not yet assigned is empty, and raises ValueError when read.
         scope |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
     return {**scope, **inspect.signature(function).bind(*args, **kwargs).arguments}
 
 
 def names_of(module: nn.Module) -> set[str]:
     """Return the names in graphs of the modules, parameters and matmuls of a module."""
+    # With duplicates, because a module that is held twice has a name for each place.
     paths = {without_wrappers(name) for name, _ in module.named_modules(remove_duplicate=False)}
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     parameters = {without_wrappers(name).removesuffix(".weight") for name, _ in tensors}
@@ -190,11 +193,11 @@ def _holders(module: nn.Module) -> list[nn.Module]:
     """
     holders: dict[int, list[nn.Module]] = {}
     for holder in gc.get_objects():
-        if issubclass(type(holder), nn.Module):
+        if issubclass(type(holder), nn.Module):  # isinstance raises ReferenceError for dead weak proxies
             for held in vars(holder).get("_modules", {}).values():
                 holders.setdefault(id(held), []).append(holder)
     found = {id(module): module}
-    for each in (todo := [module]):
+    for each in (todo := [module]):  # `todo` grows while the loop goes through it
         new = {id(holder): holder for holder in holders.get(id(each), ()) if id(holder) not in found}
         found.update(new)
         todo += new.values()
