@@ -247,6 +247,7 @@ def _varying(
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     owned = Names(placeholders).owned
     compile_id = CompileContext.current_compile_id()
+    # The frame's number, which all compilations of a function share; the id's other number counts these.
     code = str(compile_id.frame_id) if compile_id is not None else ""
     counter = SlotTable.counter(tuple(owned.values()), code)
 

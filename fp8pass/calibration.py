@@ -96,6 +96,7 @@ class _Observer:
         """Slots whose tensors held a NaN or inf in some call."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        # "freeze" leaves NaN and inf in the amaxes, where `_pass_over_nonfinite` looks for them.
         annotation = annotated(module, Config(recipe=Calibration(on_nonfinite="freeze"), min_speedup=0))
         self.tables += annotation.tables  # keeps tables alive: the keys of `states` have their ids
         return lambda *args: self._run(annotation, args)
@@ -133,6 +134,7 @@ class _Observer:
         _warn_of("NaN or inf in", self.nonfinite, "these calls are passed over")
         _warn_of("nothing but zeros in", {n for n, amax in seen.items() if amax == 0}, "their scales are 1")
         limit = scaling.fp8_max(scaling.E4M3)
+        # The amax of a tensor that was never finite is still -1, for none.
         return {name: scaling.scale_from_amax(amax, limit, 1.0) for name, amax in sorted(amaxes.items()) if amax >= 0}
 
 

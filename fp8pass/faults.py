@@ -219,6 +219,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _is_meant_for_user(error: BaseException) -> bool:
     """Return whether an error is not a fault: it is for the user, or Dynamo raises it to restart or skip a frame."""
+    # A Warning is raised as an error if the user's filters say so.
     first = next((e for e in _chain(error) if isinstance(e, (Fp8Error, Warning, RestartAnalysis, SkipFrame))), None)
     return first is not None and not isinstance(first, Fault)
 
@@ -261,7 +262,7 @@ def _agree(failures: list[Failure], config: Config) -> None:
     Only ranks that recompiled call this; they raise. Slots need no such check: ranks compare them in the first step.
     """
     group = Reduction(config.amax_group).process_group()
-    if group is None or dist.get_backend(group) == "fake":
+    if group is None or dist.get_backend(group) == "fake":  # one process stands for all ranks
         return
     device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     places = [[f.place, f.graph.partition(", ")[2]] for f in failures]  # ranks may number graphs differently
@@ -326,7 +327,7 @@ class Later:
         attempt = self._attempt
         if raises(self._config) or attempt.form == "plain":
             return lower(module, attempt)
-        spare = _copy(module)
+        spare = _copy(module)  # a failed attempt may have changed `module`
         while True:
             try:
                 return lower(module, attempt)
@@ -341,7 +342,7 @@ class Later:
             tell(failure, f"its backward was compiled again without {place}")
             attempt, module = attempt.after(place, ""), _copy(spare)
         if not self.has_run:
-            raise failed
+            raise failed  # `fall_back` then compiles the whole graph in another way
         self._fall_back(failed)
         return op_by_op(spare)
 

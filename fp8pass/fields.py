@@ -64,7 +64,7 @@ def check_fields(options: Any) -> None:
     for field in fields(options):
         if (rule := field.metadata.get(RULE)) is not None:
             kept = rule.take(field.name, plain(getattr(options, field.name)))
-            object.__setattr__(options, field.name, kept)
+            object.__setattr__(options, field.name, kept)  # the dataclasses are frozen
 
 
 def choose(what: str, value: object, valid: tuple[str, ...]) -> None:
@@ -136,6 +136,7 @@ def whole(least: int, valid: str, too_small: str = "") -> Rule:
 
     def take(name: str, value: Any) -> int:
         try:
+            # Takes whole numbers of NumPy and of other types, and refuses 2.0.
             number = None if isinstance(value, bool) else operator.index(value)
         except TypeError:
             number = None
@@ -151,7 +152,7 @@ def ratio(least: float, valid: str) -> Rule:
 
     def take(name: str, value: Any) -> float:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not float(value) >= least:
+        if not is_number or not float(value) >= least:  # refuses NaN, too
             raise wrong(name, value, valid)
         return float(value)
 

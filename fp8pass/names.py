@@ -38,7 +38,7 @@ class Names:
 
     def alias(self, inner: fx.Node, outer: fx.Node) -> None:
         """Record that `inner`, an input of a subgraph, is bound to `outer` of the graph that calls it."""
-        self._stands_for[inner] = self._stands_for.get(outer, outer)
+        self._stands_for[inner] = self._stands_for.get(outer, outer)  # `outer` may be an input of a subgraph, too
 
     def merge(self, cat: fx.Node, parameters: Sequence[fx.Node]) -> None:
         """Record that `cat` concatenates several of `owned`, and name it by `merged_name`."""

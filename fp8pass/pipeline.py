@@ -173,6 +173,7 @@ def annotated_update(
     graph, todo = module.graph, [p for p in UPDATE if attempt.runs(p.name)]
 
     def of_now() -> Sequence[Any]:
+        # Each pass that adds inputs adds the next ones of `examples`.
         return examples[: len(graph.find_nodes(op="placeholder"))]
 
     _run_all(todo, module, UpdateContext(config, key=key), dump or Dump(), "dynamo", _lint, of_now)

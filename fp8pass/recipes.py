@@ -108,6 +108,7 @@ class Recipe(Checked):
     """
 
     high_precision: tuple[str, ...] = field(default=(), kw_only=True, metadata=MATMULS.field)
+    # As torchao, and TransformerEngine for scales per tensor.
     fast_accum: tuple[str, ...] = field(default=("output",), kw_only=True, metadata=MATMULS.field)
 
     def __repr__(self) -> str:
@@ -160,6 +161,7 @@ class DelayedScaling(TensorwiseRecipe):
     Raises ValueError for a history of no steps, a negative margin, and unknown names.
     """
 
+    # amax_history_len, amax_compute_algo and margin have TransformerEngine's defaults.
     amax_history_len: int = field(
         default=1024, metadata=whole(1, "a number of steps, 1 or more", "at least one step must be remembered").field
     )
@@ -181,7 +183,7 @@ class RowwiseScaling(Recipe):
     `power_of_2` rounds scales down to powers of two.
     """
 
-    power_of_2: bool = field(default=True, metadata=FLAG.field)
+    power_of_2: bool = field(default=True, metadata=FLAG.field)  # as in torchao's recipe "rowwise"
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,7 +217,7 @@ class StaticScaling(Recipe):
     scales: Mapping[str, Any] = field(metadata=SCALES.field)
 
     def __hash__(self) -> int:
-        return hash((self.high_precision, self.fast_accum, *sorted(self.scales.items())))
+        return hash((self.high_precision, self.fast_accum, *sorted(self.scales.items())))  # a dict has no hash
 
     def __repr__(self) -> str:
         """Return a text without the scales, of which there are many."""

@@ -214,6 +214,7 @@ class TrainStep:
         _check_divided(trained, self.config)
         check_models(self.config, models, scope_of(self._function, args, kwargs), where)
         parameters = [p for model in trained for p in model.parameters()]
+        # In-place ops change the version, `p.data = x` only the address.
         before = [(p._version, p.data_ptr()) for p in parameters]
         outside = Outside(models)
         with _Backwards(parameters) as backwards, outside.watching():
@@ -295,6 +296,7 @@ def _held(x: Any) -> list[Any]:
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, types.FunctionType):
+        # The cell of a name that is not yet assigned is empty, and raises ValueError when read.
         cells = [c.cell_contents for c in x.__closure__ or () if c != types.CellType()]
         named = (x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__)
         return [*cells, *named, *(x.__defaults__ or ())]
@@ -312,6 +314,7 @@ def _held(x: Any) -> list[Any]:
     return [*vars(x).values(), *slots] if hasattr(x, "__dict__") else slots
 
 
+# Every module has these, the dict of submodules among them: what they hold belongs to the module that was found.
 _OF_MODULES = set(vars(nn.Module()))
 
 
@@ -360,6 +363,7 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
         for name, p in model.named_parameters():
             if not isinstance(p, DTensor):
                 continue
+            # FSDP shards over one dimension of a mesh; a second one is tensor parallel.
             if not is_fsdp or sum(placement.is_shard() for placement in p.placements) > 1:
                 raise Fp8Error(
                     f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
@@ -405,6 +409,7 @@ def _check_trained(
             f"of shapes {', '.join(map(str, theirs[:3]))}. Make the optimizer of this model's parameters(), after "
             "whatever replaces them; or copy what it updates into the model, within the step"
         )
+    # A GradScaler may skip the first step, whose gradients it has scaled by 65536 unless told otherwise.
     stepped = any(o.state for o in optimizers)  # p.data and fused kernels change parameters, but not their versions
     if not scaler and not stepped:
         warn_once(f"fp8pass: {where} computed gradients, and its first call updated no parameter: optimizer.step()?")

@@ -106,6 +106,7 @@ class Text:
 def load_text(limit: int = 8 << 20) -> Text:
     """Read the standard library's source, about `limit` bytes; every 20th file is for validation."""
     folder = Path(sysconfig.get_paths()["stdlib"])
+    # Sorted, because file systems list files in different orders, and all ranks need the same text.
     files = sorted(f for f in folder.rglob("*.py") if "site-packages" not in f.parts and "test" not in f.parts)
     parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
     for i, file in enumerate(files):
@@ -158,7 +159,7 @@ class Run:
     def step(self, tokens: Tensor, targets: Tensor, rate: float) -> None:
         """Do one optimizer step."""
         for group in self.optimizer.param_groups:
-            group["lr"].fill_(rate)
+            group["lr"].fill_(rate)  # in place: the compiled update has this tensor as an input
         loss = self.train(self.model, self.optimizer, tokens, targets, self.dtype)
         self.losses.append(mean_over_ranks(loss).item())
 
@@ -226,7 +227,7 @@ def multiplies_bf16() -> tuple[bool, str]:
 def _seconds_of_matmul(dtype: torch.dtype) -> float:
     """Return the shortest CPU time of ten matmuls on one core; other processes hardly change CPU time."""
     a, shortest, threads = torch.ones(256, 256, dtype=dtype), math.inf, torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # thread_time counts this thread only
     for _ in range(10):
         started = time.thread_time()
         torch.mm(a, a)
@@ -263,6 +264,7 @@ def among_ranks(device: str) -> Iterator[str]:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    # print writes nothing where sys.stdout is None.
     with contextlib.redirect_stdout(sys.stdout if is_first_rank() else None):
         yield device
     dist.destroy_process_group()  # not after an error, when the other ranks may not get here
@@ -368,7 +370,7 @@ def verdict(runs: list[Run], report: Report) -> int:
     if not report.rewritten:
         say("FAILED: no matmul runs in FP8")
         return 1
-    if not gap <= TOLERANCE:
+    if not gap <= TOLERANCE:  # true for NaN, too
         say(f"FAILED: FP8's validation loss is more than {TOLERANCE:.0%} above {baseline.name}'s")
         return 1
     return 0
