@@ -36,6 +36,7 @@ def in_bfloat16(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 def group_of_rows(offs: Tensor, rows: int) -> Tensor:
     """Return the index of each row's group, i64[rows]; G for rows that belong to no group."""
+    # right=True: the row at which a group ends belongs to the next group, and empty groups get no row
     return torch.bucketize(torch.arange(rows, device=offs.device), offs, right=True)
 
 
@@ -52,6 +53,7 @@ def _sizes(offs: Tensor) -> tuple[Tensor, Tensor]:
 
 def ends_apart(offs: Tensor) -> Tensor:
     """Return the row at which each group ends after groups are moved apart, i32[G], including the zeros after it."""
+    # torch's kernel reads the ends as int32 (`GroupMMCommon.cuh`); cumsum of int32 gives int64 by default
     return _sizes(offs)[1].cumsum(0, dtype=torch.int32)
 
 
@@ -76,6 +78,7 @@ ROWS_APART = torch.ops.fp8pass.rows_apart.default
 def rows_apart_formula(offs: Tensor, rows: int) -> Tensor:
     """Compute `rows_apart` in plain torch."""
     (sizes, spaces), ends, places = _sizes(offs), ends_apart(offs), room(rows, len(offs))
+    # places after the last group count to it here, and get -1 below, because their rows come after its end
     group = group_of_rows(ends, places).clamp(max=len(offs) - 1)
     row = torch.arange(places, device=offs.device) - (ends - spaces)[group] + (offs - sizes)[group]
     return torch.where(row < offs[group], row, -1)
@@ -98,6 +101,7 @@ def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     row: Tensor = rows_apart(offs, rows)
     blocks = taken(x, row).abs().view(-1, ALIGNMENT, columns).amax(1).float()
     group = group_of_rows(ends_apart(offs), row.shape[0])[::ALIGNMENT]
+    # one more row, for the blocks of zeros after the last group, whose index is G; it is cut off at the end
     none = torch.zeros(len(offs) + 1, columns, device=x.device)
     index = group.unsqueeze(1).expand(-1, columns)
     return none.scatter_reduce(0, index, blocks, "amax", include_self=True)[:-1]
@@ -105,6 +109,7 @@ def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
 
 def by_row(scales: Tensor, offs: Tensor, rows: int) -> Tensor:
     """Return the scales of each row, f32[rows, C], from those of its group, f32[G, C]; any for rows of no group."""
+    # rows of no group have the index G, which no scale has
     return scales[group_of_rows(offs, rows).clamp(max=len(offs) - 1)]
 
 

@@ -29,6 +29,7 @@ from fp8pass.errors import faults_of
 from fp8pass.node_meta import MADE_BY
 from fp8pass.scaling import fp8_max, quantize
 
+# Inductor reads this tag when it lowers what such an op reads (`is_pointwise_use`); passes do, too (`patterns.py`).
 _POINTWISE = (torch.Tag.pointwise,)
 
 
@@ -101,7 +102,7 @@ def _rounded(x: Tensor) -> Tensor:
     Inductor's kernels compute in float32 and go on with values that they have not rounded to the dtype that they store.
     They would quantize these values, so a weight's FP8 copy would not be a copy of the stored weight.
     """
-    return x.clone()
+    return x.clone()  # a custom op may not return its input
 
 
 @_rounded.register_fake
@@ -152,6 +153,7 @@ def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
     element, scale_of = wide.make_loader(), inductor_lowering.expand(scale, shape).make_loader()
 
     def quantized(index: Any) -> Any:
+        # Inductor's maximum and minimum keep NaN, as `clamp` does
         scaled = inductor_ops.mul(element(index), scale_of(index))
         at_least = inductor_ops.maximum(scaled, inductor_ops.constant(-limit, torch.float32))
         at_most = inductor_ops.minimum(at_least, inductor_ops.constant(limit, torch.float32))
@@ -164,7 +166,8 @@ def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
 def _(x: Any) -> Any:
     dtype, element = x.get_dtype(), x.make_loader()
 
-    # use_compute_types=False: by default Inductor casts to the compute dtype, which is float32 for bfloat16 and float16
+    # use_compute_types=False: by default Inductor casts to the compute dtype, which is float32 for bfloat16 and
+    # float16. The outer cast returns to it.
     def stored(index: Any) -> Any:
         return inductor_ops.to_dtype(inductor_ops.to_dtype(element(index), dtype, use_compute_types=False), dtype)
 
@@ -206,7 +209,9 @@ def _(parts: Any) -> Any:
 
     def element(index: Any) -> Any:
         (place,), value = index, None
+        # from last to first: each part comes before those after it, so the comparison with its own end selects it
         for load, size, start in reversed(list(zip(loads, sizes, starts, strict=True))):
+            # address 0 of a part with one element is always valid, so it needs no mask
             if size == 1:
                 part = load([0])
             else:

@@ -25,7 +25,7 @@ MomentKind = Literal["first", "second"]
 DTYPES: dict[MomentKind, torch.dtype] = {"first": scaling.E4M3, "second": torch.float16}
 TARGETS: dict[MomentKind, float] = {"first": scaling.fp8_max(scaling.E4M3) / 2, "second": 256.0}
 """The most that a scale makes of the largest value of the step before: the next may be 2, or 255, times as large."""
-MIN_ELEMENTS = 4096
+MIN_ELEMENTS = 4096  # as in bitsandbytes (`min_8bit_size`) and torchao
 """Moments with fewer elements stay in high precision."""
 
 
@@ -45,6 +45,7 @@ def encode(kind: MomentKind, x: Tensor, scale: Tensor) -> Tensor:
     if kind == "first":
         return scaling.quantize(x, scale, DTYPES[kind])
     limit = torch.finfo(torch.float16).max
+    # the cast alone would make infinity of values above the limit
     return (x.float().sqrt() * scale).clamp(max=limit).to(torch.float16)
 
 
@@ -123,9 +124,11 @@ class Fp8Moment(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an op on the dequantized moments. The result of `copy_` or `zero_` is stored."""
         kwargs = kwargs or {}
+        # aliases share the stored tensors, so they see what the compiled update writes
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             x = args[0]
             return cls(x.x_q, x.moment_scales, x.column, x.kind, x.dtype)
+        # the schema says what an op writes, also for foreach ops, whose arguments are lists
         into = [x for x in _written(func, args, kwargs) if isinstance(x, Fp8Moment)]
         plain = pytree.tree_map_only(Fp8Moment, Fp8Moment.value, (args, kwargs))
         if not into:
@@ -141,7 +144,7 @@ class Fp8Moment(torch.Tensor):
             into[0].moment_scales[:, into[0].column] = new.moment_scales[:, 0]
             return into[0]
         result = func(*plain[0], **plain[1])  # on fake tensors Dynamo only needs shapes
-        return args[0] if isinstance(result, Tensor) else result
+        return args[0] if isinstance(result, Tensor) else result  # an in-place op returns its first argument
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

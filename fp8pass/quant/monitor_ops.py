@@ -51,7 +51,7 @@ N = len(Numerics._fields)
 
 def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor) -> Tensor:
     """Return the `Numerics` f32[9] of x, of rank 1 or more. scale: broadcasts to x; x_q: x quantized with it."""
-    finite = x.abs() < float("inf")
+    finite = x.abs() < float("inf")  # False for NaN, too
     nonzero = x != 0
     scaled = torch.where(finite, x.float(), 0.0) * scale
     q = torch.where(finite, x_q.float(), 0.0)
@@ -242,6 +242,7 @@ class MonitorBuffer:
 
     def inputs(self, repeats: bool = False) -> list[Tensor]:
         """Return the graph's inputs. repeats: True if a backward runs the forward again, which is counted already."""
+        # `.data`: as in `SlotTensors.inputs`, each call has its own version counters
         return [(self._repeated if repeats else self.forward).data, self.backward.data]
 
     def read(self) -> Tensor:

@@ -78,7 +78,7 @@ def record(amax: Tensor, new: Tensor, index: int, on_nonfinite: str) -> Tensor:
 
     A custom op, so that the `batch_records` pass finds all records of a graph and merges them into one vector update.
     """
-    amax = amax.clone()
+    amax = amax.clone()  # mutates_args is empty: the op may not write into its input
     amax[index] = scaling.merge_amax(amax[index], new, on_nonfinite)
     return amax
 
@@ -217,6 +217,7 @@ class Blockwise:
         """Quantize and dequantize `x`."""
         matrix, back = self._matrix_of(x)
         blocks, scale, scale_inv = self._blocks(matrix)
+        # contiguous: of a permuted `x` the quantized tensor would be permuted, and `blockwise_mm` takes only rows
         x_q = scaling.quantize(blocks, scale, self.dtype).reshape(matrix.shape).contiguous()
         scale_inv = scale_inv.reshape(blocks.shape[0], blocks.shape[2]).contiguous()
         result: Tensor = dequantize_blocks(x_q, scale_inv, x.dtype)
@@ -280,6 +281,7 @@ DEQUANTIZE_BLOCKS = torch.ops.fp8pass.dequantize_blocks.default
 
 def dequantized_blocks(x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `dequantize_blocks` in plain torch."""
+    # without rows or columns, the sizes of blocks below would be divisions by 0
     if scaling.is_empty(x_q):
         return x_q.to(dtype)
     rows, columns = scale_inv.shape
@@ -355,7 +357,7 @@ def with_transpose(x_q: Tensor, x_t: Tensor) -> Tensor:
 
     A custom op, so that the `use_transposes` pass finds both copies; the pass removes it.
     """
-    return x_q.clone()
+    return x_q.clone()  # a custom op may not return its input
 
 
 @with_transpose.register_fake
@@ -369,7 +371,7 @@ WITH_TRANSPOSE = torch.ops.fp8pass.with_transpose.default
 @torch.library.custom_op("fp8pass::shared", mutates_args=())
 def _shared(scales: Tensor, group: str) -> Tensor:
     """Return `scales`. A custom op, so that the `quantize_collectives` pass finds it; the pass removes it."""
-    return scales.clone()
+    return scales.clone()  # a custom op may not return its input
 
 
 @_shared.register_fake
@@ -392,6 +394,7 @@ class _QDQ(torch.autograd.Function):
         ctx.n_state = len(state)
         return quantized(x, quantizer, *state)
 
+    # not once_differentiable, unlike those below: the gradient passes straight through, and so has second derivatives
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, *[None] * ctx.n_state
@@ -425,6 +428,7 @@ class _SelectGradients(torch.autograd.Function):
         (grad,), (quantizer_a, quantizer_b, *state) = grads, ctx.how
         needed = ctx.needs_input_grad[1:3]
         quantizers = [q for q, n in zip((quantizer_a, quantizer_b), needed, strict=True) if n and q is not None]
+        # by quantizer: if both gradients are quantized alike, they share one quantized tensor
         found = {q: quantized(grad, q, *inputs_of(q, state)) for q in quantizers}
         routed = (found.get(q, grad) if n else None for q, n in zip((quantizer_a, quantizer_b), needed, strict=True))
         return None, *routed, *[None] * len(ctx.how)
@@ -503,13 +507,14 @@ def begin_step(
     scales, history = scaling.roll_history(
         scale,
         amax_history,
-        amax=torch.where(held, scaling.NOTHING, amax),
+        amax=torch.where(held, scaling.NOTHING, amax),  # -1: `roll_history` leaves a held slot as it is
         fp8_max=torch.cat(limits),
         algo=recipe.amax_compute_algo,
         margin=recipe.margin,
     )
     amax_history.copy_(history)
     scale.copy_(scales)
+    # held slots keep their running amax, and the others begin the step with none
     left = torch.where(held, amax, scaling.NOTHING)
     left_forward, *left_weights, left_backward = torch.split(left, [len(part) for part in (*early, amax_backward)])
     amax_forward.copy_(left_forward)
@@ -555,6 +560,7 @@ def write_weight(
         amaxes.append(scaling.amax(stored))
         copies[i].copy_(x_q)
         if transposes:
+            # contiguous: the clone by which `tiles.match` finds a tensor that is stored in both orientations
             transposes[i].copy_(x_q.t().contiguous())
     return functools.reduce(torch.maximum, amaxes)
 
@@ -600,7 +606,8 @@ def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index
     """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]; return the amax f32[] of stored values."""
     x, scale = x.float(), scales[index]
     x_q.copy_(moments.encode(kind, x, scale))
-    # rounding keeps order, so the amax of the stored values is the amax as it would be stored; Inductor would not round
+    # rounding keeps order, so the amax of the stored values is the amax as it would be stored. Inductor rounds to FP8,
+    # but takes a cast to float16 for one to float32, in which it computes (`upcast_compute_type`)
     stored = moments.encode(kind, scaling.amax(x), scale)
     return (stored if kind == "first" else ROUNDED(stored)).float() * scale.reciprocal()
 
@@ -614,6 +621,7 @@ def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tens
 @torch.no_grad()
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
     """Return whether any of the floating tensors, of any shape, holds a NaN or an infinity: b8[]."""
+    # `stack` takes tensors of one device: a GPU, if any of them is on one
     device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
     amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in tensors if x.numel()]
     return scaling.is_finite(torch.stack([a.to(device) for a in amaxes]).amax()).logical_not()
@@ -666,6 +674,7 @@ class _StaticQDQ(torch.autograd.Function):
 def add_bias(y: Tensor, bias: Tensor, dtype: torch.dtype, beta: float = 1) -> Tensor:
     """Return `beta * bias + y` in `dtype`, as linear, addmm and baddbmm define it: beta 0 ignores even a NaN bias."""
     if beta == 0:
+        # zeros, but computed from the bias: its gradient is 0, as that of torch's ops is, and not None
         bias = torch.where(torch.zeros_like(bias, dtype=torch.bool), bias, 0)
     bias = bias.to(dtype)
     return sharded.add(y, bias if beta in (0, 1) else beta * bias)

@@ -61,6 +61,7 @@ def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
 
     The amaxes are reduced as integers with the same bits: see `amax_reduction.py`.
     """
+    # abs: a NaN with its sign bit set would be a negative integer, below all amaxes
     bits = amax.abs().view(torch.int32)
     for group in groups:
         bits = all_reduce(bits, "max", group)
