@@ -147,7 +147,7 @@ class Reducer:
     def _in_backward(self, refs: Sequence[weakref.ref[InstanceState]], may_end: bool, _: Tensor) -> None:
         states = [state for ref in refs if (state := ref()) is not None]
         with self._lock:
-            self._finish()
+            self._finish()  # or its result would overwrite the amaxes that this backward records
             self._takes_part |= not states
             for state in states:
                 state.reduction.complete()
@@ -206,6 +206,7 @@ class Reducer:
         """Return the process group, None without other ranks; reset the reducer if the group is a new one."""
         group = self._what.process_group()
         if group is not self._group:
+            # by the type of the device: its index differs between ranks
             same = (r for (_, device), r in _reducers.items() if device.type == self._device.type and r is not self)
             self._number = sum(r._group is group for r in same)
             self._group, self._agreed, self._pending, self._last_header = group, None, None, None
@@ -309,7 +310,7 @@ class Reducer:
         kept = [part for part, *there in zip(before, *(of["there"] for of in by_rank), strict=True) if any(there)]
         added = [state for state, is_trained in new.items() if is_trained or not trained_only]
         self._agreed = kept + [_Part(weakref.ref(state), self._row(state), self._size(state)) for state in added]
-        self._last_header = None
+        self._last_header = None  # the change that it told of is in the vector now
 
     def _told(self, process_group: dist.ProcessGroup, mine: Any) -> list[Any]:
         """Send `mine` to all ranks, and return the values of all, by rank."""
@@ -374,6 +375,7 @@ def tell_all(process_group: dist.ProcessGroup, name: str, mine: Any, limit: time
     rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     store.set(f"here/{rank}", digest)
     store.set(digest, text)
+    # the last rank to come sets the one key that all ranks wait for
     if store.add("count", 1) == ranks:
         store.set("all", "")
     _wait(store, rank, ranks, limit.total_seconds())
@@ -401,6 +403,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
             absent = absent or [r for r in range(ranks) if r != rank]
             waited = time.monotonic() - begin
             if waited >= limit:
+                # a rank that comes later would find all keys, and go on to collectives that this one never calls
                 store.set("gone", str(rank))
                 raise NotCome(
                     f"rank {rank} has waited {waited:.0f} s for {_ranks(absent)} to say which FP8 slots they have. Do "

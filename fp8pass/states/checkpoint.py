@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 RECIPE, STEPS = "recipe", "steps"
 """Keys of a state dict that do not belong to a slot."""
-_RECIPE_BYTES = 512
+_RECIPE_BYTES = 512  # torch.distributed.checkpoint loads into tensors whose size is known before the text is
 AND = " and "
 _WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
 
@@ -445,6 +445,7 @@ def _check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> No
     wrong = [f"{STEPS} {steps}"] if steps < 0 else []
     for name, entry in entries.items():
         for part, x in entry.items():
+            # ~(x < 0) is true for NaN
             is_right = ~(x < 0) if freezes and part != "scale" else (x >= 0) & x.isfinite()
             if part == "amax":
                 is_right |= x == scaling.NOTHING
@@ -500,6 +501,7 @@ def _together(entries: Sequence[Entry]) -> Entry:
     }
 
 
+# a State refers weakly to its module: a strong reference from the value would keep the key alive
 _of_modules: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 
@@ -538,6 +540,7 @@ def state(module: Any) -> State:
     Raises:
         TypeError: If `module` is not a module, or a step that trains no model or several.
     """
+    # a train_step has a method `state`; a module may have anything else of that name
     if callable(of_step := getattr(module, "state", None)) and not isinstance(module, nn.Module):
         return of_step()  # type: ignore[no-any-return]
     module = unwrapped(module)
@@ -559,7 +562,7 @@ COMPANION = "_fp8pass_state"
 class _Companion:
     """An entry in a module's `__dict__`, which `copy.deepcopy` and pickle call when they reach it.
 
-    It comes after `_parameters` in the dict, so a copy of the module has its parameters by then.
+    By then `copy.deepcopy` has entered the copy of the module, which has no attributes yet, in its memo.
     """
 
     def __init__(self, module: nn.Module) -> None:

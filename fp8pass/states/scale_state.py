@@ -79,6 +79,7 @@ class ScaleState(nn.Module):
         for name in ("step_ended", "held"):
             self.register_buffer(name, torch.empty((), dtype=torch.bool), persistent=False)
         self.reset_parameters()
+        # neither a parameter, which would be trained, nor a buffer, which would be saved
         self._anchor = self._new_anchor()
 
     def reset_parameters(self) -> None:
@@ -240,7 +241,8 @@ def _step(state: ScaleState) -> tuple[Tensor, ...]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The functions in Dynamo's graph. key: the recipe's key in `_recipes`. They write state through `.data`, which does not
-# bump its version counter: with it, an activation checkpoint that takes the state as input would find it modified.
+# bump its version counter: torch.utils.checkpoint saves its inputs for the backward, and autograd would raise if state
+# among them had another version by then.
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]

@@ -101,7 +101,7 @@ class SlotTable:
         return tensors.inputs() if self.remembers else [torch.stack([tensors.scale, tensors.scale.reciprocal()])]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # hashed by identity: states are keys of dicts and members of weak sets
 class InstanceState:
     """The state of one instance for one slot table: owns the tensors.
 
@@ -186,7 +186,7 @@ class InstanceState:
 
     @torch.no_grad()
     def _rolled_scale(self) -> Tensor:
-        """Return the scales after the next roll, f32[T]; 0 for a slot that will have none.
+        """Return a number for each slot, f32[T], that is 0 if the slot will have no scale after the next roll.
 
         A recorded amax alone is not enough for a scale: the history may hold a NaN, for example.
         """
@@ -194,6 +194,7 @@ class InstanceState:
         if not self.table.remembers:
             return t.scale
         recipe, amax = self.table.delayed, torch.where(t.held, scaling.NOTHING, self.amax())
+        # 1 for fp8_max: the scales are only compared with 0
         scale, _ = scaling.roll_history(
             t.scale, t.amax_history, amax, torch.ones_like(amax), algo=recipe.amax_compute_algo, margin=recipe.margin
         )
@@ -347,6 +348,7 @@ class InstanceState:
     def begin(self) -> None:
         """Copy shared slots, before every call, from the states of other graphs that were used since."""
         newer = [r for r in self._kin() if r.tracker.last_used_at > self.tracker.synced_at]
+        # the latest one last, so that its values win
         for other in sorted(newer, key=lambda r: r.tracker.last_used_at):
             self._take(other)
             self.tracker.sync(other.tracker.last_used_at)
@@ -372,6 +374,7 @@ class InstanceState:
         """Return the positions of the slots that are among `keys`: in this state, and in `keys`."""
         there = {key: i for i, key in enumerate(keys)}
         pairs = [(i, there[key]) for i, key in enumerate(self.keys()) if key in there]
+        # reshape: without pairs, the tensor has the shape [0]
         here, elsewhere = torch.tensor(pairs, device=self.table.device, dtype=torch.long).reshape(-1, 2).unbind(1)
         return here, elsewhere
 
@@ -392,7 +395,7 @@ class InstanceState:
             return self.tensors.inputs()
         if self.static_inputs is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.static_inputs = self.table.inputs(self.tensors)
+                self.static_inputs = self.table.inputs(self.tensors)  # kept for calls outside of inference mode, too
         return self.static_inputs
 
     def read(self) -> dict[str, Entry]:
@@ -441,7 +444,7 @@ class StateRegistry:
         """Return the state of the instance that owns these tensors, for a graph with this table."""
         key = (id(table), *map(id, owned))
         found = self._of.get(key)
-        # Python reuses the id of a tensor that is gone, so a hit is checked by identity
+        # Python reuses the ids of objects that are gone: tensors of a hit are compared, and the entry keeps the table
         if found is None or not _same(found[1], owned):
             with self.lock:
                 found = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
@@ -454,6 +457,7 @@ class StateRegistry:
     def _create(self, table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
         self._states = [s for s in self._states if s.alive()]
         self._of = {key: (t, s) for key, (t, s) in self._of.items() if s.alive()}
+        # a tensor made in inference mode can't be written in place outside of it
         with torch.no_grad(), torch.inference_mode(False):
             state = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
         # other graphs may already have begun steps of this instance: count those before the current one here too

@@ -145,7 +145,7 @@ def begin_step(state: InstanceState) -> None:
     call = pipeline_call()
     if call is not None and call.microbatch is None:
         return
-    for tell in registry.on_step:
+    for tell in registry.on_step:  # before the step begins: `State.judge` looks at the steps that have ended
         tell(state)
     step = _step_of_pipeline(call, state)
     # torch.distributed.pipelining runs all forwards of a DDP module under no_sync, so no_sync says nothing there
@@ -245,10 +245,10 @@ class Region:
 def checkpointed_region() -> tuple[Region, Pass] | None:
     """Return the running checkpointed region and the kind of the call in it; None outside of any region."""
     trains, in_backward = torch.is_grad_enabled(), current_graph_task_id() != -1
+    # where gradients are on outside of a backward, no reentrant region runs: its forward switches them off
     contexts = [] if trains and not in_backward else _contexts_of_stack()
     if not trains:
-        # CheckpointFunction runs its forward without gradients; only if an input needs one (`next_functions`) will its
-        # backward repeat it
+        # `CheckpointFunction` repeats a forward, in its backward, only if an input needs a gradient (`next_functions`)
         ahead = None if in_backward else next((c for c in contexts if c.next_functions), None)
         return None if ahead is None else (_region_of(ahead), Pass.AHEAD)
     owner = _frame_of_hooks() or next(iter(contexts), None)
@@ -256,6 +256,7 @@ def checkpointed_region() -> tuple[Region, Pass] | None:
 
 
 def _region_of(owner: Any) -> Region:
+    # an attribute of torch's object for the region, with which it is freed
     if not hasattr(owner, "fp8pass_region"):
         owner.fp8pass_region = Region()
     region: Region = owner.fp8pass_region
