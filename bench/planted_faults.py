@@ -1,15 +1,15 @@
-"""Plant each fault of `faults.py` in a copy of this checkout, and run the tests that reach it: does one notice?
+"""Plant each fault of `faults.py` in a copy of this checkout, and run the tests that reach it, to see if one fails.
 
     measured="-p pytest_cov --cov=fp8pass --cov=passes --cov-branch --cov-context=test"
     bash tests/run.sh $measured --durations=0 -vv > build/log
     python bench/planted_faults.py --contexts .coverage --durations build/log
 
-The coverage file says which tests reach the lines of a fault. They run with `-x`, those of the file's own test file
-first, then the cheapest, `--most` seconds of them by the log. Then the whole suite runs once with all faults planted
-that survived, unless `--reached-only` is given, and each of these meets the tests that failed; and so again, until no
-more are caught. A test that fails without any fault has not caught one, and is left out. Each result is a line in
-`--results`; faults that have one are not tried again, so that the command can be stopped and started. Prints a table;
-exits with 1 if a fault survived.
+The coverage file says which tests reach the lines of a fault. They run with `-x`: first those of the file's own test
+file, then the fastest, up to `--most` seconds by the log. Then, unless `--reached-only` is given, the whole suite runs
+once with all surviving faults planted together, and the tests that failed run again with each of these faults alone.
+This is repeated until no more faults are caught. A test that also fails without a fault has not caught it, and is left
+out. Each result is a line in `--results`; faults that have a result are not tried again, so that the command can be
+interrupted and continued. Prints a table; exits with 1 if a fault survived.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ from faults import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
 CHUNKS = (40, 200)
-"""After so many tests a new process of pytest begins: to collect all that reach a fault takes longer than the first."""
+"""After so many tests a new pytest process begins: collecting all that reach a fault takes longer than the first."""
 LIMIT = 1800
-"""Seconds until tests that reach a fault, but for the whole suite, are taken to hang."""
-SUITE = ("-p", "xdist", "-n", "auto", "--no-loadscope-reorder", "--ignore=tests/test_planted_faults.py")
-"""All tests, but for those that look for the texts which faults replace."""
+"""Seconds after which a run of the tests that reach a fault counts as a hang. The whole suite has no limit."""
+SUITE = ("-p", "xdist", "-n", "auto", "--no-loadscope-reorder", "--ignore=tests/tools/test_planted_faults.py")
+"""Arguments of pytest for the whole suite, without the tests that look for the texts which faults replace."""
 HANGS = f"a hang of more than {LIMIT} s"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a fault. caught_by: a test, or None. reaching: how many tests do; tests: how many were to run."""
+    """The result for a fault.
+
+    caught_by: a test, or None. reaching: number of tests that reach its lines. tests: number of tests selected to run.
+    """
 
     fault: str
     file: str
@@ -59,16 +62,16 @@ class Result:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where a fault is
+# Find a fault
 
 
 def product_files(root: Path) -> list[Path]:
-    """Returns the Python files of the product in the checkout `root`, sorted."""
+    """Return the Python files of the product in the checkout `root`, sorted."""
     return sorted(f for folder in ("fp8pass", "passes") for f in (root / folder).rglob("*.py") if not f.is_symlink())
 
 
 def place_of(fault: Fault, root: Path) -> Path:
-    """Returns the file that has the fault's text. Raises ValueError unless exactly one file has it, once."""
+    """Return the file that has the fault's text. Raises ValueError unless exactly one file has it, once."""
     counts = {f: f.read_text().count(fault.before) for f in product_files(root)}
     found = [f for f, n in counts.items() if n]
     if len(found) != 1 or counts[found[0]] != 1:
@@ -77,31 +80,31 @@ def place_of(fault: Fault, root: Path) -> Path:
 
 
 def lines_of(fault: Fault, text: str) -> set[int]:
-    """Returns the numbers of the lines that the fault's text is on, counted from 1."""
+    """Return the numbers of the lines that contain the fault's text, counted from 1."""
     first = text[: text.index(fault.before)].count("\n") + 1
     return set(range(first, first + fault.before.count("\n") + 1))
 
 
 def lines_around(lines: set[int], text: str) -> set[int]:
-    """Returns the lines of the innermost function that these are in; of none, all lines of the file."""
+    """Return all lines of the innermost function that contains these lines; without one, all lines of the file."""
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     spans = [set(range(f.lineno, (f.end_lineno or f.lineno) + 1)) for f in functions]
     return min((s for s in spans if lines <= s), key=len, default=set(range(1, text.count("\n") + 2)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tests reach it
+# Find the tests that reach it
 
 
 class Tests:
-    """All tests that are known, and what they reach.
+    """All known tests, and the lines that they reach.
 
-    contexts: a coverage file of this checkout's sources, with `--cov-context=test`. log: of `run.sh --durations=0 -vv`.
-    most: seconds of tests, by the log, that are run of those that reach a fault.
+    contexts: a coverage file of this checkout's sources, with `--cov-context=test`. log: the output of
+    `run.sh --durations=0 -vv`. most: the tests of one fault may take so many seconds, by the log.
     """
 
     def __init__(self, contexts: Path, log: Path | None, most: float) -> None:
-        from coverage import CoverageData  # not in the [dev] extra: only whoever measures needs it
+        from coverage import CoverageData  # not in the [dev] extra: only this script needs it
 
         self._data = CoverageData(str(contexts))
         self._data.read()
@@ -113,21 +116,21 @@ class Tests:
                 self._seconds[found[2]] += float(found[1])
             elif found := re.search(r" PASSED (tests/.*\S)", line):
                 passed.add(found[1])
-        # a test that only looks at what other processes did reaches no line and takes no time: the log knows it
+        # a test that only reads the results of other processes reaches no line and takes no time; the log lists it
         self._all = {t for c in self._data.measured_contexts() if (t := _test_of(c))} | set(self._seconds) | passed
 
     def reaching(self, fault: Fault, file: Path, root: Path) -> tuple[list[str], int]:
-        """Returns the tests to run, in order, and how many are known to reach the fault's lines.
+        """Return the tests to run, in order, and the number of tests that are known to reach the fault's lines.
 
-        Where none is, because processes of its own run them or Python when it imports the file, those that reach the
-        function around it. In either case also the tests of the file's own test file.
+        If there are none, because the lines run in other processes, or when Python imports the file, return the tests
+        that reach the function around the fault. The tests of the file's own test file are always included.
         """
-        text, own = file.read_text(), f"tests/test_{file.stem}.py"
+        text, own = file.read_text(), f"test_{file.stem}.py"
         lines = lines_of(fault, text)
         reached = self._on(file, lines, root)
         around = reached or self._on(file, lines_around(lines, text), root)
-        others = {t for t in self._all if t.partition("::")[0] in (own, fault.elsewhere)}
-        ordered = sorted(around | others, key=lambda t: (not t.startswith(own), self._seconds[t], t))
+        others = {t for t in self._all if _file_of(t) == own or t.partition("::")[0] == fault.elsewhere}
+        ordered = sorted(around | others, key=lambda t: (_file_of(t) != own, self._seconds[t], t))
         ends = itertools.accumulate(self._seconds[t] for t in ordered)
         return [t for t, end in zip(ordered, ends, strict=True) if end <= self._most], len(reached)
 
@@ -138,21 +141,26 @@ class Tests:
         return {t for line in lines for c in by_line.get(line, ()) if (t := _test_of(c))}
 
 
+def _file_of(test: str) -> str:
+    """Return the name of a test's file: tests of one module have the same in each folder."""
+    return test.partition("::")[0].rpartition("/")[2]
+
+
 def _test_of(context: str) -> str:
-    """Returns the test that coverage means by "|tests/test_x.py::test_y[1]|run"; "" if it means none."""
+    """Return the test that a context of coverage names, as "|tests/test_x.py::test_y[1]|run"; "" if there is none."""
     found = re.search(r"(?:^|\|)(tests/.*)\|(?:setup|run|teardown)$", context)
     return found[1] if found else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Running them
+# Run them
 
 
 class Tree:
     """A copy of the checkout that faults are planted in."""
 
     def __init__(self, root: Path) -> None:
-        """Copy what git knows, or would take. Raises RuntimeError if Python would import another copy."""
+        """Copy the files that git tracks or would add. Raises RuntimeError if Python would import another copy."""
         self.root = root.resolve()
         shutil.rmtree(self.root, ignore_errors=True)
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -161,11 +169,11 @@ class Tree:
             if (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
-        if (self.root / "passes").is_dir():  # as in .ci/types: what is imported from here is complete
+        if (self.root / "passes").is_dir():  # as in .ci/types, so that fp8pass.passes is imported from this copy
             (self.root / "fp8pass" / "passes").symlink_to("../passes")
         self._environment = {
             **os.environ,
-            "PYTHONPATH": str(self.root),  # ahead of the editable install of another copy
+            "PYTHONPATH": str(self.root),  # takes precedence over the editable install of the checkout
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -184,7 +192,7 @@ class Tree:
 
     @contextlib.contextmanager
     def planted(self, *faults: Fault) -> Iterator[None]:
-        """Have faults, each in another file, in the copy within this context."""
+        """Within it, the copy has these faults, each in a different file."""
         texts = {place_of(fault, self.root): fault for fault in faults}
         before = {file: file.read_text() for file in texts}
         try:
@@ -196,9 +204,10 @@ class Tree:
                 _write(file, text)
 
     def first_failure(self, *arguments: str, limit: float | None = None) -> str | None:
-        """Run pytest with `-x`; returns the test that fails, or the file that can't be imported; None if all pass.
+        """Run pytest with `-x`; return the test that fails, or the file that can't be imported; None if all pass.
 
-        arguments: tests and options. limit: seconds until it is `HANGS`. Raises RuntimeError where pytest itself fails.
+        arguments: tests and options. limit: seconds after which it returns `HANGS`. Raises RuntimeError if pytest
+        itself fails.
         """
         try:
             return next(iter(self.failures("-x", *arguments, limit=limit)), None)
@@ -206,9 +215,9 @@ class Tree:
             return HANGS
 
     def failures(self, *arguments: str, limit: float | None = None) -> list[str]:
-        """Run pytest; returns the tests that fail, and the files that can't be imported.
+        """Run pytest; return the tests that fail, and the files that can't be imported.
 
-        arguments: tests and options. Raises TimeoutExpired after `limit` seconds; RuntimeError where pytest fails.
+        arguments: tests and options. Raises TimeoutExpired after `limit` seconds; RuntimeError if pytest itself fails.
         """
         done = self._run(["-m", "pytest", "-q", "-rfE", "--tb=no", *arguments], limit)
         said = re.findall(r"^(?:FAILED|ERROR) (tests/.*)$", done.stdout, re.MULTILINE)
@@ -218,27 +227,27 @@ class Tree:
 
 
 def _named(said: str, arguments: Sequence[str]) -> str:
-    """Returns the test that a line of pytest's is about: one of those given, if any, for names may have " - "."""
+    """Return the test that a line of pytest names: one of the arguments if possible, since names may contain " - "."""
     named = [t for t in arguments if f"{said} - ".startswith(f"{t} - ")]
     return max(named, key=len, default=said.partition(" - ")[0])
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a source. Its bytecode goes away: Python would take it for current if size and second are the same."""
+    """Write a source file, and delete its bytecode, which Python would use if size and time in seconds are the same."""
     file.write_text(text)
     Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
 
 class Hunt:
-    """Runs tests against faults."""
+    """Plants faults, and runs tests against them."""
 
     def __init__(self, tests: Tests) -> None:
         self._tests = tests
         self._sound: dict[str, bool] = {HANGS: True}
-        """Of tests that have failed: whether they pass without any fault."""
+        """{test that has failed: it passes without a fault}."""
 
     def by_those_that_reach(self, fault: Fault, tree: Tree) -> Result:
-        """Returns what becomes of a fault that is planted in `tree`, by the tests that reach it."""
+        """Plant a fault in `tree`, run the tests that reach it, and return the result."""
         started = time.monotonic()
         file = place_of(fault, tree.root)
         tests, reaching = self._tests.reaching(fault, file, tree.root)
@@ -249,7 +258,7 @@ class Hunt:
         return Result(fault.name, name, caught, reaching, len(tests), False, seconds)
 
     def by_the_whole_suite(self, survivors: dict[Fault, Result], tree: Tree) -> Iterator[Result]:
-        """Yields what becomes of faults that have survived, planted in `tree` together and then one by one."""
+        """Run the whole suite with all survivors in `tree`, then its failed tests with each; yield the results."""
         while survivors:
             started = time.monotonic()
             with tree.planted(*survivors):
@@ -257,7 +266,7 @@ class Hunt:
             together = (time.monotonic() - started) / len(survivors)
             found = {f: self._of_suite(f, result, tree, failed, together) for f, result in survivors.items()}
             caught = [fault for fault, result in found.items() if result.caught_by]
-            yield from (found[fault] for fault in caught or found)  # one that ends many tests early may hide others
+            yield from (found[fault] for fault in caught or found)  # a fault that ends many tests early may hide others
             survivors = {fault: survivors[fault] for fault in found if fault not in caught} if caught else {}
 
     def _of_suite(self, fault: Fault, result: Result, tree: Tree, failed: Sequence[str], together: float) -> Result:
@@ -267,7 +276,7 @@ class Hunt:
         return replace(result, caught_by=caught, whole_suite=True, seconds=round(seconds, 1))
 
     def _caught(self, fault: Fault, tree: Tree, tests: Sequence[str]) -> str | None:
-        """Returns the first of the tests that fails because of the fault; None if none does."""
+        """Return the first test that fails because of the fault; None if all pass."""
         while left := [t for t in tests if self._sound.get(t, True)]:
             with tree.planted(fault):
                 test = tree.first_failure(*left, limit=LIMIT)
@@ -285,13 +294,13 @@ class Hunt:
 
 
 def read(results: Path) -> dict[str, Result]:
-    """Returns the results so far by fault; of several the last."""
+    """Return {name of a fault: its last result so far}."""
     lines = results.read_text().splitlines() if results.exists() else []
     return {r.fault: r for r in (Result(**json.loads(line)) for line in lines)}
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns the results as a table in Markdown."""
+    """Return the results as a table in Markdown."""
     rows = [
         f"| {r.fault} | {r.file} | {f'`{r.caught_by}`' if r.caught_by else '**SURVIVED**'} | {r.seconds:.0f} |"
         for r in results
@@ -302,16 +311,22 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    """Try all faults that have no result yet; print the table, and return whether any survived."""
+    """Try all faults that have no result yet, and print the table; return 1 if a fault survived, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=Path, required=True, help="coverage file with a context for each test")
-    parser.add_argument("--durations", type=Path, help="output of pytest --durations=0: the cheapest tests come first")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "faults.jsonl", help="default: %(default)s")
-    parser.add_argument("--tree", type=Path, default=ROOT / "build" / "faults", help="of copies; default: %(default)s")
-    parser.add_argument("--most", type=float, default=600, help="see above (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in its copy (default: 1)")
-    parser.add_argument("--reached-only", action="store_true", help="never run the whole suite")
-    parser.add_argument("--only", nargs="*", help="words: only faults whose name has one of them")
+    parser.add_argument("--durations", type=Path, help="output of pytest --durations=0: the fastest tests run first")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "build" / "faults.jsonl", help="file of results (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tree", type=Path, default=ROOT / "build" / "faults", help="folder for the copies (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--most", type=float, default=600, help="seconds of tests per fault, by --durations (default: %(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time, each in its own copy (default: 1)")
+    parser.add_argument("--reached-only", action="store_true", help="do not run the whole suite")
+    parser.add_argument("--only", nargs="*", help="words: try only faults whose name contains one of them")
     args = parser.parse_args()
     known = read(args.results)
     wanted = [f for f in FAULTS if args.only is None or any(word in f.name for word in args.only)]
@@ -341,7 +356,7 @@ def main() -> int:
 
 
 def _keep(results: Iterable[Result], file: Path) -> None:
-    """Write results as they come."""
+    """Append results to a file, and print them, as they come."""
     for result in results:
         with file.open("a") as lines:
             lines.write(json.dumps(asdict(result)) + "\n")

@@ -9,30 +9,24 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor.graph import GraphLowering
 
-from tests.harness import without_caches
-from tests.torchrun import VARIANTS
+from fp8pass.runtime.compiled_graph import CompiledGraph
+from tests.helpers.harness import without_caches
+from tests.helpers.torchrun import VARIANTS
 
-TIERS = {
-    "ranks": "amax_reduction checkpoints ddp fsdp killed_rank pipelining tensor_parallel",
-    "gpu_code": "choices combine cudagraphs inspector sm90 stats traffic triton_numerics",
-    "tools": "caches comms demo docs examples h200 html_report packaging resume roofline",
-    "passes": "annotate async_tensor_parallel batch_amaxes batch_records batches block_scaled_mm canonicalize collectives "
-    "config dequantize emulate_matmuls epilogue expand_blocks fold_quantizes grouped_mm hardware inline kernel_ops "
-    "layout lift_scale_states make_once matmuls movement partition quantize_collectives quantize_tiles row_scales "
-    "save_sums save_transposes scaled_mm scaling shared_scales split_foreach state_inputs update_tiles use_transposes xla_rules",
+ORDER = ("ranks", "gpu_code", "tools", "inductor", "compiled", "passes")
+"""The tiers, which are folders. Long tests first, so that no worker is left alone with one at the end."""
+BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
+    "passes": ((CompiledGraph, "__init__"), "this test compiles: it belongs to tests/compiled"),
+    "compiled": ((GraphLowering, "run"), "this test reaches Inductor: it belongs to tests/inductor"),
 }
-"""The files of each tier. All others are of the tier "compiled": small models that are compiled and trained.
-
-ranks: several processes. gpu_code: code that is generated for a GPU that is not there. tools: commands, pages, examples.
-passes: passes on captured graphs, most of which compile nothing.
-"""
-TIER_OF = {name: tier for tier, names in TIERS.items() for name in names.split()}
-ORDER = ("ranks", "gpu_code", "tools", "compiled", "passes")
-"""Long tests first, so that no worker is left alone with one at the end."""
+"""For each tier, the function that its tests must not reach: which holds the tiers apart, and the fast one fast."""
+TESTS = Path(__file__).parent
 GROUPS = (
     dict.fromkeys(("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel"), "ranks")
     | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
@@ -47,15 +41,15 @@ def stem(file: Path) -> str:
 
 
 def tier_of(file: Path) -> str:
-    """Return the tier of a file of tests."""
-    return TIER_OF.get(stem(file), "compiled")
+    """Return the tier of a file of tests: the folder of tests/ that it is in."""
+    return file.parts[len(TESTS.parts)] if file.is_absolute() else file.parts[1]
 
 
 @functools.cache
 def group_of(file: Path) -> str:
     """Return the group of a file of tests; "" if each may run on another worker."""
     shares = "pytest.mark.shares_code" in file.read_text()
-    return GROUPS.get(stem(file), stem(file) if shares else "")
+    return GROUPS.get(stem(file), str(file) if shares else "")
 
 
 def shares_code(item: Any) -> bool:
@@ -126,6 +120,19 @@ def _forgetful() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _within_its_tier(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that reaches more than its tier allows, except variants, which may."""
+    reached, advice = BEYOND.get(tier_of(request.path), (None, ""))
+    if reached is None or request.node.get_closest_marker("variant"):
+        yield
+        return
+    owner, name = reached
+    with mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name)) as call:
+        yield
+    assert not call.called, advice
 
 
 @pytest.fixture(autouse=True)

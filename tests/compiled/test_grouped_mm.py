@@ -1,0 +1,313 @@
+"""Matmuls of experts: the numbers against an oracle, experts without tokens, what each device gets, every refusal.
+
+No CPU has the kernel: there, with a target that has it, its formula runs, and its calls are repeated on fake CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fp8pass
+from fp8pass.graph.verdict import Gemm
+from tests.helpers.grouped_mm import H100, OFFS, tokens, trained
+from tests.helpers.harness import (
+    BF16,
+    annotated,
+    compiled,
+    sqnr,
+    verdicts,
+)
+from tests.helpers.models import Experts
+from tests.helpers.oracle import qdq_rows
+
+
+class Layer(nn.Module):
+    """One layer of `Experts`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter((torch.randn(4, 96, 64) / 8).bfloat16())
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.up.transpose(-2, -1), offs=offs)
+
+
+class OfTransformers(nn.Module):
+    """One layer of experts in float32, as transformers calls it within torch.compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 96, 64) / 8)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        y: Tensor = torch.ops.transformers.grouped_mm_fallback(x, self.up.transpose(-2, -1), offs)
+        return y
+
+
+class Capacity(nn.Module):
+    """Experts with room for as many tokens each: a batched matmul."""
+
+    def __init__(self, groups: int = 20) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((torch.randn(groups, 64, 48) / 8).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight)
+
+
+def gemms(function: Any, *inputs: Any) -> list[Gemm]:
+    with verdicts() as found:
+        y = function(*inputs)
+        if y.requires_grad:
+            y.float().square().sum().backward()
+    return found.gemms
+
+
+@pytest.mark.shares_code
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
+def test_the_numbers_are_those_of_an_oracle(lowering: str) -> None:
+    """One expert after the other in float64, each with scales of its own rows and columns.
+
+    What Inductor makes for the GPU that has the kernel: tests/gpu_code/test_sm90.py.
+    """
+    torch.manual_seed(0)
+    weight = nn.Parameter((torch.randn(4, 64, 48) / 8).bfloat16())
+    x, gradient = tokens(), torch.randn(64, 48).bfloat16()
+    options = {"recipe": "rowwise", "lowering": lowering, **H100}
+    function = compiled(lambda x, w, offs: torch._grouped_mm(x, w, offs=offs), **options)
+    y = function(x, weight, OFFS)
+    y.backward(gradient)
+    assert x.grad is not None
+    assert weight.grad is not None
+    starts = [0, *OFFS.tolist()]
+    for g, (i, j) in enumerate(itertools.pairwise(starts)):
+        a, b, c = x.detach()[i:j], weight.detach()[g], gradient[i:j]
+        if i == j:
+            assert weight.grad[g].abs().max() == 0
+            continue
+        wanted = qdq_rows(a, 1) @ qdq_rows(b, 0), qdq_rows(c, 1) @ qdq_rows(b, 1).T, qdq_rows(a, 0).T @ qdq_rows(c, 0)
+        for want, got in zip(wanted, (y[i:j], x.grad[i:j], weight.grad[g]), strict=True):
+            assert sqnr(want, got) > 50
+
+
+@pytest.mark.shares_code
+@pytest.mark.parametrize("options", [{"recipe": "rowwise", **H100}, H100], ids=["rowwise", "delayed"])
+def test_a_step_is_that_of_the_annotated_graph(options: dict[str, Any]) -> None:
+    """Also under a recipe by tensor, as is the default: the kernels scale by rows."""
+    torch.manual_seed(0)
+    experts, x = Experts(), tokens()
+    with verdicts() as found:
+        got = trained(compiled(experts, **options), experts, x)
+    rows = [(g.name, g.kind, g.scaling, g.status, g.dtypes) for g in found.gemms]
+    assert not found.notes  # nothing is dequantized for no matmul
+    kinds = ("output", "grad_input", "grad_weight")
+    assert sorted(rows) == sorted(
+        (name, kind, "rowwise", "rewritten", ("e4m3", "e4m3", "bf16"))
+        for name, kind in itertools.product(("up", "down"), kinds)
+    )
+    wanted = trained(annotated(experts, **options), experts, x)
+    for a, b in zip(wanted, got, strict=True):
+        assert sqnr(a, b) > 45  # bfloat16: the reference rounds operands to it, and the kernel does not
+    for a, b in zip(trained(experts, experts, x), got, strict=True):
+        assert sqnr(a, b) > 20
+
+
+def test_experts_of_transformers_in_float32() -> None:
+    """Under autocast they are what experts in bfloat16 are; their custom op, without one, is left as it is."""
+    pytest.importorskip("transformers.integrations.moe")
+    torch.manual_seed(0)
+    layer, x = OfTransformers(), tokens().detach().float().requires_grad_()
+
+    def step(function: Any) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return trained(function, layer, x)
+
+    with verdicts() as found:
+        got = step(compiled(layer, **H100))
+    assert [(g.name, g.kind, g.status, g.scaling) for g in found.gemms] == [
+        ("up", kind, "rewritten", "rowwise") for kind in ("output", "grad_weight", "grad_input")
+    ]
+    assert {y.dtype for y in got} == {torch.float32}
+    for a, b in zip(step(annotated(layer, **H100)), got, strict=True):
+        assert sqnr(a, b) > 45
+    for a, b in zip(step(layer), got, strict=True):
+        assert sqnr(a, b) > 20
+
+    plain = trained(layer, layer, x)
+    for options, rule in ((H100, "grouped type"), ({}, "no kernel")):
+        with verdicts() as found, pytest.warns(UserWarning, match="a graph has no matmul in FP8"):
+            got = trained(compiled(layer, **options), layer, x)
+        assert {(g.kind, g.M, g.K, g.N, g.rule) for g in found.gemms} == {
+            ("output", 64, 64, 96, rule), ("grad_input", 64, 96, 64, rule), ("grad_weight", 64, 64, 96, rule),
+        }  # fmt: skip
+        for a, b in zip(plain, got, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.shares_code
+def test_rows_of_nobody_change_nothing() -> None:
+    """Such rows are what was in memory: they have no part in any scale."""
+    torch.manual_seed(0)
+    experts = Experts()
+    function = compiled(experts, **H100)
+    wanted = trained(function, experts, tokens(1.0))
+    for nobodys in (1e30, float("inf"), float("nan")):
+        for a, b in zip(wanted, trained(function, experts, tokens(nobodys)), strict=True):
+            assert torch.equal(a, b), nobodys
+
+
+def test_batches_of_experts_are_one_matmul() -> None:
+    """More of them than there would be calls of `_scaled_mm`."""
+    torch.manual_seed(0)
+    model = Capacity()
+    x = torch.randn(20, 32, 64).bfloat16().requires_grad_()
+    found = gemms(compiled(model, **H100), x)
+    assert [(g.batches, g.status, g.scaling) for g in found] == [(20, "rewritten", "rowwise")] * 3
+    got, x.grad, model.weight.grad = (x.grad, model.weight.grad), None, None
+    torch._dynamo.reset()
+    annotated(model, **H100)(x).float().square().sum().backward()
+    for want, have in zip((x.grad, model.weight.grad), got, strict=True):
+        assert sqnr(want, have) > 45
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul in FP8")
+def test_batches_of_experts_elsewhere() -> None:
+    """As any batches; with both reasons, where that are too many."""
+    x = torch.randn(20, 32, 64).bfloat16()
+    with verdicts() as found:
+        compiled(Capacity())(x)
+        compiled(Capacity(4))(x[:4])  # compiled again, for any number
+    gemm, _, varying, _ = found.gemms
+    assert (gemm.status, gemm.rule) == ("declined", "batches")
+    assert gemm.reason.endswith("gains; grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu")
+    assert varying.reason.startswith("a varying number of products of [32, 64] by [64, 48]: ")
+    gemm, _ = gemms(compiled(Capacity(4), dynamic=False), x[:4])
+    assert (gemm.status, gemm.scaling) == ("rewritten", "delayed")
+
+
+def test_batches_that_are_no_experts_stay() -> None:
+    """Attention that is written out is not meant."""
+    a, b = (torch.randn(20, 32, 64).bfloat16() for _ in range(2))
+    (gemm,) = gemms(compiled(lambda a, b: a @ b.mT, **H100), a, b)
+    assert (gemm.status, gemm.rule) == ("declined", "batches")
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul in FP8")
+@pytest.mark.parametrize(
+    ("options", "rule", "reason"),
+    [
+        ({}, "no kernel", "grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu"),
+        ({"target": "b200"}, "no kernel", "exist on sm_90, and b200 is sm_100"),
+        (
+            {"target": "h100", "recipe": "mxfp8"},
+            "grouped scale",
+            "mxfp8 scales; grouped FP8 matmuls take one for each row",
+        ),
+        ({"target": "h100", "min_speedup": 1}, "min_speedup", r"\[16, 64\] by \[64, 96\] is too small"),
+    ],
+)
+def test_the_recipe_says_why_not(options: dict[str, Any], rule: str, reason: str) -> None:
+    """And the model runs, in high precision."""
+    experts, x = Experts(), tokens()
+    with verdicts() as found:
+        got = trained(compiled(experts, **options), experts, x)
+    gemm = found.gemms[0]
+    assert (gemm.status, gemm.rule) == ("declined", rule)
+    assert re.search(reason, gemm.reason)
+    for a, b in zip(trained(experts, experts, x), got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strict_says_it_aloud() -> None:
+    with pytest.raises(
+        BackendCompilerFailed, match="grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu"
+    ):
+        compiled(Experts(), strict=True)(tokens(), OFFS)
+
+
+def test_experts_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    model, x = Capacity().float(), torch.randn(20, 32, 64, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            y: Tensor = model(x)
+            return y
+
+    found = gemms(compiled(function, **H100), x)
+    assert [(g.batches, g.status, g.scaling) for g in found] == [(20, "rewritten", "rowwise")] * 3
+    (got,) = (p.grad for p in model.parameters())
+    model.zero_grad()
+    function(x).float().square().sum().backward()
+    (wanted,) = (p.grad for p in model.parameters())
+    assert got is not None
+    assert wanted is not None
+    assert sqnr(wanted, got) > 20
+
+
+def test_a_number_of_tokens_that_varies_is_compiled_once() -> None:
+    """Where groups are to be is known for a number alone: the gradient of the weights stays in high precision."""
+    torch.manual_seed(0)
+    experts = Layer()
+    function = compiled(experts, **H100)
+    with verdicts() as found:
+        for rows in (80, 112, 100):
+            x, offs = torch.randn(rows, 64).bfloat16().requires_grad_(), OFFS + (rows - 80)
+            torch._dynamo.mark_dynamic(x, 0)
+            for a, b in zip(trained(experts, experts, x, offs), trained(function, experts, x, offs), strict=True):
+                assert sqnr(a, b) > 20
+    rules = {(g.kind, g.status, g.rule) for g in found.gemms}
+    rewritten = {("output", "rewritten", ""), ("grad_input", "rewritten", "")}
+    assert rules == rewritten | {("grad_weight", "declined", "symbolic size")}
+    assert len(found.gemms) == 3
+
+
+def test_monitored() -> None:
+    """What a gradient is quantized to by rows has no groups, and by groups it has."""
+    torch.manual_seed(0)
+    experts = Layer()
+    trained(compiled(experts, monitor=True, **H100), experts, tokens())
+    seen = {row.slot for row in fp8pass.stats(experts).rows}
+    assert {"up.grad_output", "up.grad_output_1", "up.input", "up.weight"} <= seen
+
+
+class Own(nn.Module):
+    """An expert that is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y
+
+
+def test_an_expert_of_its_own_keeps_its_scale_without_tokens() -> None:
+    """Called with none, or not at all, its slots record nothing; the other's follow the data."""
+    torch.manual_seed(0)
+    experts = [Own(), Own()]
+    for expert in experts:
+        expert.compile(backend="fp8pass", options={"lowering": "eager"})
+
+    def step(of: tuple[int, ...], size: float) -> list[float]:
+        for expert, n in zip(experts, of, strict=True):
+            if n >= 0:
+                expert(torch.randn(n, 32) * size).square().sum().backward()
+        return [float(fp8pass.state(e).state_dict()["fc.input.scale"]) for e in experts]
+
+    step((16, 16), 1.0)
+    before = step((16, 16), 1.0)
+    step((16, 0), 100.0)
+    step((16, -1), 100.0)
+    after = step((16, 0), 100.0)
+    assert after[1] == before[1]
+    assert after[0] < before[0] / 50
+    assert step((16, 16), 1.0)[1] != 0

@@ -1,0 +1,239 @@
+"""The watch pass: what is counted, against float64; that no number of the model changes; steps, and what repeats them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.quant.monitor_ops import MonitorBuffer, Watched, WatchTable
+from tests.helpers.harness import compiled, verdicts
+from tests.helpers.insert_monitors import RECIPES, linear, trained
+from tests.helpers.models import Parts, batches, make
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fp8pass. (blockwise|mxfp8) kernels exist"),
+    pytest.mark.shares_code,
+]
+
+
+VARIANTS = {r: pytest.param(r, marks=pytest.mark.variant) for r in ("dynamic", "rowwise", "blockwise")}
+
+
+@pytest.mark.parametrize("recipe", [VARIANTS.get(r, r) for r in RECIPES])
+def test_no_number_of_the_model_changes(recipe: str) -> None:
+    sizes = {"blockwise": (128, 256), "mxfp8": (32, 64)}.get(recipe, (32, 56))
+    options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return Model(*sizes)
+
+    (off, _), (on, found) = (trained(m, model(), **options) for m in (False, True))
+    for a, b in zip(off, on, strict=True):
+        assert torch.equal(a, b)
+    roles = [row.role for row in found.of("up") if row.step == 3]
+    gradients = 0 if recipe == "static" else 1
+    assert {"input", "weight"} <= set(roles) and roles.count("grad_output") >= gradients
+    assert all(10 < row.sqnr < 60 and row.nonfinite == 0 for row in found.rows if row.step != 2 and recipe != "static")
+
+
+class Model(nn.Module):
+    """Two layers, of any width."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(1, self.up.in_features // x.shape[-1]) if x.shape[-1] != self.up.in_features else x
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def test_what_is_watched_is_what_was_named() -> None:
+    _, found = trained(["a.input", "*.grad_output"], lowering="eager", steps=2)
+    assert {row.slot for row in found.rows} == {"a.input", "a.grad_output", "b.grad_output"}
+    assert {row.source.split(":")[0] for row in found.rows} == {"models.py"}
+
+
+def test_in_the_order_in_which_they_are_quantized() -> None:
+    _, found = trained(True, lowering="eager")
+    order = ["a.input", "a.weight", "b.input", "b.weight", "b.grad_output", "a.grad_output"]
+    assert [row.slot for row in found.rows] == order * 4
+    assert [row.step for row in found.rows] == [i for i in range(4) for _ in order]
+
+
+def test_microbatches_of_a_step_are_counted_together() -> None:
+    model = make(Parts)
+    run = compiled(model, monitor=True, lowering="eager")
+    parts = batches(4, 16, 32)
+    for step in (parts[:2], parts[2:]):
+        with fp8pass.accumulate(model):
+            for x in step:
+                run(x.requires_grad_()).square().mean().backward()
+    found = fp8pass.stats(model).of("a.weight")
+    assert [(row.step, row.elements) for row in found] == [(0, 2 * 32 * 32), (1, 2 * 32 * 32)]
+    assert found[0].amax == model.a.weight.abs().max()
+
+
+def test_two_instances_of_one_class() -> None:
+    models = [make(Parts, seed=i) for i in range(2)]
+    runs = [compiled(m, monitor=True, lowering="eager") for m in models]
+    x = batches(1, 16, 32)[0]
+    for i, run in enumerate(runs):
+        run((x * 10**i).requires_grad_()).square().mean().backward()
+    a, b = (fp8pass.stats(m).of("b.weight") for m in models)
+    assert a[0].amax == models[0].b.weight.abs().max() != b[0].amax
+    assert len(a) == len(b) == 1
+
+
+class Checkpointed(nn.Module):
+    """Activation checkpointing within what is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model(32, 56)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
+def test_within_a_checkpointed_region(lowering: str) -> None:
+    torch.manual_seed(0)
+    (off, _), (on, found) = (trained(m, Checkpointed(), lowering=lowering) for m in (False, True))
+    assert len(found.latest) == 6
+    assert all(row.elements in (16 * 32, 16 * 56, 32 * 56) for row in found.rows), "once in each step"
+    assert [a.shape for a in off] == [b.shape for b in on]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_around_what_is_compiled(use_reentrant: bool) -> None:
+    """The backward repeats the forward, which has been counted; or counts it, where it ran without gradients."""
+    model = make(Parts)
+    run = compiled(model, monitor=True, lowering="eager")
+    for x in batches(3, 16, 32):
+        checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant).square().mean().backward()
+    found = fp8pass.stats(model)
+    assert [row.elements for row in found.of("a.input")] == [16 * 32] * 3
+    assert [row.elements for row in found.of("a.grad_output")] == [16 * 32] * 3
+    assert len(found.latest) == 6
+
+
+def test_copies_of_weights_are_watched_too() -> None:
+    def run(cache: str) -> Any:
+        model = make(Parts)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @fp8pass.train_step(monitor=True, weight_cache=cache, lowering="eager", min_speedup=0)
+        def step(x: Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for x in batches(4, 16, 32):
+            step(x)
+        return fp8pass.stats(step)
+
+    off, on = run("off"), run("fp8+transpose")
+    assert [(a.slot, a.step) for a in off.rows] == [(b.slot, b.step) for b in on.rows]
+    for a, b in zip(off.rows, on.rows, strict=True):
+        assert b.scale == pytest.approx(a.scale, rel=1e-6) and b.sqnr == pytest.approx(a.sqnr, abs=0.01)
+
+
+def test_the_ring_keeps_the_newest_steps() -> None:
+    _, found = trained("a.input", lowering="eager", steps=6, monitor_steps=2)
+    assert [row.step for row in found.rows] == [3, 4, 5]
+    monitor_buffer = MonitorBuffer(WatchTable((Watched("a", "input", ""),), 1, torch.device("cpu"), 2))
+    for step in range(5):
+        monitor_buffer.begin(step, step)
+        monitor_buffer.begin(step, step)  # goes on
+        monitor_buffer.inputs()[0].add_(step)
+    assert list(monitor_buffer.steps) == [2, 3, 4] and monitor_buffer.read()[:, 0, 0].tolist() == [2, 3, 4]
+    assert not MonitorBuffer(monitor_buffer.table).inputs(repeats=True)[0].any()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("dynamic", marks=pytest.mark.variant)])
+def test_in_one_of_three_steps(recipe: str) -> None:
+    """Between them runs a graph that has nothing of the monitor, with the same state."""
+    options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}
+    intervals: list[dict[str, Any]] = [{}, {"monitor_interval": 3}]
+    (all_numbers, each), (numbers, some) = (trained(True, linear(), steps=7, **options, **of) for of in intervals)
+    for a, b in zip(all_numbers, numbers, strict=True):
+        assert torch.equal(a, b)
+    assert list(some.rows) == [row for row in each.rows if row.step in (0, 3, 6)] != []
+
+
+def test_evaluation_is_compiled_once() -> None:
+    model = nn.Linear(32, 48)
+    run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
+    with verdicts() as report:
+        for x in batches(4, 16, 32):
+            run(x.requires_grad_()).sum().backward()
+        assert report.graphs == 2
+        for x in batches(4, 16, 32):
+            run(x.requires_grad_()).sum().backward()
+            with torch.no_grad():
+                run(x)
+        assert report.graphs == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.variant)])
+def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> None:
+    """A region is repeated by the graph of its forward's step, also behind an evaluation: each tensor counts once."""
+    model = nn.Linear(32, 48)
+    run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
+    for x in batches(4, 16, 32):
+        checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant).square().mean().backward()
+        with torch.no_grad():
+            run(x)
+    found = [(row.role, row.step, row.elements) for row in fp8pass.stats(model).rows]
+    sizes = {"input": 16 * 32, "weight": 32 * 48, "grad_output": 16 * 48}
+    assert found == [(role, step, size) for step in (0, 2) for role, size in sizes.items()]
+
+
+class OwnScales(nn.Module):
+    """A layer that the recipe quantizes, and a matmul that the user quantizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32))
+        self.x_scale, self.w_scale = fp8pass.ScaleState(4), fp8pass.ScaleState(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x)
+        return fp8pass.in_qdq(y, self.x_scale) @ fp8pass.in_qdq(self.head, self.w_scale)
+
+
+def test_scales_that_the_user_placed_are_not_counted() -> None:
+    _, stats = trained(True, make(OwnScales), steps=2)
+    assert {row.slot for row in stats.latest} == {"up.input", "up.weight", "up.grad_output"}
+
+
+def test_nothing_watched() -> None:
+    model = nn.Linear(32, 48)
+    run = compiled(model, lowering="eager")
+    run(batches(1, 16, 32)[0])
+    with pytest.raises(fp8pass.Fp8Error, match="nothing of this model is watched"):
+        fp8pass.stats(model)
+    for option in ("monitor_steps", "monitor_interval"):
+        with pytest.raises(ValueError, match=f"{option}=0: a number of steps, 1 or more"):
+            fp8pass.Config(**{option: 0})
+
+
+def test_names_are_those_of_the_model_of_which_blocks_are_compiled() -> None:
+    model = nn.Sequential(make(Parts), make(Parts, seed=1))
+    for block in model:
+        block.compile(backend="fp8pass", options={"monitor": True, "lowering": "eager", "min_speedup": 0})
+    model(batches(1, 16, 32)[0].requires_grad_()).square().mean().backward()
+    slots = [row.slot for row in fp8pass.stats(model).rows]
+    roles = ["a.input", "a.weight", "b.input", "b.weight"]
+    forward = [f"{i}.{role}" for i in range(2) for role in roles]
+    backward = [f"{i}.{name}.grad_output" for i in (1, 0) for name in ("b", "a")]
+    assert slots == [*forward, *backward]

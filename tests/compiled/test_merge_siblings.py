@@ -1,0 +1,253 @@
+"""The merge_siblings pass: linear layers that read one tensor become one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.errors import Fp8Error
+from fp8pass.options.config import Config
+from fp8pass.recipes import DelayedScaling, DynamicScaling
+from tests.helpers.harness import annotated, compiled, sqnr, train
+from tests.helpers.merge_siblings import Siblings, annotation, called, swiglu
+from tests.helpers.models import Attention, Transformer
+
+RECIPES = (DelayedScaling(amax_history_len=4), DynamicScaling())
+
+
+class Fused(nn.Module):
+    """`Siblings` as one layer, as a user would write it."""
+
+    def __init__(self, siblings: Siblings) -> None:
+        super().__init__()
+        self.read, self.widths = siblings.read, [layer.out_features for layer in siblings.layers]
+        self.layer = nn.Linear(32, sum(self.widths), bias=siblings.layers[0].bias is not None)
+        for name, parameter in self.layer.named_parameters():
+            parameter.data = torch.cat([getattr(layer, name) for layer in siblings.layers]).detach()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(*self.layer(x).split(self.widths, -1))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (-1, 8)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bias", "dtype"),
+    [
+        (RECIPES[0], False, F32),
+        (RECIPES[0], True, BF16),
+        (RECIPES[1], True, F32),
+        (RECIPES[1], False, BF16),
+        pytest.param(RECIPES[0], True, F32, marks=pytest.mark.variant),
+        pytest.param(RECIPES[0], False, BF16, marks=pytest.mark.variant),
+        pytest.param(RECIPES[1], False, F32, marks=pytest.mark.variant),
+        pytest.param(RECIPES[1], True, BF16, marks=pytest.mark.variant),
+    ],
+    ids=repr,
+)
+def test_the_numbers_are_those_of_one_layer(recipe: Any, bias: bool, dtype: torch.dtype) -> None:
+    """To the bit, in every step, also of what a layer's parameters get for gradients."""
+    torch.manual_seed(0)
+    siblings = Siblings(swiglu, bias=bias).to(dtype)
+    fused = Fused(siblings)
+    data = [torch.randn(4, 8, 32, dtype=dtype) * 3**i for i in range(4)]
+    merged = train(siblings, annotated(siblings, recipe=recipe, merge_siblings=True), data)
+    one = train(fused, annotated(fused, recipe=recipe), data)
+    for got, wanted in zip(merged, one, strict=True):
+        assert torch.equal(got["output"], wanted["output"])
+        assert torch.equal(got["input"], wanted["input"])
+        for name in ("weight", "bias")[: 1 + bias]:
+            parts = [got[f"layers.{i}.{name}"] for i in range(2)]
+            assert torch.equal(torch.cat(parts), wanted[f"layer.{name}"])
+
+
+class Within(nn.Module):
+    """A model in a region of activation checkpointing, or under autocast."""
+
+    def __init__(self, model: nn.Module, how: str) -> None:
+        super().__init__()
+        self.model, self.how = model, how
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "checkpoint":
+            return checkpoint(self.model, x, use_reentrant=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "autocast"])
+def test_within_a_region(how: str) -> None:
+    """As above, annotated; and compiled as annotated."""
+    torch.manual_seed(0)
+    siblings = Siblings(swiglu, bias=True)
+    models = [Within(m, how) for m in (siblings, Fused(siblings), copy.deepcopy(siblings))]
+    data = [torch.randn(4, 8, 32) * 3**i for i in range(3)]
+    options = {"recipe": DelayedScaling(amax_history_len=4)}
+    merged = annotated(models[0], merge_siblings=True, **options)
+    one, run = annotated(models[1], **options), compiled(models[2], merge_siblings=True, strict=True, **options)
+    steps = (train(m, f, data) for m, f in zip(models, (merged, one, run), strict=True))
+    for got, wanted, from_compiled in zip(*steps, strict=True):
+        assert torch.equal(got["output"], wanted["output"])
+        assert torch.equal(got["input"], wanted["input"])
+        assert min(sqnr(got[name], from_compiled[name]) for name in got) > 30
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lowering"),
+    [
+        (RECIPES[0], "eager"),
+        pytest.param(RECIPES[1], "eager", marks=pytest.mark.variant),
+        pytest.param(RECIPES[0], "inductor", marks=pytest.mark.variant),
+    ],
+    ids=repr,
+)
+def test_compiled_as_annotated(recipe: Any, lowering: str) -> None:
+    """Inductor, which takes long, compiles one family: to it a merged layer is one of a cat and of its parts."""
+    torch.manual_seed(0)
+    families = [Siblings(swiglu), nn.Linear(48, 32), Siblings(attention, (32, 16, 16))]
+    model = nn.Sequential(*families[0 if lowering == "eager" else 2 :])
+    twin = copy.deepcopy(model)
+    data = [torch.randn(4, 16, 32) for _ in range(3)]
+    run = compiled(model, recipe=recipe, merge_siblings=True, lowering=lowering, strict=True)
+    reference = train(twin, annotated(twin, recipe=recipe, merge_siblings=True), data)
+    for got, wanted in zip(train(model, run, data), reference, strict=True):
+        assert min(sqnr(wanted[name], got[name]) for name in wanted) > 30
+
+
+def test_compiled_step_has_one_matmul_of_each_kind() -> None:
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    report = fp8pass.explain(Siblings(swiglu), x, config=Config(merge_siblings=True))
+    assert [(g.name, g.kind, g.status, (g.M, g.K, g.N)) for g in report.gemms] == [
+        ("layers.0+1", "output", "rewritten", (64, 32, 96)),
+        ("layers.0+1", "grad_weight", "rewritten", (96, 64, 32)),
+        ("layers.0+1", "grad_input", "rewritten", (64, 96, 32)),
+    ]
+
+
+def test_names() -> None:
+    recipe = DelayedScaling()
+    a = annotation(nn.Sequential(Attention()), recipe=recipe)
+    assert called(a) == ["0.q+k+v", "0.scaled_dot_product_attention", "0.o"]
+    (table,) = a.tables
+    assert {n for n in table.names if "+" in n} == {"0.q+k+v.input", "0.q+k+v.weight", "0.q+k+v.grad_output"}
+    model = Transformer(layers=1)
+    compiled(model, recipe=recipe, merge_siblings=True)(torch.randn(4, 16, 32)).sum().backward()
+    assert "layers.0.0.q+k+v.weight" in fp8pass.state(model).slots
+
+
+def _weighted(x: Tensor) -> Tensor:
+    return x @ torch.ones(x.shape[-1], 16)
+
+
+READERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[int]]] = {
+    "elementwise": (swiglu, (48, 48), []),
+    "views and elementwise": (lambda a, b: a.unflatten(-1, (2, -1)).transpose(1, 2).exp(), (48, 48), []),
+    "halves": (lambda a, b: torch.cat([-a.chunk(2, -1)[1], b[..., :24]], -1), (48, 48), []),
+    "attention to all": (attention, (32, 16, 16), []),
+    "attention to one": (lambda q, k, v: attention(q.sin(), k.cos(), v), (32, 16, 16), [2]),
+    "a matmul": (lambda a, b: _weighted(a) + b.mean(), (48, 48), [0, 1]),
+    "the caller": (lambda a, b: (a, b.sin()), (48, 48), [0]),
+    "the caller, of a view": (lambda a, b: (a.transpose(0, 1), b.sin()), (48, 48), [0]),
+    "a view of all its elements": (lambda a, b: a.view(-1).sin() + b.sin().view(-1), (48, 48), [0]),
+    "a write": (lambda a, b: a.mul_(2).sin() + b.sin(), (48, 48), [0]),
+    "a sum": (lambda a, b: a.sum(-1) + b.sin().sum(-1), (48, 48), [0]),
+    "nothing": (lambda a, b: b.sin(), (48, 48), []),
+}
+
+
+SISTERS = {
+    "views and elementwise": "halves",
+    "attention to all": "attention to one",
+    "the caller, of a view": "the caller",
+}
+"""Variants, and what reads the layers in the same way."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.variant] * (case in SISTERS)) for case in READERS]
+)
+def test_what_may_depend_on_strides_reads_a_copy(case: str) -> None:
+    read, widths, copied = READERS[case]
+    model = Siblings(read, widths)
+    a = annotation(model, recipe=DynamicScaling())
+    clones = [n for n in a.module.graph.nodes if n.target == "clone"]
+    assert [n.args[0].args[1] for n in clones] == copied
+    x = torch.randn(4, 8, 32)
+    got, wanted = compiled(model, recipe="dynamic", merge_siblings=True)(x), model(x)
+    for ours, eager in zip(*(y if isinstance(y, tuple) else (y,) for y in (got, wanted)), strict=True):
+        assert (ours.shape, ours.stride()) == (eager.shape, eager.stride())
+        assert sqnr(eager, ours) > 20
+
+
+def test_evaluation_reads_the_scales_of_training() -> None:
+    model = Siblings(swiglu)
+    run = compiled(model, recipe="delayed", merge_siblings=True)
+    x = torch.randn(4, 8, 32)
+    run(x).sum().backward()
+    slots = fp8pass.state(model).slots
+    with torch.no_grad():
+        y = run(x)
+    assert fp8pass.state(model).slots == slots
+    assert sqnr(model(x), y) > 20
+
+
+def state_of(model: nn.Module, merged: bool, saved: dict[str, Tensor] | None = None, late: bool = False) -> Any:
+    """The state after a step of `model`, of which `saved` is loaded before or after its first call."""
+    run = compiled(model, recipe=DelayedScaling(amax_history_len=4), merge_siblings=merged)
+    state = fp8pass.state(model)
+    if saved is not None and not late:
+        state.load_state_dict(saved)
+    run(torch.randn(4, 8, 32)).sum().backward()
+    if saved is not None and late:
+        state.load_state_dict(saved)
+    return state.state_dict()
+
+
+def test_state_of_separate_layers_is_loaded_into_merged_ones(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Siblings(swiglu)
+    for larger in model.layers[1].parameters():
+        larger.data.mul_(10)
+    saved = state_of(model, merged=False)
+    for late in (False, True):
+        caplog.clear()
+        got = state_of(Siblings(swiglu), True, saved, late)
+        slots = {name.rpartition(".")[0] for name in got} - {""}
+        assert slots == {f"layers.0+1.{role}" for role in ("input", "weight", "grad_output")}
+        for role in ("weight", "grad_output"):
+            parts = [saved[f"layers.{i}.{role}.amax"] for i in range(2)]
+            newest = got[f"layers.0+1.{role}.amax"] if late else got[f"layers.0+1.{role}.amax_history"][0]
+            assert newest == max(parts)
+        assert "layers.0+1.weight begin with that" in caplog.text
+
+
+@pytest.mark.shares_code
+def test_state_that_lacks_a_part_does_not_fit() -> None:
+    saved = state_of(Siblings(swiglu), merged=False)
+    lacking = {name: x for name, x in saved.items() if not name.startswith("layers.1.weight")}
+    with pytest.raises(Fp8Error, match=r"Missing slots: \['layers.0\+1.weight'\]"):
+        state_of(Siblings(swiglu), True, lacking, late=True)
+
+
+@pytest.mark.shares_code
+@pytest.mark.parametrize("late", [False, True])
+def test_state_of_merged_layers_is_loaded_into_separate_ones(late: bool) -> None:
+    saved = state_of(Siblings(swiglu), merged=True)
+    got = state_of(Siblings(swiglu), False, saved, late)
+    for slot in ("0.weight", "1.weight", "0.grad_output", "1.grad_output", "0.input"):
+        newest = got[f"layers.{slot}.amax"] if late else got[f"layers.{slot}.amax_history"][0]
+        assert newest == saved[f"layers.0+1.{slot.partition('.')[2]}.amax"]

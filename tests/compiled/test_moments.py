@@ -1,0 +1,341 @@
+"""Moments in FP8: what is stored, what reads it, what saves it, and what becomes of the plain tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import fp8pass
+from fp8pass.errors import Fp8Error
+from fp8pass.quant.moments import Fp8Moment, MomentKind, decode, encode, nbytes_saved, pack
+from tests.helpers.harness import BF16, E4M3, F16, F32
+
+pytestmark = pytest.mark.shares_code
+KINDS: list[MomentKind] = ["first", "second"]
+
+
+def values(kind: MomentKind, factor: float = 1.0) -> Tensor:
+    """Of a moment, over many binades."""
+    x = torch.randn(32, 48) * torch.exp2(torch.randint(-12, 1, (32, 48)))
+    return x * factor if kind == "first" else x.square() * factor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tensor
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.0, 1e-37, 1e-30, 1e-10, 1e10, 1e30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_stored_is_stored_again_exactly(kind: MomentKind, factor: float) -> None:
+    for _ in range(5):
+        x = values(kind, factor)
+        once = Fp8Moment.of(kind, x).value()
+        twice = Fp8Moment.of(kind, once)
+        assert torch.equal(twice.value(), once)
+        assert once.isfinite().all()
+        if factor and factor > 1e-30:
+            largest = x.abs() > x.abs().max() / 2**6
+            error = ((once - x).abs() / x.abs())[largest].max()
+            assert error <= (2**-4 if kind == "first" else 2**-9), "half of the last of 3 bits; twice 10 of a root"
+
+
+@pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**5, 2.0**40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_update_stored_is_stored_again_exactly(kind: MomentKind, scale: float) -> None:
+    """Which has room to grow, and another scale than is best."""
+    factor = 100 / scale if kind == "first" else (200 / scale) ** 2
+    x_q = encode(kind, values(kind, factor / 4), torch.tensor(scale))
+    x = decode(kind, x_q, torch.tensor(1 / scale), F32)
+    assert torch.equal(Fp8Moment.of(kind, x).value(), x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_are_not_finite(kind: MomentKind) -> None:
+    """NaN stays NaN; an infinity saturates; the rest keeps what scale 1 can hold."""
+    x = torch.tensor([1.0, 0.25, math.nan, 0.0])
+    assert torch.equal(Fp8Moment.of(kind, x).value(), x) or Fp8Moment.of(kind, x).value().isnan().tolist() == [
+        0,
+        0,
+        1,
+        0,
+    ]
+    x[2] = math.inf
+    got = Fp8Moment.of(kind, x).value()
+    assert got.isfinite().all() and got[2] == got.max() and got[:2].tolist() == [1.0, 0.25]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads_as_a_plain_tensor(kind: MomentKind, dtype: torch.dtype) -> None:
+    moment = Fp8Moment.of(kind, values(kind).to(dtype))
+    plain = moment.value()
+    assert (moment.dtype, moment.shape, moment.stride(), moment.device) == (dtype, (32, 48), (48, 1), plain.device)
+    assert moment.x_q.dtype == (E4M3 if kind == "first" else F16)
+    for function in (
+        torch.clone,
+        torch.sum,
+        lambda x: x + 1,
+        lambda x: torch.ones(32, 48, dtype=dtype).addcmul_(x, x),
+        lambda x: x.t().contiguous(),
+        lambda x: x[3, 4:7],
+        lambda x: torch.stack([x, x]),
+        lambda x: x.double().norm(),
+        lambda x: torch._foreach_mul([x, x], 2.0)[1],
+        lambda x: torch.zeros(32, 48, dtype=dtype).copy_(x),
+    ):
+        result = function(moment)
+        assert torch.equal(result.clone(), function(plain))
+    assert type(moment + 1) is Tensor
+    detached = moment.detach()
+    assert isinstance(detached, Fp8Moment) and detached.x_q is moment.x_q
+    assert repr(moment) == f"Fp8Moment({kind}, [32, 48], {moment.x_q.dtype})"
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda x: x.mul_(0.9),
+    "add_": lambda x: x.add_(1),
+    "lerp_": lambda x: x.lerp_(torch.ones(32, 48), 0.1),
+    "fill_": lambda x: x.fill_(1),
+    "foreach": lambda x: torch._foreach_mul_([torch.ones(3), x], 0.9),
+    "out": lambda x: torch.add(torch.ones(32, 48), 1, out=x),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_writes_are_refused(case: str) -> None:
+    moment = Fp8Moment.of("first", values("first"))
+    before = moment.value()
+    with pytest.raises(Fp8Error, match=r"optimizer_state='fp8'.*foreach=True, not fused=True.*drop the option"):
+        WRITES[case](moment)
+    assert torch.equal(moment.value(), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_and_zero(kind: MomentKind) -> None:
+    """In place, also where the numbers of several are in one tensor."""
+    moments = [Fp8Moment.of(kind, values(kind, 10.0**i)) for i in range(3)]
+    pack(moments)
+    others = [m.value() for m in (moments[0], moments[2])]
+    middle, x_q = moments[1], moments[1].x_q
+    new = values(kind, 1e-3)
+    assert middle.copy_(new) is middle and middle.x_q is x_q
+    assert torch.equal(middle.value(), Fp8Moment.of(kind, new).value())
+    assert middle.zero_() is middle
+    assert not middle.value().any()
+    assert all(torch.equal(m.value(), x) for m, x in zip((moments[0], moments[2]), others, strict=True))
+
+
+def test_pack() -> None:
+    moments = [Fp8Moment.of(kind, values(kind)) for kind in ("first", "first", "second")]
+    before = [m.value() for m in moments]
+    moment_scales = pack(moments)
+    assert moment_scales.shape == (2, 3) and moment_scales.is_contiguous()
+    assert [m.column for m in moments] == [0, 1, 2] and all(m.moment_scales is moment_scales for m in moments)
+    assert all(torch.equal(m.value(), x) for m, x in zip(moments, before, strict=True))
+    assert pack(moments) is moment_scales, "as it is"
+    assert pack(moments[:2]).shape == (2, 2) and pack(moments[::-1]).shape == (2, 3)
+    assert all(torch.equal(m.value(), x) for m, x in zip(moments, before, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+
+
+class Training:
+    """A small model and its step."""
+
+    def __init__(self, optimizer: Callable[..., Any] = adamw, **config: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.optimizer = optimizer(self.model.parameters())
+
+        @fp8pass.train_step(**{"min_speedup": 0, "lowering": "eager", "optimizer_state": "fp8", **config})
+        def step(x: Tensor) -> Tensor:
+            loss = F.mse_loss(self.model(x), x.roll(1, 0) * 0.1 + x.roll(1, 1))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+
+        self.step = step
+
+    def run(self, steps: range) -> list[float]:
+        """The losses."""
+        return [self.step(torch.randn(32, 64, generator=torch.Generator().manual_seed(i))).item() for i in steps]
+
+    def checkpoint(self) -> list[dict[str, Any]]:
+        """Of the model, its optimizer, and FP8."""
+        states = self.model.state_dict(), self.optimizer.state_dict(), fp8pass.state(self.model).state_dict()
+        return copy.deepcopy(list(states))
+
+    def load(self, states: list[dict[str, Any]]) -> None:
+        """What `checkpoint` returned."""
+        for of, state in zip((self.model, self.optimizer, fp8pass.state(self.model)), states, strict=True):
+            of.load_state_dict(state)
+
+    def moments(self) -> list[Any]:
+        """Of the large weights."""
+        states = [self.optimizer.state[self.model[i].weight] for i in (0, 2)]
+        return [x for state in states for name, x in state.items() if name != "step"]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+
+
+def alive() -> int:
+    """How many plain float32 tensors of the size of the weights there are, these and their gradients aside."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == F32 and x.numel() == 64 * 128]
+    return len([x for x in found if x.device.type == "cpu" and x.untyped_storage().nbytes()])
+
+
+def test_moments_that_an_optimizer_has_already() -> None:
+    """It was trained before, by other means: these are stored as they are best, and let go of."""
+    training = Training()
+    model, optimizer = training.model, training.optimizer
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = alive()
+    training.run(range(2))
+    assert all(isinstance(x, Fp8Moment) for x in training.moments())
+    assert alive() == before - 4
+
+
+class Trained(NamedTuple):
+    """A training after its first steps. alive: what `alive` has said before the first, after it, and at the end."""
+
+    training: Training
+    losses: list[float]
+    alive: list[int]
+
+
+@functools.cache
+def trained() -> Trained:
+    """After 30 steps; several tests go on from there, in whatever order."""
+    training = Training()
+    counts = [alive()]
+    losses = training.run(range(1))
+    counts.append(alive())
+    losses += training.run(range(1, 30))
+    return Trained(training, losses, [*counts, alive()])
+
+
+def test_a_state_dict_is_plain_and_loads_into_any_optimizer() -> None:
+    training = trained().training
+    assert all(isinstance(x, Fp8Moment) for x in training.moments())
+    state = training.optimizer.state_dict()
+    for of in state["state"].values():
+        assert all(type(x) is Tensor and x.dtype == F32 for x in of.values())
+    plain = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    other = adamw(plain.parameters())
+    other.load_state_dict(state)
+    for moment, x in zip(
+        training.moments(),
+        [x for i in (0, 2) for n, x in other.state[plain.get_parameter(f"{i}.weight")].items() if n != "step"],
+        strict=True,
+    ):
+        assert type(x) is Tensor and torch.equal(x, moment.value())
+    plain(torch.randn(4, 64)).sum().backward()
+    other.step()
+    assert all(isinstance(x, Fp8Moment) for x in training.moments()), "saving changes nothing"
+
+
+def test_the_plain_tensors_are_gone() -> None:
+    training, _, counts = trained()
+    assert all(isinstance(x, Fp8Moment) for x in training.moments())
+    assert counts[1] == counts[2] == counts[0]
+
+
+def test_the_report_says_what_is_saved() -> None:
+    training = trained().training
+    assert nbytes_saved([training.optimizer]) == (4, 2 * 64 * 128 * (3 + 2))
+    assert "4 moments of optimizers are in FP8, which saves 0.1 MB" in training.step.report.notes
+
+
+def test_the_loss_is_about_the_same() -> None:
+    """After 30 steps."""
+    off, fp8 = Training(optimizer_state="off").run(range(30)), trained().losses
+    assert off != fp8 and off[0] == fp8[0]
+    assert fp8[-1] < 0.9 * fp8[0]
+    assert fp8[-1] == pytest.approx(off[-1], rel=0.01)
+
+
+def test_a_copy_of_an_optimizer_has_moments_of_its_own() -> None:
+    training = trained().training
+    before = [x.value() for x in training.moments()]
+    states = list(copy.deepcopy(training.optimizer).state.values())
+    copies = [x for of in states for x in of.values() if isinstance(x, Fp8Moment)]
+    assert [x.x_q.data_ptr() for x in copies] != [x.x_q.data_ptr() for x in training.moments()]
+    training.run(range(2, 4))
+    assert all(torch.equal(x.value(), y) for x, y in zip(copies, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cache", "optimizer"),
+    [
+        pytest.param("off", adamw, id="off-AdamW", marks=pytest.mark.variant),
+        pytest.param("off", sgd, id="off-SGD", marks=pytest.mark.variant),
+        pytest.param("fp8+transpose", adamw, id="fp8+transpose-AdamW"),
+        pytest.param("fp8+transpose", sgd, id="fp8+transpose-SGD", marks=pytest.mark.variant),
+    ],
+)
+def test_resumes_bit_for_bit(optimizer: Callable[..., Any], cache: str) -> None:
+    """In a process of its own, as far as the compiler knows; and loaded into the run that goes on."""
+    is_trained = optimizer is adamw and cache == "fp8+transpose"
+    training = trained().training if is_trained else Training(optimizer, weight_cache=cache)
+    before = training.run(range(4))
+    states = training.checkpoint()
+    wanted = training.run(range(4, 7))
+    assert len({*before, *wanted}) == 7
+    training.load(copy.deepcopy(states))
+    assert training.run(range(4, 7)) == wanted
+    final = training.checkpoint()
+    torch._dynamo.reset()
+    resumed = Training(optimizer, weight_cache=cache)
+    resumed.load(states)
+    assert resumed.run(range(4, 7)) == wanted
+    assert all(isinstance(x, Fp8Moment) for x in resumed.moments())
+    for a, b in zip(final[:2], resumed.checkpoint()[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_an_eager_step_between_compiled_ones_says_what_to_do() -> None:
+    training = trained().training
+    training.model(torch.randn(4, 64)).sum().backward()
+    with pytest.raises(Fp8Error, match="let train_step compile it"):
+        training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def test_only_in_a_step() -> None:
+    run = torch.compile(nn.Linear(64, 64), backend="fp8pass", options={"optimizer_state": "fp8"})
+    with pytest.raises(BackendCompilerFailed, match=r"ValueError: optimizer_state is an option of fp8pass\.train_step"):
+        run(torch.randn(4, 64))
+
+
+@pytest.mark.filterwarnings("ignore:.*its first call updated no parameter")  # of a fused one, which counts no version
+def test_optimizers_that_are_not_compiled_and_those_without_moments() -> None:
+    for optimizer in (
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    ):
+        training = Training(optimizer)
+        training.run(range(2))
+        assert not any(isinstance(x, Fp8Moment) for x in training.moments())
+        assert any(note.startswith("optimizer_state='fp8' has had no effect") for note in training.step.report.notes)

@@ -1,0 +1,93 @@
+"""The cut between forward and backward: what is saved, and that nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass.inductor import partition
+from fp8pass.passes.share.save_transposes import SaveTransposes
+from tests.helpers.harness import BF16, E4M3
+from tests.helpers.models import Block
+from tests.helpers.partition import Cut, is_fp8, layers, step
+from tests.helpers.partition import cuts as cuts
+from tests.helpers.partition import delayed as delayed
+
+prims = torch.ops.prims
+
+
+def matrices(nodes: list[fx.Node]) -> list[tuple[list[int], torch.dtype]]:
+    """Shapes and types of the tensors that have two dimensions."""
+    tensors = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
+    return sorted(((list(x.shape), x.dtype) for x in tensors if x.dim() == 2), key=str)
+
+
+def quantized(module: fx.GraphModule) -> list[list[int]]:
+    """The shapes of what is cast to e4m3 in a graph, which gradients are not."""
+    casts = [n.meta["val"] for n in module.graph.nodes if n.target is prims.convert_element_type.default]
+    return sorted(list(x.shape) for x in casts if x.dtype == E4M3)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
+def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut], delayed: tuple[list[Tensor], Cut]) -> None:
+    """And the input; not what is behind the activation function, whose gradient needs what it is made of."""
+    if recipe == "dynamic":
+        step(*layers(), recipe=recipe)
+    cut = delayed[1] if recipe == "delayed" else cuts[-1]
+    fp8 = [x for x in cut.saved if is_fp8(x)]
+    assert matrices(fp8) == [([32, 48], E4M3), ([48, 32], E4M3), ([64, 32], E4M3)]
+    assert all(x.meta["val"].t().is_contiguous() for x in fp8)
+    assert matrices([x for x in cut.saved if not is_fp8(x)]) == [([64, 48], BF16)]  # no weight, no input
+    read = [n for n in cut.backward.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
+    assert matrices(read) == matrices(cut.saved)
+    assert quantized(cut.backward) == [[64, 48]]
+
+
+def test_the_cut_is_torchs_own_found_faster(cuts: list[Cut], monkeypatch: pytest.MonkeyPatch) -> None:
+    def a_cut() -> list[str]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        step(Block(), torch.randn(8, 32), lowering="eager")
+        return [module.graph.python_code("self").src for module in (cuts[-1].forward, cuts[-1].backward)]
+
+    ours = a_cut()
+    monkeypatch.setattr(partition, "cuts_fast", contextlib.nullcontext)
+    assert a_cut() == ours
+
+
+def test_nothing_else_changes(
+    cuts: list[Cut], delayed: tuple[list[Tensor], Cut], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_copies, ours = delayed
+    monkeypatch.setattr(SaveTransposes, "run", lambda *_: 0)
+    without, plain = step(*layers()), cuts[-1]
+    assert all(torch.equal(a, b) for a, b in zip(with_copies, without, strict=True))
+    assert bool(ours.marked) and not plain.marked
+    assert ours.outputs == plain.outputs
+    assert quantized(ours.backward) == [[64, 48]]
+    assert quantized(plain.backward) == [[32, 48], [48, 32], [64, 48]]
+
+
+def test_a_recipe_that_quantizes_anew_for_the_backward(cuts: list[Cut]) -> None:
+    step(*layers(), recipe="rowwise")
+    assert all(cut.marked == [] for cut in cuts)
+
+
+def test_regions_of_activation_checkpointing(cuts: list[Cut]) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(32, 48), nn.Linear(48, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(lambda x: self.inner(x).sin(), x, use_reentrant=False)
+            return self.outer(y)
+
+    torch.manual_seed(0)
+    step(Region().bfloat16(), torch.randn(64, 32, dtype=BF16))
+    assert cuts[-1].marked == [[48, 64]]  # the weight outside
+    assert matrices([n for n in cuts[-1].saved if is_fp8(n)]) == [([64, 48], E4M3)]

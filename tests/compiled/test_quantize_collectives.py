@@ -1,0 +1,58 @@
+"""The quantize_collectives pass: graphs, numbers on ranks that one process plays, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp8pass
+from fp8pass.options.config import Config
+
+RANKS = 4
+
+
+WORLD, HALF = "world", "half"
+"""Names of groups, as the functions below say them: those of torch are known when the groups are made."""
+
+
+GROUPS: dict[str, str] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _groups() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())  # type: ignore[no-untyped-call]
+    world, half = dist.group.WORLD, dist.new_group([0, 1])
+    assert world is not None
+    GROUPS.update({WORLD: world.group_name, HALF: half.group_name})
+    yield
+    dist.destroy_process_group()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.q(x) * self.k(x) + self.v(x)
+        return y
+
+
+def test_layers_that_read_it_in_high_precision_are_named() -> None:
+    """As small layers do that do not pay: with the rule, for one may want to have them in FP8 all the same."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    attention = parallelize_module(Attention(), mesh, dict.fromkeys("qkv", ColwiseParallel()))
+    parallelize_module(attention, mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
+    model = nn.Sequential(attention)
+    report = fp8pass.explain(model, torch.randn(16, 32), config=Config(filter=["0.k", "0.v"]))
+    (note,) = [n for n in report.notes if "brings in" in n]
+    readers, _, what = note.split(": ", 1)[1].partition(" read ")
+    assert readers == "0.k (filter) and 0.v (filter)" and what.startswith("what all_gather_into_tensor")

@@ -1,0 +1,93 @@
+"""On inputs that FP8 represents, FP8 differs from high precision by nothing but how sums are added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8pass import cast_to_representable
+from tests.helpers.harness import E4M3, E5M2, compiled
+
+M, K, N = 32, 64, 48
+
+
+def integers(*shape: int) -> Tensor:
+    """Up to 7, which is in every row and column: scales are 448 / 7 = 2**6 and 57344 / 7 = 2**13, and round nothing."""
+    x = torch.randint(-6, 7, shape).float()
+    x.fill_diagonal_(7)
+    x[:, -1], x[-1, :] = 7, 7
+    return x
+
+
+class Line(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.fc = nn.Linear(K, N, bias=False)
+        self.fc.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y
+
+
+def products(x: Tensor, weight: Tensor, grad: Tensor, recipe: Any, steps: int = 3) -> dict[str, Tensor]:
+    """Of a layer in FP8, in a step that has a history."""
+    model = Line(weight.clone())
+    run = compiled(model, recipe=recipe)
+    for _ in range(steps):
+        leaf = x.clone().requires_grad_()
+        model.fc.weight.grad = None
+        y = run(leaf)
+        y.backward(grad)
+    return {"output": y.detach(), "grad_input": leaf.grad, "grad_weight": model.fc.weight.grad}
+
+
+def oracle(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    x, weight, grad = x.double(), weight.double(), grad.double()
+    return {"output": x @ weight.t(), "grad_input": grad @ weight, "grad_weight": grad.t() @ x}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic", "rowwise"])
+def test_exact(recipe: str) -> None:
+    """Integers whose sums float32 holds exactly, and scales that round nothing: to the bit."""
+    x, weight, grad = integers(M, K), integers(N, K), integers(M, N)
+    found, wanted = products(x, weight, grad, recipe), oracle(x, weight, grad)
+    for name, y in found.items():
+        assert torch.equal(y.double(), wanted[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic", "rowwise"])
+def test_only_accumulation(recipe: str) -> None:
+    """Inputs that are representable at the very scale that the recipe has: an amax of 448 / 2**k, 57344 / 2**k for
+    gradients in e5m2, in every row and column. Then x_q * scale_inv is x, and the rest is float32's.
+
+    Each sum of n products, exact in float32, loses at most (n - 1) * 2**-24 of the sum of their sizes, in whatever
+    order (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); two multiplications with scales, and the
+    rounding of the result, lose 2**-24 each.
+    """
+    x, weight = representable(M, K), representable(N, K)
+    grad = representable(M, N) if recipe == "rowwise" else representable(M, N, E5M2)
+    found, wanted = products(x, weight, grad, recipe), oracle(x, weight, grad)
+    sizes = oracle(x.abs(), weight.abs(), grad.abs())
+    for name, n in (("output", K), ("grad_input", N), ("grad_weight", M)):
+        bound = (n - 1 + 3) * 2.0**-24 * 1.01 * sizes[name]
+        error = (found[name].double() - wanted[name]).abs()
+        assert (error <= bound).all(), (name, float((error / bound).max()))
+
+
+def representable(rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
+    largest = torch.finfo(dtype).max
+    x = cast_to_representable(torch.randn(rows, columns) * (largest / 64), 1.0, dtype)
+    x.fill_diagonal_(largest)
+    x[:, -1], x[-1, :] = largest, largest
+    return x / 4096
+
+
+def test_what_is_not_representable_is_farther_away() -> None:
+    x, weight, grad = torch.randn(M, K), representable(N, K), representable(M, N, E5M2)
+    found, wanted = products(x, weight, grad, "delayed"), oracle(x, weight, grad)
+    bound = (K + 2) * 2.0**-24 * 1.01 * oracle(x.abs(), weight.abs(), grad.abs())["output"]
+    assert ((found["output"].double() - wanted["output"]).abs() > 100 * bound).any()

@@ -1,0 +1,214 @@
+"""CUDA graphs: the state is where Inductor lets graphs write, stays at its address, and no step waits for the device.
+
+What Inductor decides at compile time is asked of its own functions, on the graphs for a pretended GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.quant.ops import SlotTensors
+from fp8pass.runtime.update_graph import UpdateGraph
+from fp8pass.states.slots import registry
+from tests.helpers.harness import BF16, compiled
+from tests.helpers.models import Block, batches, make
+from tests.helpers.pretend_gpu import pretend
+
+MUTATED = {"delayed": (4, 1), "rowwise": (0, 0)}
+"""State inputs that a forward writes (scale, history, both amaxes), and a backward (its amax once more)."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [("delayed", "block"), ("rowwise", "layer"), pytest.param("rowwise", "block", marks=pytest.mark.variant)],
+)
+def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str, model: str) -> None:
+    forward, backward, evaluation = pretend("cudagraphs", recipe, model)
+    for graph, n in zip((forward, backward, evaluation), (*MUTATED[recipe], 0), strict=True):
+        assert graph["wanted"] and graph["reasons"] == []
+        assert len(graph["mutated"]) == n and set(graph["mutated"]) <= set(graph["static"])
+    for graph in forward, evaluation:  # all but the batch
+        assert len(set(graph["inputs"]) - set(graph["static"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "layers"), [("linear", 1, 1), pytest.param("block", 4, 2, marks=pytest.mark.variant)]
+)
+def test_nor_against_those_of_a_whole_step(model: str, parameters: int, layers: int) -> None:
+    """With copies of weights, counters and moments in FP8. The second update finds moments that are in FP8."""
+    forward, backward, *updates = pretend("cudagraphs", "step", model)
+    assert len(updates) == 2
+    for graph in forward, backward, *updates:
+        assert graph["wanted"] and graph["reasons"] == []
+        assert set(graph["mutated"]) <= set(graph["static"])
+    for graph in updates:  # all but the gradients
+        assert len(set(graph["inputs"]) - set(graph["static"])) == parameters
+        # parameters; moments, steps; copies, transposes; state
+        assert len(graph["mutated"]) >= parameters + 3 * parameters + 2 * layers + 2
+
+
+def whole_step(model: nn.Module, **options: Any) -> Any:
+    """Of AdamW, decorated."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+    @fp8pass.train_step(skip_nonfinite=True, **{"min_speedup": 0, **options})
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_state_stays_at_its_address() -> None:
+    """Each call passes other tensor objects; all that a recorded graph looks at are the addresses."""
+    models = [make(seed=seed) for seed in (0, 1)]
+    runs = [compiled(model) for model in models]
+    mine = {id(p) for model in models for p in model.parameters()}
+    pointers: list[list[int]] | None = None
+    for x in batches(3, 16, 32):
+        for run in runs:
+            run(x).square().mean().backward()
+        states = [s for s in registry.states() if mine & set(map(id, s.owned_tensors()))]
+        now = [[t.data_ptr() for t in state.inputs()] for state in states]
+        pointers = pointers or now
+        assert now == pointers
+    assert pointers is not None
+    first, second = pointers
+    assert not set(first) & set(
+        second
+    )  # another instance has its own graph: torch records again where addresses change
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_repeats_a_forward_stays_at_its_address(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded graph is for the addresses of its state, and torch would record one for each repetition."""
+    seen: list[tuple[int, ...]] = []
+
+    def inputs(self: SlotTensors) -> list[Tensor]:
+        found = real(self)
+        seen.append(tuple(t.data_ptr() for t in found))
+        return found
+
+    real = SlotTensors.inputs
+    run, kept = compiled(make()), []
+    for i, x in enumerate(batches(6, 16, 32)):
+        if i == 2:
+            monkeypatch.setattr(SlotTensors, "inputs", inputs)
+        y = checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant)
+        y.square().mean().backward()
+        kept.append([torch.empty(6), torch.empty(4)])  # so that memory is not found again by chance
+    assert len(seen) == 2 * 4
+    assert len(set(seen)) == 2  # of forwards, and of repetitions
+
+
+def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    run = compiled(model)
+
+    def step(x: Tensor) -> None:
+        run(x).square().mean().backward()
+
+    def accumulated(x: Tensor) -> None:
+        with fp8pass.accumulate(model):
+            step(x)
+            step(x)
+
+    whole = whole_step(make(), lowering="eager")
+    data = batches(8, 16, 32)
+    for x in data[:4]:
+        step(x)
+        accumulated(x)
+        whole(x)
+
+    def waits(*_: Any, **__: Any) -> Any:
+        raise AssertionError("waits for the device")
+
+    for name in ("item", "tolist", "__bool__", "cpu", "numpy"):
+        monkeypatch.setattr(Tensor, name, waits)
+    monkeypatch.setattr(torch, "tensor", waits)  # a copy from the CPU, and a wait for it
+    for x in data[4:]:
+        step(x)
+        accumulated(x)
+        whole(x)
+
+
+def test_an_update_finds_everything_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it is called with behind Dynamo's inputs: copies of weights, state, counters."""
+    seen: list[list[int]] = []
+
+    def inputs(self: UpdateGraph, *args: Any) -> list[Tensor]:
+        found = real(self, *args)
+        seen.append([x.data_ptr() for x in found])
+        return found
+
+    real = UpdateGraph._inputs
+    monkeypatch.setattr(UpdateGraph, "_inputs", inputs)
+    step = whole_step(make(), lowering="eager")
+    for x in batches(4, 16, 32):
+        step(x)
+    assert len(seen) == 4 + 1  # and once to compile
+    assert all(pointers == seen[0] for pointers in seen) and len(seen[0]) > 2 * 2 + 4
+
+
+@pytest.mark.gpu
+def test_steps_under_cuda_graphs_are_those_without() -> None:
+    """Two instances of one compiled graph, evaluation in between; bit for bit."""
+
+    def results(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        models = [make(Block, BF16, seed).cuda() for seed in (0, 1)]
+        runs: list[Callable[..., Any]] = [
+            compiled(m, lowering="inductor", strict=True, min_speedup=0, **options) for m in models
+        ]
+        found: list[Tensor] = []
+        for i, batch in enumerate(batches(20, 16, 32, dtype=BF16)):
+            x = batch.cuda()
+            for model, run in zip(models, runs, strict=True):
+                torch.compiler.cudagraph_mark_step_begin()
+                y = run(x)
+                y.float().square().mean().backward()
+                found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+                model.zero_grad()
+                if i % 5 == 4:
+                    with torch.no_grad():
+                        found.append(run(x).clone())
+        state = [e for m in models for _, e in sorted(fp8pass.state(m).state_dict().items()) if isinstance(e, Tensor)]
+        return found + [e.clone() for e in state]
+
+    skips = torch._dynamo.utils.counters["inductor"]
+    before = skips["cudagraph_skips"]
+    graphs, plain = results(mode="reduce-overhead"), results()
+    assert skips["cudagraph_skips"] == before
+    assert len(graphs) == len(plain) > 20 * 2 * 5
+    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
+        assert torch.equal(a, b), i
+
+
+@pytest.mark.gpu
+def test_whole_steps_under_cuda_graphs_are_those_without() -> None:
+    def results(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = make(Block, BF16).cuda()
+        step = whole_step(model, **options)
+        losses = []
+        for batch in batches(20, 16, 32, dtype=BF16):
+            torch.compiler.cudagraph_mark_step_begin()
+            losses.append(step(batch.cuda()).clone())
+        return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+    skips = torch._dynamo.utils.counters["inductor"]
+    before = skips["cudagraph_skips"]
+    graphs, plain = results(mode="reduce-overhead"), results()
+    assert skips["cudagraph_skips"] == before
+    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
+        assert torch.equal(a, b), i

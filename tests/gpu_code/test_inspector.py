@@ -1,0 +1,264 @@
+"""`fp8pass inspect`: what it says of small models, where every byte can be counted by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8pass import hardware
+from fp8pass.cli import main
+from fp8pass.errors import Fp8Error
+from fp8pass.hardware import TARGETS
+from fp8pass.inspect.fake_cuda import FakeCuda, properties, resources, widths
+from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
+from fp8pass.inspect.process import _built, _factory, _Work
+from fp8pass.roofline import gemm_seconds, memory_seconds
+from tests.helpers import inspected
+from tests.helpers.pretend_gpu import inspect_there, inspects_there, pretend
+
+H100 = TARGETS["h100"]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+ANY_SIZE: dict[str, Any] = {"min_speedup": 0}  # models this small gain nothing
+
+
+@pytest.fixture(scope="module")
+def linear() -> Inspection:
+    """x: bf16[512, 256], weight: bf16[1024, 256]."""
+    return inspect_there(
+        "tests.helpers.inspected:linear", recipe="dynamic", peer="torchao:tensorwise", ptx=True, options=ANY_SIZE
+    )
+
+
+def matmuls(run: Run) -> list[tuple[str, str, int, int]]:
+    return [(k.graph, k.what, k.bytes_read, k.bytes_written) for k in run.of("gemm")]
+
+
+M, K, N = 512, 256, 1024
+
+
+def test_the_matmuls_of_bf16(linear: Inspection) -> None:
+    assert matmuls(linear.run("bf16")) == [
+        ("forward", "[512, 256] x [256, 1024] bf16", 2 * (M * K + K * N), 2 * M * N),
+        ("backward", "[1024, 512] x [512, 256] bf16", 2 * (M * N + M * K), 2 * N * K),
+        ("backward", "[512, 1024] x [1024, 256] bf16", 2 * (M * N + N * K), 2 * M * K),
+    ]
+    assert linear.run("bf16").rest_bytes == linear.run("bf16").launches == 0
+    assert linear.run("bf16").bytes_saved == 0  # it saves its input and its parameter
+
+
+def test_the_matmuls_of_fp8(linear: Inspection) -> None:
+    scales = 2 * 4  # f32[], one of each operand
+    assert sorted(matmuls(linear.run("fp8pass dynamic")), reverse=True) == [
+        ("forward", "[512, 256] x [256, 1024] e4m3 x e4m3 tensorwise", M * K + K * N + scales, 2 * M * N),
+        ("backward", "[512, 1024] x [1024, 256] e5m2 x e4m3 tensorwise", M * N + N * K + scales, 2 * M * K),
+        ("backward", "[1024, 512] x [512, 256] e5m2 x e4m3 tensorwise", M * N + M * K + scales, 2 * N * K),
+    ]
+
+
+def quantizing(run: Run) -> list[Kernel]:
+    return [k for k in run.kernels if k.what.startswith("quantize e4m3") and k.graph == "forward"]
+
+
+def test_what_quantizes_reads_once_and_writes_each_copy(linear: Inspection) -> None:
+    of_input, of_weight = quantizing(linear.run("fp8pass dynamic"))
+    assert of_input.what == of_weight.what == "quantize e4m3 x 2"  # as the forward multiplies them, and transposed
+    assert (of_input.bytes_written, of_weight.bytes_written) == (2 * M * K, 2 * N * K)
+    assert 0 < of_input.bytes_read - 2 * M * K <= 8  # its amax and scale
+    assert 0 < of_weight.bytes_read - 2 * N * K <= 8
+
+
+def test_a_gradient_is_quantized_in_both_orientations_at_once(linear: Inspection) -> None:
+    """Its amax, which dynamic scaling needs first, is in no kernel with either."""
+    kernels = [k for k in linear.run("fp8pass dynamic").kernels if "quantize e5m2" in k.what]
+    assert [(k.what, k.bytes_written) for k in kernels] == [("quantize e5m2 x 2", 2 * M * N)]
+
+
+def test_totals(linear: Inspection) -> None:
+    assert [run.name for run in linear.runs] == ["fp8pass dynamic", "bf16", "torchao tensorwise"]
+    for run in linear.runs:
+        assert run.gemm_bytes + run.rest_bytes == sum(k.bytes_read + k.bytes_written for k in run.kernels)
+        assert run.launches + run.extern_launches + 3 == len(run.kernels)
+        assert run.seconds == pytest.approx(sum(k.seconds for k in run.kernels))
+
+
+def test_times_are_those_of_the_roofline(linear: Inspection) -> None:
+    for run in linear.runs:
+        for k in run.of("triton"):
+            assert k.seconds == memory_seconds(H100, k.bytes_moved + k.scratch)
+    first = linear.run("bf16").of("gemm")[0]
+    assert first.seconds == gemm_seconds(H100, M, K, N, BF16, 2)
+    first = linear.run("fp8pass dynamic").of("gemm")[0]
+    assert first.seconds == gemm_seconds(H100, M, K, N, E4M3, 2, "tensorwise")
+
+
+def test_every_triton_kernel_has_machine_code(linear: Inspection) -> None:
+    for k in (k for run in linear.runs for k in run.kernels):
+        assert (k.compiled is not None) == (k.kind == "triton")
+        if k.compiled is not None:
+            assert k.compiled.registers > 0
+            assert k.compiled.spilled == 0
+            assert k.compiled.loads and set(k.compiled.loads) <= {8, 16, 32, 64, 128}
+            assert k.compiled.stores and set(k.compiled.stores) <= {8, 16, 32, 64, 128}
+    for k in quantizing(linear.run("fp8pass dynamic")):
+        assert k.compiled is not None
+        assert k.compiled.loads[0] == 128
+        assert k.compiled.stores == (64,)
+
+
+def test_facts_of_machine_code() -> None:
+    ptx = """
+        ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        @%p1 ld.global.L1::evict_last.L2::cache_hint.b16 { %rs1 }, [ %rd2 + 0 ], %rd9;
+        cp.async.ca.shared.global [ %r7 + 0 ], [ %rd3 + 0 ], 0x8, %r9;
+        ld.shared.v4.b64 { %r5 }, [ %r6 ];
+        st.global.v2.b64 [ %rd4 + 0 ], { %rd5, %rd6 };
+        st.global.b8 [ %rd4 + 0 ], { %rs7 };"""
+    assert widths(ptx) == ((128, 64, 16), (128, 8))
+    report = (
+        "Function k:\n  REG:24 STACK:56 SHARED:1024 LOCAL:0 CONSTANT[0]:592 TEXTURE:0"  # 60 bytes spilled, says ptxas
+    )
+    assert resources(report) == (24, 56)
+
+
+def test_attention_is_that_of_the_gpu() -> None:
+    found = inspect_there("tests.helpers.inspected:attention", run="bf16", options=ANY_SIZE).run("bf16").of("extern")
+    q, k, log_sums = 2 * 8 * 128 * 32, 2 * 2 * 128 * 32, 2 * 8 * 128
+    named = {k.name.removeprefix("aten."): k for k in found}
+    forward = named["_scaled_dot_product_flash_attention"]
+    assert forward.what == "scaled_dot_product_attention"
+    # the operands are views of one product, which counts as a whole for each
+    assert forward.bytes_written - 2 * q - 4 * log_sums <= 32
+    backward = named["_scaled_dot_product_flash_attention_backward"]
+    assert backward.bytes_written == 2 * (q + 2 * k)
+    assert backward.graph == "backward" and backward.seconds >= forward.seconds
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "message"),
+    [
+        (
+            "tests.helpers.inspected:linear",
+            {"target": "h10"},
+            "unknown target 'h10': choose one of .* did you mean 'h100'?",
+        ),
+        ("tests.helpers.inspected:linear", {"peer": "torchao"}, "unknown peer 'torchao': choose one of"),
+        ("tests.helpers.inspected:linear", {"recipe": "delaied"}, "did you mean 'delayed'"),
+        ("tests.helpers.inspected", {}, "does not name a model: write module:factory"),
+        ("tests.nothing:linear", {}, "can't be imported: ModuleNotFoundError: No module named 'tests.nothing'"),
+        ("tests.helpers.inspected:looks_at_a_value", {}, "can't be built: .*has sizes but no values|fake tensors"),
+        ("tests.helpers.inspected:wrong_shape", {}, "can't be compiled with fp8pass delayed for h100: .*shows where"),
+    ],
+)
+def test_errors_are_one_line(spec: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((Fp8Error, ValueError), match=message) as caught:
+        inspect_there(spec, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_factory() -> None:
+    with pytest.raises(Fp8Error, match="not_a_factory is not callable: write module:factory"):
+        _factory("tests.helpers.inspected:not_a_factory")
+    with pytest.raises(Fp8Error, match=r"returned Linear: let it return a tuple \(model, \*inputs\)"):
+        _built(inspected.no_tuple)
+    with pytest.raises(Fp8Error, match="tensor on meta: leave the model and its inputs on the CPU"):
+        _built(lambda: (torch.nn.Linear(16, 16, device="meta"), torch.ones(16)))
+
+
+WITHOUT_TRITON = "inspecting needs Triton, which generates the kernels: pip install triton"
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.backends.compiler", None)
+    with pytest.raises(Fp8Error, match=WITHOUT_TRITON):
+        FakeCuda(H100)
+
+
+@pytest.mark.variant
+def test_inspect_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "triton.py").write_text("raise ImportError('no triton here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(Fp8Error, match=WITHOUT_TRITON):
+        inspect("tests.helpers.inspected:linear")
+
+
+def test_passes_behind_the_partitioner_run_too() -> None:
+    """fp8pass may have some: what Inductor is configured with runs on each graph before code is made of it."""
+    assert pretend("passes") == [2, 2, [1, 1]]
+
+
+def test_errors_of_torch_are_one_line() -> None:
+    work = _Work(Path("answer"), "the model can't be compiled", "Do this.")
+    assert work.line(RuntimeError("\nbackend='x' raised:\nValueError: no")) == (
+        "the model can't be compiled: ValueError: no. Do this"
+    )
+    assert work.line(KeyError("k")) == "the model can't be compiled: KeyError: 'k'. Do this"
+    assert work.line(Fp8Error("said already\nmore")) == "said already"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As users run it, with a process of its own.
+
+    Operands are laid out alike on every GPU. cuBLASLt would multiply other layouts on sm_100; torch refuses them: then
+    nothing of this would compile.
+    """
+    file = tmp_path / "found.json"
+    command = [
+        "inspect",
+        "tests.helpers.inspected:worthwhile",
+        "--target",
+        "b200",
+        "--recipe",
+        "dynamic",
+        "--json",
+        str(file),
+    ]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "one training step for b200" in printed
+    assert "All times are predictions, not measurements." in printed
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["name"] for run in runs] == ["fp8pass dynamic", "bf16"]
+    gemms = [k["what"] for k in runs[0]["kernels"] if k["kind"] == "gemm"]
+    assert sorted(what.rpartition("] ")[2] for what in gemms) == [
+        "e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise",
+    ]  # fmt: skip
+
+
+def test_a_model_larger_than_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    with inspects_there():
+        assert main(["inspect", "tests.helpers.inspected:large", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "fp8pass: a graph has no matmul in FP8" in printed  # of 16 rows none pays, is the prediction
+    assert f"forward   [16, {1 << 20}] x [{1 << 20}, {1 << 20}] bf16 " in printed
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["name"] for run in runs] == ["fp8pass delayed", "bf16"]
+    assert [k["what"] for k in runs[0]["kernels"]] == [k["what"] for k in runs[1]["kernels"]]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_gpu_has_a_size(name: str) -> None:
+    assert properties(TARGETS[name]).multi_processor_count > 100
+
+
+def test_the_command_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "model"]) == 2
+    assert capsys.readouterr().err.startswith("fp8pass inspect: 'model' does not name a model")
+
+
+def test_nothing_is_pretended_here(linear: Inspection) -> None:
+    assert hardware.pretended_device is None
+    assert not torch.cuda.is_initialized()
+    assert linear.torch == torch.__version__
+
+
+def test_rows_are_values() -> None:
+    row = Kernel("forward", "triton", "k", "what", "m", 3, 4, 5, 1e-6)
+    assert row.bytes_moved == 7
+    run = Run("r", (row, row), 0)
+    assert (run.rest_bytes, run.gemm_bytes, run.launches, run.extern_launches) == (14, 0, 2, 0)

@@ -1,0 +1,107 @@
+"""What moves around the matmuls of known blocks, and in how many launches: the compiler's own count, to the byte.
+
+A change that lowers a number lowers it here, too, and prints the tables of docs/inspect.md anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from traffic import BLOCKS, around_matmuls
+
+from fp8pass.inspect.inspector import Run
+from tests.helpers.pretend_gpu import inspect_there
+
+# Of delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
+TRAFFIC = {
+    "llama_mlp": (3_323_273_674, 14, 1),
+    "llama_block": (4_968_694_792, 30, 2),
+    "gpt2_mlp": (2_619_687_370, 14, 2),
+}
+
+ELSEWHERE = torch.__version__.startswith("2.11.")
+"""It fuses the shifts of the amax histories with other kernels than newer versions do."""
+
+# Of a whole step: with the update by AdamW, which writes the FP8 copies of the weights.
+STEP = {
+    "llama_mlp": (5_437_424_274 + 30 * ELSEWHERE, 22, 1),
+    "llama_block": (7_586_563_716 + 60 * ELSEWHERE, 41, 2),
+}
+MLP = [4096 * 14336] * 3
+WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
+"""Numbers of elements."""
+
+
+STEPS = ["llama_mlp", pytest.param("llama_block", marks=pytest.mark.variant)]
+
+
+def inspected(block: str, **options: Any) -> Run:
+    """As fp8pass trains it."""
+    (run,) = inspect_there(f"bench.blocks:{block}", run="fp8pass delayed", **options).runs
+    return run
+
+
+@functools.cache
+def step(block: str) -> Run:
+    """Return the run of a block with its update."""
+    return inspected(block, optimizer="AdamW")
+
+
+@functools.cache
+def forward_and_backward(block: str) -> Run:
+    """Return the run of a block without an update; with the machine code of one."""
+    return inspected(block, ptx=block == "llama_mlp")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_traffic_and_launches(block: str) -> None:
+    assert around_matmuls(forward_and_backward(block)) == TRAFFIC[block]
+
+
+def test_one_launch_ends_the_amaxes_of_two_layers() -> None:
+    """The amaxes of each row or column in; two scales and records out, and the two scales of the next layer."""
+    group = next(k for k in forward_and_backward("llama_mlp").kernels if "last stage of amax" in k.what)
+    assert sorted(group.what.split(", ")) == ["last stage of amax", "records", "scales", "scales"]
+    assert {"norm", "gate+up"} <= set(group.modules.split(", "))
+    assert group.bytes_written == (2 * 2 + 2) * 4
+
+
+def test_both_orientations_are_stored_16_bytes_at_once() -> None:
+    """A transposed copy that is scattered has stores of 8 bits: one FP8 number of a thread, each in another sector."""
+    both = [k for k in forward_and_backward("llama_mlp").kernels if re.search(r"quantize \w+ x \d", k.what)]
+    assert len(both) == 5  # the norm, gate and up, down, and the gradients of the result and of SwiGLU
+    for kernel in both:
+        assert kernel.compiled is not None
+        assert kernel.compiled.stores[0] == 128 and 8 not in kernel.compiled.stores, kernel
+        assert kernel.compiled.registers <= 128 and kernel.compiled.spilled == 0, kernel
+
+
+@pytest.mark.parametrize("block", STEPS)
+def test_traffic_and_launches_of_a_step(block: str) -> None:
+    assert around_matmuls(step(block)) == STEP[block]
+
+
+@pytest.mark.parametrize("block", STEPS)
+def test_a_weight_and_its_state_are_read_once_in_the_update(block: str) -> None:
+    """bfloat16 parameter, gradient and moments in; parameter, moments and both FP8 copies out, 8 bytes each way."""
+    update = [k for k in step(block).kernels if k.graph == "update"]
+    large = [k for k in update if k.bytes_read >= 2 * min(WEIGHTS[block])]
+    assert all("write_weight" in k.what and "quantize e4m3 x 2" in k.what for k in large)
+    assert sorted(round(k.bytes_read / 8, -3) for k in large) == sorted(round(n, -3) for n in WEIGHTS[block])
+    for k in large:
+        assert 0 <= k.bytes_written - k.bytes_read < 1 << 17, "and the amax of each column of a tile"
+    others = [k for k in update if k not in large]
+    assert sum(k.bytes_moved for k in others) < 2 << 20
+
+
+@pytest.mark.parametrize("block", STEPS)
+def test_no_forward_or_backward_reads_a_weight_in_bfloat16(block: str) -> None:
+    """What quantizing the weights takes is gone: 2 bytes in and 2 out for each element, and their amaxes."""
+    kernels = [k for k in step(block).of("triton") if k.graph != "update"]
+    others = [k for k in step(block).of("extern") if "attention" not in k.name]
+    now, before = sum(k.bytes_moved for k in (*kernels, *others)), around_matmuls(forward_and_backward(block))[0]
+    assert (before - now) / (4 * sum(WEIGHTS[block])) == pytest.approx(1, rel=1e-3)

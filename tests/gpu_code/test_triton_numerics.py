@@ -1,0 +1,120 @@
+"""The Triton code for sm_90 computes what its graph says, without a GPU: see triton_on_cpu.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.helpers.asked import ask
+from tests.helpers.triton_on_cpu import convert_float
+
+MATMULS = {"block": [2, 4], "gated": [3, 6]}
+"""Of a model's forward and of its backward."""
+
+
+def steps(model: str, *arguments: str) -> list[list[dict[str, Any]]]:
+    """For each call of a graph in training, the tensors that its code and the graph op by op were compared by."""
+    calls: list[list[dict[str, Any]]] = ask("tests.helpers.triton_on_cpu", model, *arguments, TRITON_INTERPRET="1")
+    for i, call in enumerate(calls):
+        kinds = Counter(of["what"] for of in call)
+        assert kinds["operand"] == kinds["scale"] == 2 * MATMULS[model][i % 2]
+        assert kinds["output"] > 4 and kinds["input"] == ([4, 1] if "delayed" in arguments else [0, 0])[i % 2]
+    return calls
+
+
+def _version(module: Any) -> tuple[int, ...]:
+    return tuple(map(int, module.__version__.split(".")[:2]))
+
+
+interpreted = pytest.mark.skipif(
+    _version(triton) < (3, 7) and _version(np) >= (2, 4),
+    reason='the interpreter of Triton 3.6 fails on NumPy 2.4: pip install "numpy<2.4"',
+)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("model", "recipe", "n"),
+    [
+        ("block", "delayed", 2),
+        ("block", "rowwise", 1),
+        pytest.param("gated", "delayed", 1, marks=pytest.mark.variant),
+    ],
+)
+def test_with_the_rounding_of_single_ops_every_bit_is_that_of_the_graph(model: str, recipe: str, n: int) -> None:
+    """bfloat16: outputs, gradients, FP8 operands, scales and the state. Of delayed also a step that uses history."""
+    calls = steps(model, recipe, "bfloat16", str(n), "emulate")
+    assert len(calls) == 2 * n
+    for call in calls:
+        for of in call:
+            if (of["what"], of["dtype"], of["shape"][1:]) == ("output", "float32", [1]):  # rsqrt of a mean of squares
+                assert of["error"] <= 2**-22, of  # one float32 step or two: sums have another order
+            else:
+                assert of["differing"] == 0, of
+
+
+@interpreted
+@pytest.mark.parametrize(("model", "layers"), [("one", 1), pytest.param("two", 2, marks=pytest.mark.variant)])
+def test_an_update_that_writes_fp8_weights_and_moments(model: str, layers: int) -> None:
+    """AdamW's, left out where a gradient isn't finite. Float32 differs by its rounding: products are joined with sums."""
+    updates = ask("tests.helpers.triton_on_cpu", model, "delayed", "float32", "2", "updates", TRITON_INTERPRET="1")
+    written = [Counter(of["dtype"] for of in call if of["what"] == "input") for call in updates]
+    assert [{k: n for k, n in of.items() if k != "float32"} for of in written] == [
+        {"float8_e4m3fn": 2 * layers, "int64": 1},  # weights in both orientations, before there are moments in FP8
+        {"float8_e4m3fn": 2 * layers + layers, "float16": layers, "int64": 1},
+    ]
+    for call in updates:
+        for of in call:
+            if of["dtype"] == "float32":
+                assert of["error"] <= 4e-7, of
+            elif of["dtype"] == "float16":  # a step of it, where float32 rounding decides
+                assert of["error"] <= 2**-10 and of["differing"] < 1e-3, of
+            else:
+                assert of["steps"] <= 1 and of["differing"] < 1e-3, of
+
+
+@interpreted
+def test_without_it_float32_differs_by_float32_rounding() -> None:
+    """The code as users get it. In bfloat16 it keeps more digits between ops than the graph, op by op, does."""
+    calls = steps("block", "delayed", "float32", "2")
+    assert len(calls) == 4
+    for call in calls:
+        for of in call:
+            if of["dtype"].startswith("float8"):
+                assert of["steps"] <= 1 and of["differing"] < 1e-3, of  # where float32 rounding decides a tie
+            elif of["what"] == "scale":
+                assert of["error"] <= 2**-22, of
+            else:
+                assert of["error"] <= 1e-6 or of["sqnr"] > 50, of  # a matmul sums what a step of FP8 changes
+
+
+BELOW_HALF = [2.0**-10, 1.5 * 2.0**-9, -0.0]
+CASES = {
+    tl.bfloat16: (torch.bfloat16, [1 + 2**-8, 1 + 3 * 2**-8, 1.999, float("inf"), float("nan")]),
+    tl.float8e4nv: (torch.float8_e4m3fn, [31.64, 17.0, 19.0, 448.0, 1e9, float("-inf"), float("nan"), *BELOW_HALF]),
+    tl.float8e5: (torch.float8_e5m2, [31.64, 9.0, 11.0, 57344.0, 1e9, float("-inf"), float("nan"), *BELOW_HALF]),
+}
+ROUNDED = {
+    tl.bfloat16: [1.0, 1 + 2**-6, 2.0, float("inf"), float("nan")],
+    tl.float8e4nv: [32.0, 16.0, 20.0, 448.0, 448.0, -448.0, float("nan"), 0.0, 2.0**-8, -0.0],
+    tl.float8e5: [32.0, 8.0, 12.0, 57344.0, 57344.0, -57344.0, float("nan"), 2.0**-10, 1.5 * 2.0**-9, -0.0],
+}
+
+
+@pytest.mark.parametrize("target", CASES, ids=str)
+def test_casts_are_those_of_sm_90(target: Any) -> None:
+    """To nearest, ties to even, carries kept; FP8 saturates. Triton's interpreter casts otherwise."""
+    dtype, values = CASES[target]
+    codes = convert_float(np.array(values, dtype=np.float32), tl.float32, target, None)
+    back = torch.from_numpy(codes.view(np.uint8).copy()).view(dtype).double()
+    expected = torch.tensor(ROUNDED[target], dtype=torch.float64)
+    assert torch.equal(back.nan_to_num(-1), expected.nan_to_num(-1))
+    assert torch.equal(back.signbit(), expected.signbit() | back.isnan() & back.signbit())  # NaN has any sign
+    again = convert_float(codes.view(f"u{dtype.itemsize}"), target, tl.float32, None).view(np.float32)
+    assert torch.equal(torch.from_numpy(again.copy()).double().nan_to_num(-1), expected.nan_to_num(-1))

@@ -1,0 +1,38 @@
+"""Helpers of the tests named test_annotate.py in several tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass.graph.annotation import Annotation
+from fp8pass.options.config import Config
+from fp8pass.pipeline import annotated as annotate
+
+
+def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True, **config: Any) -> Annotation:
+    """What the pass makes of the one graph that Dynamo captures of `function`."""
+    made: list[Annotation] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        made.append(annotate(module, Config(**config)))
+        return module.forward
+
+    with torch.set_grad_enabled(training):
+        torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (only,) = made
+    return only
+
+
+@torch.library.custom_op("fp8pass_test::bump", mutates_args={"x"})
+def bump(x: Tensor) -> None:
+    """Writes into its argument."""
+    x.mul_(3)
+
+
+@bump.register_fake
+def _(x: Tensor) -> None:
+    return None

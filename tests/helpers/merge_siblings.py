@@ -1,0 +1,48 @@
+"""Helpers of the tests named test_merge_siblings.py in several tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8pass.graph.annotation import Annotation
+from fp8pass.options.config import Config
+from fp8pass.pipeline import annotated as annotate
+
+
+class Siblings(nn.Module):
+    """Layers of one input, and what reads their results."""
+
+    def __init__(self, read: Callable[..., Any], widths: tuple[int, ...] = (48, 48), bias: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, n, bias=bias) for n in widths)
+        self.read = read
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(*(layer(x) for layer in self.layers))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def annotation(model: nn.Module, *inputs: Tensor, **options: Any) -> Annotation:
+    """What the annotate pass makes of the one graph of a model, where siblings are merged if that can be."""
+    made: list[Annotation] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        made.append(annotate(module, Config(**{"merge_siblings": True, **options})))
+        return module.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(*(inputs or (torch.randn(4, 8, 32),)))
+    (only,) = made
+    return only
+
+
+def called(a: Annotation) -> list[str]:
+    """The names of all matmul calls."""
+    return [choice.name for choice in a.choices]

@@ -1,0 +1,375 @@
+"""Compile a training step for an sm_90 GPU on a machine that has none; run as a script, answers questions.
+
+`fp8pass.pretend` changes torch and Triton all over: a process of its own, which `pretend` asks.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._inductor import cudagraph_utils
+from torch._inductor import utils as inductor_utils
+from torch._inductor.graph import GraphLowering
+
+import fp8pass
+from fp8pass.hardware import TARGETS
+from fp8pass.inspect import inspector
+from fp8pass.inspect import process as inspect_process
+from fp8pass.inspect.fake_cuda import FakeCuda, fakes, returns
+from fp8pass.states.slots import InstanceState, registry
+from tests.helpers.asked import answer_all, ask
+from tests.helpers.harness import without_caches
+
+if TYPE_CHECKING:
+    from tests.helpers.xla_rules import Case
+
+
+def pretend(*what: str) -> Any:
+    """What `answer` returns in the process that pretends."""
+    return ask("tests.helpers.pretend_gpu", *what, PYTHONHASHSEED="0")  # as `inspect` wants it
+
+
+@contextlib.contextmanager
+def inspects_there(run: str = "") -> Iterator[None]:
+    """`fp8pass.inspect.inspector.inspect` for an H100 has no process of its own. run: the one that is made; all by default."""
+
+    def asked(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        request, answer = command[-2:]
+        return subprocess.CompletedProcess(command, pretend("inspect", request, answer, run), stderr="")
+
+    with mock.patch("fp8pass.inspect.inspector.subprocess.run", asked):
+        yield
+
+
+def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Inspection:
+    """Return what `inspect` does, see `inspects_there`."""
+    with inspects_there(run):
+        return inspector.inspect(*arguments, **named)
+
+
+def inspection(gpu: FakeCuda, request: str, answer: str, run: str) -> int:
+    """The process behind `inspect`, but for its start and the GPU. Returns its exit status."""
+    ways = inspect_process._ways
+
+    def chosen(*arguments: Any) -> list[Any]:
+        return [way for way in ways(*arguments) if run in ("", way.name)]
+
+    hook = sys.excepthook
+    with (
+        mock.patch.object(inspect_process, "FakeCuda", return_value=gpu),
+        mock.patch.object(inspect_process, "_ways", chosen),
+        mock.patch.object(registry, "on_new", registry.on_new[:]),
+    ):
+        try:
+            inspect_process.main(json.loads(request), Path(answer))
+        except Exception as error:  # noqa: BLE001  # for the hook that it has installed
+            sys.excepthook(type(error), error, error.__traceback__)
+            return 1
+        finally:
+            sys.excepthook = hook
+    return 0
+
+
+def _is_comment(line: str) -> bool:
+    return line.lstrip().startswith("#")
+
+
+def has_history(state: InstanceState) -> None:
+    """The first step, which would run eagerly, counts as done."""
+    state.assume_scales()
+
+
+def generated(
+    gpu: FakeCuda, function: Callable[..., Any], *inputs: Any, backward: bool = True, **options: Any
+) -> list[str]:
+    """The generated code of `function(*inputs)`, and with `backward` of the backward of its sum."""
+    with gpu.compiles() as found:
+        result = torch.compile(function, backend="fp8pass", options=options)(*inputs)
+        if backward:
+            result.sum().backward()
+    return [graph.code for graph in found]
+
+
+EVALUATED = ("delayed", "rowwise")
+"""Recipes of which evaluation is compiled, too: with state and without."""
+
+
+@dataclass
+class Graph:
+    """What is made of one graph: its code, and what Inductor decides about a CUDA graph of it."""
+
+    code: str
+    decided: dict[str, Any]
+
+
+def model_of(of: str, width: int, hidden: int) -> nn.Module:
+    """Return a "block"; or a "layer" of it and what is around, or a "linear" one alone, whose kernels are fewer."""
+    from tests.helpers.models import Block
+
+    if of == "block":
+        return Block(width, hidden)
+    if of == "layer":
+        return nn.Sequential(nn.RMSNorm(width), nn.Linear(width, hidden), nn.GELU())
+    return nn.Linear(width, hidden, bias=False)
+
+
+@functools.cache
+def graphs(gpu: FakeCuda, what: str, of: str) -> list[Graph]:
+    """Return what is made of a model's forward and backward, or of a whole step of it, compiled once for all questions.
+
+    what: a recipe, evaluation comes last then; or "step", for one that is decorated, with its two updates, the first
+    and the one that finds moments in FP8. of: see `model_of`.
+    """
+
+    found: list[Graph] = []
+
+    def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **kwargs: Any) -> Any:
+        names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        generated = gpu.generate(module, inputs, is_backward)
+        found.append(Graph(generated.code, _decided(module, generated.lowering, names, is_backward, **kwargs)))
+        return returns(generated.outputs)
+
+    blocks = what in ("blockwise", "mxfp8")
+    sizes = (1024, 2048) if what == "step" else (512, 1024 if blocks else 1000)  # a width that needs padding, or not
+    model = model_of(of, *sizes).bfloat16()
+    x = torch.randn(256, sizes[0], dtype=torch.bfloat16, requires_grad=True)
+    target = "sm_100" if what == "mxfp8" else "sm_90"
+    options: dict[str, Any] = {"min_speedup": 0, "target": target, "strict": True, "mode": "reduce-overhead"}
+    with gpu.compiles(inner):
+        if what == "step":
+            _step_twice(model, x, options)
+            return found
+        run = torch.compile(model, backend="fp8pass", options={"recipe": what, **options})
+        with mock.patch.object(torch.version, "cuda", None):  # blocks need CUDA 12.9, which torch 2.11 may not have
+            run(x).sum().backward()
+        if what in EVALUATED:
+            with torch.no_grad():
+                run(x)
+    return found
+
+
+def experts(gpu: FakeCuda, layers: str) -> list[str]:
+    """Forward and backward of one or two layers of experts; M is no multiple of 16."""
+    from tests.helpers.models import Experts
+
+    x = torch.randn(500, 256, dtype=torch.bfloat16, requires_grad=True)
+    offs = torch.tensor([100, 100, 333, 470], dtype=torch.int32)
+    both = Experts(4, 256, 512)
+
+    def one(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, both.up.transpose(-2, -1), offs=offs)
+
+    return generated(gpu, both if layers == "2" else one, x, offs, min_speedup=0, target="sm_90", strict=True)
+
+
+def rules(gpu: FakeCuda, which: str) -> list[str]:
+    """Cases of XLA's rules that run on a GPU, in four graphs; but for epilogues, see `epilogues`. which: see `on_gpu`."""
+    from tests.helpers.xla_rules import on_gpu
+
+    chosen = [c for n, c in on_gpu(which).items() if n[0] != "E" and c.calls and c.target is None and not c.dynamic]
+    # one graph takes half as long again: Inductor looks at every pair of kernels whether to fuse them
+    return [code for i in range(4) for code in _together(gpu, chosen[i::4])]
+
+
+def _together(gpu: FakeCuda, cases: Sequence[Case]) -> list[str]:
+    def everything(inputs: list[Any]) -> list[Any]:
+        return [c.function(*i) for c, i in zip(cases, inputs, strict=True)]
+
+    torch._dynamo.reset()
+    return generated(gpu, everything, [c.inputs for c in cases], backward=False, recipe=None, target="sm_90")
+
+
+def epilogues(gpu: FakeCuda, which: str) -> dict[str, dict[str, Any]]:
+    """Compile the epilogues of XLA's rules, those with an amax also large; see `epilogue`. which: see `on_gpu`."""
+    from tests.helpers.xla_rules import on_gpu, q
+
+    found = {}
+    for name, case in on_gpu(which).items():
+        if name[0] != "E":
+            continue
+        found[name] = epilogue(gpu, case.function, *case.inputs)
+        if name[:2] in ("E7", "E8", "E9"):
+            large = q(1024, 64), q(64, 1024), *case.inputs[2:]
+            found[f"{name}, large"] = epilogue(gpu, case.function, *large)
+    return found
+
+
+def epilogue(gpu: FakeCuda, function: Callable[..., Any], *inputs: Any) -> dict[str, Any]:
+    """Return what `checked` says of the code, and as "behind" how many kernels run behind the last matmul."""
+    torch._dynamo.reset()
+    (code,) = generated(gpu, function, *inputs, backward=False, recipe=None, target="sm_90")
+    return {"behind": code.rpartition("extern_kernels._scaled_mm(")[2].count(".run("), **checked(gpu, [code])}
+
+
+def plain(gpu: FakeCuda) -> dict[str, list[str]]:
+    """The code of reductions without FP8, as Inductor generates it by itself and under fp8pass; and of one with FP8."""
+    from fp8pass.scaling import amax, quantize
+
+    def both(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x_q = quantize(x, s, torch.float8_e4m3fn)
+        return amax(x), x_q, x_q.t().contiguous()
+
+    rows, s = torch.randn(512, 2048, dtype=torch.bfloat16), torch.tensor(2.0)
+    functions = [
+        lambda x: x.softmax(-1),
+        lambda x: x.sum(0),
+        lambda x: x.float().square().sum(),
+        lambda x: x[:4, :32].amax(),
+        lambda x: torch.cat([x, x.exp()]).t().contiguous(),
+    ]
+    found: dict[str, list[str]] = {"inductor": [], "fp8pass": []}
+    for backend, codes in found.items():
+        for function in functions:
+            torch._dynamo.reset()
+            with gpu.compiles() as graphs:
+                torch.compile(function, backend=backend)(rows)
+            codes += [graph.code for graph in graphs]
+    torch._dynamo.reset()
+    return {**found, "both": generated(gpu, both, rows, s, backward=False, recipe=None)}
+
+
+def passes_after(gpu: FakeCuda) -> list[Any]:
+    """How often a pass behind the partitioner ran, how many graphs there were, and a tensor that was made afterwards."""
+    seen: list[int] = []
+    options = {"post_grad_custom_post_pass": lambda graph: seen.append(len(graph.nodes))}
+    with fakes(), gpu.compiles() as found:
+        x = torch.ones(64, 64, requires_grad=True)
+        torch.compile(lambda x: x.sin() + 1, options=options)(x).sum().backward()
+    return [len(seen), len(found), torch.ones(2).tolist()]
+
+
+def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
+    """Answer a question.
+
+    what: "passes", "plain", "inspect"; "epilogues" or "rules", of which `on_gpu` says more; "experts", of so many layers;
+    "step" or a recipe, of a model that `model_of` knows, with "cudagraphs" before it or not.
+    """
+    if what == "inspect":
+        return inspection(gpu, *of)
+    if what == "passes":
+        return passes_after(gpu)
+    if what == "epilogues":
+        return epilogues(gpu, *of)
+    if what == "plain":
+        return plain(gpu)
+    if what == "cudagraphs":
+        return cudagraphs(gpu, *of)
+    functions = {"rules": rules, "experts": experts}
+    trained = 2 if what in EVALUATED else 4
+    codes = functions[what](gpu, *of) if what in functions else [g.code for g in graphs(gpu, what, *of)[:trained]]
+    return checked(gpu, codes)
+
+
+def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
+    """Compile all kernels. Returns how many each graph has, how its matmuls read memory, and what shouldn't be there."""
+    return {
+        "kernels": [len(gpu.compile_kernels(code)) for code in codes],
+        "strides": [strides_of_scaled_mm(code) for code in codes],
+        "min_nan": sum(code.count("PropagateNan") for code in codes),
+        "own_ops": sum("fp8pass" in line for code in codes for line in code.splitlines() if not _is_comment(line)),
+    }
+
+
+def cudagraphs(gpu: FakeCuda, what: str, of: str) -> list[dict[str, Any]]:
+    """Return what Inductor decides about CUDA graphs of `graphs`.
+
+    placeholders, mutated and static: names of the graph's inputs; reasons: why there would be no CUDA graph.
+    """
+    return [graph.decided for graph in graphs(gpu, what, of)]
+
+
+def _step_twice(model: nn.Module, x: torch.Tensor, options: dict[str, Any]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    @fp8pass.train_step(skip_nonfinite=True, optimizer_state="fp8", **options)
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(x)
+    step(x)
+
+
+def _decided(
+    module: fx.GraphModule, lowering: GraphLowering, names: list[str], is_backward: bool, **kwargs: Any
+) -> dict[str, Any]:
+    mutated, static = list(lowering.mutated_input_idxs), list(kwargs["static_input_idxs"])
+    # behind a forward of several CUDA graphs, only what comes from outside of it counts as static
+    ways = [static, inductor_utils.get_static_bw_input_idxs(module)] if is_backward and _HAS_PARTS else [static]
+    reasons = [lowering.disable_cudagraphs_reason, inductor_utils.get_first_incompatible_cudagraph_node(module)]
+    reasons.append(cudagraph_utils.check_lowering_disable_cudagraph(dict(lowering.device_node_mapping)))
+    reasons += [
+        cudagraph_utils.check_for_mutation_ignore_cuda_graph_managed_tensor(
+            module, lowering.mutated_inputs, lowering.mutated_input_idxs, way
+        )
+        for way in ways
+    ]
+    return {
+        "wanted": bool(kwargs["cudagraphs"]),
+        "mutated": [names[i] for i in mutated],
+        "static": [names[i] for i in static],
+        "inputs": names,
+        "reasons": [str(r) for r in reasons if r is not None],
+    }
+
+
+_HAS_PARTS = hasattr(inductor_utils, "get_static_bw_input_idxs")
+
+
+def arguments(call: str) -> list[str]:
+    """The texts of the arguments of a call, given what follows its opening bracket."""
+    found, depth = [""], 0
+    for c in call:
+        depth += (c in "([") - (c in ")]")
+        if depth < 0:
+            break
+        if c == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += c
+    return [argument.strip() for argument in found]
+
+
+def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
+    """For every call of `_scaled_mm` or `_scaled_grouped_mm`, the strides of both operands and both scales."""
+    before, *calls = re.split(r"extern_kernels\._scaled(?:_grouped)?_mm\(", code)
+    found = []
+    for call in calls:
+        found.append([_strides(argument, before, code) for argument in arguments(call)[:4]])
+        before += call
+    return found
+
+
+def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
+    """Of a view, as it is written, or of a name, as it was made: last in `before`, or as an input. None: by an op."""
+    if not tensor.startswith("reinterpret_tensor("):
+        pattern = rf"^ +{tensor} = ((?:empty_strided_cuda|reinterpret_tensor|rand_strided)\(|\w+; del)(.*)"
+        made = re.findall(pattern, before, flags=re.MULTILINE) or re.findall(pattern, code, flags=re.MULTILINE)
+        if not made:
+            return None
+        tensor = "".join(made[-1])
+        if "; del" in tensor:  # takes the memory of one that is done with
+            return _strides(tensor.partition(";")[0], before, code)
+    called, _, rest = tensor.partition("(")
+    strides: tuple[int, ...] = ast.literal_eval(arguments(rest)[2 if called == "reinterpret_tensor" else 1])
+    return strides
+
+
+if __name__ == "__main__":
+    registry.on_new.append(has_history)
+    with without_caches():
+        answer_all(functools.partial(answer, FakeCuda(TARGETS["h100"])))

@@ -1,0 +1,188 @@
+"""Runs functions of tests on several ranks: processes that talk over gloo.
+
+Starting ranks takes long. So one launch for each number of ranks runs all such functions of the files that pytest has
+collected, file by file, and each in the order in which it stands there. One process imports all that they need, and
+forks into ranks for each file, which find each other as those that torchrun starts: models that a file leaves behind
+have no slots in another's, and a file that fails leaves the others be. What torchrun itself has a part in is started by
+it: see `run`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from tests.helpers import ROOT
+from tests.helpers.harness import without_caches
+
+Function = TypeVar("Function", bound=Callable[[], Any])
+TIMEOUT = 60
+"""Seconds after which gloo gives up, and with it a test that hangs."""
+
+SHARING = (
+    "tests.ranks.test_ddp",
+    "tests.ranks.test_fsdp",
+    "tests.ranks.test_pipelining",
+    "tests.ranks.test_tensor_parallel",
+)
+"""Modules whose functions share compiled code."""
+
+
+VARIANTS = "FP8PASS_TEST_VARIANTS"
+"""Is in the environment where variants run: ranks import the functions, too."""
+
+
+class OnRanks:
+    """Calls a function on all ranks, and returns the list of what it returned on each."""
+
+    def __init__(self, function: Callable[[], Any], ranks: int, variant: bool) -> None:
+        self.function, self.ranks, self.module = function, ranks, function.__module__
+        self.name = f"{self.module}.{function.__name__}"
+        if not variant or VARIANTS in os.environ:
+            _functions.setdefault(ranks, []).append(self)
+
+    def __call__(self) -> list[Any]:
+        folder, output = _launch(self.ranks)
+        files = [folder / f"{self.name}.{rank}" for rank in range(self.ranks)]
+        assert all(f.exists() for f in files), f"{self.name} has not ended on all ranks:\n{_failure(output)}"
+        return [torch.load(f, weights_only=False) for f in files]
+
+
+def _failure(output: str) -> str:
+    """What the first rank that failed had to say."""
+    lines = [line for line in output.splitlines() if line.startswith("[rank")]
+    return "\n".join(lines[-40:]) or output[-4000:]
+
+
+_functions: dict[int, list[OnRanks]] = {}
+"""By number of ranks: the functions of all modules that have been imported."""
+
+
+def on_ranks(ranks: int, variant: bool = False) -> Callable[[Callable[[], Any]], OnRanks]:
+    """Decorate a function that takes nothing: it runs on that many ranks; one that only variants call, with them."""
+    return functools.partial(OnRanks, ranks=ranks, variant=variant)
+
+
+_before: dict[int, list[Callable[[], Any]]] = {}
+
+
+def before_launch(ranks: int) -> Callable[[Function], Function]:
+    """Decorate a function that runs in the process of the tests, before that many ranks are started."""
+
+    def register(function: Function) -> Function:
+        _before.setdefault(ranks, []).append(function)
+        return function
+
+    return register
+
+
+@functools.cache
+def _launch(ranks: int) -> tuple[Path, str]:
+    """Run all functions for that many ranks: the folder with what they returned, and what they printed."""
+    for prepare in _before.get(ranks, ()):
+        prepare()
+    folder = Path(tempfile.mkdtemp())
+    modules = dict.fromkeys(function.module for function in _functions[ranks])
+    result = _python("-m", "tests.helpers.torchrun", str(ranks), str(folder), *modules)
+    return folder, result.stdout + result.stderr
+
+
+def run(ranks: int, *args: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Start torchrun with arguments, and wait until it ends."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return _python(*launcher, *args, timeout=timeout, **environment)
+
+
+def _python(*args: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
+    # what pytest has loaded is not what a script sees
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHELASTIC_"))}
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=ROOT,
+        env={**inherited, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def collectives() -> int:
+    """How many this rank has called in the default group."""
+    return dist.group.WORLD._get_sequence_number_for_group()
+
+
+def main(ranks: int, folder: str, *modules: str) -> int:
+    """Import some modules, and run the functions of each on so many ranks. Returns 1 if any of them failed."""
+    for module in ("torch._inductor.compile_fx", *modules):  # the former, which all need, takes long
+        importlib.import_module(module)
+    failed = [_run_module(ranks, folder, module) for module in modules]
+    return int(any(failed))
+
+
+def _run_module(ranks: int, folder: str, module: str) -> bool:
+    """Fork into so many ranks, and wait until they end. Returns whether one has failed; then the others are ended."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # it is here, as torchrun's is in torchrun
+    running = {_forked(rank, folder, module) for rank in range(ranks)}
+    failed = False
+    while running:
+        ended, status = os.wait()
+        running.discard(ended)
+        if status and not failed:
+            failed = True
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+    return failed
+
+
+def _forked(rank: int, folder: str, module: str) -> int:
+    """Fork into a rank. Returns its process; the rank itself does not return."""
+    if process := os.fork():
+        return process
+    status = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        _run_functions(folder, module)
+        status = 0
+    except BaseException:  # noqa: BLE001  # a rank has nobody else to tell
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the end of the process that it was forked from is not its own
+
+
+def _run_functions(folder: str, module: str) -> None:
+    """Run all functions of a module for as many ranks as there are, as each rank does."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    for function in (f for f in _functions[dist.get_world_size()] if f.module == module):
+        begin = time.monotonic()
+        with without_caches(share=function.module in SHARING):
+            result = function.function()
+        print(f"{function.name}: {time.monotonic() - begin:.1f} s\n", end="", flush=True)
+        torch.save(result, Path(folder) / f"{function.name}.{dist.get_rank()}")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.modules["tests.helpers.torchrun"] = sys.modules[
+        "__main__"
+    ]  # what the modules import registers its functions here
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

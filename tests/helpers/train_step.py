@@ -1,0 +1,71 @@
+"""Helpers of the tests named test_train_step.py in several tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8pass
+from fp8pass.recipes import DelayedScaling
+from fp8pass.runtime.weight_cache import Fp8Weight, weights_of
+
+RECIPE = DelayedScaling(amax_history_len=4)
+"""A short history: scales of weights go up and down."""
+
+
+Decorate = Callable[..., Callable[..., Any]]
+
+
+def batch(seed: int, *shape: int) -> Tensor:
+    x = torch.randn(shape or (16, 32), generator=torch.Generator().manual_seed(seed))
+    return x * (1 + 0.5 * (seed % 3))
+
+
+def decorate(function: Callable[..., Any], **config: Any) -> Any:
+    return fp8pass.train_step(function, **{"recipe": RECIPE, "lowering": "eager", **config})
+
+
+def weights(*models: nn.Module) -> list[Fp8Weight]:
+    return weights_of([p for model in models for p in model.parameters()])
+
+
+def tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors and numbers in nested containers, by name."""
+    if isinstance(x, (Tensor, int, float)):
+        yield name, torch.as_tensor(x).detach().clone()
+    elif isinstance(x, dict):
+        for key, value in x.items():
+            yield from tensors(value, f"{name}.{key}")
+    elif isinstance(x, (list, tuple)):
+        yield from tensors(dict(enumerate(x)), name)
+
+
+def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights, moments and FP8 state, copied."""
+    states = [o.state_dict()["state"] for o in optimizers]
+    return dict(tensors([model.state_dict(), states, fp8pass.state(model).state_dict()]))
+
+
+def changed_again(decorated: Decorate) -> tuple[list[Tensor], dict[str, Tensor], nn.Module]:
+    """Losses, everything after them, and the model: two weights, each changed twice in the graph of the update."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @decorated
+    def step(x: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), x * 0.5)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with torch.no_grad():
+            for w in (model[0].weight, model[1].weight):
+                w.div_(w.norm(dim=1, keepdim=True).clamp(min=0.5))
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return [step(batch(i, 16, 64)) for i in range(4)], everything(model, optimizer), model

@@ -1,0 +1,345 @@
+"""Run the Triton code that Inductor generates for sm_90 on CPU tensors; run as a script, answers questions.
+
+Needs TRITON_INTERPRET=1. A model is trained on the CPU, and each graph that Inductor would compile runs twice on the
+same inputs: op by op, and as the code for sm_90, whose kernels Triton's interpreter runs with their own grids and blocks.
+`torch._scaled_mm` is the CPU's in both. Patches torch and Triton all over: a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor import async_compile, config, select_algorithm
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_heuristics
+from triton.runtime import interpreter
+
+import fp8pass
+from fp8pass.hardware import TARGETS
+from fp8pass.inspect.fake_cuda import FakeCuda
+from fp8pass.quant.kernel_ops import WRITE
+from fp8pass.states.slots import registry
+from tests.helpers.asked import answer_all
+from tests.helpers.pretend_gpu import has_history
+
+DTYPES = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+
+
+def convert_float(values: Any, source: Any, target: Any, _: Any) -> Any:
+    """The bits of floating-point numbers in another type, rounded to nearest even, as sm_90 does it.
+
+    In place of the interpreter's own, which cuts bfloat16 off, rounds ties away from zero, and loses the carry of a
+    mantissa that rounds up to the next power of two: 31.64 becomes 16 in e4m3. The cast to FP8 saturates, as
+    `cvt.rn.satfinite` does.
+    """
+    of, to = DTYPES[source], DTYPES[target]
+    x = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view("u1").copy()).view(of)
+    if to.itemsize == 1:
+        limit = torch.finfo(to).max
+        x = x.float().clamp(-limit, limit)
+    return x.to(to).view(torch.uint8).numpy().view(f"u{to.itemsize}").reshape(np.shape(values))
+
+
+def reduce_by_halves(self: Any, tensors: Any) -> list[Any]:
+    """Reduces as a GPU does, half of the elements with the other half.
+
+    In place of the interpreter's own, which calls the function for each single element: most of what the tests took.
+    """
+    found, axis = self.unravel(tensors, self.axis)
+    parts = [np.moveaxis(t.handle.data, axis, 0) for t in found]
+    while (n := len(parts[0])) > 1:
+        assert n % 2 == 0  # blocks are powers of two
+        halves = [
+            self.to_tensor(p[at], t.dtype)
+            for at in np.s_[: n // 2, n // 2 :]
+            for p, t in zip(parts, found, strict=True)
+        ]
+        reduced = self.combine_fn.fn(*halves)
+        parts = [r.handle.data for r in (reduced if isinstance(reduced, tuple) else (reduced,))]
+    if self.keep_dims:
+        kept = tuple(range(len(tensors[0].shape))) if self.axis is None else axis
+        parts = [np.expand_dims(p[0], kept) for p in parts]
+    else:
+        parts = [p[0] for p in parts]
+    return [self.to_tensor(p, t.dtype) for p, t in zip(parts, found, strict=True)]
+
+
+def power(x: Any, y: Any) -> Any:
+    """In place of the one that NVIDIA's library has."""
+    data = np.power(x.handle.data, y.handle.data)
+    return tl.core.tensor(interpreter.TensorHandle(data, x.dtype.scalar), x.type)
+
+
+class Kernel:
+    """A generated kernel, with the first of its configurations."""
+
+    def __init__(self, tuner: Any) -> None:
+        self.tuner = tuner
+
+    def run(self, *args: Any, stream: int) -> None:
+        """What the generated code calls."""
+        function, choice = self.tuner.fn, self.tuner.configs[0]
+        names = [name for name in function.arg_names if name not in choice.kwargs]
+        given = dict(zip(names, args, strict=True))
+        grid = triton_heuristics.GridExpr.from_meta(self.tuner.inductor_meta, choice).eval_slow(given)
+        # the interpreter patches Triton anew at each call of a function: once in a launch is enough
+        with mock.patch.object(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang)):
+            function[grid](**given, **choice.kwargs)
+
+
+def load_kernel(gpu: FakeCuda, name: str, source: str, device_str: str) -> Kernel:
+    """In place of `AsyncCompile.triton`."""
+    file = Path(tempfile.mkdtemp()) / f"{name}.py"
+    file.write_text(source)  # the interpreter reads it again
+    module = types.ModuleType(name)
+    vars(module)["__file__"] = str(file)
+    with gpu.there():
+        exec(compile(source, file, "exec"), vars(module))
+    vars(module)["libdevice"] = tl.math  # NVIDIA's library of the same functions is none for the interpreter
+    return Kernel(getattr(module, name))
+
+
+@contextlib.contextmanager
+def on_cpu(gpu: FakeCuda) -> Iterator[None]:
+    """Within it, generated code loads, and its memory is the CPU's."""
+    guards: Any = torch._C._dynamo.guards
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (async_compile.AsyncCompile, "triton", functools.partial(load_kernel, gpu)),
+            (guards, "_empty_strided_cuda", guards._empty_strided_cpu),
+            (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+            (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
+            (torch.cuda, "set_device", lambda _: None),
+            (tl.math, "mul_rn", lambda x, y: x * y),  # rounded, as every product here
+            (tl.math, "pow", power),
+            (interpreter, "_convert_float", convert_float),
+            (interpreter.ReduceOps, "generic_reduce", reduce_by_halves),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A tensor as the code for sm_90 makes it, against the same of the graph run op by op.
+
+    what: "output", "input" (state that the graph writes), "operand" or "scale" of a scaled matmul.
+    error: the largest difference, relative to the largest element; sqnr: in dB, 300 for equal tensors.
+    differing: share of elements. steps: the largest difference of FP8 codes, 0 for other types.
+    """
+
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    error: float
+    sqnr: float
+    differing: float
+    steps: int
+
+
+def compare(what: str, wanted: Tensor, got: Tensor) -> Compared:
+    from tests.helpers.harness import sqnr
+
+    assert (wanted.dtype, wanted.shape) == (got.dtype, got.shape)
+    steps = 0
+    if wanted.dtype.itemsize == 1 and wanted.is_floating_point():
+        steps = int((_place(wanted) - _place(got)).abs().max())
+    w, g = wanted.detach().double(), got.detach().double()
+    error = float((w - g).abs().max() / w.abs().max().clamp(min=1e-30)) if w.numel() else 0.0
+    name, shape = str(wanted.dtype).removeprefix("torch."), tuple(wanted.shape)
+    return Compared(what, name, shape, error, sqnr(w, g), float((w != g).double().mean()), steps)
+
+
+def _place(x: Tensor) -> Tensor:
+    """Of FP8 numbers, their places among all of the format, in order; both zeros are 0."""
+    code = x.contiguous().view(torch.uint8).int()
+    return torch.where(code < 128, code, 128 - code)
+
+
+Matmul = tuple[Tensor, ...]
+"""Both operands and both scales of a call of `_scaled_mm`."""
+
+
+def _matmul(args: Any) -> Matmul:
+    """One scale for an operand may have any number of dimensions."""
+    return tuple(x.reshape(()).clone() if x.numel() == 1 else x.clone() for x in args[:4])
+
+
+class OpByOp(fx.Interpreter):
+    """Runs a graph, and keeps what its scaled matmuls are called with."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.matmuls: list[Matmul] = []
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._scaled_mm.default:
+            self.matmuls.append(_matmul(args))
+        return super().call_function(target, args, kwargs)
+
+
+def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterator[Compared]:
+    """Each call of the one with the call of the other that is nearest to it: their order is up to Inductor."""
+    left = list(got)
+    for of_graph in wanted:
+        shapes = [x.shape for x in of_graph]
+        fitting = [i for i, m in enumerate(left) if [x.shape for x in m] == shapes]
+        each = [
+            [
+                compare("operand" if j < 2 else "scale", w, g)
+                for j, (w, g) in enumerate(zip(of_graph, left[i], strict=True))
+            ]
+            for i in fitting
+        ]
+        nearest = max(range(len(fitting)), key=lambda i: sum(c.sqnr for c in each[i]))
+        del left[fitting[nearest]]
+        yield from each[nearest]
+    assert not left
+
+
+def run_code(gpu: FakeCuda, code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
+    """Call generated code; returns its outputs and what its scaled matmuls were called with."""
+    matmuls: list[Matmul] = []
+    kernels: Any = select_algorithm.extern_kernels
+    real = kernels._scaled_mm
+
+    def scaled_mm(*args: Any, **kwargs: Any) -> Any:
+        matmuls.append(_matmul(args))
+        return real(*args, **kwargs)
+
+    with on_cpu(gpu), mock.patch.object(kernels, "_scaled_mm", scaled_mm):
+        return code(inputs), matmuls
+
+
+def _written(module: fx.GraphModule) -> list[int]:
+    """The inputs that a graph writes. Others its code may overwrite, once done with them: tensors saved for it alone."""
+    nodes = list(module.graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    written = {n.args[0] for n in nodes if n.target in (torch.ops.aten.copy_.default, WRITE)}
+    viewed = {n.args[0] for n in written if n.target is torch.ops.aten.as_strided.default}
+    return [i for i, p in enumerate(placeholders) if p in written or p in viewed]
+
+
+def both(
+    gpu: FakeCuda, found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool
+) -> Any:
+    """Inductor's inner_compile: what runs the graph op by op and its code, compares, and appends to `found`."""
+    graph = copy.deepcopy(module)
+    generated = gpu.generate(module, inputs, is_backward)
+    with on_cpu(gpu):
+        code = PyCodeCache.load(generated.code).call
+
+    def call(args: list[Any]) -> Any:
+        inputs = [x.detach() if isinstance(x, Tensor) else x for x in args]
+        copies = copy.deepcopy(inputs)  # what shares memory shares it there, too
+        outputs, matmuls = run_code(gpu, code, list(copies))
+        reference = OpByOp(graph)
+        wanted = reference.run(*inputs)
+        pairs = [("output", w, g) for w, g in zip(wanted, outputs, strict=True)]
+        pairs += [("input", inputs[i], copies[i]) for i in _written(graph)]
+        tensors = [compare(what, w, g) for what, w, g in pairs if isinstance(w, Tensor)]
+        found.append([*tensors, *compared_matmuls(reference.matmuls, matmuls)])
+        return wanted
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+class Gated(nn.Module):
+    """So large that there are tiles: weights with one input, merged, a residual stream that the backward reads, a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last_norm = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.gate, self.up = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down, self.head = nn.Linear(128, 64, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, 64]."""
+        y = self.norm(x)
+        hidden = F.silu(self.gate(y)) * self.up(y)
+        result: Tensor = self.head(self.last_norm(x + self.down(hidden)))
+        return result
+
+
+def train(
+    gpu: FakeCuda, name: str, recipe: str, dtype: torch.dtype, steps: int, updates: bool = False
+) -> list[list[Compared]]:
+    """Steps of a model; for each call of a graph, what was compared.
+
+    name: "block", with a bias, an odd width and a residual; "gated"; "one" or "two" layers, large enough for tiles.
+    updates: only those of AdamW, which write FP8 weights and moments, and are left out where a gradient isn't finite.
+    """
+    from tests.helpers.models import Block
+
+    found: list[list[Compared]] = []
+    made: dict[str, Callable[[], nn.Module]] = {
+        "block": lambda: Block(32, 24),
+        "gated": Gated,
+        "one": lambda: nn.Linear(64, 128),
+        "two": lambda: nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)),
+    }
+    model, shape = made[name]().to(dtype), (16, 32) if name == "block" else (64, 64)
+
+    def inner(
+        module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, is_inference: bool = False, **_: Any
+    ) -> Any:
+        if updates and not is_inference:
+            return make_boxed_func(module.forward)
+        return both(gpu, found, module, inputs, is_backward)
+
+    options = {"recipe": recipe, "strict": True, "merge_siblings": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def inputs() -> Iterator[Tensor]:
+        return (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(steps))
+
+    with gpu.compiles(inner):
+        if updates:
+            run = fp8pass.train_step(optimizer_state="fp8", skip_nonfinite=True, **options)(step)
+            for x in inputs():
+                run(x)
+        else:
+            compiled = torch.compile(model, backend="fp8pass", options=options)
+            for x in inputs():
+                compiled(x).square().mean().backward()
+    return found
+
+
+def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
+    """As `train`. how: "updates"; "emulate" rounds after each op, as the graph does."""
+    with config.patch(emulate_precision_casts="emulate" in how):
+        found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how)
+    return [[asdict(c) for c in call] for call in found]
+
+
+if __name__ == "__main__":
+    registry.on_new.append(has_history)
+    torch.backends.mkldnn.set_flags(False)  # whose FP8 matmuls some CPUs take minutes for
+    answer_all(functools.partial(answer, FakeCuda(TARGETS["h100"])))

@@ -1,0 +1,123 @@
+"""The numbers of `fp8pass/scaling.py` against the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fp8pass import scaling
+from tests.helpers import oracle
+
+FORMATS = {"e4m3": scaling.E4M3, "e5m2": scaling.E5M2}
+floats = st.floats(width=32, allow_subnormal=False)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(max_examples=200, deadline=None)
+@given(values=st.lists(floats, min_size=1, max_size=32), scale=st.floats(2.0**-20, 2.0**20, width=32))
+def test_quantize_rounds_to_nearest_even_and_saturates(fmt: str, values: list[float], scale: float) -> None:
+    x = torch.tensor(values)
+    expected = oracle.round_to(x * scale, fmt)  # the product is rounded to float32, as documented
+    actual = scaling.quantize(x, scale, FORMATS[fmt])
+    assert actual.dtype == FORMATS[fmt]
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "x", "expected"),
+    [
+        ("e4m3", 2.0**-10, 0.0),  # half of the smallest subnormal: a tie, to even
+        ("e4m3", 3 * 2.0**-10, 2.0**-8),
+        ("e4m3", 17.0, 16.0),
+        ("e4m3", 19.0, 20.0),
+        ("e4m3", 1e30, 448.0),
+        ("e4m3", -math.inf, -448.0),
+        ("e5m2", 2.0**-17, 0.0),
+        ("e5m2", 1.125, 1.0),
+        ("e5m2", 61440.0, 57344.0),
+        ("e5m2", math.inf, 57344.0),
+    ],
+)
+def test_quantize_at_the_edges(fmt: str, x: float, expected: float) -> None:
+    assert scaling.quantize(torch.tensor([x]), 1.0, FORMATS[fmt]).item() == expected
+
+
+@given(amax=st.floats(0, width=32), margin=st.integers(0, 4))
+@settings(deadline=None)
+def test_scale_from_amax(amax: float, margin: int) -> None:
+    actual = scaling.scale_from_amax(torch.tensor(amax), 448.0, 7.0, margin).item()
+    assert 0 < actual < math.inf
+    assert actual == pytest.approx(oracle.scale_of(amax, "e4m3", 7.0, margin), rel=1e-6)
+
+
+@pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
+def test_scale_is_kept_without_a_usable_amax(amax: float) -> None:
+    assert scaling.scale_from_amax(torch.tensor(amax), 448.0, 3.5).item() == 3.5
+
+
+@given(st.floats(2.0**-126, 2.0**126, width=32))
+@settings(deadline=None)
+def test_floor_to_power_of_2(x: float) -> None:
+    assert scaling.floor_to_power_of_2(torch.tensor(x)).item() == 2.0 ** math.floor(math.log2(x))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+def test_amax_is_exact_and_shows_nan(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    assert scaling.amax(x).item() == max(map(abs, x.flatten().tolist()))
+    x.view(-1)[2] = math.nan
+    assert scaling.amax(x).isnan()
+
+
+def test_what_is_empty_has_seen_nothing() -> None:
+    assert scaling.amax(torch.empty(0, 16)).item() == scaling.NOTHING
+    for dims, shape in (((0,), (1, 16)), ((1,), (0, 1))):
+        assert torch.equal(scaling.amax_along(torch.empty(0, 16), dims), torch.full(shape, scaling.NOTHING))
+
+
+def merge(on_nonfinite: str, new: list[float]) -> list[float]:
+    return scaling.merge_amax(torch.tensor([5.0, 5.0, -1.0, -1.0]), torch.tensor(new), on_nonfinite).tolist()
+
+
+def test_amaxes_of_one_step_merge_by_max() -> None:
+    assert merge("evict", [4.0, 6.0, 4.0, -1.0]) == [5.0, 6.0, 4.0, -1.0]
+
+
+def test_nonfinite_amaxes() -> None:
+    new = [math.nan, math.inf, math.nan, 1.0]
+    assert merge("evict", new) == [5.0, 5.0, 0.0, 1.0]
+    assert merge("skip", new) == [5.0, 5.0, -1.0, 1.0]
+    amax = merge("freeze", new)
+    assert math.isnan(amax[0]) and amax[1] == math.inf and math.isnan(amax[2]) and amax[3] == 1.0
+
+
+def roll_all(amaxes: list[float], **options: object) -> tuple[Tensor, Tensor]:
+    scale, history = torch.zeros(1), torch.zeros(4, 1)
+    for a in amaxes:
+        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), torch.tensor([448.0]), **options)
+    return scale, history
+
+
+def test_zeros_age_the_history_and_keep_the_scale() -> None:
+    scale, history = roll_all([2.0, 0.0, 0.0, 0.0, 0.0])
+    assert scale.item() == 224.0 and history.flatten().tolist() == [0.0] * 4
+    assert roll_all([2.0, 0.0, 0.0, 0.0, 0.0, 1.0])[0].item() == 448.0
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent", lambda h: h.mean()])
+def test_amax_compute_algo(algo: object) -> None:
+    scale, history = roll_all([1.0, 4.0, 2.0], algo=algo)
+    assert history.flatten().tolist() == [2.0, 4.0, 1.0, 0.0]
+    assert scale.item() == {"max": 112.0, "most_recent": 224.0}.get(str(algo), 448 / 1.75)
+
+
+def test_an_unused_slot_is_left_alone() -> None:
+    scale, history = torch.tensor([3.0, 3.0]), torch.ones(2, 2)
+    limits = torch.tensor([448.0, 448.0])
+    scale, history = scaling.roll_history(scale, history, torch.tensor([2.0, -1.0]), limits)
+    assert scale.tolist() == [224.0, 3.0] and history.tolist() == [[2.0, 1.0], [1.0, 1.0]]

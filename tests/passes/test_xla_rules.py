@@ -1,0 +1,133 @@
+"""What XLA finds, fp8pass finds: every case of `xla_rules.py`, and the page made of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fp8pass.graph.verdict import Gemm
+from fp8pass.hardware import output_saturates
+from fp8pass.options.config import Config
+from fp8pass.passes.common.patterns import is_wide_cast
+from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
+from fp8pass.passes.rewrite.scaled_mm import ScaledMM
+from tests.helpers import ROOT, xla_rules
+from tests.helpers.harness import aten, capture, check_legal_on_cuda, compiled, count, run, sqnr, text
+from tests.helpers.xla_rules import CASES, E4M3, RULES, Case
+
+
+def rewritten(case: Case) -> tuple[fx.GraphModule, list[Gemm], list[str]]:
+    module = capture(case.function, *case.inputs, device=case.device, dynamic=case.dynamic)
+    target = case.target or ("sm_90" if case.device == "cuda" else None)
+    context = run(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None, target=target))
+    gemms = list(context.gemms.values())
+    return module, gemms, [*context.notes, *(g.note for g in gemms if g.note)]
+
+
+def results(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str) -> None:
+    case = CASES[name]
+    if name == "E5 on CPU" and not output_saturates(torch.device("cpu"), E4M3):
+        case = replace(case, note="the cpu kernel of torch .* does not saturate float8_e4m3fn")
+    module, gemms, notes = rewritten(case)
+    assert count(module, aten._scaled_mm.default) == case.calls, [g.reason for g in gemms]
+    if not case.calls:
+        assert text(module) == text(capture(case.function, *case.inputs))
+        assert gemms or notes, "declined without a word"
+        assert all(g.status == "declined" and re.search(case.why, g.reason) for g in gemms), gemms
+        assert_notes(case, notes)
+        return
+    assert all((g.status, g.reason) == ("rewritten", "") for g in gemms), gemms
+    assert_notes(case, notes)
+    if case.copies is not None:
+        assert _copies(module) == case.copies
+    if case.after is not None:
+        assert _after(module) == case.after
+    assert check_legal_on_cuda(module.graph) == case.calls
+    if case.device == "cpu":
+        _compare(case, module)
+    once = text(module)
+    assert run(module, ListMatmuls(), ScaledMM()).gemms == {}
+    assert text(module) == once
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [t for value in values for t in results(value)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_on_a_gpu(lowering: str) -> None:
+    """Every case, against the CPU's eager result: GPUs have no float8 matmul to compare P1 with."""
+    wrong = []
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        on_gpu = [x.cuda() if isinstance(x, Tensor) else x for x in case.inputs]
+        actual = compiled(case.function, recipe=None, lowering=lowering)(*on_gpu)
+        for wanted, got in zip(results(case.function(*case.inputs)), results(actual), strict=True):
+            finite = wanted.numel() and wanted.float().isfinite().all()
+            db = sqnr(wanted.float(), got.float().cpu()) if finite else 300.0
+            if wanted.shape != got.shape or db < (20 if wanted.dtype.itemsize == 1 else 45):
+                wrong.append((name, db))
+    assert wrong == []
+
+
+def assert_notes(case: Case, notes: list[str]) -> None:
+    assert any(re.search(case.note, n) for n in notes) if case.note else not notes, notes
+
+
+def _compare(case: Case, module: fx.GraphModule) -> None:
+    exact = not any(
+        n.meta["val"].dtype in (torch.bfloat16, torch.float16)
+        for n in module.graph.nodes
+        if n.op == "call_function" and isinstance(n.meta["val"], Tensor)
+    )
+    for wanted, got in zip(results(case.function(*case.inputs)), results(module(*case.inputs)), strict=True):
+        assert (wanted.dtype, wanted.shape, wanted.stride()) == (got.dtype, got.shape, got.stride())
+        if wanted.dtype.itemsize == 1:
+            assert (wanted.float() != got.float()).float().mean() < 0.01  # ties that the order of the sum decides
+        elif exact:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+        else:
+            assert sqnr(wanted, got) > 45
+
+
+def _copies(module: fx.GraphModule) -> int:
+    """FP8 tensors written, other than by quantizing."""
+    return sum(n.target is aten.clone.default and n.meta["val"].dtype.itemsize == 1 for n in module.graph.nodes)
+
+
+def _after(module: fx.GraphModule) -> tuple[str, ...]:
+    """The ops on what the kernels compute; without casts from one high-precision type to another."""
+    after: list[fx.Node] = []
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is aten._scaled_mm.default:
+            continue
+        if any(n in after or n.target is aten._scaled_mm.default for n in node.all_input_nodes):
+            after.append(node)
+    return tuple(n.target.__name__.split(".")[0] for n in after if not is_wide_cast(n))
+
+
+def test_every_rule_is_there() -> None:
+    """The 71 rules of XLA, and the table of types; those without a case say why, or which file has theirs."""
+    numbers = [rule.number for rule in RULES]
+    counts = {"P": 15, "M": 13, "S": 7, "L": 11, "T": 4, "E": 25}
+    assert numbers == [f"{letter}{i}" for letter, n in counts.items() for i in range(1, n + 1)]
+    for rule in RULES:
+        elsewhere = re.findall(r"`(tests/[\w/]+\.py)`", rule.ours)
+        assert all((ROOT / name).is_file() for name in elsewhere), rule.number
+        assert rule.cases or elsewhere or rule.ours.startswith("not "), rule.number
+    assert len(CASES) == sum(len(rule.cases) for rule in RULES)
+
+
+def test_the_page_is_made_of_this() -> None:
+    assert xla_rules.PAGE.read_text() == xla_rules.page(), "run python -m tests.helpers.xla_rules"

@@ -1,0 +1,138 @@
+"""The skip_nonfinite pass: an update whose gradients are not finite leaves everything as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.options.config import Config
+from fp8pass.passes.common.state_inputs import state_input
+from fp8pass.passes.update.context import UpdateContext
+from fp8pass.passes.update.skip_nonfinite import SkipNonfinite, gradients
+from fp8pass.passes.update.written import written
+from fp8pass.quant import ops
+from fp8pass.runtime.update_key import UpdateKey
+from tests.helpers.harness import BF16, F32, expect_graph
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pass
+def momentum(p: nn.Parameter, m: Tensor) -> None:
+    """An optimizer's step by hand."""
+    with torch.no_grad():
+        assert p.grad is not None
+        m.mul_(0.9).add_(p.grad)
+        p.sub_(m, alpha=0.1)
+
+
+def captured(p: nn.Parameter, m: Tensor) -> fx.GraphModule:
+    """Dynamo's graph of it, with an input for running amaxes."""
+    found: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(copy_to_edit(module))
+        return module.forward
+
+    torch.compile(momentum, backend=backend, fullgraph=True)(p, m)
+    (module,) = found
+    return module
+
+
+def rewritten() -> fx.GraphModule:
+    p, m = parameter(), torch.zeros(4, 8)
+    module = captured(p, m)
+    key = UpdateKey((), (), tuple(written(module)), ())
+    amax = state_input(module.graph, "amax")
+    context = UpdateContext(Config(), key=key, slot_inputs=[{"amax_forward": amax}])
+    SkipNonfinite().run(module.graph, context)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def parameter() -> nn.Parameter:
+    p = nn.Parameter(torch.randn(4, 8))
+    p.grad = torch.randn(4, 8)
+    return p
+
+
+def test_graph() -> None:
+    expect_graph(
+        rewritten(),
+        """\
+L_p_: "f32[4, 8]",
+L_p_grad: "f32[4, 8]",
+L_m_: "f32[4, 8]",
+amax,
+fp8pass_counts,
+l_p_ = L_p_
+l_p_grad = L_p_grad
+l_m_ = L_m_
+any_nonfinite = fp8pass_quant_ops_any_nonfinite([l_p_grad])
+clone_1 = l_m_.clone()
+clone = l_p_.clone()
+_set_grad_enabled = torch._C._set_grad_enabled(False)
+mul_: "f32[4, 8]" = l_m_.mul_(0.9)
+add_: "f32[4, 8]" = mul_.add_(l_p_grad)
+sub_: "f32[4, 8]" = l_p_.sub_(l_m_, alpha = 0.1)
+_set_grad_enabled_1 = torch._C._set_grad_enabled(True)
+restore_where = fp8pass_quant_ops_restore_where(any_nonfinite, l_p_, clone)
+restore_where_1 = fp8pass_quant_ops_restore_where(any_nonfinite, l_m_, clone_1)
+forget_step = fp8pass_quant_ops_forget_step(any_nonfinite, amax)
+count_skips = fp8pass_quant_ops_count_skips(any_nonfinite, fp8pass_counts)
+return ()
+""",
+    )
+
+
+def test_gradients_are_those_of_parameters() -> None:
+    module = captured(parameter(), torch.zeros(4, 8))
+    assert [n.meta["example_value"].shape for n in gradients(module.graph)] == [(4, 8)]
+    assert len([n for n in module.graph.nodes if n.op == "placeholder"]) == 3
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 3e38], ids=str)
+def test_numbers(bad: float | None) -> None:
+    """3e38 is large, and finite."""
+    module = rewritten()
+    p, m, grad = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 8)
+    if bad is not None:
+        grad[2, 3] = bad
+    amax, counts = torch.tensor([3.0, -1.0]), torch.tensor([5, 2])
+    inputs = {"p": p, "m": m, "grad": grad}
+    names = [str(n.target) for n in module.graph.nodes if n.op == "placeholder"]
+    given = [inputs[{"L_p_": "p", "L_m_": "m"}.get(name, "grad")] for name in names[:3]]
+    p_, m_ = p.clone(), m.clone()
+    with torch.no_grad():
+        module(*given, amax, counts)
+    skipped = bad is not None and not math.isfinite(bad)
+    new = m_ * 0.9 + grad
+    torch.testing.assert_close(m, m_ if skipped else new, rtol=1e-6, atol=0)
+    torch.testing.assert_close(p, p_ if skipped else p_ - 0.1 * new, rtol=1e-6, atol=1e-6)
+    assert torch.equal(m, m_) is skipped and torch.equal(p, p_) is skipped
+    assert amax.tolist() == ([-1.0, -1.0] if skipped else [3.0, -1.0])
+    assert counts.tolist() == [6, 2 + skipped]
+
+
+SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (0, 4)]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16, torch.float64], ids=str)
+def test_any_nonfinite(dtype: torch.dtype) -> None:
+    """Of any shape, none of them empty alone; largest numbers are finite."""
+    largest = torch.finfo(dtype).max if dtype != torch.float64 else 1e38  # amaxes are float32
+    tensors = [torch.full(shape, largest, dtype=dtype) for shape in SHAPES]
+    assert not ops.any_nonfinite(tensors)
+    for x in tensors:
+        for bad in (math.nan, math.inf, -math.inf):
+            if x.numel():
+                before = x.clone()
+                x.view(-1)[-1] = bad
+                assert ops.any_nonfinite(tensors), (x.shape, bad)
+                x.copy_(before)
+    assert not ops.any_nonfinite(tensors)

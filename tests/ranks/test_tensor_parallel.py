@@ -1,0 +1,414 @@
+"""Tensor and sequence parallel through DTensor, alone and with FSDP2: against one process; what travels, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, broadcast
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.pipeline import KernelPasses
+from fp8pass.recipes import DelayedScaling
+from tests.helpers.harness import verdicts
+from tests.helpers.models import Block, make
+from tests.helpers.torchrun import on_ranks
+
+RECIPE = DelayedScaling(amax_history_len=4)
+OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager", "strict": True}
+STEPS = 4
+
+
+class Model(nn.Module):
+    """A block whose layers are divided, between two that each rank has whole."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(32, 32), Block(32, 64), nn.Linear(32, 16)
+        self.block.down = nn.Linear(64, 32, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.block(self.first(x)))
+        return y
+
+
+class Checkpointed(Model):
+    """With the block in a region of activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+        return y
+
+
+def parallel(model: Model, mesh: DeviceMesh, sequence: bool = False) -> Model:
+    """Divided over a mesh of one dimension; sequence: what is between the divided layers is divided by rows."""
+    if sequence:
+        plan: dict[str, Any] = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        whole, rows = (Replicate(),), (Shard(1),)
+        by_rows = PrepareModuleInput(input_layouts=whole, desired_input_layouts=rows, use_local_output=True)
+        back = PrepareModuleOutput(output_layouts=rows, desired_output_layouts=whole)
+        parallelize_module(model.block, mesh, by_rows)
+        parallelize_module(model.block, mesh, back)
+    else:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.block, mesh, plan)
+    return model
+
+
+def data() -> list[Tensor]:
+    return list(torch.randn(STEPS, 4, 8, 32, generator=torch.Generator().manual_seed(1)))
+
+
+def trained(model: nn.Module, forward: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """Losses, weights as a whole and state, and what each step's collectives were."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+    losses = []
+    for x in data():
+        mine = part(x)
+        loss = F.mse_loss(forward(mine), mine[..., :16] * 0.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return {
+        "losses": torch.stack(losses),
+        "weights": {n: p.detach().clone() for n, p in whole.items()},
+        "state": fp8pass.state(model).state_dict(),
+    }
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="fp8pass", fullgraph=True, options={**OPTIONS, **options})
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@on_ranks(2)
+def alone() -> Any:
+    """One process, for each recipe: the first rank."""
+    if dist.get_rank():
+        return None
+    found = {}
+    for recipe in (RECIPE, "dynamic"):
+        model = make(Model)
+        found[str(recipe)[:7]] = trained(model, compiled(model, reduce_amax=False, recipe=recipe))
+    return found
+
+
+@on_ranks(2)
+def tensor_parallel() -> Any:
+    model = parallel(make(Model), mesh())
+    return trained(model, compiled(model))
+
+
+@on_ranks(2)
+def tensor_parallel_dynamic() -> Any:
+    model = parallel(make(Model), mesh())
+    return trained(model, compiled(model, recipe="dynamic"))
+
+
+def collectives_of(graphs: list[fx.Graph]) -> list[str]:
+    """Of forward and backward: which there are, and what they give."""
+    found = []
+    for graph in graphs:
+        for n in graph.nodes:
+            if str(n.target).startswith("_c10d_functional.") and "wait" not in str(n.target):
+                name = str(n.target).split(".")[1]
+                value = n.meta["val"]
+                found.append(f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}")
+    return found
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[fx.Graph]]:
+    """Record the graphs that are compiled inside, which are compiled anew, as they are after all passes."""
+    torch._dynamo.reset()
+    graphs: list[fx.Graph] = []
+    kept = KernelPasses.__call__
+
+    def keep(self: Any, graph: fx.Graph) -> None:
+        kept(self, graph)
+        graphs.append(graph)
+
+    KernelPasses.__call__ = keep  # type: ignore[method-assign]
+    try:
+        yield graphs
+    finally:
+        KernelPasses.__call__ = kept  # type: ignore[method-assign]
+
+
+def traced(model: nn.Module, forward: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """Trained, with the collectives of the graphs, and what the forward returns."""
+    with recorded() as graphs, verdicts() as report:
+        result = trained(model, forward, part)
+    (outputs,) = graphs[0].find_nodes(op="output")
+    values = [n.meta["val"] for n in outputs.all_input_nodes]
+    saved = [f"{v.dtype}{list(v.shape)}".removeprefix("torch.") for v in values if isinstance(v, Tensor)]
+    return {**result, "collectives": collectives_of(graphs), "notes": report.notes, "saved": saved}
+
+
+@on_ranks(2)
+def sequence_parallel() -> Any:
+    model = parallel(make(Model), mesh(), sequence=True)
+    return traced(model, compiled(model))
+
+
+@on_ranks(2)
+def sequence_parallel_in_a_region() -> Any:
+    model = parallel(make(Checkpointed), mesh(), sequence=True)
+    return traced(model, compiled(model))
+
+
+@on_ranks(2)
+def sequence_parallel_in_high_precision() -> Any:
+    model = parallel(make(Model), mesh(), sequence=True)
+    return traced(model, compiled(model, recipe=None))
+
+
+@on_ranks(2)
+def sequence_parallel_dynamic() -> Any:
+    model = parallel(make(Model), mesh(), sequence=True)
+    return traced(model, compiled(model, recipe="dynamic"))
+
+
+@on_ranks(2, variant=True)
+def sequence_parallel_through_inductor() -> Any:
+    model = parallel(make(Model), mesh(), sequence=True)
+    return trained(model, compiled(model, lowering="inductor"))
+
+
+class Whole(nn.Module):
+    """A linear layer with its weight in parts, gathered in its forward, in the graph: as SimpleFSDP does it."""
+
+    def __init__(self, layer: nn.Linear, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return F.linear(x, weight.full_tensor())
+
+
+@on_ranks(2)
+def gathered_weight() -> Any:
+    """Each rank with its part of the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Whole(nn.Linear(32, 32), mesh()), nn.GELU(), Whole(nn.Linear(32, 16), mesh()))
+    return traced(model, compiled(model))
+
+
+class Moved(nn.Module):
+    """Rows move between ranks, from one layer to the next."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.move = nn.Linear(32, 32, bias=False), nn.Linear(32, 16), move
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.move(self.first(x).flatten(0, 1)))
+        return y.unflatten(0, x.shape[:2])
+
+
+def exchange(x: Tensor) -> Tensor:
+    return all_to_all_single_autograd(x, [16, 16], [16, 16], dist.group.WORLD)
+
+
+def bring(x: Tensor) -> Tensor:
+    result: Tensor = broadcast(x, 1, dist.group.WORLD)
+    return result
+
+
+@on_ranks(2)
+def exchanged() -> Any:
+    """In the graph, and between two graphs, where nothing is known of it."""
+    results = []
+    for move in (exchange, torch.compiler.disable(exchange)):
+        model = make(functools.partial(Moved, move))
+        run = torch.compile(model, backend="fp8pass", options=OPTIONS)
+        results.append(traced(model, run, lambda x: x + dist.get_rank()))
+    return results
+
+
+@on_ranks(2)
+def brought() -> Any:
+    """As `exchanged`, without gradients, which a broadcast has none of."""
+    results = []
+    for move in (bring, torch.compiler.disable(bring)):
+        model = make(functools.partial(Moved, move))
+        run = torch.compile(model, backend="fp8pass", options={**OPTIONS, "recipe": "dynamic"})
+        with torch.no_grad(), recorded() as graphs:
+            results.append((run(data()[0] + dist.get_rank()), collectives_of(graphs)))
+    return results
+
+
+def _fully_sharded(model: Model, both: DeviceMesh) -> Any:
+    model.block.compile(backend="fp8pass", options=OPTIONS)
+    for layer in (model.block, model):
+        fully_shard(layer, mesh=both["data"])
+    row = both.get_local_rank("data")
+    run = trained(model, model, lambda x: x.chunk(2)[row])
+    dist.all_reduce(run["losses"])
+    run["losses"] /= 4
+    return run
+
+
+@on_ranks(4)
+def with_fsdp() -> Any:
+    """Two dimensions; each block compiled by itself. And the same in one process, by the first rank."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallel(make(Model), both["tensor"])
+    run = _fully_sharded(model, both)
+    if dist.get_rank():
+        return run, None
+    reference = make(Model)
+    reference.block.compile(backend="fp8pass", options={**OPTIONS, "reduce_amax": False})
+    return run, trained(reference, reference)
+
+
+@on_ranks(4)
+def with_fsdp_in_fp8() -> Any:
+    """The same, of which FSDP gathers the block's weights as bytes."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallel(make(Model), both["tensor"])
+    names = fp8pass.fsdp.enable_fp8_all_gather(model, filter=["first", "last"])
+    run = _fully_sharded(model, both)
+    group: Any = model.block._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    sent = [(str(x.dtype), x.numel()) for p in group.fsdp_params for x in p.all_gather_inputs]
+    return run, names, fp8pass.state(model).slots, sent
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys() and first
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+
+
+def like_alone(runs: list[Any], recipe: str = "Delayed") -> None:
+    """The same to the rounding of float32 in other sums, which has pushed no value of FP8 over a border here."""
+    reference = alone()[0][recipe]
+    for run in runs:
+        torch.testing.assert_close(run["losses"], reference["losses"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(run["weights"], reference["weights"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(run["state"], reference["state"], rtol=1e-4, atol=1e-30)
+    for run in runs[1:]:
+        same(run["state"], runs[0]["state"]) if runs[0]["state"] else None
+
+
+def test_tensor_parallel_is_like_one_process_from_the_first_step_on() -> None:
+    like_alone(tensor_parallel())
+
+
+def test_with_dynamic_scaling_the_parts_have_one_scale() -> None:
+    like_alone(tensor_parallel_dynamic(), "dynamic")
+
+
+def test_sequence_parallel_is_like_one_process() -> None:
+    like_alone(sequence_parallel())
+    like_alone(sequence_parallel_dynamic(), "dynamic")
+
+
+@pytest.mark.variant
+def test_sequence_parallel_through_inductor() -> None:
+    like_alone(sequence_parallel_through_inductor())
+
+
+def test_what_sequence_parallel_gathers_is_fp8() -> None:
+    """Activations in forward, e4m3, and gradients in backward, e5m2; what is summed up stays in high precision."""
+    before = Counter(sequence_parallel_in_high_precision()[0]["collectives"])
+    run = sequence_parallel()[0]
+    assert before == {"all_gather_into_tensor float32[8, 4, 32]": 4, "reduce_scatter_tensor float32[4, 4, 32]": 2}
+    assert Counter(run["collectives"]) == {
+        "all_gather_into_tensor uint8[8, 4, 32]": 4,
+        "reduce_scatter_tensor float32[4, 4, 32]": 2,
+        "all_reduce float32[32]": 2,  # gradients of the biases, which were sums over what was gathered
+    }
+    assert run["notes"] == ["4 collectives bring FP8, 0.0041 MB instead of 0.0164 MB"]
+
+
+def test_a_region_gathers_again() -> None:
+    """What was gathered in FP8 is not kept for the backward, as it is not in high precision."""
+    like_alone(sequence_parallel_in_a_region())
+    run, straight = sequence_parallel_in_a_region()[0], sequence_parallel()[0]
+    whole, gather = "float8_e4m3fn[32, 32]", "all_gather_into_tensor uint8[8, 4, 32]"
+    assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "those of the layers outside"
+    assert (straight["collectives"].count(gather), run["collectives"].count(gather)) == (4, 5)
+
+
+def test_a_dynamic_scale_takes_a_reduction_of_its_amax() -> None:
+    found = Counter(sequence_parallel_dynamic()[0]["collectives"])
+    assert found["all_gather_into_tensor uint8[8, 4, 32]"] == 4
+    assert not any(c.startswith("all_gather_into_tensor float") for c in found)
+    # of the input and the weight of each divided layer, and of their gradients; a gathered gradient is that of two
+    assert found["all_reduce int32[]"] == 8
+
+
+def test_gathered_weights_are_fp8() -> None:
+    first, second = gathered_weight()
+    same(first["state"], second["state"])
+    assert first["collectives"] == ["all_gather_into_tensor uint8[32, 32]", "all_gather_into_tensor uint8[16, 32]"]
+
+
+def test_rows_are_exchanged_in_fp8() -> None:
+    """Both ways: the input of a layer in the forward, and a gradient in the backward."""
+    runs = exchanged()
+    for inside, between in runs:
+        same(inside["state"], runs[0][0]["state"])
+        assert inside["collectives"] == ["all_to_all_single uint8[32, 32]"] * 2 and not between["collectives"]
+        torch.testing.assert_close(inside["losses"], between["losses"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(inside["weights"], between["weights"])
+
+
+def test_a_tensor_is_broadcast_in_fp8() -> None:
+    runs = brought()
+    for (inside, collectives), (between, outside) in runs:
+        assert collectives == ["broadcast float32[]", "broadcast uint8[32, 32]"] and not outside
+        assert torch.equal(inside, between) and torch.equal(inside, runs[0][0][0])
+
+
+def test_with_fsdp_the_ranks_have_one_scale() -> None:
+    runs = with_fsdp()
+    reference = runs[0][1]
+    for run, _ in runs:
+        same(run["state"], runs[0][0]["state"])
+        torch.testing.assert_close(run["losses"], reference["losses"], rtol=3e-3, atol=0)
+
+
+def test_with_fsdp_divided_weights_travel_as_bytes() -> None:
+    """Of "up" and "down" [64, 32] and [32, 64], a rank's quarter: and their scales are from the first step their own."""
+    plain = with_fsdp()[0][0]["losses"]
+    runs = with_fsdp_in_fp8()
+    for run, names, slots, sent in runs:
+        assert names == ["block.up", "block.down"]
+        assert sorted(name for name in slots if name.endswith("weight")) == []
+        assert sorted(n for dtype, n in sent if dtype == "torch.uint8") == [512, 512]
+        same(run["state"], runs[0][0]["state"])
+        torch.testing.assert_close(run["losses"][:2], plain[:2], rtol=3e-3, atol=0)
+        torch.testing.assert_close(run["losses"], plain, rtol=1e-2, atol=0)

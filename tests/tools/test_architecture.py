@@ -1,0 +1,213 @@
+"""The page on where things are: the drawing is that of the imports, and its walks are what a training step calls."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import readme
+import rooms
+import rooms_drawing
+import torch
+import torch.distributed as dist
+from diagram import WIDTH
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fp8pass
+from fp8pass.runtime.compiled_graph import CompiledGraph
+from tests.helpers.harness import compiled, without_caches
+
+PAGE = readme.ROOT / "docs" / "architecture.md"
+TEXT = PAGE.read_text()
+WALKS = {
+    "The life of one matmul": {"While the model is compiled": "compile", "In the second step": "step 2"},
+    "The life of one scale": {
+        "While the model is compiled": "compile",
+        "In the first step": "step 1",
+        "In the second step": "step 2",
+        "Saved": "save",
+        "Loaded into a new model": "load",
+    },
+}
+"""The parts of each walk, by their headings, and the parts of a training that they are about: see `train`."""
+CONDITIONS = {"with Inductor": "inductor", "op by op": "eager"}
+"""What a step says of when it happens, and the lowering that it means."""
+
+
+def test_the_drawing_is_that_of_the_imports() -> None:
+    assert (PAGE.parent / "images" / "rooms.svg").read_text() == rooms_drawing.svg(), "python bench/readme.py rooms"
+    floors = rooms_drawing.boxes(0.0)
+    assert {box.room for floor in floors for box in floor} == set(rooms.between_rooms())
+    for floor in floors:
+        assert floor[0].x >= rooms_drawing.LEFT and floor[-1].x + floor[-1].width <= WIDTH
+        assert all(a.x + a.width < b.x for a, b in itertools.pairwise(floor))
+
+
+def test_the_tables_are_those_of_the_docstrings() -> None:
+    assert rooms_drawing.tables() in TEXT, "python bench/readme.py rooms"
+
+
+def test_each_arrow_leads_to_the_floor_below() -> None:
+    arrows = rooms_drawing.arrows_drawn()
+    level = {room: number for number, floor in enumerate(rooms.floors(rooms.between_rooms())) for room in floor}
+    assert {level[above] - level[below] for above, below in arrows} == {1}
+    assert {above for above, _ in arrows} == {room for room, number in level.items() if number}
+
+
+class Named(NamedTuple):
+    """A function that a walk names. file: relative to the repository. condition: of its step; "" for always."""
+
+    file: str
+    function: str
+    condition: str
+
+
+def steps_of(text: str) -> list[list[Named]]:
+    """The functions that each numbered step of a text names, in its order."""
+    found = []
+    for step in re.findall(r"^\d+\. (.*?)(?=^\d+\. |^\S|\Z)", text, re.MULTILINE | re.DOTALL):
+        condition = re.search(r"\*\(([^)]*)\)\*", step)
+        links = re.findall(r"\[`([\w.]+\.py):([\w.]+)`\]\(\.\./([^)]*)\)", step)
+        for shown, _, target in links:
+            assert Path(target).name == shown, f"{shown} is not the name of {target}"
+        found.append([Named(target, function, condition[1] if condition else "") for _, function, target in links])
+    return found
+
+
+def part(text: str, level: str, heading: str) -> str:
+    """The text below a heading, up to the next one of its level or above it."""
+    found = re.search(
+        rf"^{level} {re.escape(heading)}\n(.*?)(?=^#{{1,{len(level)}}} |\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    assert found, heading
+    return found[1]
+
+
+def walk(name: str) -> dict[str, list[list[Named]]]:
+    """The steps of a walk, by its parts."""
+    text = part(TEXT, "##", name)
+    assert re.findall(r"^### (.*)", text, re.MULTILINE) == list(WALKS[name])
+    return {heading: steps_of(part(text, "###", heading)) for heading in WALKS[name]}
+
+
+def functions(file: str) -> dict[int, str]:
+    """The functions of a file, by the line where their code begins: "Class.method", "function.inner"."""
+    found = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = f"{prefix}{child.name}."
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                # with decorators, code begins at the first of them
+                found[min([child.lineno, *(d.lineno for d in child.decorator_list)])] = name.removesuffix(".")
+            visit(child, name)
+
+    visit(ast.parse((rooms.ROOT / file).read_text()), "")
+    return found
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_names_what_exists(name: str) -> None:
+    parts = walk(name)
+    steps = [step for steps in parts.values() for step in steps]
+    assert 8 <= len(steps) <= 15 and all(steps), "each step names a function"
+    numbers = re.findall(r"^(\d+)\. ", part(TEXT, "##", name), re.MULTILINE)
+    assert numbers == [str(i + 1) for steps in parts.values() for i in range(len(steps))]
+    for named in (named for step in steps for named in step):
+        assert named.function in functions(named.file).values(), named
+        assert named.condition in ("", *CONDITIONS), named
+
+
+class Recorder:
+    """Records the calls of functions, each as (file, function), by the part of the training in which they are made."""
+
+    def __init__(self, wanted: set[tuple[str, str]]) -> None:
+        self.calls: dict[str, list[tuple[str, str]]] = {}
+        self._part = ""
+        self._names = {
+            (str(rooms.ROOT / file), line): (file, function)
+            for file in {file for file, _ in wanted}
+            for line, function in functions(file).items()
+            if (file, function) in wanted
+        }
+
+    def begin(self, name: str) -> None:
+        """Begin a part."""
+        self._part = name
+        self.calls.setdefault(name, [])
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what is called inside."""
+        before = sys.getprofile()
+        sys.setprofile(self._on_event)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _on_event(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and (found := self._names.get((code.co_filename, code.co_firstlineno))) is not None:
+            if found[1] == f"{CompiledGraph.__name__}.__call__" and self._part == "compile":
+                self.begin("step 1")
+            self.calls[self._part].append(found)
+
+
+def train(recorder: Recorder, lowering: str) -> None:
+    """Train a layer for two steps, as one of two ranks; save its state, and load it into a new layer.
+
+    Parts: "compile", until the compiled graph is called; "step 1"; "step 2"; "save"; "load".
+    """
+
+    def layer() -> tuple[nn.Module, Callable[..., Any]]:
+        model = nn.Linear(64, 32)
+        return model, compiled(model, recipe="delayed", lowering=lowering)
+
+    model, run = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 64, requires_grad=True)
+    with recorder.recording():
+        for name in ("compile", "step 2"):
+            recorder.begin(name)
+            run(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder.begin("save")
+        saved = fp8pass.state(model).state_dict()
+        other, run = layer()
+        recorder.begin("load")
+        fp8pass.state(other).load_state_dict(saved)
+        run(x)
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
+def test_the_walks_are_what_a_training_calls(lowering: str) -> None:
+    """In the order of first calls, part by part."""
+    walks = [walk(name) for name in WALKS]
+    wanted = {(n.file, n.function) for of in walks for steps in of.values() for step in steps for n in step}
+    calls = ("fp8pass/runtime/compiled_graph.py", "CompiledGraph.__call__")
+    recorder = Recorder(wanted | {calls})
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # type: ignore[no-untyped-call]
+    try:
+        with without_caches():
+            train(recorder, lowering)
+    finally:
+        dist.destroy_process_group()
+    for of, headings in zip(walks, WALKS.values(), strict=True):
+        for heading, steps in of.items():
+            first = list(dict.fromkeys(recorder.calls[headings[heading]]))
+            happens = [n for step in steps for n in step if CONDITIONS.get(n.condition, lowering) == lowering]
+            expected = [(n.file, n.function) for n in happens]
+            assert [call for call in first if call in expected] == list(dict.fromkeys(expected)), heading

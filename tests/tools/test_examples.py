@@ -1,0 +1,64 @@
+"""The examples run, and print what their pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import readme
+
+from tests.helpers import forked
+
+EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
+MARKERS = {"train": "example"}
+"""Their names in pages, where that is not their own."""
+NOISY = ("divergence", "monitor")
+"""Those that print what is measured, in numbers of few digits, in lines that are sorted by it. They are variants: what
+they find is found by test_bisector.py and test_stats.py, too."""
+
+UNCACHED = {
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+}
+"""Graphs are compiled anew: those from a cache come without their verdicts. The C++ of their kernels, which is known by
+its text, may be there; and what the processor says of its vectors is believed, which takes seconds to try."""
+
+
+def printed_in_page(name: str) -> str:
+    marker = MARKERS.get(name, name)
+    page = readme.ROOT / readme.FILES[marker]
+    section = re.search(f"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", page.read_text(), re.DOTALL)
+    assert section is not None, f"{page} has no output of {name}"
+    return re.findall(r"(?:^|\n\n)```\n(.*?)```", section[1], re.DOTALL)[-1]
+
+
+def without_numbers(text: str, name: str) -> list[str]:
+    """Lines, with what differs from one machine to another masked: losses, and all that is measured where NOISY."""
+    number = r"-?\d[\d.]*(e[-+]?\d+)?%?" if name in NOISY else r"\d+\.\d+"
+    lines = [" ".join(re.sub(number, "#", line).split()) for line in text.strip().splitlines()]
+    return sorted(lines) if name in NOISY else lines
+
+
+EVERY_DAY = [name for name in EXAMPLES if name not in NOISY]
+
+
+def ended(*names: str) -> dict[str, forked.Ended]:
+    """Op by op after the passes, which takes no compiler and prints the same; the gate runs README's, which is train.py, as it is."""
+    environment = {**os.environ, "COLUMNS": "120", "FP8PASS_LOWERING": "eager", **UNCACHED}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [readme.ROOT / "examples" / f"{name}.py" for name in names]
+        done = forked.run([forked.Program(file, folder=Path(folder)) for file in files], environment)
+    return dict(zip(names, done, strict=True))
+
+
+@pytest.mark.parametrize(
+    "names", [EVERY_DAY, pytest.param(list(NOISY), marks=pytest.mark.variant)], ids=["all", "noisy"]
+)
+def test_each_prints_what_its_page_says(names: list[str]) -> None:
+    for name, done in ended(*names).items():
+        assert done.returncode == 0, (name, done.stderr)
+        assert without_numbers(done.stdout, name) == without_numbers(printed_in_page(name), name), name
