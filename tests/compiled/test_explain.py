@@ -380,7 +380,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["explain", "factories_of_explain:broken", "--html", "broken.html"]) == 2
     printed = capsys.readouterr()
     assert "compilation ended here" in printed.out and "fp8pass explain: " in printed.err
-    assert "what was known by then" in Path("broken.html").read_text()
+    assert "what was known before the error" in Path("broken.html").read_text()
     for spec, said in (
         ("factories_of_explain", "does not name a model or function: write module:function"),
         ("no_such_module:x", "can't be imported: No module named"),
