@@ -183,6 +183,7 @@ def dynamo_is_on() -> bool:
     return get_eval_frame_callback() is not None
 
 
+# Dynamo would compile the function where code that runs op by op calls it, and warn that it can't trace the call
 skip_code(dynamo_is_on.__code__)
 
 
@@ -259,6 +260,7 @@ _TORCH = torch.__path__[0]
 @functools.cache
 def _switches() -> tuple[CodeType, CodeType]:
     """Return the code of the wrappers that `torch.compiler.disable` and `torch.compile` return."""
+    # the wrappers that torch makes of different functions have the same code
     off = torch.compiler.disable(_nothing)  # type: ignore[no-untyped-call]
     return off.__code__, torch.compile(_nothing, backend="eager").__code__
 
@@ -269,6 +271,7 @@ def _nothing() -> None:
 
 def cancel_compilations() -> None:
     """Cancel the C++ compilations that Inductor has not begun; Python would wait for them before it exits."""
+    # to call `pool` makes one, and it must be forgotten afterwards: a pool that is shut down takes no more work
     if AsyncCompile.pool.cache_info().currsize:
         AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
         AsyncCompile.pool.cache_clear()
@@ -340,6 +343,7 @@ def compiled_scope() -> dict[str, Any]:
 def _self_in_varargs(code: CodeType, local: Mapping[str, Any]) -> dict[str, Any]:
     if code.co_argcount or not code.co_flags & inspect.CO_VARARGS:
         return {}
+    # in `co_varnames`, *args comes after the keyword-only arguments
     args = local.get(code.co_varnames[code.co_kwonlyargcount], ())
     is_method = bool(args) and getattr(getattr(args[0], "forward", None), "__code__", None) is code
     return {"self": args[0]} if is_method else {}
@@ -478,7 +482,7 @@ def cuts_fast() -> Iterator[None]:
     import networkx  # type: ignore[import-untyped]
     from networkx.algorithms.flow import boykov_kolmogorov  # type: ignore[import-untyped]
 
-    plain = networkx.minimum_cut
+    plain = networkx.minimum_cut  # torch calls it by this name, and leaves the algorithm to its default
     networkx.minimum_cut = functools.partial(plain, flow_func=boykov_kolmogorov)
     try:
         yield
@@ -556,7 +560,7 @@ class PipelineCall:
 
 def pipeline_call() -> PipelineCall | None:
     """Return the pipeline's call that the running forward is in; None if there is none."""
-    if "torch.distributed.pipelining" not in sys.modules:
+    if "torch.distributed.pipelining" not in sys.modules:  # then there is no stage, and nothing to import it for
         return None
     calls = _pipeline_calls()
     frame: FrameType | None = sys._getframe()

@@ -83,6 +83,7 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
     parts: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         old: Tensor = module.weight
+        # layers that share a weight share its key
         if not isinstance(part_of(old), Fp8Shard) and old not in parts:
             key = weights.new_key(name)
             parts[old] = _parameter_of_shard(old, weights, key)
@@ -105,9 +106,8 @@ def _after_load(module: Any, _: Any, *, weights: _Weights, key: int) -> None:
     if isinstance(part_of(weight), Fp8Shard):
         pass
     elif isinstance(weight, DTensor):
-        weight._local_tensor = Fp8Shard(
-            weight._local_tensor, weights, key
-        )  # in place: FSDP holds this parameter, and resets its shards from it after the load
+        # in place: FSDP holds this parameter, and resets its shards from it after the load
+        weight._local_tensor = Fp8Shard(weight._local_tensor, weights, key)
     else:
         module.weight = _parameter_of_shard(weight, weights, key)
     weights.is_parameter(key, module.weight)
@@ -205,6 +205,8 @@ class _Weights:
         written, now = self._written, self._as_they_are()
         if written is not None and written.of == now:
             scale = written.scales[key].to(x.device)
+            # otherwise FSDP has made a new tensor of this shard, on this rank alone: its scale is that of `write`, all
+            # the same
             if written.shards[key]() is _tensor_of(parameter):
                 return written.copies[key].to(x.device), scale
         else:
@@ -270,6 +272,7 @@ def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tenso
     amaxes = [scaling.amax(x).to(device) if x.numel() else torch.zeros((), device=device) for x in shards.values()]
     amax = amax_over(torch.stack(amaxes), [mesh.get_group().group_name])
     scale = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0)
+    # the scale_inv is NaN, too, and with it the whole weight, as by `inverse_unless_nonfinite`
     scale = torch.where(scaling.is_finite(amax), scale, float("nan"))
     return dict(zip(shards, scale.unbind(0), strict=True))
 
@@ -362,6 +365,7 @@ class Fp8Shard(_WrapperTensor):
             )
         x_q, scale = self._weights.quantized(self._key, self._origin(module), self._tensor, mesh)
         with torch.no_grad():
+            # as bytes: gloo gathers no FP8, and FSDP sends a group of parameters as bytes only if their dtypes differ
             x_q = x_q.view(torch.uint8)
             rows = -(-outer_size[0] // mesh.size()) - x_q.shape[0]
             if rows:  # an uneven last shard: FSDP's all-gather takes shards of one size
@@ -424,7 +428,7 @@ class GatheredWeight(_WrapperTensor):
             storage_offset=x_q.storage_offset(),
             dtype=dtype,
             device=x_q.device,
-            requires_grad=False,
+            requires_grad=False,  # FSDP makes a parameter of it, which requires a gradient if the shard does
         )
 
     def __init__(self, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:

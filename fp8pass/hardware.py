@@ -105,6 +105,7 @@ def _saturates_on_cpu(dtype: torch.dtype) -> bool:
 
     torch's kernels behave as its cast does; oneDNN's kernels, which some processors use, overflow.
     """
+    # passes run under a fake mode, whose tensors have no values
     with unset_fake_temporarily():
         large, scale = torch.full((16, 16), 448.0), torch.ones(())
         factors = [large.to(d) for d in FP8_DTYPES]

@@ -85,7 +85,7 @@ def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float,
 
 def floor_to_power_of_2(scale: Tensor) -> Tensor:
     """Round `scale` down to a power of two by clearing the mantissa bits. scale: f32, positive and normal."""
-    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent bits of float32
 
 
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
@@ -160,7 +160,7 @@ def dequantize(x_q: Tensor, scale_inv: Tensor | float, dtype: torch.dtype) -> Te
     if dtype not in HIGH_PRECISION:
         raise ValueError(f"dtype is {dtype}: choose one of {', '.join(map(str, HIGH_PRECISION))}")
     x = x_q.float() * scale_inv
-    # no cast to the same dtype: Dynamo of torch 2.11 gives an autograd Function that returns one gradients of 0
+    # no cast to the same dtype: in Dynamo of torch 2.11, an autograd Function that returns one has gradients of 0
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -194,6 +194,7 @@ def merge_amax(amax: Tensor, new: Tensor, on_nonfinite: str) -> Tensor:
     """
     if on_nonfinite != "freeze":
         new = torch.where(is_finite(new), new, 0.0 if on_nonfinite == "evict" else NOTHING)
+    # `maximum` keeps NaN, which is only there under "freeze"
     return torch.maximum(amax, new)
 
 

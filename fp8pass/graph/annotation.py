@@ -144,7 +144,10 @@ class _Eager(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _checkpoint(self, body: fx.GraphModule, *inputs: Any, **kwargs: Any) -> Any:
+        # state is in the closure: of arguments autograd saves the version, and the graph writes state before the
+        # backward
         first_state = len(inputs) - body.meta.get(STATE_INPUTS, 0)
+        # run 0 is the forward; later ones repeat it in a backward, and record nothing
         runs = itertools.count()
 
         def run(*args: Any) -> Any:
@@ -167,6 +170,7 @@ def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     twin: dict[fx.Node, fx.Node] = {}
+    # `graph_copy` copies all nodes but the output, and returns what that returned
     graph.output(graph.graph_copy(module.graph, twin))
     for old, new in twin.items():
         if hasattr(old, "_dynamo_source"):

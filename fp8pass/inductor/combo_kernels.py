@@ -153,8 +153,9 @@ def _last(nodes: int, before: list[int]) -> list[int]:
 
 @faults_of("combine")
 def _groups(scheduler: Any) -> list[list[Any]]:
-    """Return the nodes of Inductor's scheduler to combine, in groups of at most MOST."""
+    """Return the nodes of Inductor's scheduler to combine, in groups of at most MAX_KERNELS_PER_LAUNCH."""
     nodes = scheduler.nodes
+    # nodes that read the results of such kernels are left out, as in Inductor's own grouping
     mixed = {name for n in nodes for name in sums_of_mixed(n)}
     found = groups(nodes, [_is_small(n) and not mixed & set(n.used_buffer_names()) for n in nodes])
     return [
@@ -171,6 +172,7 @@ def sums_of_mixed(node: Any) -> set[str]:
 
 
 def _is_small(node: Any) -> bool:
+    # no subclasses: lists of foreach ops, and kernels that reduce rows and columns
     if type(node) not in (SchedulerNode, FusedSchedulerNode) or node.is_template() or not node.is_gpu():
         return False
     return bool(node.get_read_write_buffers_sizes() <= SMALL_KERNEL_BYTES)
@@ -181,6 +183,7 @@ def combining() -> Iterator[None]:
     """Let Inductor combine kernels in our groups within the context."""
     settings: dict[str, Any] = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
     settings |= {name: None for name in MEMORY_GATES if hasattr(inductor_config, name)}
+    # both algorithms are global in Inductor, so they are put back
     groups_of = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
     parts_of = triton_combo_kernel._custom_combo_kernel_horizontal_partition_algorithm
     ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(_groups)

@@ -70,6 +70,7 @@ def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
     output = module.graph.output_node()
     values: Any = output.args[0]
     output.args = ((*values[:position], *values[position + count :]),)
+    # the partitioner gives the forward these lists, with an entry for each output
     for key in ("desc", "output_stack_traces"):
         if (described := output.meta.get(key)) is not None:
             output.meta[key] = [*described[:position], *described[position + count :]]

@@ -30,7 +30,7 @@ def lower_through_inductor(
             kernel_passes.attempt = attempt
             ours = attempt.form == "fp8"
             runs = {"chooses": ours and attempt.runs("choices"), "combines": ours and attempt.runs("combine")}
-            cached = {} if attempt == FIRST else {"fx_graph_cache": False}
+            cached = {} if attempt == FIRST else {"fx_graph_cache": False}  # not cached: see below
             with inductor_config.patch(cached):
                 return with_choices(module, example_inputs, **runs, **kwargs)
 

@@ -135,7 +135,7 @@ class CompiledGraph:
     # `_Row.roll`
 
     def _roll(self, call: _Call) -> None:
-        finish()
+        finish()  # histories roll what all ranks have recorded
         for state in call.states:
             state.begin()
             if state.table.training:
@@ -166,11 +166,13 @@ class CompiledGraph:
             t, again = state.tensors, state.for_repetition()
             for keys, then in forward.scales if forward else ():
                 state.copy_slots(keys, then, again.scale)
+            # `warm` first: to ask the device waits for it
             call.cold |= not state.warm and bool((again.scale == 0).any())
             if state.catch_up():
                 continues(state)
                 if state.table.reduces is not None:
                     state.reduction.complete()  # the repetition runs in the backward
+                # its forward has recorded nothing, so what is recorded now is not discarded
                 again = again._replace(amax_forward=t.amax_forward, amax_weights=t.amax_weights)
             call.state_inputs += again.inputs()
             state.tracker.raise_to(1, 1)
@@ -332,6 +334,7 @@ def _watch_backward(result: Any, states: Sequence[InstanceState]) -> None:
     hook = functools.partial(_in_backward, [weakref.ref(state) for state in states])
     for node in {x.grad_fn for x in differentiable(result)}:
         assert node is not None
+        # of the node, not of the tensors: outputs share nodes, and the hook of a node runs once in a backward
         node.register_prehook(hook)
 
 

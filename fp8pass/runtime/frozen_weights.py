@@ -21,7 +21,8 @@ def frozen_weights(
 
 
 def _frozen(f: FrozenWeightInput, weight: Tensor, state: InstanceState) -> Tensor:
-    # inference tensors have no version counter, so their changes go unseen: they are quantized at each call
+    # the address, too: `p.data = x` does not count up the version. Inference tensors have no version counter, so their
+    # changes go unseen: they are quantized at each call
     made_of = None if weight.is_inference() else weight._version, weight.data_ptr()
     if f not in state.frozen or state.frozen[f][0] != made_of or weight.is_inference():
         with torch.inference_mode(False), torch.no_grad():

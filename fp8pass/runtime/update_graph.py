@@ -78,11 +78,14 @@ class UpdateGraph:
         self._compile_for = compile_for
         self._fall_back = fall_back
         self._attempt = FIRST
-        self._moments = sorted(moments, key=lambda m: m.kind)  # first ones first
+        self._moments = sorted(moments, key=lambda m: m.kind)  # "first", then "second": see `next_moment_scales`
         attributes = [m for m in self._moments if isinstance(m.ref, str)]
         self._plain = [m for m in attributes if not isinstance(self._tensor(m.ref), Fp8Moment)]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
-        """{id of a moment that the optimizer has as a plain tensor: (that tensor, its FP8 moment)}."""
+        """{id of a moment that the optimizer has as a plain tensor: (that tensor, its FP8 moment)}.
+
+        Holds the tensor, so that no other tensor gets its id.
+        """
         self.counts: Tensor | None = None
         if skips:
             tensors = (x for p in self._places if isinstance(x := self._example(p), Tensor))
@@ -127,6 +130,7 @@ class UpdateGraph:
             plan = None if kept is None else kept.plan()
             if plan is None:
                 plan = self._new_plan(args)
+                # the number only grows: plans for an earlier one are not asked for again
                 self._plans = {k: p for k, p in self._plans.items() if k[0] == key[0]}
                 self._plans[key] = _CachedPlan(plan)
         return plan

@@ -116,7 +116,9 @@ class Fp8Weight:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
         assert self.state is not None
         recipe = self.state.table.delayed
+        # a history of zeros and this one amax: for "max" and "most_recent" the zeros make no difference
         always = self._changes == 1 and self.state.loads == 0 and isinstance(recipe.amax_compute_algo, str)
+        # H steps fill the history, and the amax of a step enters it when the next step begins
         return always or self._unchanged > recipe.amax_history_len + 1
 
     def _made(self) -> None:
@@ -129,7 +131,7 @@ class Fp8Weight:
         assert self.state is not None
         has_scale = self.state.has_scale(self.state.table.n_forward + self.index)
         self._made()
-        self._steps_stale = -1
+        self._steps_stale = -1  # 0 from the beginning of the next step on, whose scale the copy has
         self._was_written = True
         if not has_scale:
             self.invalidate()
@@ -181,6 +183,7 @@ def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
             weight.invalidate()
 
 
+# weak: the states whose graphs read a copy hold it (`InstanceState.cached`)
 _weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
 _made = itertools.count()
 _newest = next(_made)
