@@ -62,7 +62,7 @@ class Attempt:
 
     def after(self, place: str, reason: str) -> Attempt:
         """Return the next attempt after a fault in a pass or at LOWERING."""
-        known = place != LOWERING and self.runs(place)
+        known = place != LOWERING and self.runs(place)  # else it fails though it is left out
         if self.form == "fp8" and (not known or place in NEEDED):
             return Attempt("declined", self.without | ({place} if known else set()), reason)
         return replace(self, without=self.without | {place}) if known else Attempt("plain")
@@ -351,7 +351,7 @@ class Later:
 
     def _early(self, attempt: Attempt, dump: Dump) -> Any:
         """Compile the whole graph with its backward at once, instead of at the backward's first call."""
-        # AOTAutograd compiles a backward at its first call by default.
+        # By default AOTAutograd compiles a backward at its first call, unless symbolic sizes are saved for it.
         early = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
         with functorch_config.patch(early):
             return self._compile_with(attempt, dump)

@@ -209,7 +209,7 @@ def source_of(node: fx.Node, outermost: bool = False) -> str:
     frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
     if not frames:
         return ""
-    frame = frames[0 if outermost else -1]
+    frame = frames[0 if outermost else -1]  # outermost first, as in Python's tracebacks
     path, line = frame.split('"')[1], frame.split("line ")[1].split(",")[0]
     return location_of(path, int(line))
 

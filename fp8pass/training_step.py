@@ -82,7 +82,7 @@ class TrainStep:
         self._function = function
         backend = _held_weakly(self._compile)
         self._compiled = torch.compile(function, backend=backend)
-        by_path = callable(config.filter) or any(patterns_of(config))
+        by_path = callable(config.filter) or any(patterns_of(config))  # names decide what runs in FP8
         self._calls = ModuleCalls(backend, by_path)
         self.forget()
 
@@ -190,6 +190,7 @@ class TrainStep:
             self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
         if callers:
             self._calls.place(module, callers[0])
+        # `_first_call` has judged the patterns by all models of the step.
         check_compiled(self.config, module.graph, judged=True)
         with collect() as report:
             compiled = compile_graph(module, example_inputs, self.config)

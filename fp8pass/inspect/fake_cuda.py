@@ -110,7 +110,7 @@ def _load_guard() -> None:
     command = ["g++", "-std=c++20", "-shared", "-fPIC", "guard.cpp", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
     subprocess.run([*command, "-o", "guard.so"], cwd=folder, check=True)
     ctypes.CDLL(str(folder / "guard.so"))
-    shutil.rmtree(folder)
+    shutil.rmtree(folder)  # the library stays loaded
 
 
 def _interface(target: Target) -> type[device_interface.DeviceInterface]:
@@ -124,7 +124,7 @@ def _interface(target: Target) -> type[device_interface.DeviceInterface]:
             def __enter__(self) -> None: ...
             def __exit__(self, *_: Any) -> None: ...
 
-        class Worker:
+        class Worker:  # by which torch asks in processes that may not use the GPU
             get_device_properties = staticmethod(lambda _=None: found)
             current_device = zero
 

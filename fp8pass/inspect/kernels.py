@@ -50,7 +50,7 @@ def _rows(
             yield _extern(origin, graph, read, written, target)
         return
     mine = [launch for launch in launches if launch.node is node]
-    if not mine:  # Inductor computes this node in another node's kernel: the second half of a reduction
+    if not mine:  # no launch is recorded for this node alone
         return
     scratch = sum(launch.scratch for launch in mine)
     first = Kernel(

@@ -114,7 +114,7 @@ def frame_of(module: Any) -> tuple[str, str]:
 def break_of(module: Any) -> Break | None:
     """Return the graph break that ends a graph of Dynamo, or None if it ends without a break."""
     why = getattr(module, "compile_subgraph_reason", None)
-    if why is None or not why.graph_break:
+    if why is None or not why.graph_break:  # False where the function returns
         return None
     results = (n.meta.get("example_value") for n in module.graph.output_node().all_input_nodes)
     nbytes = sum(x.numel() * x.element_size() for x in results if isinstance(x, torch.Tensor) and x.dim())
