@@ -1,7 +1,7 @@
-"""Build sdist and wheel, compare them with what git tracks, and train with the wheel outside of the checkout.
+"""Build sdist and wheel, compare them with the files that git tracks, and train with the wheel outside of the checkout.
 
-Run it with a Python that has torch and the extra "dev". The wheel is installed in an environment of its own. There,
-links stand for what the wheel requires, and for nothing else: a dependency that is not declared is missing.
+Run it with a Python that has torch and the extra "dev". It installs the wheel in a new environment, which has links to
+the wheel's declared requirements only, so that an undeclared dependency is missing there.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ALSO_IN_SDIST = {"CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pypr
 GENERATED = r"PKG-INFO$|setup\.cfg$|fp8pass\.egg-info/|fp8pass-[^/]*\.dist-info/"
 WORKS = """
 import math, sys
-assert fp8pass.__file__.startswith(sys.prefix), f"{fp8pass.__file__} is not what was installed in {sys.prefix}"
+assert fp8pass.__file__.startswith(sys.prefix), f"{fp8pass.__file__} is not the installed file in {sys.prefix}"
 assert loss < math.log(10), "the example does not learn"
 """
 
 
 def main() -> None:
-    """Exit with what is wrong."""
+    """Run all checks; exit with a message if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         sdist, wheel = build(work)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """Run a command without Python's own variables and return what it prints; exit if it fails."""
+    """Run a command without environment variables of Python, and return its output; exit if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -51,12 +51,12 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
 
 
 def tracked(*folders: str) -> list[str]:
-    """Return the files that git tracks, of all folders or of some, relative to the checkout."""
+    """Return the files that git tracks, in these folders or in all, relative to the checkout."""
     return run("git", "ls-files", *folders).splitlines()
 
 
 def build(work: Path) -> tuple[Path, Path]:
-    """Return an sdist of the tracked files alone, and a wheel that is made of it."""
+    """Build an sdist of only the tracked files, and a wheel from the sdist; return both."""
     source, archives = work / "source", work / "archives"
     for file in tracked():
         (source / file).parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def build(work: Path) -> tuple[Path, Path]:
 
 
 def check_files(sdist: Path, wheel: Path) -> None:
-    """Exit if an archive lacks a file of the two packages, or has another one beside what setuptools generates."""
+    """Exit if an archive lacks a file of the two packages, or has a file that neither they nor setuptools have made."""
     files = set(tracked("fp8pass", "passes"))
     with tarfile.open(sdist) as archive:
         inside = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
@@ -78,14 +78,14 @@ def check_files(sdist: Path, wheel: Path) -> None:
 
 
 def compare(archive: Path, wanted: set[str], found: set[str]) -> None:
-    """Exit if an archive's files are not the wanted ones."""
+    """Print the number of an archive's files; exit if these are not the wanted files."""
     print(f"{archive.name}: {len(found)} files")
     if wanted != found:
         sys.exit(f"{archive.name} lacks {sorted(wanted - found)} and should not have {sorted(found - wanted)}")
 
 
 def install(wheel: Path, work: Path) -> None:
-    """Install the wheel in an environment of its own, and link what it and its extra "demo" require."""
+    """Install the wheel in a new environment, and link the packages that it and its extra "demo" require."""
     venv.create(work / "venv", with_pip=True)
     python = work / "venv" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=work)
@@ -102,7 +102,7 @@ def install(wheel: Path, work: Path) -> None:
 def requirements(
     texts: Iterable[str], extras: set[str], found: dict[str, metadata.Distribution]
 ) -> dict[str, metadata.Distribution]:
-    """Add to `found` what is installed here of some requirements, of theirs, and so on; return it."""
+    """Add the installed distributions of requirements to `found`, and recursively those of theirs; return it."""
     for requirement in map(Requirement, texts):
         marker = requirement.marker
         wanted = marker is None or any(marker.evaluate({"extra": extra}) for extra in {"", *extras})
@@ -113,7 +113,7 @@ def requirements(
 
 
 def train(work: Path) -> None:
-    """Run the command and README's example as a user would."""
+    """Run the command `fp8pass` and README's example as a user would."""
     command = work / "venv" / "bin" / "fp8pass"
     print(run(command, "env", cwd=work).rstrip())
     print(run(command, "demo", "--steps", "3", cwd=work).rstrip())

@@ -1,4 +1,4 @@
-"""Blocks of known models to inspect: `fp8pass inspect bench.blocks:llama_mlp`. Each returns a model and its input."""
+"""Blocks of known models for `fp8pass inspect bench.blocks:llama_mlp`. Each factory returns a model and its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENS, WIDTH, DTYPE = 8192, 4096, torch.bfloat16
 
 
 class LlamaMLP(nn.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x))), as in Llama-3-8B."""
+    """The MLP of Llama-3-8B: x + down(silu(gate(norm(x))) * up(norm(x)))."""
 
     def __init__(self, width: int = WIDTH, hidden: int = 14336) -> None:
         super().__init__()
@@ -21,14 +21,14 @@ class LlamaMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., width]."""
+        """Map x [..., width] to the same shape."""
         y = self.norm(x)
         hidden: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
         return x + hidden
 
 
 class LlamaBlock(nn.Module):
-    """A layer of Llama-3-8B: attention of 32 heads over 8 for keys and values, rotary positions, then the MLP."""
+    """A layer of Llama-3-8B: attention with 32 heads and 8 for keys and values, rotary positions, then the MLP."""
 
     cos: Tensor
     sin: Tensor
@@ -47,12 +47,12 @@ class LlamaBlock(nn.Module):
         self.register_buffer("sin", angles.sin())
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Rotary positions, in float32. x: [batch, heads, length, size]."""
+        """Apply rotary positions to x [batch, heads, length, size], in float32."""
         a, b = x.float().chunk(2, -1)
         return torch.cat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, width]."""
+        """Map x [batch, length, width] to the same shape."""
         y = self.norm(x)
         q, k, v = (linear(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = self.rotated(q), self.rotated(k)
@@ -62,7 +62,7 @@ class LlamaBlock(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    """x + proj(gelu(fc(norm(x)))), with biases, as in GPT-2."""
+    """The MLP of GPT-2: x + proj(gelu(fc(norm(x)))), with biases."""
 
     def __init__(self, width: int = WIDTH, hidden: int = 4 * WIDTH) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class GPT2MLP(nn.Module):
         self.fc, self.proj = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., width]."""
+        """Map x [..., width] to the same shape."""
         hidden: Tensor = self.proj(F.gelu(self.fc(self.norm(x)), approximate="tanh"))
         return x + hidden
 
 
 def _typed(model: nn.Module) -> nn.Module:
-    """With parameters in bfloat16; tables of positions stay in float32."""
+    """Convert the parameters of a model to bfloat16, and return it; the tables of positions stay in float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPE)
     return model
@@ -87,15 +87,15 @@ def _input(*batch: int) -> Tensor:
 
 
 def llama_mlp() -> tuple[Any, ...]:
-    """The MLP of a layer of Llama-3-8B, on bf16[8192, 4096]."""
+    """Return the MLP of a layer of Llama-3-8B, and an input bf16[8192, 4096]."""
     return _typed(LlamaMLP()), _input()
 
 
 def llama_block() -> tuple[Any, ...]:
-    """A layer of Llama-3-8B, on bf16[1, 8192, 4096]."""
+    """Return a layer of Llama-3-8B, and an input bf16[1, 8192, 4096]."""
     return _typed(LlamaBlock()), _input(1)
 
 
 def gpt2_mlp() -> tuple[Any, ...]:
-    """The MLP of a layer like GPT-2's, on bf16[8192, 4096]."""
+    """Return the MLP of a layer like GPT-2's, and an input bf16[8192, 4096]."""
     return _typed(GPT2MLP()), _input()

@@ -1,13 +1,13 @@
-"""The collectives of one training step of a Llama, by formulas: which, of what, among which ranks.
+"""Formulas for the collectives of one training step of a Llama: their kinds, dtypes, sizes and groups of ranks.
 
-What is counted is one forward, one backward and one optimizer step, of
+A step is one forward, one backward and one optimizer step. The formulas cover
 
-    FSDP2           each block and the rest wrapped by itself; blocks are gathered for the forward and, resharded in
-                    between, for the backward, in bfloat16; gradients are reduce-scattered
+    FSDP2           each block and the rest are wrapped separately. Blocks are gathered in bfloat16 for the forward,
+                    resharded after it, and gathered again for the backward; gradients are reduce-scattered
     tensor parallel by DTensor, with sequence parallel between the divided layers and a loss over divided logits
     both            FSDP2 over one dimension of a mesh, tensor parallel over the other
 
-bench/traced_collectives.py runs the same model and counts; the two must be equal, collective by collective.
+bench/traced_collectives.py runs the same model and counts its collectives; the counts must be equal for each kind.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fp8pass.states.amax_reduction import HEADER
 
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
 OF_NORMS = "float32" if torch.__version__ >= "2.15" else "bfloat16"
-"""Gradients of norms between the ranks of tensor parallel: from 2.15 on torch adds them up before it casts them."""
+"""The dtype of norms' gradients in all-reduces of tensor parallel: torch 2.15 and newer reduce before they cast."""
 LINEARS = ("q", "k", "v", "gate", "up", "o", "down")
 BY_INPUT = (("q", "k", "v"), ("gate", "up"), ("o",), ("down",))
-"""Linear layers of a block that read the same tensor."""
+"""The linear layers of a block, grouped by the tensor that they read."""
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a model: an embedding, blocks as bench/blocks.py has them, a norm and a head of its own."""
+    """Sizes of a model: an embedding, blocks as in bench/blocks.py, a norm, and a head that is not tied."""
 
     layers: int
     width: int
@@ -41,7 +41,7 @@ class Llama:
     vocab: int
 
     def linears(self, ranks: int = 1) -> dict[str, tuple[int, int]]:
-        """Rows and columns of a block's weights, as one of `ranks` of tensor parallel has them."""
+        """Return the rows and columns of a block's weights on one of `ranks` ranks of tensor parallel."""
         kv = self.width // self.heads * self.kv_heads
         by_rows = {"q": self.width, "k": kv, "v": kv, "gate": self.hidden, "up": self.hidden}
         by_columns = {"o": self.width, "down": self.hidden}
@@ -51,21 +51,21 @@ class Llama:
 
     @property
     def in_block(self) -> int:
-        """Parameters of a block."""
+        """Return the number of parameters of a block."""
         return sum(rows * columns for rows, columns in self.linears().values()) + 2 * self.width
 
     @property
     def in_root(self) -> int:
-        """Parameters outside of blocks: embedding, norm and head."""
+        """Return the number of parameters outside of blocks: embedding, norm and head."""
         return 2 * self.vocab * self.width + self.width
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Return the number of all parameters."""
         return self.layers * self.in_block + self.in_root
 
 
-# Table 3 of https://arxiv.org/abs/2407.21783, with the vocabulary as it was released.
+# Table 3 of https://arxiv.org/abs/2407.21783, with the vocabulary size of the released models.
 MODELS = {
     "8B": Llama(32, 4096, 14336, 32, 8, 128256),
     "70B": Llama(80, 8192, 28672, 64, 8, 128256),
@@ -75,7 +75,10 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of each dimension of the mesh. recompute: blocks keep their input, and run again in the backward."""
+    """Number of ranks in each dimension of the mesh.
+
+    recompute: blocks save only their input, and the backward runs their forward again (activation checkpointing).
+    """
 
     data: int = 1
     tensor: int = 1
@@ -83,24 +86,25 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Return the number of all ranks."""
         return self.data * self.tensor
 
     @property
     def everyone(self) -> str:
-        """The name of the group of all ranks: that of a dimension, if it is the only one."""
+        """Return the name of the group of all ranks: the dimension's name if only one dimension has several ranks."""
         return "all" if self.data > 1 and self.tensor > 1 else "data" if self.data > 1 else "tensor"
 
     def size(self, group: str) -> int:
-        """Ranks in "data", "tensor" or "all"."""
+        """Return the number of ranks in the group "data", "tensor" or "all"."""
         return {"data": self.data, "tensor": self.tensor, "all": self.ranks}[group]
 
 
 @dataclass(frozen=True)
 class Way:
-    """Whether matmuls of blocks are in FP8, and what feeds them travels in FP8. The head is in BF16, as usual.
+    """The choice of what runs in FP8. The head stays in BF16, as usual.
 
-    left_out: linear layers of blocks that stay in BF16: fp8pass declines those that are too small to pay.
+    fp8: the matmuls of blocks run in FP8. fp8_wire: collectives transfer the operands of these matmuls in FP8.
+    left_out: linear layers of blocks that stay in BF16, because fp8pass declines layers that are too small to pay.
     """
 
     fp8: bool
@@ -109,11 +113,11 @@ class Way:
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """Linear layers of a block that are in FP8."""
+        """Return the linear layers of a block that run in FP8."""
         return tuple(name for name in LINEARS if self.fp8 and name not in self.left_out)
 
     def gathers_weights(self, layout: Layout) -> bool:
-        """Whether FSDP gathers FP8: `enable_fp8_all_gather`."""
+        """Return whether FSDP gathers weights in FP8 (`enable_fp8_all_gather`)."""
         return self.fp8_wire and layout.data > 1
 
 
@@ -121,7 +125,7 @@ BF16, FP8_MATMULS, FP8 = Way(fp8=False), Way(fp8=True), Way(fp8=True, fp8_wire=T
 
 
 class Collective(NamedTuple):
-    """One kind of collective. elements: of the whole, what is gathered or scattered in all."""
+    """One kind of collective. elements: of the whole tensor, after an all-gather or before a reduce-scatter."""
 
     kind: str
     dtype: str
@@ -130,11 +134,11 @@ class Collective(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the whole."""
+        """Return the bytes of the whole tensor."""
         return self.elements * ITEMSIZE[self.dtype]
 
     def sent(self, layout: Layout) -> float:
-        """Bytes that a ring has each rank send: (n - 1) / n of the whole, and twice that for an all-reduce."""
+        """Return the bytes that each rank sends in a ring: (n - 1) / n of the whole; twice that for an all-reduce."""
         ranks = layout.size(self.group)
         return (2 if self.kind == "all_reduce" else 1) * (ranks - 1) / ranks * self.bytes
 
@@ -142,7 +146,10 @@ class Collective(NamedTuple):
 def collectives(
     model: Llama, layout: Layout, way: Way, batch: int, length: int, reduce_dtype: str = "float32"
 ) -> Counter[Collective]:
-    """Of one step, and of each rank. batch, length: of the input of one group of tensor parallel."""
+    """Return how often each rank calls each collective in one step.
+
+    batch, length: the shape of the input of one group of tensor parallel.
+    """
     found: Counter[Collective] = Counter()
     for collective, count in (
         *_fully_sharded(model, layout, way, reduce_dtype),
@@ -155,7 +162,10 @@ def collectives(
 
 
 def _fully_sharded(model: Llama, layout: Layout, way: Way, reduce_dtype: str) -> Iterable[tuple[Collective, int]]:
-    """Shards are of whole rows, and all of one size: what is gathered has rows of padding."""
+    """Yield the collectives of FSDP, and their numbers.
+
+    A shard has whole rows, and all shards have one size, so that the gathered tensor has rows of padding.
+    """
 
     def padded(rows: int, columns: int) -> int:
         return -(-rows // layout.data) * layout.data * columns
@@ -164,7 +174,7 @@ def _fully_sharded(model: Llama, layout: Layout, way: Way, reduce_dtype: str) ->
     block = sum(linears.values()) + 2 * padded(model.width, 1)
     root = 2 * padded(model.vocab // layout.tensor, model.width) + padded(model.width, 1)
     gathered = Collective("all_gather", "bfloat16", block, "data")
-    if way.gathers_weights(layout):  # one buffer of bytes, also of what is in bfloat16
+    if way.gathers_weights(layout):  # FSDP gathers one uint8 buffer, with the bytes of bfloat16 parameters too
         gathered = Collective("all_gather", "uint8", 2 * block - sum(linears[name] for name in way.taken), "data")
     yield gathered, 2 * model.layers
     yield Collective("all_gather", "bfloat16", root, "data"), 1
@@ -175,17 +185,19 @@ def _fully_sharded(model: Llama, layout: Layout, way: Way, reduce_dtype: str) ->
 def _tensor_parallel(
     model: Llama, layout: Layout, way: Way, batch: int, length: int
 ) -> Iterable[tuple[Collective, int]]:
-    """Attention and MLP gather their input and scatter their output; in the backward, the gradients of both.
+    """Yield the collectives of tensor parallel, and their numbers.
 
-    One layer that reads in BF16 what is gathered is enough for it to travel so. The embedding scatters its output and
-    the head gathers its input; gradients of norms are added up over the parts of the sequence. The loss needs the
-    largest logit of each token, its sum of exponentials, and the logit of its target.
+    Attention and MLP gather their input and scatter their output. In the backward they gather the gradient of their
+    output and scatter that of their input. A gathered tensor is transferred in BF16 if at least one layer reads it in
+    BF16. The embedding scatters its output, and the head gathers its input. Gradients of norms are summed over the
+    parts of the sequence. The loss needs three numbers for each token: its largest logit, its sum of exponentials, and
+    the logit of its target.
     """
     activations = batch * length * model.width
     forwards = 1 + layout.recompute
     for readers in BY_INPUT:
         dtype = "uint8" if way.fp8_wire and set(readers) <= set(way.taken) else "bfloat16"
-        # of o and down it is the gradient of the output that is gathered
+        # for o and down this is the gradient of the output, which only the backward gathers
         times = 1 if readers in (("o",), ("down",)) else forwards
         yield Collective("all_gather", dtype, activations, "tensor"), times * model.layers
     yield Collective("all_gather", "bfloat16", activations, "tensor"), 2
@@ -195,22 +207,23 @@ def _tensor_parallel(
 
 
 def _scales(model: Llama, layout: Layout, way: Way) -> Iterable[tuple[Collective, int]]:
-    """What fp8pass adds under delayed scaling: one reduction of the amaxes of all slots, and one of gathered weights'.
+    """Yield the collectives that delayed scaling adds, and their numbers.
 
-    Layers that `merge_siblings` has joined have fewer slots.
+    These are one all-reduce of the amaxes of all slots, and, if weights are gathered in FP8, one of the weights'
+    amaxes. Layers that `merge_siblings` merges have fewer slots.
     """
     if not way.fp8:
         return
     inputs = sum(not set(readers).isdisjoint(way.taken) for readers in BY_INPUT)
     taken, gathered = len(way.taken), way.gathers_weights(layout)
-    slots = inputs + taken + (0 if gathered else taken)  # and gradients, and weights
+    slots = inputs + taken + (0 if gathered else taken)  # slots of inputs, of gradients, of weights
     yield Collective("all_reduce", "int32", HEADER + model.layers * slots, layout.everyone), 1
     if gathered:
         yield Collective("all_reduce", "int32", model.layers * taken, "data"), 1
 
 
 def differences(formula: Counter[Collective], trace: Counter[Collective]) -> list[str]:
-    """What is not the same in both, one line for each kind of collective."""
+    """Return a line for each kind of collective whose number is not the same in both."""
     return [
         f"{c.kind} of {c.dtype}[{c.elements}] among {c.group} ranks: {formula[c]} by formula, {trace[c]} ran"
         for c in sorted(formula.keys() | trace.keys())

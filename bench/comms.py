@@ -1,29 +1,32 @@
-"""Bytes on the wire and predicted time of a training step of Llama on many GPUs: BF16 against FP8.
+"""Predict the bytes on the wire and the time of a training step of Llama on many GPUs, in BF16 and in FP8.
 
     python -m bench.comms [--models 8B 70B 405B] [--gpus 8 64 512 4096] [--nvlink 450] [--network 50] [--check]
 
-Before it prints, it runs small models in small worlds and counts their collectives: where the formulas of
-bench/collectives.py have others, it says which, and fails. `--check` does only that.
+Before it prints, it runs small models in small worlds and counts their collectives. If the formulas of
+bench/collectives.py have other numbers, it prints the differences and fails. `--check` does only that.
 
 Times are predictions, not measurements:
 
-    matmuls     fp8pass/roofline.py, with what quantizing costs; layers that are too small to pay, which fp8pass
-                declines by default, are in BF16, and so travels what they read under tensor parallel
+    matmuls     by fp8pass/roofline.py, with the cost of quantizing. Layers that are too small to pay, which fp8pass
+                declines by default, run in BF16, and tensor parallel transfers the tensors that they read in BF16
     attention   2 (forward) and 5 (backward) x tokens x length x width operations, causal, at 35% of the peak:
                 FlashAttention-2 on an H100, by https://arxiv.org/abs/2407.08608
-    the rest    bytes of norms, rotary positions, SwiGLU and residuals, of logits and of AdamW, over the bandwidth
-    collectives bytes that a ring has a GPU send over the speed of its slowest link, without latency. GPUs of one node
-                that are in one group have all their network cards at work for it, each a ring
-    a step      FSDP's collectives run beside the rest: the longer of the two; those of tensor parallel take their time
+    the rest    the bytes of norms, rotary positions, SwiGLU and residuals, of logits and of AdamW, divided by the
+                memory bandwidth
+    collectives the bytes that a GPU sends in a ring, divided by the speed of its slowest link, without latency. If
+                several GPUs of a node are in one group, each of their network cards carries one ring of the group
+    a step      FSDP's collectives run beside the rest, so the longer of the two counts; the collectives of tensor
+                parallel run alone, and are added to the rest
 
-Quantizing is charged alike, whatever travels: one kernel reads a weight and writes both of its layouts, inputs and
-gradients are quantized where they are made, and what runs again in the backward is quantized once more, in the layout
-of the forward. In truth FSDP keeps nothing of a weight for the backward, which without recomputing quantizes it again;
-and where FP8 is gathered, each rank quantizes its part only. Weights take 0.2% to 2% of a step of 8192 tokens; of one
-of few tokens more, but there FSDP's collectives take longer.
+The cost of quantizing does not depend on the dtype on the wire: one kernel reads a weight and writes both of its
+layouts, inputs and gradients are quantized by the kernels that compute them, and a forward that runs again in the
+backward quantizes once more, in the layout of the forward. FSDP differs from this: it keeps no copy of a weight for the
+backward, so that without recomputing the backward quantizes it again; and if FP8 is gathered, each rank quantizes only
+its part. Quantizing weights takes 0.2% to 2% of a step of 8192 tokens, and more of a step of few tokens, in which
+FSDP's collectives take longer than the rest.
 
-The defaults are an H100's in a DGX: NVLink has 900 GB/s in both directions together, ConnectX-7 400 Gb/s for each GPU
-(data sheets of the H100 and the DGX H100).
+The defaults are those of an H100 in a DGX: NVLink has 900 GB/s in both directions together, ConnectX-7 has 400 Gb/s for
+each GPU (data sheets of the H100 and the DGX H100).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one, also with -m
+sys.path.insert(0, str(Path(__file__).parent))  # to import the other modules of bench, also with -m
 
 from collectives import BF16, FP8, FP8_MATMULS, MODELS, Collective, Layout, Llama, Way, collectives, differences
 
@@ -46,25 +49,29 @@ from fp8pass.roofline import call_seconds, memory_seconds, overhead_seconds, pre
 
 GPUS = (8, 64, 512, 4096)
 STATE = 16
-"""Bytes of a parameter in float32, its gradient and AdamW's two moments."""
+"""Bytes per parameter of the parameter, its gradient and AdamW's two moments, all in float32."""
 UPDATE = 28
-"""Bytes that AdamW reads and writes for each parameter: all four, and all but the gradient."""
+"""Bytes per parameter that AdamW reads (all four) and writes (all but the gradient)."""
 ATTENTION_SHARE = 0.35
 ROUNDED = 100
-"""Tokens that hide FSDP are rounded up to multiples of it."""
+"""The number of tokens that hide FSDP is rounded up to a multiple of this."""
 FEW = 1024
-"""Tokens of a GPU in the last column: few, as where a batch is divided among very many."""
+"""Tokens per GPU in the last column: few, as when very many GPUs share a batch."""
 WIDTH_BYTES, HIDDEN_BYTES = 76, 16
-"""What a block reads and writes around matmuls and attention, for each token and element of width and of hidden. Of
-hidden SwiGLU has 3 tensors in forward and 5 in backward; of width it is what else bench/traffic.py counts in a block of
-8B. A third of all is the forward's."""
+"""Bytes that a block reads and writes around matmuls and attention, per token and element of `width`, of `hidden`.
+
+SwiGLU has 3 tensors of size `hidden` in the forward and 5 in the backward. The bytes for `width` are the other bytes
+that bench/traffic.py counts in a block of 8B. The forward has a third of all."""
 LOGIT_BYTES = 6
-"""A cross entropy in one kernel each way: reads, reads and writes bfloat16."""
+"""Bytes per logit of a cross-entropy in bfloat16: the forward kernel reads, the backward kernel reads and writes."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, `node` of them together; bytes per second that one sends over NVLink and over the network; its memory."""
+    """GPUs in nodes of `node`.
+
+    nvlink, network: bytes per second that a GPU sends to GPUs in its node, to GPUs in others. memory: bytes of a GPU.
+    """
 
     target: Target = TARGETS["h100"]
     nvlink: float = 450e9
@@ -73,7 +80,10 @@ class Cluster:
     node: int = 8
 
     def bandwidth(self, layout: Layout, group: str) -> float:
-        """What a GPU sends in the rings of a group. Tensor parallel stays within a node."""
+        """Return the bytes per second that a GPU sends in the rings of a group.
+
+        A group of tensor parallel stays within a node.
+        """
         if group == "tensor" or layout.ranks <= self.node:
             return self.nvlink
         neighbours = self.node // layout.tensor if group == "data" else self.node
@@ -82,7 +92,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """What is trained: sequences of `length` tokens, `sequences` for each GPU."""
+    """A training step of a model with `sequences` sequences of `length` tokens for each GPU."""
 
     model: Llama
     layout: Layout
@@ -92,34 +102,35 @@ class Step:
 
     @property
     def batch(self) -> int:
-        """Sequences of a group of tensor parallel: as many for each GPU, whatever the layout."""
+        """Return the number of sequences of one group of tensor parallel: `sequences` for each of its GPUs."""
         return self.sequences * self.layout.tensor
 
     @property
     def tokens(self) -> int:
-        """Of a group of tensor parallel."""
+        """Return the number of tokens of one group of tensor parallel."""
         return self.batch * self.length
 
     def collectives(self, way: Way) -> Counter[Collective]:
-        """See bench/collectives.py."""
+        """Return how often each rank calls each collective, by the formulas of bench/collectives.py."""
         return collectives(self.model, self.layout, way, self.batch, self.length, self.reduce_dtype)
 
     def sent(self, way: Way, *groups: str) -> float:
-        """Bytes that a GPU sends in these groups."""
+        """Return the bytes that a GPU sends in these groups."""
         return sum(n * c.sent(self.layout) for c, n in self.collectives(way).items() if c.group in groups)
 
     def taken(self, way: Way, target: Target) -> Way:
-        """The way without layers that `min_speedup` declines."""
+        """Return the way with the layers left out that `min_speedup` declines."""
         shapes, recipe = self.model.linears(self.layout.tensor).items(), DelayedScaling()
         gains = {name: predicted_speedup(target, self.tokens, k, n, recipe) for name, (n, k) in shapes}
         return replace(way, left_out=tuple(name for name, gain in gains.items() if gain is None or gain < 1))
 
     def memory(self) -> float:
-        """Bytes of a GPU that are taken: state, what FSDP has gathered, what the backward needs, logits."""
+        """Return the bytes that a GPU needs: state, gathered parameters, saved activations, logits."""
         model, ranks = self.model, self.layout.tensor
         inside = self.tokens * 2 * (6 * model.width + 2 * model.linears()["k"][0] + 3 * model.hidden) / ranks
         blocks = model.layers * self.tokens * 2 * model.width / ranks + inside if self.layout.recompute else 0
-        # two blocks gathered in bfloat16, the gradients of one in float32; those of embedding and head till the end
+        # in memory at once: two gathered blocks in bfloat16, one block's gradients in float32, and, until the end of
+        # the step, embedding and head with their gradients
         gathered = ((2 * 2 + 4) * model.in_block + (2 + 4) * model.in_root) / ranks if self.layout.data > 1 else 0
         logits = 2 * 2 * self.tokens * model.vocab / ranks
         state = STATE * model.parameters / self.layout.ranks
@@ -127,7 +138,7 @@ class Step:
 
 
 def compute_seconds(step: Step, target: Target, way: Way) -> float:
-    """All but collectives."""
+    """Return the seconds of a step without its collectives."""
     model, layout, tokens = step.model, step.layout, step.tokens
     block = 0.0
     for name, (rows, columns) in model.linears(layout.tensor).items():
@@ -150,7 +161,10 @@ def compute_seconds(step: Step, target: Target, way: Way) -> float:
 
 
 def seconds(step: Step, cluster: Cluster, way: Way) -> tuple[float, float]:
-    """Of a step: what FSDP hides its collectives behind, and these collectives."""
+    """Return two times of a step: of computing and of tensor parallel's collectives, and of all other collectives.
+
+    The others, which are FSDP's and the amax reduction, run beside the first.
+    """
     beside = exposed = 0.0
     for collective, count in step.collectives(way).items():
         time = count * collective.sent(step.layout) / cluster.bandwidth(step.layout, collective.group)
@@ -162,7 +176,10 @@ def seconds(step: Step, cluster: Cluster, way: Way) -> tuple[float, float]:
 
 
 def hiding(step: Step, cluster: Cluster, way: Way) -> int:
-    """Tokens of one sequence for each GPU from which on FSDP's collectives are hidden, rounded up."""
+    """Return the least tokens, of one sequence per GPU, with which the rest of a step hides FSDP's collectives.
+
+    The number is rounded up to a multiple of `ROUNDED`.
+    """
 
     def hidden(length: int) -> bool:
         short = replace(step, sequences=1, length=length)
@@ -174,13 +191,13 @@ def hiding(step: Step, cluster: Cluster, way: Way) -> int:
 
 
 def layouts(gpus: int, node: int) -> Iterator[tuple[str, Layout]]:
-    """FSDP alone, and with tensor parallel within a node."""
+    """Yield the layouts of so many GPUs, by name: FSDP alone, and tensor parallel within each node."""
     yield "FSDP", Layout(gpus)
     yield ("TP" if gpus == node else "FSDP x TP"), Layout(gpus // node, node)
 
 
 def fitting(step: Step, memory: float) -> Step | None:
-    """The step as it fits into a GPU: with blocks that run again in the backward if need be. None if not even so."""
+    """Return the step if it fits into a GPU, else with blocks that run again in the backward; None if neither fits."""
     again = replace(step, layout=replace(step.layout, recompute=True))
     return next((s for s in (step, again) if s.memory() <= memory), None)
 
@@ -192,7 +209,7 @@ HEAD = (
 
 
 def report(models: list[str], gpus: list[int], cluster: Cluster, sequences: int, length: int, reduce_dtype: str) -> str:
-    """As Markdown: a table, and what is not in it."""
+    """Return a table in Markdown, and a sentence about the models that are not in it."""
     lines, left_out = [HEAD.format(FEW)], []
     for name in models:
         for count in gpus:
@@ -206,13 +223,13 @@ def report(models: list[str], gpus: list[int], cluster: Cluster, sequences: int,
     if left_out:
         lines += [
             "",
-            f"Left out, for a GPU of {cluster.memory / 1e9:.0f} GB does not hold its part: {', '.join(left_out)}.",
+            f"Left out, because a GPU of {cluster.memory / 1e9:.0f} GB does not hold its part: {', '.join(left_out)}.",
         ]
     return "\n".join(lines)
 
 
 def row(name: str, kind: str, step: Step, cluster: Cluster) -> str:
-    """One line of the table: BF16, FP8 matmuls with BF16 on the wire, and FP8 in both."""
+    """Return one line of the table: BF16, FP8 matmuls with BF16 on the wire, and FP8 in both."""
     all_ways = BF16, FP8_MATMULS, FP8
     ways = [step.taken(way, cluster.target) for way in all_ways]
     sizes = [[step.sent(way, *groups) / 1e9 for way in ways] for groups in (("data", "all"), ("tensor",))]
@@ -227,7 +244,7 @@ def row(name: str, kind: str, step: Step, cluster: Cluster) -> str:
 
 
 SMALL = Llama(layers=2, width=64, hidden=176, heads=4, kv_heads=2, vocab=96)
-"""Three ranks can't share any weight of its blocks evenly."""
+"""A model of which three ranks cannot divide any block's weight evenly, so that FSDP pads all of them."""
 WORLDS = (
     (Layout(data=3), FP8),
     (Layout(tensor=2, recompute=True), FP8),
@@ -238,7 +255,7 @@ WORLDS = (
 
 
 def check(worlds: Sequence[tuple[Layout, Way]], reduce_dtype: str) -> list[str]:
-    """Run a small model in each of the worlds. What is wrong with the formulas."""
+    """Run a small model in each of the worlds; return a line for each number that the formulas have wrong."""
     from traced_collectives import traced
 
     batch, length, wrong = 2, 16, []
@@ -250,26 +267,37 @@ def check(worlds: Sequence[tuple[Layout, Way]], reduce_dtype: str) -> list[str]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Compare the formulas with what runs, and print the predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
-    parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS), help="whole nodes of 8 (%(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models (default: all)")
+    parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS), help="multiples of 8 (default: %(default)s)")
     parser.add_argument("--target", choices=TARGETS, default="h100", help="the GPU (default: %(default)s)")
-    parser.add_argument("--nvlink", type=float, default=450, help="GB/s that a GPU sends in its node (%(default)s)")
-    parser.add_argument("--network", type=float, default=50, help="GB/s that a GPU sends to others (%(default)s)")
-    parser.add_argument("--memory", type=float, default=80, help="GB of a GPU (default: %(default)s)")
-    parser.add_argument("--sequences", type=int, default=1, help="for each GPU (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (%(default)s)")
-    parser.add_argument("--reduce-dtype", choices=("float32", "bfloat16"), default="float32", help="of gradients")
-    parser.add_argument("--check", action="store_true", help="only compare formulas with what runs")
-    parser.add_argument("--worlds", type=int, default=len(WORLDS), help="so many small ones run (default: %(default)s)")
+    parser.add_argument(
+        "--nvlink", type=float, default=450, help="GB/s that a GPU sends within its node (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--network", type=float, default=50, help="GB/s that a GPU sends to other nodes (default: %(default)s)"
+    )
+    parser.add_argument("--memory", type=float, default=80, help="memory of a GPU in GB (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=1, help="sequences per GPU (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=8192, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument(
+        "--reduce-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="the dtype in which FSDP reduces gradients (default: %(default)s)",
+    )
+    parser.add_argument("--check", action="store_true", help="only compare the formulas with what runs")
+    parser.add_argument(
+        "--worlds", type=int, default=len(WORLDS), help="number of small worlds to run (default: %(default)s)"
+    )
     args = parser.parse_args()
     if any(gpus % Cluster.node or gpus < 1 for gpus in args.gpus):
-        parser.error(f"--gpus: whole nodes of {Cluster.node}")
+        parser.error(f"--gpus: each must be a positive multiple of {Cluster.node}, the GPUs of a node")
     worlds = WORLDS[: args.worlds]
     if wrong := check(worlds, args.reduce_dtype):
-        sys.exit("formulas and what ran differ:\n" + "\n".join(wrong))
-    print(f"{len(worlds)} small worlds ran the collectives that the formulas have, one by one.\n")
+        sys.exit("the formulas differ from what ran:\n" + "\n".join(wrong))
+    print(f"In {len(worlds)} small worlds the collectives that ran are those of the formulas.\n")
     if not args.check:
         cluster = Cluster(TARGETS[args.target], args.nvlink * 1e9, args.network * 1e9, args.memory * 1e9)
         print(report(args.models, args.gpus, cluster, args.sequences, args.length, args.reduce_dtype))

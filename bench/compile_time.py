@@ -1,14 +1,15 @@
-"""How long a training step takes to compile, against plain Inductor: for the first time, and with warm caches.
+"""Measure the time to compile a training step, beside plain Inductor: with empty caches and with warm caches.
 
     python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed ...] [--repeat 2] [--json FILE]
 
-Prints a table. The model is so many identical blocks of attention and MLP, and so narrow that its arithmetic takes no
-time. Backends are "inductor", recipes of fp8pass, and "torchao", its tensorwise recipe, which is left out where it is
-not installed; the model is compiled as a whole or, with ":blocks" behind a backend, block by block. Every number is the
-least of `--repeat`, each from two processes: the first has an empty cache directory, the second what the first has left
-there. A process first compiles one line for all backends alike, so that imports, the pool of compile workers and
-compiled C++ headers are in place; then the clock runs over two training steps. CPU seconds of the process itself are
-what Dynamo, AOTAutograd, passes and Inductor take, whatever else a machine does.
+Prints a table. The model has `--layers` identical blocks of attention and MLP, and is so narrow that its arithmetic
+takes no time. Backends are "inductor", recipes of fp8pass, and "torchao", which is torchao's tensorwise recipe and is
+left out if torchao is not installed. The model is compiled as a whole or, with ":blocks" after a backend, block by
+block. Every number is the least of `--repeat` repetitions. Each repetition runs two processes: the first starts with an
+empty cache directory, the second with the cache that the first wrote. A process first compiles one line without
+fp8pass, whatever the backend, so that imports, the pool of compile workers and compiled C++ headers are ready; then it
+times two training steps. The CPU seconds of the process itself measure Dynamo, AOTAutograd, passes and Inductor, and do
+not depend on what else the machine runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COUNTERS = (
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, with norms and residuals: f32[1, TOKENS, WIDTH] -> the same."""
+    """Attention and a gated MLP, with norms and residuals: f32[1, TOKENS, WIDTH] -> f32[1, TOKENS, WIDTH]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: f32[1, TOKENS, WIDTH]."""
+        """Map x f32[1, TOKENS, WIDTH] to the same shape."""
         y = self.attention_norm(x)
         q, k, v = (linear(y).unflatten(-1, (2, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -67,8 +68,10 @@ class Block(nn.Module):
 
 @dataclass
 class Start:
-    """What one process has seen. seconds: of two steps; cpu: those that it computed itself, without the compilers that
-    it ran; counts: of torch's caches, those that are not 0.
+    """The measurements of one process.
+
+    seconds: wall time of two steps. cpu: CPU seconds of the process itself, without the compilers that it started.
+    counts: torch's counters of cache hits, misses and bypasses that are not 0.
     """
 
     seconds: float
@@ -78,7 +81,10 @@ class Start:
 
 @dataclass
 class Row:
-    """The least seconds of one model with one backend, over all repetitions; `counts` of the second process."""
+    """The least seconds over all repetitions of one model with one backend.
+
+    counts: those of the last second process.
+    """
 
     layers: int
     backend: str
@@ -89,7 +95,7 @@ class Row:
 
 
 def start(backend: str, layers: int, device: str) -> Start:
-    """Compile and run, in this process."""
+    """Compile the model and run two steps in this process; return the measurements."""
     torch.manual_seed(0)
     line = torch.compile(lambda x: (x.sin() + 1).sum())
     line(torch.ones(9, device=device, requires_grad=True)).backward()
@@ -105,7 +111,7 @@ def start(backend: str, layers: int, device: str) -> Start:
     options = {} if recipe in ("inductor", "torchao") else fp8
     for block in model if parts else ():
         block.compile(**options)
-    run = model if parts else torch.compile(model, **options)  # model.compile() would leave Sequential's own code out
+    run = model if parts else torch.compile(model, **options)  # model.compile() would not compile Sequential.forward
     began, began_cpu = time.perf_counter(), time.process_time()
     for _ in range(STEPS):
         run(x).sum().backward()
@@ -116,7 +122,7 @@ def start(backend: str, layers: int, device: str) -> Start:
 
 
 def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
-    """A process with empty caches, and one behind it."""
+    """Run a process with empty caches, and then one with the caches that the first wrote."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         command = [sys.executable, __file__, "--start", backend, "--layers", str(layers), "--device", device]
@@ -128,14 +134,14 @@ def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
 
 
 def least(found: Iterable[tuple[Start, Start]], layers: int, backend: str) -> Row:
-    """Of all repetitions the smallest times: what else a machine does only ever adds to them."""
+    """Return the least times of all repetitions: other work of the machine can only add to them."""
     cold, warm = zip(*found, strict=True)
     seconds, cpu, again = min(s.seconds for s in cold), min(s.cpu for s in cold), min(s.seconds for s in warm)
     return Row(layers, backend, seconds, cpu, again, warm[-1].counts)
 
 
 def table(rows: list[Row]) -> str:
-    """As Markdown."""
+    """Return the rows as a table in Markdown."""
     lines = [
         "| layers | backend | first process s | against Inductor | of it Python, CPU s | against Inductor "
         "| second process s | against its first |",
@@ -153,13 +159,15 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument(
-        "--backends", nargs="+", default=BACKENDS, help="recipes, or inductor or torchao; block by block with :blocks"
+        "--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of blocks (default: %(default)s)"
     )
-    parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="file to write everything to")
+    parser.add_argument(
+        "--backends", nargs="+", default=BACKENDS, help="recipes, inductor or torchao; :blocks compiles block by block"
+    )
+    parser.add_argument("--repeat", type=int, default=2, help="number of repetitions (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="a file to write the rows to, with counts")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.start:
@@ -168,7 +176,7 @@ def main() -> None:
     there = importlib.util.find_spec("torchao") is not None
     backends = [b for b in args.backends if there or not b.startswith("torchao")]
     rows = []
-    for layers in args.layers:  # backends take turns, so that a slow minute of the machine hits all of them
+    for layers in args.layers:  # backends take turns, so that a slow minute of the machine affects all of them
         found: dict[str, list[tuple[Start, Start]]] = {backend: [] for backend in backends}
         for _ in range(args.repeat):
             for backend in backends:

@@ -1,9 +1,9 @@
-"""How long matmuls take on this CPU, and on it limited to AVX2, beside what fp8pass makes of that.
+"""Time matmuls on this CPU, and on this CPU limited to AVX2, and print what fp8pass decides about them.
 
     python bench/cpu_matmuls.py
 
-Prints CPU times of one thread as multiples of the same matmul in float32: in bfloat16 and float16, with whether fp8pass
-warns of the type, and in FP8, with what the `emulate_matmuls` pass takes. Neither is decided by timing.
+Prints CPU times of one thread as multiples of the same matmul in float32: for bfloat16 and float16, and whether fp8pass
+warns about the dtype; and for FP8, and what the `emulate_matmuls` pass chooses. fp8pass decides neither by timing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[bool, bool]] = {
     "grad_input": (False, False),
     "grad_weight": (True, False),
 }
-"""Of the matmuls of a linear layer, whether the first and the second operand are transposed."""
+"""For each matmul of a linear layer: (first operand is transposed, second operand is transposed)."""
 PRODUCTS = (
     (E4M3, E4M3, F32, "tensor"),
     (E4M3, E4M3, BF16, "tensor"),
@@ -42,14 +42,14 @@ PRODUCTS = (
     (E5M2, E4M3, BF16, "tensor"),
     (E4M3, E5M2, BF16, "tensor"),
 )
-"""Types of the operands and of the result, and what has a scale."""
+"""Dtypes of the operands and of the result; and "tensor" for one scale per tensor, "row" for one per row."""
 
 Found = dict[str, list[Any]]
-"""What one setting says of each row of a table."""
+"""The values of one setting for each row of a table."""
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The shortest CPU time of a few calls, after one that is not counted."""
+    """Return the shortest CPU time of 2 to 20 calls, after one call that does not count."""
     run()
     times: list[float] = []
     while len(times) < 2 or (len(times) < 20 and sum(times) < 0.2):
@@ -60,13 +60,13 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def operand(rows: int, columns: int, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """Normal data: [rows, columns], with its columns contiguous if transposed."""
+    """Return normal data [rows, columns]; if transposed, columns are contiguous in memory."""
     x = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
     return x.to(dtype)
 
 
 def high_precision(dtype: torch.dtype, transposed: tuple[bool, bool]) -> list[Any]:
-    """The time in a type, and whether fp8pass warns of it."""
+    """Return the time in a dtype, relative to float32, and whether fp8pass warns about the dtype."""
     a, b = operand(M, K, transposed[0], F32), operand(K, N, transposed[1], F32)
     exact = seconds(lambda: a @ b)
     a, b = a.to(dtype), b.to(dtype)
@@ -74,7 +74,7 @@ def high_precision(dtype: torch.dtype, transposed: tuple[bool, bool]) -> list[An
 
 
 def fp8(of_a: torch.dtype, of_b: torch.dtype, result: torch.dtype, scaled: str) -> list[Any]:
-    """The times of `_scaled_mm` and of float32 as the pass writes it, compiled, and which of them the pass takes."""
+    """Return the times of `_scaled_mm` and of the pass's compiled float32, and which of them the pass chooses."""
     a, b = operand(M, K, False, of_a), operand(K, N, True, of_b)
     exact_a, exact_b = a.float(), b.float()
     scales = (torch.ones(M, 1), torch.ones(1, N)) if scaled == "row" else (torch.ones(()), torch.ones(()))
@@ -88,17 +88,17 @@ def fp8(of_a: torch.dtype, of_b: torch.dtype, result: torch.dtype, scaled: str) 
 
 
 def measure() -> dict[str, Found]:
-    """Both tables in the setting of this process."""
+    """Return the values of both tables in the setting of this process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     plain = {f"{dtype_name(d)} | {kind}": high_precision(d, how) for d in (BF16, F16) for kind, how in LAYOUTS.items()}
-    with inductor_config.patch(fx_graph_cache=False):  # its keys lack the instruction set
+    with inductor_config.patch(fx_graph_cache=False):  # the cache's keys lack the instruction set
         products = {f"{dtype_name(p[0])} @ {dtype_name(p[1])} | {dtype_name(p[2])} | {p[3]}": fp8(*p) for p in PRODUCTS}
     return {"high_precision": plain, "fp8": products}
 
 
 def measured_with(environment: dict[str, str]) -> dict[str, Found]:
-    """The same, in a process of its own."""
+    """Return the values of both tables, measured in a process with these environment variables."""
     command = [sys.executable, __file__, "--measure"]
     done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
     tables: dict[str, Found] = json.loads(done.stdout.splitlines()[-1])
@@ -106,7 +106,7 @@ def measured_with(environment: dict[str, str]) -> dict[str, Found]:
 
 
 def table(name: str, keys: str, columns: tuple[str, ...], found: dict[str, dict[str, Found]]) -> str:
-    """Markdown: keys of rows, then these columns for each setting."""
+    """Return a table in Markdown: the keys of the rows, then these columns for each setting."""
     titles = [keys, *(f"{setting}: {columns[0]} | {' | '.join(columns[1:])}" for setting in found)]
     lines = [f"| {' | '.join(titles)} |"]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")

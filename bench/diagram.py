@@ -1,6 +1,6 @@
-"""The drawing of the pipeline in docs/compiler.md, made of the lists of passes in `fp8pass/pipeline.py`.
+"""Draw the pipeline for docs/compiler.md from the lists of passes in `fp8pass/pipeline.py`.
 
-python bench/diagram.py        prints the SVG; `python bench/readme.py pipeline` puts it into docs/images/
+python bench/diagram.py        prints the SVG; `python bench/readme.py pipeline` writes it to docs/images/
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
 
 WIDTH, MARGIN, LINE, GAP = 860, 20, 26, 30
-LABELS = 250  # width of the left column: what the graph is
+LABELS = 250  # width of the left column, which names the graph
 PILL, CHARACTER = 10, 7.3
 
 STYLE = """
@@ -40,7 +40,7 @@ STYLE = """
 
 
 class Stage(NamedTuple):
-    """A box of the drawing: who has the graph, what it is, and our passes over it."""
+    """A box of the drawing: a component or a graph, with notes, and fp8pass's passes over the graph."""
 
     title: str
     notes: tuple[str, ...]
@@ -49,29 +49,29 @@ class Stage(NamedTuple):
 
 
 def stages() -> list[Stage]:
-    """From torch.compile to kernels."""
+    """Return the boxes in order, from torch.compile to kernels."""
     return [
-        Stage("TorchDynamo", ("the user's Python becomes a graph of torch functions",)),
+        Stage("TorchDynamo", ("turns the user's Python into a graph of torch functions",)),
         Stage(
             "Dynamo's graph",
             ("of a forward: annotated (blue);", "of an update: rewritten (yellow)"),
             tuple(p.name for p in DYNAMO),
             tuple(p.name for p in UPDATE),
         ),
-        Stage("AOTAutograd", ("autograd is traced, functions become ATen ops",)),
-        Stage("joint graph", ("forward and backward in one:", "about numbers"), tuple(p.name for p in JOINT)),
-        Stage("partitioner", ("cut in two; what the backward needs is saved, FP8 where there is FP8",)),
+        Stage("AOTAutograd", ("traces autograd, and decomposes functions into ATen ops",)),
+        Stage("joint graph", ("forward and backward together:", "passes change numbers"), tuple(p.name for p in JOINT)),
+        Stage("partitioner", ("cuts the graph in two, and saves FP8 where matmuls of the backward read FP8",)),
         Stage(
             "forward, backward, update",
-            ("each by itself: about kernels,", "not about numbers"),
+            ("separate graphs: passes change", "kernels, not numbers"),
             tuple(p.name for p in KERNELS),
         ),
-        Stage("Inductor", ("fused kernels: Triton on a GPU, C++ on a CPU; torch._scaled_mm for matmuls",)),
+        Stage("Inductor", ("generates fused kernels, Triton on a GPU, C++ on a CPU; calls torch._scaled_mm",)),
     ]
 
 
 def svg() -> str:
-    """The drawing."""
+    """Return the drawing as SVG."""
     parts: list[str] = []
     y = float(MARGIN)
     for i, stage in enumerate(stages()):
@@ -108,7 +108,7 @@ def document(title: str, parts: Iterable[str], bottom: float) -> str:
 
 
 def _pills(stage: Stage, y: float) -> tuple[list[str], int]:
-    """The passes of a stage, left to right, in as many rows as they need."""
+    """Draw the passes of a stage from left to right, in as many rows as they need; return SVG and number of rows."""
     parts: list[str] = []
     row = 0
     for kind, names in (("pass", stage.passes), ("update", stage.updates)):

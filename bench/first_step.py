@@ -1,10 +1,10 @@
-"""What the first step is worth: gradients of step 0 and 1, with dynamic first scales and with a first scale of 1.
+"""Compare the gradients of the first steps with dynamic first scales and with a first scale of 1.
 
     python bench/first_step.py
 
-Prints, for the demo's language model: the signal-to-noise ratio of the weight gradients against the same model in high
-precision, and how many of them are exactly zero. e5m2 has nothing below 2**-16, so that with a scale of 1 the small
-gradients of a normal model vanish. The graph is compiled once in either case.
+Prints, for the demo's language model, the signal-to-noise ratio of the weight gradients relative to the same model in
+high precision, and the share of gradients that are exactly zero. e5m2 has no positive value below 2**-16, so that with
+a scale of 1 the small gradients of a normal model underflow. The graph is compiled once in either case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def gradients(compiled: bool) -> tuple[list[list[Tensor]], int]:
-    """All Linear weights' gradients at each step, and the number of graphs that were compiled."""
+    """Return the gradients of all 2-dimensional parameters at each step, and the number of graphs compiled."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT()
@@ -56,14 +56,14 @@ def main() -> None:
 
 
 def sqnr(wanted: list[Tensor], got: list[Tensor]) -> float:
-    """Signal to noise over all tensors, in dB."""
+    """Return the signal-to-noise ratio over all tensors, in dB."""
     signal = sum(float(w.square().sum()) for w in wanted)
     noise = sum(float((w - g).square().sum()) for w, g in zip(wanted, got, strict=True))
     return 10 * math.log10(signal / noise)
 
 
 def zeros(tensors: list[Tensor]) -> float:
-    """Share of elements that are exactly zero."""
+    """Return the share of elements that are exactly zero."""
     return sum(int((t == 0).sum()) for t in tensors) / sum(t.numel() for t in tensors)
 
 

@@ -1,18 +1,20 @@
-"""Speed, memory and correctness on one GPU, in one command that ends within 8 minutes.
+"""Measure speed, memory and correctness on one GPU, in one command that ends within 8 minutes.
 
-    python bench/h200.py                           a table, and all of it in h200.json
-    python bench/h200.py --kernels                 also the share of GEMMs in the MLP's time, kernel by kernel
-    python bench/h200.py --device cpu --quick      a dry run without a GPU: tiny sizes that say nothing about speed
+    python bench/h200.py                           prints a table, and writes all of it to h200.json
+    python bench/h200.py --kernels                 also lists the MLP's kernels, and the share of GEMMs in its time
+    python bench/h200.py --device cpu --quick      is a dry run without a GPU: its tiny sizes say nothing about speed
 
-Needs torch, and fp8pass installed (`pip install -e .`; offline with --no-build-isolation --no-deps). Peers that are not
-installed are skipped, with the reason. Every contender is timed in turns with BF16 under Inductor, so that clocks drift
-alike: CUDA events, caches flushed in between, medians and 20th and 80th percentiles. Before it is timed, outputs and
-gradients are held to float64. Sections stand in the order of importance; what there is no time for says so. The exit
-status is 1 if a result is wrong or fp8pass failed, 3 if the time was up in the middle of something.
+It needs torch, and fp8pass installed (`pip install -e .`; offline with --no-build-isolation --no-deps). Peers that are
+not installed are skipped, with the reason. Every contender takes turns with BF16 under Inductor, so that a drift of
+clocks affects both. Times are of CUDA events, with caches flushed in between, as medians and 20th and 80th percentiles.
+Before a contender is timed, its outputs and gradients are compared with float64. Sections run in the order of
+importance; sections and points for which no time is left say so. The exit status is 1 if a result is wrong or fp8pass
+failed, 3 if the time was up during a measurement.
 
-Points have `seconds_bf16`, `seconds_fp8` and `speedup`, each with `_p20` and `_p80`; of recipe "bf16" both are BF16,
-and the speedup is the noise. `peak_bytes` is what a step needs beyond weights, optimizer and inputs; `host_bound` says
-that the host issued kernels more slowly than they ran; `predicted_speedup` is by fp8pass's rule, measuring nothing.
+Points have `seconds_bf16`, `seconds_fp8` and `speedup`, each with `_p20` and `_p80`; for the recipe "bf16" both times
+are BF16's, and the speedup shows the noise. `peak_bytes` are the bytes that a step needs in addition to weights,
+optimizer and inputs. `host_bound` says that the host issued kernels more slowly than they ran. `predicted_speedup` is
+computed by fp8pass's rule, and not measured.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 OUT_OF_TIME = "skipped: out of time"
 DRY_RUN = "a dry run: tiny sizes, wall clock, graphs run op by op; it says nothing about speed"
 
-# Llama 2 70B as torchao benchmarks it (M = 4 x 4096), the two examples of torchao's README, a square for the peak.
+# The shapes of Llama 2 70B that torchao benchmarks (M = 4 x 4096), the two of torchao's README, a square for the peak.
 LLAMA_SHAPES = (16384, 8192, 7168), (16384, 3584, 8192), (16384, 1024, 8192), (16384, 8192, 1280)
 README_SHAPES = (4096, 8192, 16384), (1024, 2048, 1024)
 SHAPES = *LLAMA_SHAPES, *README_SHAPES
@@ -70,26 +72,27 @@ ALL = (*RECIPES, *(f"torchao {recipe}" for recipe in TORCHAO))
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least signal to noise against float64, in dB; `worst` is for each parameter's gradient by itself."""
+    """The least SQNR relative to float64, in dB. worst: the bound for each single parameter's gradient."""
 
     output: float
     gradients: float
     worst: float
 
 
-# bfloat16 rounds at 56 dB, e4m3 products have 28 dB and e5m2 gradients 24 (docs/numerics.md), at any size; wrong scales
-# or operands leave less than 5. Layers in a row add up their noise: some 4 dB are left below small models on a CPU.
+# Rounding to bfloat16 has 56 dB, products of e4m3 have 28 dB and those of e5m2 gradients 24 dB (docs/numerics.md), at
+# any size; with wrong scales or operands less than 5 dB are left. The noise of successive layers adds up: the bounds
+# are about 4 dB below the results of small models on a CPU.
 LINEAR = {"bf16": Bounds(45, 45, 45), "fp8": Bounds(26, 22, 22)}
 LAYER = {"bf16": Bounds(42, 38, 33), "fp8": Bounds(24, 16, 14)}
 LLAMA = {"bf16": Bounds(35, 34, 30), "fp8": Bounds(35, 13, 10)}
-GEMM = {"exact": Bounds(45, 0, 0), "fast_accum": Bounds(25, 0, 0)}  # Hopper's fast accumulation keeps some 14 bits
+GEMM = {"exact": Bounds(45, 0, 0), "fast_accum": Bounds(25, 0, 0)}  # Hopper's fast accumulation keeps about 14 bits
 
 
 # ---------------------------------------------------------------------------------------------------------- models
 
 
 class Llama(nn.Module):
-    """(i64[B, S] tokens, i64[B, S] next tokens) -> the mean cross-entropy."""
+    """A Llama that maps tokens and next tokens, both i64[B, S], to the mean cross-entropy."""
 
     def __init__(self, layers: int, width: int, hidden: int, heads: int, groups: int, length: int, words: int) -> None:
         super().__init__()
@@ -98,20 +101,20 @@ class Llama(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """tokens, targets: i64[B, S]."""
+        """Return the mean cross-entropy f32[] of tokens and targets, both i64[B, S]."""
         logits = self.head(self.norm(self.layers(self.embed(tokens))))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def llama_mlp(tokens: int = 8192, width: int = 4096, hidden: int = 14336) -> tuple[Any, ...]:
-    """The MLP of Llama 3 8B, with its residual, and its input."""
+    """Return the MLP of Llama 3 8B, with its residual, and its input."""
     return LlamaMLP(width, hidden), torch.randn(tokens, width, requires_grad=True)
 
 
 def llama_block(
     batch: int = 4, length: int = 2048, width: int = 4096, hidden: int = 14336, heads: int = 32, groups: int = 8
 ) -> tuple[Any, ...]:
-    """One layer of Llama 3 8B, and its input."""
+    """Return one layer of Llama 3 8B, and its input."""
     model = LlamaBlock(width, hidden, heads, groups, length)
     return model, torch.randn(batch, length, width, requires_grad=True)
 
@@ -126,14 +129,14 @@ def llama(
     heads: int = 16,
     groups: int = 8,
 ) -> tuple[Any, ...]:
-    """A Llama of 0.3 billion parameters, tokens and their successors."""
+    """Return a Llama with 0.3 billion parameters, tokens, and the next tokens."""
     text = torch.randint(words, (batch, length + 1))
     model = Llama(layers, width, hidden, heads, groups, length, words)
     return model, text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def linear(m: int, k: int, n: int) -> tuple[Any, ...]:
-    """One linear layer, and its input."""
+    """Return one linear layer, and its input."""
     return nn.Linear(k, n, bias=False), torch.randn(m, k, requires_grad=True)
 
 
@@ -148,7 +151,10 @@ QUICK = {
 
 
 def sqnr(wanted: Iterable[Tensor], got: Iterable[Tensor]) -> float:
-    """Power of the wanted tensors over that of the differences, in dB: 300 for equal ones, NaN where one is NaN."""
+    """Return the power of the wanted tensors over that of the differences, in dB.
+
+    It is 300 for equal tensors, and NaN if a tensor has a NaN.
+    """
     pairs = [(w.double(), g.double()) for w, g in zip(wanted, got, strict=True)]
     signal, noise = (
         sum(float(t.square().sum()) for t in ts) for ts in zip(*((w, w - g) for w, g in pairs), strict=True)
@@ -160,7 +166,7 @@ def sqnr(wanted: Iterable[Tensor], got: Iterable[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one step computes, detached."""
+    """The results of one step, detached."""
 
     output: Tensor
     inputs: list[Tensor]
@@ -168,31 +174,31 @@ class Gradients:
 
 
 def gradients(model: nn.Module, run: Callable[..., Tensor], inputs: Sequence[Tensor], cotangent: Tensor) -> Gradients:
-    """One forward and backward."""
+    """Run one forward and backward, and return the results."""
     clear(model, inputs)
     output = run(*inputs)
     output.backward(cotangent.to(output.dtype))
-    # clones: a CUDA graph writes its next results into the same memory
+    # cloned, because a CUDA graph writes its next results into the same memory
     of_inputs = [x.grad.clone() for x in inputs if x.grad is not None]
     of_parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Gradients(output.detach().clone(), of_inputs, of_parameters)
 
 
 def clear(model: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """No gradients."""
+    """Set all gradients to None."""
     for t in (*model.parameters(), *inputs):
         t.grad = None
 
 
 def in_float64(model: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor) -> Gradients:
-    """The same step in float64, from the same rounded weights and inputs, without a compiler."""
+    """Run the same step in float64, from the same rounded weights and inputs, without a compiler."""
     exact = copy.deepcopy(model).double()
     exact_inputs = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in inputs]
     return gradients(exact, exact, exact_inputs, cotangent)
 
 
 def compare(exact: Gradients, got: Gradients) -> dict[str, float]:
-    """Signal to noise in dB. "worst": the least of any parameter's gradient."""
+    """Return the SQNR of each kind of result, in dB. "worst": the least of a single parameter's gradient."""
     names = exact.parameters.keys()
     found = {"output": sqnr([exact.output], [got.output])}
     if exact.inputs:
@@ -204,7 +210,7 @@ def compare(exact: Gradients, got: Gradients) -> dict[str, float]:
 
 
 def why_wrong(found: dict[str, float], bounds: Bounds) -> str:
-    """Which figure is below its bound; "" if none is."""
+    """Return a text that names the figures below their bounds; "" if there are none."""
     wanted = {"output": bounds.output, "worst": bounds.worst}
     low = [(name, dB, wanted.get(name, bounds.gradients)) for name, dB in found.items()]
     return ", ".join(f"{name} has {dB:.1f} dB, not {least}" for name, dB, least in low if not dB >= least)
@@ -214,7 +220,10 @@ def why_wrong(found: dict[str, float], bounds: Bounds) -> str:
 
 
 class EventClock:
-    """CUDA events. Before each call a buffer larger than any L2 is overwritten, while which the host runs ahead."""
+    """A clock of CUDA events.
+
+    Before each call the GPU overwrites a buffer larger than any L2 cache; meanwhile the host runs ahead.
+    """
 
     name = "CUDA events"
 
@@ -222,7 +231,7 @@ class EventClock:
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
 
     def seconds(self, calls: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-        """Of each call in each round, the calls taking turns."""
+        """Return the seconds of each call in each round; the calls take turns."""
         marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
         for _ in range(rounds):
             for call, found in zip(calls, marks, strict=True):
@@ -236,7 +245,10 @@ class EventClock:
         return [[start.elapsed_time(end) / 1e3 for start, end in found] for found in marks]
 
     def host_seconds(self, call: Callable[[], Any]) -> float:
-        """What the host needs to issue a call, median of 5: where the GPU is faster, this is what was measured."""
+        """Return the seconds that the host takes to issue a call, median of 5.
+
+        If the GPU is faster than the host, `seconds` has measured the host.
+        """
         found = []
         for _ in range(5):
             torch.cuda.synchronize()
@@ -248,12 +260,12 @@ class EventClock:
 
 
 class WallClock:
-    """Where there is no GPU. The host does everything, and issues nothing ahead."""
+    """A clock for machines without a GPU: the host itself computes, and does not run ahead."""
 
     name = "wall clock"
 
     def seconds(self, calls: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-        """Of each call in each round, the calls taking turns."""
+        """Return the seconds of each call in each round; the calls take turns."""
         found: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
             for call, times in zip(calls, found, strict=True):
@@ -263,23 +275,23 @@ class WallClock:
         return found
 
     def host_seconds(self, call: Callable[[], Any]) -> float:
-        """None."""
+        """Return 0: the host issues nothing."""
         return 0.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed."""
+    """Return the value that this share of the values does not exceed."""
     return sorted(values)[round(share * (len(values) - 1))]
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Median and 20th and 80th percentile."""
+    """Return median, 20th and 80th percentile, under names with this prefix."""
     cuts = ("", 0.5), ("_p20", 0.2), ("_p80", 0.8)
     return {name + suffix: percentile(values, share) for suffix, share in cuts}
 
 
 def timed(bench: Bench, base: Callable[[], Any], call: Callable[[], Any]) -> dict[str, Any]:
-    """Both in turns: seconds, the ratio of each pair, and what the host needs."""
+    """Time both calls in turns; return seconds, ratios of pairs, and the seconds of the host."""
     trial = sum(min(times) for times in bench.clock.seconds([base, call], 3))
     rounds = 3 if bench.quick else max(10, min(100, int(bench.seconds_per_point / trial)))
     bf16, fp8 = bench.clock.seconds([base, call], rounds)
@@ -292,7 +304,7 @@ def timed(bench: Bench, base: Callable[[], Any], call: Callable[[], Any]) -> dic
 
 
 def peak_memory(bench: Bench, call: Callable[[], Any]) -> int | None:
-    """Bytes that a call needs beyond what was allocated before it, without gradients; None on a CPU."""
+    """Return the most bytes that a call allocates in addition to those allocated before it; None on a CPU."""
     if bench.device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -310,7 +322,7 @@ _NO_GEMMS = ("triton_poi", "triton_red", "triton_per", "flash")
 
 
 def kernels_of(bench: Bench, call: Callable[[], Any], steps: int = 3) -> dict[str, Any]:
-    """Seconds per step by kernel, and the share of GEMMs: of kernels on a GPU, of operators on a CPU."""
+    """Return seconds per step, and the share of GEMMs in them: of kernels on a GPU, of operators on a CPU."""
     cuda = bench.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiled:
@@ -337,7 +349,10 @@ def kernels_of(bench: Bench, call: Callable[[], Any], steps: int = 3) -> dict[st
 
 
 def is_gemm(kernel: str) -> bool:
-    """Whether this names a matmul's kernel, or a CPU's matmul. Fused Triton kernels and attention are none."""
+    """Return whether this is the name of a matmul's kernel on a GPU, or of a matmul operator on a CPU.
+
+    Fused Triton kernels and attention do not count as matmuls.
+    """
     name = kernel.lower()
     return any(part in name for part in _GEMM_NAMES) and not any(part in name for part in _NO_GEMMS)
 
@@ -347,7 +362,11 @@ def is_gemm(kernel: str) -> bool:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to run a model. `compile` takes a model of its own, and may replace it: it returns both."""
+    """A way to run a model.
+
+    compile: takes a copy of the model, which it may change or replace; returns the model, and its compiled function.
+    skip: the reason not to run it. ours: it is fp8pass.
+    """
 
     name: str
     compile: Callable[[nn.Module], tuple[nn.Module, Callable[..., Tensor]]]
@@ -356,7 +375,7 @@ class Contender:
 
 
 def contenders(bench: Bench, workload: Workload) -> list[Contender]:
-    """All that are compared with BF16."""
+    """Return all contenders that are compared with BF16."""
     target, mode = bench.target, workload.mode
     no_fp8 = why_no_fp8(bench.device, target)
     found = []
@@ -372,27 +391,30 @@ def contenders(bench: Bench, workload: Workload) -> list[Contender]:
 
 
 def why_no_kernel(bench: Bench, recipe: str) -> str:
-    """Why `torch._scaled_mm` has no kernel here for tensorwise or rowwise scales; "" if it has."""
+    """Return why `torch._scaled_mm` has no kernel for tensorwise or rowwise scales on this device; "" if it has."""
     rows = recipe == "tensorwise" or scales_rows(bench.device, bench.target)
     return "" if rows else "torch._scaled_mm takes no scales for rows on this device"
 
 
 def by_inductor(bench: Bench, mode: str | None, model: nn.Module) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """What BF16 is measured with."""
+    """Compile a model with Inductor, or, in a dry run on a CPU, with "aot_eager"."""
     if bench.lowering == "eager":
         return model, torch.compile(model, backend="aot_eager", dynamic=False)
     return model, torch.compile(model, dynamic=False, mode=mode)
 
 
 def by_fp8pass(model: nn.Module, **options: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """With these options."""
+    """Compile a model with fp8pass and these options."""
     return model, torch.compile(model, backend="fp8pass", dynamic=False, options=options)
 
 
 def by_torchao(
     bench: Bench, recipe: str, mode: str | None, model: nn.Module
 ) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """torchao's modules in place of nn.Linear. They come last, as they patch Inductor's min and max for everyone."""
+    """Replace nn.Linear by torchao's modules, and compile the model with Inductor.
+
+    torchao runs last, because it patches Inductor's min and max for the whole process.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     converted = convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
@@ -401,7 +423,7 @@ def by_torchao(
 
 @dataclass
 class Subject:
-    """A compiled model on its inputs."""
+    """A compiled model with its inputs."""
 
     model: nn.Module
     run: Callable[..., Tensor]
@@ -410,7 +432,7 @@ class Subject:
     optimizer: torch.optim.Optimizer | None = None
 
     def step(self) -> Tensor:
-        """Forward, backward, and the optimizer if there is one."""
+        """Run forward, backward, and the optimizer if there is one; return the output."""
         torch.compiler.cudagraph_mark_step_begin()
         clear(self.model, self.inputs)
         output = self.run(*self.inputs)
@@ -422,7 +444,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to train. labels: what its points are known by. peers: whether they run too."""
+    """A model to train.
+
+    make: returns the model and its inputs. labels: fields that identify its points. bounds: of the SQNR, for "bf16" and
+    "fp8". mode: of torch.compile. kernels: profile it with `--kernels`. peers: run torchao too.
+    """
 
     make: Callable[[], tuple[Any, ...]]
     labels: dict[str, Any]
@@ -436,7 +462,7 @@ class Workload:
 
 @dataclass
 class Baseline:
-    """BF16, and float64 to hold everything to."""
+    """A workload in BF16, and its results in float64, which all results are compared with."""
 
     workload: Workload
     model: nn.Module
@@ -445,7 +471,7 @@ class Baseline:
 
 
 def versus_bf16(bench: Bench, section: Section, workload: Workload) -> None:
-    """One point for BF16, and one for each contender."""
+    """Record one point for BF16, and one for each contender."""
     found: list[Baseline] = []
 
     def baseline() -> dict[str, Any]:
@@ -465,7 +491,7 @@ def versus_bf16(bench: Bench, section: Section, workload: Workload) -> None:
 
 
 def start(bench: Bench, workload: Workload) -> tuple[Baseline, dict[str, Any]]:
-    """BF16 by Inductor, and float64: compiled, checked, and timed against itself, which is how much noise there is."""
+    """Compile and check BF16, and time it against itself, which shows the noise; return it with its point."""
     torch.manual_seed(0)
     with bench.device:
         made, *raw = workload.make()
@@ -473,7 +499,7 @@ def start(bench: Bench, workload: Workload) -> tuple[Baseline, dict[str, Any]]:
         inputs = [x.detach().to(BF16).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in raw]
         with torch.no_grad():
             cotangent = torch.randn_like(model(*inputs))
-    if cotangent.dim() == 0:  # of a loss
+    if cotangent.dim() == 0:  # the output is a loss
         cotangent = torch.ones_like(cotangent)
     exact = in_float64(model, inputs, cotangent)
     subject = Subject(*by_inductor(bench, workload.mode, copy.deepcopy(model)), inputs, cotangent)
@@ -484,7 +510,7 @@ def start(bench: Bench, workload: Workload) -> tuple[Baseline, dict[str, Any]]:
 
 
 def with_unit_products(model: nn.Module) -> nn.Module:
-    """Weights that keep the size of what they multiply: with smaller ones, a residual would hide wrong products."""
+    """Initialize weights so that products are as large as inputs: else a residual would hide wrong products."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -492,7 +518,7 @@ def with_unit_products(model: nn.Module) -> nn.Module:
 
 
 def against(bench: Bench, base: Baseline, contender: Contender) -> dict[str, Any]:
-    """The contender: compiled, checked against float64, and timed in turns with BF16."""
+    """Compile a contender, check it against float64, and time it in turns with BF16; return its point."""
     workload = base.workload
     with collect() as report:
         model, run = contender.compile(copy.deepcopy(base.model))
@@ -509,10 +535,13 @@ def against(bench: Bench, base: Baseline, contender: Contender) -> dict[str, Any
 
 
 def checked(bench: Bench, base: Baseline, subject: Subject, bounds: Bounds) -> dict[str, Any]:
-    """Compiled and warmed up, held to float64, with its peak memory; from then on with an optimizer, if asked for."""
+    """Warm a subject up, compare it with float64, and measure its peak memory.
+
+    Then it gets an optimizer, if its workload has one, before the peak is measured.
+    """
     skipped = cudagraphs_skipped()
     begun = time.perf_counter()
-    for _ in range(4):  # delayed scaling has its scales after one, CUDA graphs are recorded in the third
+    for _ in range(4):  # delayed scaling has its scales after one step, CUDA graphs are recorded in the third
         subject.step()
     warm = time.perf_counter() - begun
     torch.compiler.cudagraph_mark_step_begin()
@@ -535,7 +564,7 @@ def checked(bench: Bench, base: Baseline, subject: Subject, bounds: Bounds) -> d
 
 
 def cudagraphs_skipped() -> int:
-    """How often, in this process, Inductor gave up on a CUDA graph."""
+    """Return how many CUDA graphs Inductor has skipped in this process."""
     return int(counters["inductor"]["cudagraph_skips"])
 
 
@@ -543,7 +572,7 @@ def cudagraphs_skipped() -> int:
 
 
 def gemm(bench: Bench, section: Section) -> None:
-    """`torch._scaled_mm` alone, against `torch.mm`: what quantizing could gain at most."""
+    """Measure `torch._scaled_mm` alone against `torch.mm`, which bounds the gain of FP8."""
     for m, k, n in QUICK_SHAPES if bench.quick else (SQUARE, *SHAPES):
         for recipe in ("tensorwise", "rowwise"):
             for fast in (True, False):
@@ -553,7 +582,7 @@ def gemm(bench: Bench, section: Section) -> None:
 
 
 def one_gemm(bench: Bench, shape: tuple[int, int, int], recipe: str, fast: bool) -> dict[str, Any]:
-    """One shape of it, on random data, with the scales that such data has."""
+    """Measure one shape on random data, with scales from the data's amaxes."""
     m, k, n = shape
     torch.manual_seed(0)
     a, b = (torch.randn(rows, k, device=bench.device, dtype=BF16) for rows in (m, n))
@@ -576,14 +605,14 @@ def one_gemm(bench: Bench, shape: tuple[int, int, int], recipe: str, fast: bool)
 
 
 def quantized(x: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
-    """x: [R, K] -> f8e4m3fn[R, K] and scale_inv, f32[] or f32[R, 1]."""
+    """Quantize x [R, K]; return f8e4m3fn[R, K] and scale_inv, f32[] or f32[R, 1]."""
     amax = (x.abs().amax(1, keepdim=True) if recipe == "rowwise" else x.abs().amax()).float()
     scale = 448 / amax
     return (x.float() * scale).clamp(-448, 448).to(E4M3), 1 / scale
 
 
 def linear_fwd_bwd(bench: Bench, section: Section) -> None:
-    """One linear layer. Every recipe takes it, also where fp8pass would not: that is what its rule is judged by."""
+    """Measure one linear layer with every recipe, even if fp8pass's rule would decline it, to judge the rule."""
     for m, k, n in QUICK_SHAPES if bench.quick else SHAPES:
         labels: dict[str, Any] = {"op": "linear_fwd_bwd", "m": m, "k": k, "n": n}
         if bench.target is not None:
@@ -594,7 +623,7 @@ def linear_fwd_bwd(bench: Bench, section: Section) -> None:
 def model_section(
     make: Callable[..., tuple[Any, ...]], bounds: dict[str, Bounds], **options: Any
 ) -> Callable[[Bench, Section], None]:
-    """A section that trains one model."""
+    """Return a section that trains one model."""
 
     def section_of_model(bench: Bench, section: Section) -> None:
         sizes = QUICK[make] if bench.quick else {}
@@ -606,7 +635,10 @@ def model_section(
 
 
 def xla(bench: Bench, section: Section) -> None:
-    """XLA through JAX, against its own BF16, in a process of its own: it takes memory and libraries as it likes."""
+    """Measure XLA through JAX against its own BF16.
+
+    It runs in another process, because it allocates memory and loads libraries as it likes.
+    """
     shapes = QUICK_SHAPES if bench.quick else SHAPES[:2]
     absent = "" if importlib.util.find_spec("jax") else "No module named 'jax'"
     for m, k, n in shapes:
@@ -621,7 +653,7 @@ def xla(bench: Bench, section: Section) -> None:
 
 
 def by_xla(bench: Bench, shape: tuple[int, int, int], found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What bench/xla_linear.py finds goes into `found`."""
+    """Run bench/xla_linear.py, add its points to `found`, and return a status."""
     worker = Path(__file__).parent / "xla_linear.py"
     command = [sys.executable, str(worker), *map(str, shape), "cpu" if bench.device.type == "cpu" else "cuda"]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -635,7 +667,7 @@ def by_xla(bench: Bench, shape: tuple[int, int, int], found: list[dict[str, Any]
 
 
 def judged(fields: dict[str, Any]) -> dict[str, Any]:
-    """A peer's point, with a status."""
+    """Return a peer's point with a status."""
     if "status" in fields:
         return fields
     wrong = why_wrong(fields["sqnr_db"], LINEAR["fp8"])
@@ -644,7 +676,11 @@ def judged(fields: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Section:
-    """until: the share of all the time after which it begins nothing. cost: seconds of its first point, as a guess."""
+    """A section of the run.
+
+    until: a share of the whole time; a point that would probably end later is not begun. cost: guessed seconds of the
+    first point.
+    """
 
     name: str
     run: Callable[[Bench, Section], None]
@@ -684,7 +720,11 @@ if importlib.util.find_spec("triton"):
 
 @dataclass
 class Bench:
-    """What is measured, on what, until when, and all that was found."""
+    """The settings of a run, its clock, and all results so far.
+
+    budget: seconds for the whole run. bad: a result is wrong, or fp8pass failed. lock: held while results change,
+    because `stop` runs in another thread.
+    """
 
     device: torch.device
     quick: bool
@@ -702,16 +742,16 @@ class Bench:
 
     @property
     def target(self) -> Target | None:
-        """What fp8pass knows of the GPU."""
+        """Return fp8pass's description of the GPU; None if there is none."""
         return target_of(self.device)
 
     @property
     def lowering(self) -> str:
-        """Graphs of a dry run are run op by op: it is not Inductor that it tries."""
+        """Return the lowering: a dry run on a CPU runs graphs op by op, since it does not test Inductor."""
         return "eager" if self.quick and self.device.type == "cpu" else "inductor"
 
     def left(self) -> float:
-        """Seconds until the time is up."""
+        """Return the seconds until the time is up."""
         return self.budget - (time.perf_counter() - self.started)
 
     def point(
@@ -722,16 +762,16 @@ class Bench:
         skip: str = "",
         ours: bool = False,
     ) -> str:
-        """Measure one point, whatever becomes of it, and write down what was found so far. Returns its status.
+        """Measure one point, and write all results so far, even if it fails. Return its status.
 
-        skip: why it is not to be measured. ours: a failure is one of this run, and not a peer's.
+        skip: a reason not to measure it. ours: a failure makes the whole run bad, unlike a peer's failure.
         """
         fields = {"status": f"skipped: {skip}"} if skip else self.attempt(section, measure)
         self.record(section, {**labels, **fields}, ours)
         return str(fields["status"])
 
     def record(self, section: Section, row: dict[str, Any], ours: bool = False) -> None:
-        """Print a row, and write it down."""
+        """Add a row to the results, write them, and print the row."""
         row = {**row, "gpu": self.environment.get("gpu")}
         status = str(row["status"])
         with self.lock:
@@ -741,7 +781,10 @@ class Bench:
         print(line(row), flush=True)
 
     def attempt(self, section: Section, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The one place where what a point raises ends."""
+        """Measure one point if there is time; catch its exceptions, and return them as a status.
+
+        No other place catches them.
+        """
         of_section = self.sections[section.name]
         cost = of_section.get("slowest_point", section.cost)
         if self.left() - cost < self.budget * (1 - section.until):
@@ -762,19 +805,19 @@ class Bench:
         return {**fields, "point_seconds": took}
 
     def free(self) -> None:
-        """Give back what the last point held."""
+        """Free the memory of the last point."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def plan(self, chosen: Sequence[str]) -> None:
-        """Every section stands as out of time until it has begun."""
+        """Enter all sections into the results. Chosen sections count as out of time until they have run."""
         for section in SECTIONS:
             why = OUT_OF_TIME if section.name in chosen else "skipped: not among --sections"
             self.sections[section.name] = {"status": why, "points": []}
 
     def run(self, chosen: Sequence[str]) -> None:
-        """The chosen sections."""
+        """Run the chosen sections."""
         for section in SECTIONS:
             if section.name in chosen:
                 print(f"\n{section.name}", flush=True)
@@ -784,7 +827,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        """Everything so far, into the file."""
+        """Write everything so far into the file."""
         found = {
             "dry_run": DRY_RUN if self.quick or self.device.type == "cpu" else None,
             "timer": self.clock.name,
@@ -799,14 +842,14 @@ class Bench:
             self.path.write_text(json.dumps(finite(found), indent=1) + "\n")
 
     def stop(self) -> None:
-        """The time is up in the middle of something, which can't be interrupted otherwise."""
+        """Write the results and end the process: the time is up, and a running measurement can't be interrupted."""
         self.write()
-        print(f"\nthe time is up after {self.budget:.0f} s; what was found so far is in {self.path}", flush=True)
+        print(f"\nthe time is up after {self.budget:.0f} s; the results so far are in {self.path}", flush=True)
         os._exit(3)
 
 
 def finite(value: Any) -> Any:
-    """NaN and infinities are no JSON: text in their place."""
+    """Return a value for JSON, which has neither NaN nor infinities: they become text."""
     if isinstance(value, dict):
         return {name: finite(v) for name, v in value.items()}
     if isinstance(value, list):
@@ -815,7 +858,7 @@ def finite(value: Any) -> Any:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Return a point as one row of the table."""
     shape = "x".join(str(row[x]) for x in "mkn") if "m" in row else ""
     recipe = row["recipe"] + (", fast" if row.get("fast_accum") else "")
     text = f"  {shape:<17} {recipe:<20}"
@@ -831,7 +874,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def environment_of(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on."""
+    """Return the versions, hardware and state of the GPU that the figures depend on."""
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -850,7 +893,7 @@ def environment_of(device: torch.device) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None if it is not."""
+    """Return the version of a package; None, or a text for fp8pass, if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -861,7 +904,7 @@ _STATE = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.d
 
 
 def state_of_gpu() -> dict[str, str]:
-    """Driver, clocks, power and temperature as nvidia-smi reports them; empty without it."""
+    """Return driver, clocks, power and temperature as nvidia-smi reports them, or why it does not."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_STATE)}", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -871,7 +914,7 @@ def state_of_gpu() -> dict[str, str]:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a large copy: what kernels without matmuls could reach."""
+    """Return the bytes per second that a large copy reads and writes, which other memory-bound kernels could reach."""
     source = torch.randint(256, (4 << 30,), dtype=torch.uint8, device=device)
     into = torch.empty_like(source)
     times = EventClock(device).seconds([lambda: into.copy_(source)], 10)[0]
@@ -879,22 +922,23 @@ def copy_rate(device: torch.device) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is asked for. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Speed, memory and correctness on one GPU.")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the script, measures nothing")
-    parser.add_argument("--kernels", action="store_true", help="profile the MLP: the share of GEMMs, kernel by kernel")
-    parser.add_argument("--sections", nargs="+", choices=[s.name for s in SECTIONS], default=[s.name for s in SECTIONS])
-    parser.add_argument("--recipes", nargs="+", choices=ALL, default=ALL, help="of layers and models")
-    parser.add_argument("--minutes", type=float, default=7.5, help="ends after this time at the latest (7.5)")
-    parser.add_argument("--json", type=Path, default=Path("h200.json"))
+    """Run the benchmark that the arguments ask for; return the exit status."""
+    parser = argparse.ArgumentParser(description="Measure speed, memory and correctness on one GPU.")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="use tiny sizes: tests the script, measures nothing")
+    parser.add_argument("--kernels", action="store_true", help="profile the MLP: list kernels, and the share of GEMMs")
+    names = [s.name for s in SECTIONS]
+    parser.add_argument("--sections", nargs="+", choices=names, default=names, help="sections to run (default: all)")
+    parser.add_argument("--recipes", nargs="+", choices=ALL, default=ALL, help="for layers and models (default: all)")
+    parser.add_argument("--minutes", type=float, default=7.5, help="end after this time at the latest (default: 7.5)")
+    parser.add_argument("--json", type=Path, default=Path("h200.json"), help="file of results (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     if chosen.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu --quick tries everything else")
+        parser.error("torch finds no GPU here; --device cpu --quick tests everything else")
     if chosen.device == "cpu" and not chosen.quick:
         parser.error("on a CPU there is nothing to measure: add --quick for a dry run")
     if chosen.device == "cpu":
-        torch.set_num_threads(1)  # tiny sizes
+        torch.set_num_threads(1)  # the sizes are too small for more
     device = torch.device(chosen.device, 0) if chosen.device == "cuda" else torch.device("cpu")
     clock = EventClock(device) if chosen.device == "cuda" else WallClock()
     bench = Bench(device, chosen.quick, chosen.kernels, chosen.minutes * 60, chosen.json, clock, chosen.recipes)
@@ -907,7 +951,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"This is {DRY_RUN}.")
     print(json.dumps(bench.environment))
     warnings.filterwarnings("ignore", message="fp8pass: .* kernels exist")
-    # one graph per contender and shape of the same code; and a cache hit would leave no verdicts to report
+    # the same code is compiled once per contender and shape, which torch would limit; and on a cache hit there would be
+    # no verdicts to report
     with dynamo_config.patch(recompile_limit=256), functorch_config.patch(enable_autograd_cache=False):
         bench.run(chosen.sections)
     if device.type == "cuda":

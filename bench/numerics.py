@@ -1,11 +1,11 @@
-"""What each recipe loses: signal to quantization noise of a linear layer, in dB; and what becomes of special values.
+"""Measure the error of each recipe: the SQNR of a linear layer, in dB, and the results for special values.
 
     python bench/numerics.py            prints the tables of docs/numerics.md
-    python bench/numerics.py --write    brings them up to date there
+    python bench/numerics.py --write    also writes them into the page
 
-One layer of 512 by 512 on 1024 rows, float32, against float64. The ratio is taken for each row of a result and averaged
-in dB, so that small rows count as much as large ones. Delayed scaling is measured in its third step, on data like that
-of the first two.
+The layer is 512 by 512 in float32, its input has 1024 rows, and its results are compared with float64. The SQNR is
+computed for each row of a result and averaged in dB, so that small rows count as much as large ones. All recipes are
+measured in their third step, on data like that of the first two, so that delayed scaling has its scales.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ RECIPES: dict[str, Recipe] = {
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    """Standard normal."""
+    """Return standard normal data."""
     return torch.randn(shape, generator=generator)
 
 
 def heavy_tailed(generator: torch.Generator, *shape: int) -> Tensor:
-    """Student's t with 3 degrees of freedom: now and then a value a hundred times the usual."""
+    """Return Student's t data with 3 degrees of freedom, in which a few values are a hundred times the usual."""
     chi2 = torch.randn((3, *shape), generator=generator).square().sum(0)
     return torch.randn(shape, generator=generator) / (chi2 / 3).sqrt()
 
 
 def outliers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Normal, but for one row in 64 that is a hundred thousand times larger, as some tokens of language models are."""
+    """Return normal data in which each 64th row is 1e5 times larger, like some tokens of language models."""
     x = torch.randn(shape, generator=generator)
     x[::64] *= 1e5
     return x
@@ -67,13 +67,13 @@ DATA: dict[str, Callable[..., Tensor]] = {
 
 
 def sqnr(exact: Tensor, actual: Tensor) -> float:
-    """Power of `exact` over that of the difference in dB, mean over rows; infinite for equal tensors."""
+    """Return the power of `exact` over that of the difference, in dB, mean over rows; infinite for equal tensors."""
     noise = (exact.double() - actual.double()).square().mean(1)
     return float((10 * torch.log10(exact.double().square().mean(1) / noise)).mean())
 
 
 def measure(recipe: Recipe, data: Callable[..., Tensor]) -> list[float]:
-    """SQNR of output, grad_input and grad_weight in the third step."""
+    """Return the SQNR of output, grad_input and grad_weight in the third step."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -98,7 +98,7 @@ def _options(recipe: Recipe) -> dict[str, Any]:
 
 
 def table_of_errors() -> str:
-    """One row per recipe, three figures per kind of data."""
+    """Return a table in Markdown with one row per recipe, and three figures per kind of data."""
     head = "".join(f" {name}: output | grad_input | grad_weight |" for name in DATA)
     rows = {name: [f for data in DATA.values() for f in measure(recipe, data)] for name, recipe in RECIPES.items()}
     shown = {name: ["exact" if f > 120 else f"{f:.1f}" for f in figures] for name, figures in rows.items()}
@@ -110,7 +110,7 @@ SPECIAL = {"0": 0.0, "2**-140 (subnormal)": 2.0**-140, "2**-120": 2.0**-120, "in
 
 
 def table_of_special_values() -> str:
-    """What a tensor of this amax is multiplied with, and what its products are."""
+    """Return a table in Markdown: the results for inputs with special amaxes, and the next scales, per recipe."""
     head = ["| recipe | " + " | ".join(f"amax {name}" for name in SPECIAL) + " |", "|---" * (1 + len(SPECIAL)) + "|"]
     names = ("delayed, hybrid", "dynamic, hybrid", "rowwise", "blockwise", "mxfp8")
     cells = {name: [_of_special(RECIPES[name], amax) for amax in SPECIAL.values()] for name in names}
@@ -118,7 +118,10 @@ def table_of_special_values() -> str:
 
 
 def _of_special(recipe: Recipe, amax: float) -> str:
-    """The product with the unit matrix of one whose row 3 has this amax, and whose other rows are zeros."""
+    """Describe the output for an input whose row 3 has this amax, and whose other rows are zeros.
+
+    The weight is the identity matrix, so that the exact output equals the input.
+    """
     torch._dynamo.reset()
     layer = nn.Linear(256, 256, bias=False)
     with torch.no_grad():
@@ -127,7 +130,7 @@ def _of_special(recipe: Recipe, amax: float) -> str:
     x = torch.zeros(128, 256)
     x[3, 5] = amax
     y = run(x).detach()
-    run(torch.zeros(128, 256))  # rolls
+    run(torch.zeros(128, 256))  # rolls the history
     value, rest = float(y[3, 5]), y[[*range(3), *range(4, 128)]]
     assert rest.isnan().all() or rest.eq(0).all(), (recipe, amax)
     others = "; all of it NaN" if rest.isnan().all() else "; other rows exact"
@@ -141,9 +144,9 @@ TABLES = {"errors": table_of_errors, "special": table_of_special_values}
 
 
 def main() -> None:
-    """Print the tables, or write them into the page."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true")
+    """Print the tables, and write them into the page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--write", action="store_true", help="also write the tables into docs/numerics.md")
     write = parser.parse_args().write
     warnings.filterwarnings("ignore", message="fp8pass: (blockwise|mxfp8) kernels exist")
     text = PAGE.read_text()

@@ -1,13 +1,14 @@
-"""What lowering op by op costs beside "aot_eager": CPU seconds of the first training step, and of a later one.
+"""Measure the cost of lowering op by op, relative to "aot_eager": CPU seconds of a first and of a later training step.
 
     python bench/op_by_op.py [--models linear swin ...] [--ways aot_eager delayed ...] [--repeat 1] [--steps 5]
 
-Prints a table of ratios, each to aot_eager's row of the same model, which has to come first, and the number of ops that
-a later step calls: quantizing and scaling are ops of their own there, that "aot_eager" has not. Nor does it decompose
-ops; "aot_eager_decomp_partition" does, as fp8pass and Inductor do. The first step is the first two, for a backward may
-be compiled in the second. Ways are backends of torch's, and recipes of fp8pass. The models are transformers' of their
-usual depths, but narrow, so that what is timed is Python; "linear" is one layer. All runs in this process: each way
-first compiles one line, for what is imported only then.
+Prints a table with ratios to the first way of the same model, "aot_eager" by default, and with the number of ops that
+a later step calls. fp8pass calls ops for quantizing and scaling, which "aot_eager" does not have. "aot_eager" does not
+decompose ops either; "aot_eager_decomp_partition" does, as fp8pass and Inductor do. "First step" is the sum of the
+first two steps, because a backward may be compiled in the second. Ways are backends of torch and recipes of fp8pass.
+The models are models of transformers with their usual depths, but narrow, so that most of the time is Python's;
+"linear" is one layer. Everything runs in this process. Each way first compiles one layer, so that imports are not
+timed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BACKENDS = ("aot_eager", "aot_eager_decomp_partition", "inductor")
 
 
 class Logits(nn.Module):
-    """An image classifier of transformers, of which only the logits are wanted."""
+    """An image classifier of transformers that returns only its logits."""
 
     def __init__(self, kind: str, **fields: Any) -> None:
         super().__init__()
@@ -37,29 +38,29 @@ class Logits(nn.Module):
         self.model = getattr(transformers, f"{kind}ForImageClassification")(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, 3, height, width]."""
+        """Return logits [batch, classes] of x [batch, 3, height, width]."""
         logits: Tensor = self.model(x).logits
         return logits
 
 
 def linear() -> tuple[nn.Module, Tensor]:
-    """One layer: what a compilation costs at least."""
+    """Return one linear layer, which shows the least that a compilation costs, and its input."""
     return nn.Linear(32, 32), torch.randn(16, 32)
 
 
 def swin() -> tuple[nn.Module, Tensor]:
-    """Swin-T's 76 linear layers."""
+    """Return a narrow Swin-T, which has 76 linear layers, and its input."""
     sizes = {"image_size": 32, "patch_size": 1, "embed_dim": 16, "num_heads": [1, 2, 4, 8], "window_size": 4}
     return Logits("Swin", **sizes, drop_path_rate=0.0), torch.randn(1, 3, 32, 32)
 
 
 def levit() -> tuple[nn.Module, Tensor]:
-    """LeViT-128S's depth, and twice: it has batch norms behind its linear layers."""
+    """Return a narrow LeViT-128S, and a batch of two images, since it has batch norms after its linear layers."""
     return Logits("Levit", image_size=64, hidden_sizes=[32, 48, 64], drop_path_rate=0), torch.randn(2, 3, 64, 64)
 
 
 def cvt() -> tuple[nn.Module, Tensor]:
-    """CvT-13: convolutions make the inputs of its linear layers."""
+    """Return a narrow CvT-13, in which convolutions compute the inputs of linear layers, and its input."""
     sizes = {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4]}
     return Logits("Cvt", **sizes, drop_path_rate=[0.0, 0.0, 0.0]), torch.randn(1, 3, 64, 64)
 
@@ -74,7 +75,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 @dataclass
 class Row:
-    """CPU seconds of the first step and of a later one, and the ops that this calls."""
+    """CPU seconds of the first step and of a later step, and the number of ops that a later step calls."""
 
     first: float
     later: float
@@ -82,14 +83,14 @@ class Row:
 
 
 def compiled(model: nn.Module, way: str) -> Callable[[Tensor], Tensor]:
-    """Return what is called in the model's place."""
+    """Return the compiled model."""
     if way in BACKENDS:
         return torch.compile(model, backend=way)  # type: ignore[return-value]
     return torch.compile(model, backend="fp8pass", options={"recipe": way, "lowering": "eager"})  # type: ignore[return-value]
 
 
 def row(make: Callable[[], tuple[nn.Module, Tensor]], way: str, steps: int) -> Row:
-    """Compile anew, and train."""
+    """Compile a new model, train it, and return the measurements."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = make()
@@ -108,23 +109,23 @@ def row(make: Callable[[], tuple[nn.Module, Tensor]], way: str, steps: int) -> R
 
 
 def calls(profiled: profile) -> int:
-    """Count the ops that no other op has called."""
+    """Count the ops that were not called by another op."""
     events = (e for e in profiled.events() or () if e.name.startswith("aten::"))
     return sum(e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::") for e in events)
 
 
 def least(rows: list[Row]) -> Row:
-    """Of all repetitions the smallest times: what else a machine does only ever adds to them."""
+    """Return the least times of all repetitions: other work of the machine can only add to them."""
     return Row(min(r.first for r in rows), min(r.later for r in rows), rows[-1].ops)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--ways", nargs="+", default=WAYS, help="aot_eager, inductor, or recipes")
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="models (default: all)")
+    parser.add_argument("--ways", nargs="+", default=WAYS, help=f"recipes of fp8pass, or {', '.join(BACKENDS)}")
+    parser.add_argument("--repeat", type=int, default=1, help="number of repetitions (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="later steps, of which the fastest counts (default: 5)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for way in args.ways:

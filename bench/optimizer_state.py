@@ -1,8 +1,9 @@
-"""Moments in FP8 on the demo's language model, made small: losses and bytes against moments in float32.
+"""Compare losses and bytes of moments in FP8 with those of moments in float32, on a smaller model than the demo's.
 
     python bench/optimizer_state.py [--steps 200]
 
-Both runs have the same weights, batches and matmuls in FP8. Prints a table, one row as soon as a run is done.
+Both runs start with the same weights, use the same batches, and run their matmuls in FP8. Prints a table, each row when
+its run is done.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SMALL = {"WIDTH": 128, "LAYERS": 2, "CONTEXT": 64, "HEADS": 4}
 
 
 def trained(state: str, steps: int) -> tuple[float, float, int]:
-    """Mean training loss of the last 20 steps, validation loss, and bytes of the optimizer's state."""
+    """Train, and return the mean training loss of the last 20 steps, the validation loss, and the bytes of moments."""
     torch._dynamo.reset()
     text = demo.load_text()
     run = demo.new_run(state, "cpu")
@@ -36,7 +37,7 @@ def trained(state: str, steps: int) -> tuple[float, float, int]:
 
 
 def nbytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer has of its moments."""
+    """Return the bytes of the optimizer's moments."""
     states: list[Any] = [x for of in optimizer.state.values() for x in of.values()]
     stored = [x.x_q if isinstance(x, Fp8Moment) else x for x in states]
     return sum(x.nbytes for x in stored if x.dim())
@@ -45,7 +46,7 @@ def nbytes(optimizer: torch.optim.Optimizer) -> int:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
     steps = parser.parse_args().steps
     for name, value in SMALL.items():
         setattr(demo, name, value)

@@ -1,4 +1,4 @@
-"""Bring figures in README.md and docs/ up to date: run what they come from, paste the output between their markers.
+"""Update the figures in README.md and docs/: run the commands that print them, and paste the output between markers.
 
 python bench/readme.py [name ...]        names of markers; all by default
 """
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*command: str, **variables: str) -> str:
-    """What a command prints; ends this script if it fails."""
+    """Run a command and return what it prints; exit if it fails."""
     environment = {**os.environ, "COLUMNS": "120", **variables}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -32,7 +32,7 @@ def run(*command: str, **variables: str) -> str:
 
 
 def demo() -> str:
-    """`fp8pass demo`, without the middle of its table and of its lines of progress; and its plot in docs/."""
+    """Run `fp8pass demo`: write its plot to docs/, and return its output, with the table and the progress shortened."""
     with tempfile.TemporaryDirectory() as folder:
         printed = run(sys.executable, "-m", "fp8pass.cli", "demo", "--out", folder)
         (ROOT / "docs" / "demo.png").write_bytes((Path(folder) / "loss.png").read_bytes())
@@ -46,13 +46,13 @@ def demo() -> str:
 
 
 def example(name: str) -> str:
-    """An example and what it prints."""
+    """Return an example's source and its output."""
     file = ROOT / "examples" / name
     return block(file.read_text().strip(), "python") + "\n\n" + block(run(sys.executable, str(file)))
 
 
 def table_of_passes() -> str:
-    """Name and first docstring line of every pass, in order."""
+    """Return a table of all passes in order, each with its graph and the first line of its docstring."""
     stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE, "joint graph": JOINT}
     stages |= {"forward, backward, update": KERNELS}
     graphs = {p.name: graph for graph, passes in stages.items() for p in passes}
@@ -64,7 +64,7 @@ def table_of_passes() -> str:
 
 
 def pipeline() -> str:
-    """The drawing of the pipeline, in docs/images/."""
+    """Write the drawing of the pipeline to docs/images/; return the link to it."""
     (ROOT / "docs" / "images" / "pipeline.svg").write_text(svg())
     return "![From torch.compile to kernels, with the passes in order](images/pipeline.svg)"
 
@@ -86,20 +86,21 @@ STEPS = {
     "dynamo.annotate.before": (".", "Dynamo's graph:"),
     "dynamo.annotate.after": (
         ".",
-        "Annotated. `qdq_gradient` is the identity, and quantizes what comes back through it:",
+        "After `annotate`. `qdq_gradient` is the identity in the forward, and quantizes the gradient in the backward:",
     ),
     "joint.scaled_mm.before": (MATMULS, "In the joint graph, of 89 ops, `mm` multiplies dequantized tensors:"),
     "joint.scaled_mm.after": (MATMULS, "After `scaled_mm` all three matmuls multiply the FP8 tensors themselves:"),
     "forward.fold_quantizes.after": (
         r"fp8pass\.quantize|_scaled_mm\.|permute\.|clone\.",
-        "The forward by itself, where quantizing is one node. Its last lines are for the backward:",
+        "The forward graph after `fold_quantizes`, which makes one node of each quantize. The last lines are for the "
+        "backward:",
     ),
 }
-"""Graphs of a small layer by the infix of their dumps: what is shown of each, and what is said of it."""
+"""{part of a dump's name: (pattern of the lines to show, title)}, for the graphs of a small layer."""
 
 
 def graphs() -> str:
-    """The graph of a small layer on its way, as dumps have it, shortened."""
+    """Return the graphs of a small layer from dumps, shortened, with titles."""
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-c", SMALL_LAYER, FP8PASS_DUMP=folder)
         (dump,) = Path(folder).glob("run_000/graph_*")
@@ -110,12 +111,12 @@ def graphs() -> str:
 
 
 def shortened(text: str, shown: str) -> str:
-    """The body of a dumped graph: the lines that match `shown`, and `...` for others."""
+    """Return the body of a dumped graph: the lines that match `shown`, and `...` for the others."""
     body = text[text.index("    ):\n") + 7 : text.index("\n\n\nGRAPH")]
     lines: list[str] = []
     for line in (each.split(";")[0].split("#")[0].strip() for each in body.splitlines()):
         if line.endswith(("[", "(")):
-            break  # what is returned, one by line
+            break  # here the return statement begins
         if not line or re.match(r"\w+ = \w+$", line):
             continue
         if not re.search(shown, line):
@@ -127,52 +128,52 @@ def shortened(text: str, shown: str) -> str:
 
 
 def first_step() -> str:
-    """The table of bench/first_step.py."""
+    """Return the table of bench/first_step.py."""
     return run(sys.executable, "bench/first_step.py")
 
 
 def recipes() -> str:
-    """The table of bench/recipes.py."""
+    """Return the table of bench/recipes.py."""
     return run(sys.executable, "bench/recipes.py")
 
 
 def inspect() -> str:
-    """`fp8pass inspect` of an MLP."""
+    """Return the output of `fp8pass inspect` for an MLP."""
     return block(run(sys.executable, "-m", "fp8pass.cli", "inspect", "bench.blocks:llama_mlp", "--ptx"))
 
 
 def traffic() -> str:
-    """The table of bench/traffic.py."""
+    """Return the table of bench/traffic.py, without an optimizer."""
     return run(sys.executable, "bench/traffic.py")
 
 
 def step_traffic() -> str:
-    """The table of bench/traffic.py of whole steps."""
+    """Return the table of bench/traffic.py for whole steps."""
     return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
 
 
 def comms() -> str:
-    """The table of bench/comms.py, once its formulas have been compared with what runs."""
+    """Return the table of bench/comms.py, which first compares its formulas with what runs."""
     return run(sys.executable, "bench/comms.py")
 
 
 def accumulation() -> str:
-    """The table of bench/accumulation.py."""
+    """Return the table of bench/accumulation.py."""
     return run(sys.executable, "bench/accumulation.py")
 
 
 def optimizer_state() -> str:
-    """The table of bench/optimizer_state.py."""
+    """Return the table of bench/optimizer_state.py."""
     return run(sys.executable, "bench/optimizer_state.py")
 
 
 def monitor() -> str:
-    """What examples/monitor.py prints."""
+    """Return the output of examples/monitor.py."""
     return block(run(sys.executable, "examples/monitor.py"))
 
 
 def monitor_cost() -> str:
-    """The totals of `fp8pass inspect` of an MLP, with the monitor and without."""
+    """Return the totals of `fp8pass inspect` for an MLP, with the monitor and without."""
     command = (sys.executable, "-m", "fp8pass.cli", "inspect", "bench.blocks:llama_mlp")
     off, on = (run("env", f"FP8PASS_MONITOR={flag}", *command).splitlines() for flag in "01")
     totals = next(i for i, line in enumerate(off) if line == "totals")
@@ -186,22 +187,22 @@ def monitor_cost() -> str:
 
 
 def cpu_matmuls() -> str:
-    """The tables of bench/cpu_matmuls.py."""
+    """Return the tables of bench/cpu_matmuls.py."""
     return run(sys.executable, "bench/cpu_matmuls.py")
 
 
 def compile_time() -> str:
-    """The table of bench/compile_time.py, which wants a machine that does nothing else."""
+    """Return the table of bench/compile_time.py, which needs an otherwise idle machine."""
     backends = ("inductor", "torchao", "delayed", "delayed:blocks")
     options = ("--layers", "1", "4", "8", "--backends", *backends, "--repeat", "1")
     return run(sys.executable, "bench/compile_time.py", *options)
 
 
 def dumps() -> str:
-    """What is in the dump of an example, as far as it differs, and what one of its files prints."""
+    """Return the index of an example's dump, without passes that change nothing, and the output of one of its files."""
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "examples/train.py", FP8PASS_DUMP=folder)
-        graph = min(Path(folder).glob("run_000/graph_*"))  # the next is that of `explain`, which stops earlier
+        graph = min(Path(folder).glob("run_000/graph_*"))  # the second graph is from `explain`, which stops earlier
         rows = [row for row in (graph / "index.md").read_text().splitlines() if "changes nothing" not in row]
         after = next(graph.glob("*joint.scaled_mm.after.py"))
         before = after.with_name(after.name.replace("after", "before"))
@@ -212,12 +213,12 @@ def dumps() -> str:
 
 
 def zoo() -> str:
-    """The tables of the rows that bench/zoo.py has left in build/zoo."""
+    """Return the tables of the rows that bench/zoo.py has."""
     return run(sys.executable, "bench/zoo.py", "--page")
 
 
 def block(text: str, language: str = "") -> str:
-    """A fenced block."""
+    """Return text as a fenced block."""
     return f"```{language}\n{text}\n```"
 
 
@@ -273,11 +274,11 @@ FILES = {
     "add_a_pass": "docs/add-a-pass.md",
     "zoo": "docs/zoo.md",
 }
-"""The page that has the markers of each section."""
+"""{section: the page that has its markers}."""
 
 
 def main(names: list[str]) -> None:
-    """Replace the text between `<!-- name -->` and `<!-- /name -->`."""
+    """Replace the text between `<!-- name -->` and `<!-- /name -->` for each name; for all without names."""
     for name in names or SECTIONS:
         file = ROOT / FILES[name]
         text = file.read_text()

@@ -1,9 +1,10 @@
-"""Every recipe on the demo's language model: its final loss against BF16's, all from the same weights and batches.
+"""Train the demo's language model with every recipe, and compare the final losses with that of BF16.
 
     python bench/recipes.py [--steps 200] [--recipes delayed rowwise ...]
 
-Prints a table, one row as soon as a run is done. On CPU blockwise and mxfp8 multiply the FP8 values in high precision:
-their losses are those of the recipe, their kernels are not used.
+All runs start with the same weights and use the same batches. Prints a table, each row when its run is done. On a CPU,
+blockwise and mxfp8 multiply dequantized FP8 values in high precision: their losses are those of the recipe, and their
+kernels are not used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RECIPES: dict[str, Any] = {
 
 
 def final_loss(recipe: Any, steps: int) -> tuple[float, str]:
-    """Validation loss after `steps`, and how much of the matmuls' arithmetic was in FP8."""
+    """Return the validation loss after `steps`, and the share of matmul FLOPs in FP8, as text."""
     torch._dynamo.reset()
     run, text = new_run(str(recipe), "cpu", None if recipe == "BF16" else recipe), load_text()
     with collect() as report:
@@ -56,8 +57,8 @@ def _emulated(report: Report) -> list[Any]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=list(RECIPES), help="(default: all)")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="fp8pass: (blockwise|mxfp8) kernels exist")
     baseline, _ = final_loss("BF16", arguments.steps)

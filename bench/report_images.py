@@ -1,6 +1,6 @@
-"""The pictures of the HTML report in docs/images/: the demo's model, and of a small one its kernels and numerics.
+"""Take the screenshots of the HTML report in docs/images/: the demo's model, and a small model's kernels and numerics.
 
-python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra dev
+python bench/report_images.py [folder]        needs Chromium (.ci/chromium) and the extra "dev"
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOTS = {
 
 
 def monitored() -> tuple[Report, Stats]:
-    """The report with kernels of a small model, and the numerics of 40 steps, at a high learning rate."""
+    """Return the report with kernels of a small model, and the numerics of 40 steps with a high learning rate."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=0.02), torch.randn(512, 256)
@@ -44,12 +44,12 @@ def monitored() -> tuple[Report, Stats]:
 
 
 def main(folder: Path) -> None:
-    """Write them."""
+    """Write the screenshots into a folder."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
-        sys.exit("needs Chromium: bash .ci/chromium")
+        sys.exit("this script needs Chromium: bash .ci/chromium installs it")
     folder.mkdir(parents=True, exist_ok=True)
     config = fp8pass.Config(target="h100", filter=["head"], min_speedup=0)
     model, tokens = demo.GPT(), torch.randint(256, (demo.BATCH, demo.CONTEXT))

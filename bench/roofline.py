@@ -1,23 +1,24 @@
-"""How far the predictions of fp8pass/roofline.py are from what others measured and published.
+"""Compare the predictions of fp8pass/roofline.py with published measurements.
 
 python bench/roofline.py [--measured FILE.json ...] [--machine FILE.json] [--write]
 
-    --measured   measurements of one's own, instead of the published ones: a list of objects with op ("gemm" or
+    --measured   use your own measurements instead of the published ones: a list of objects with op ("gemm" or
                  "linear_fwd_bwd"), m, k, n, recipe, gpu, seconds_bf16, seconds_fp8
-    --machine    the target of all of them, as `fp8pass.roofline.load_machine` reads it
-    --write      put the tables into docs/roofline.md
+    --machine    the target of all measurements, as `fp8pass.roofline.load_machine` reads it
+    --write      write the tables into docs/roofline.md
 
-bench/measured_points.json holds the published points, each with its source. Its ops, all in bfloat16:
+bench/measured_points.json holds the published points, each with its source. High precision is bfloat16. The ops are:
 
-    gemm             matmuls alone, of operands that are FP8 already
-    linear_fwd       one matmul, and the quantization of both operands for all that training needs of them
+    gemm             matmuls alone, of operands that are already in FP8
+    linear_fwd       one matmul, and the quantization of both operands in all orientations that training needs
     linear_fwd_bwd   the three matmuls of a layer, and all quantization
-    relu_linear_fwd  inference: a ReLU, which quantizes, and a matmul; the weight is FP8 already
+    relu_linear_fwd  inference: a ReLU whose kernel also quantizes, and a matmul; the weight is already in FP8
 
-A point has m, k and n, or products, which were measured together; seconds, or tflops, or only the speedup. sum_loss:
-the program was `linear(x).sum().backward()`, again and again. Its time has more in it, in BF16 and FP8: the sum reads
-the output, and gradients are added to those that are there, reading two and writing one. The gradient of the output is
-one number for all elements: BF16 writes it out in full, quantization need not read it.
+A point has either m, k and n, or products, which are several matmuls that were measured together; and either seconds,
+or tflops, or only the speedup. sum_loss: the program repeated `linear(x).sum().backward()`. Its times contain more, in
+BF16 and in FP8: the sum reads the output, and new gradients are added to the existing ones, which reads two tensors and
+writes one. All elements of the gradient of the output are the same number: BF16 writes it out in full, while
+quantization does not need to read it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement. products: (M, K, N) each. seconds: None where it was not published."""
+    """One measurement.
+
+    products: (M, K, N) of each matmul. seconds_bf16, seconds_fp8: None if not published. published: the speedup.
+    """
 
     op: str
     products: tuple[tuple[int, int, int], ...]
@@ -70,18 +74,18 @@ class Point:
 
     @property
     def flops(self) -> int:
-        """Of the forward."""
+        """Return the FLOPs of the forward."""
         return sum(2 * m * k * n for m, k, n in self.products)
 
     @property
     def speedup(self) -> float | None:
-        """As measured."""
+        """Return the measured speedup; None if it is unknown."""
         if self.seconds_bf16 is None or self.seconds_fp8 is None:
             return self.published
         return self.seconds_bf16 / self.seconds_fp8
 
     def predicted(self) -> tuple[float, float]:
-        """Seconds in BF16 and in FP8, by the model."""
+        """Return the seconds in BF16 and in FP8 that the model predicts."""
         recipe = NAMED[self.recipe]()
         if self.fast_accum is not None:
             recipe = replace(recipe, fast_accum=self.fast_accum)
@@ -112,7 +116,7 @@ class Point:
 
 
 def load(path: Path, machine: Target | None) -> list[Point]:
-    """The points of a file: the published ones, or a list of one's own."""
+    """Return the points of a file, which is bench/measured_points.json or a list of a user's measurements."""
     data = json.loads(path.read_text())
     if isinstance(data, list):
         return [_point(row, row["gpu"], machine or _named(row["gpu"])) for row in data]
@@ -125,17 +129,17 @@ def load(path: Path, machine: Target | None) -> list[Point]:
 
 
 def _target(name: str, values: dict[str, Any]) -> Target:
-    """A known target, with what differs."""
+    """Return a known target with the values that differ."""
     changed = {key: value for key, value in values.items() if key not in ("target", "source")}
     return replace(TARGETS[values["target"]], name=name, **changed)
 
 
 def _named(gpu: str) -> Target:
-    """The target of a GPU by the name that CUDA gives it."""
+    """Return the target of a GPU, by the GPU's name in CUDA."""
     for name, target in TARGETS.items():
         if name.upper() in gpu.upper():
             return target
-    raise SystemExit(f"no target for the GPU {gpu!r}: describe it in a file, and give that as --machine")
+    raise SystemExit(f"there is no target for the GPU {gpu!r}: describe it in a file, and pass that as --machine")
 
 
 def _point(row: dict[str, Any], gpu: str, target: Target) -> Point:
@@ -162,7 +166,7 @@ def _point(row: dict[str, Any], gpu: str, target: Target) -> Point:
 
 
 def errors(points: list[Point]) -> str:
-    """Predicted over measured, by GPU, op and recipe: median and worst, of the speed-ups and of the times."""
+    """Return a table of predicted over measured speed-ups and times, median and worst, by GPU, op and recipe."""
     groups: dict[tuple[str, str, str], list[Point]] = defaultdict(list)
     for point in points:
         recipe = scaling_of(NAMED[point.recipe]()) if point.op == "gemm" else point.recipe
@@ -185,30 +189,30 @@ def errors(points: list[Point]) -> str:
 
 
 def alone(points: list[Point]) -> list[Point]:
-    """The points of matmuls without quantization."""
+    """Return the points of matmuls without quantization."""
     return [p for p in points if p.op == "gemm"]
 
 
 def with_quantization(points: list[Point]) -> list[Point]:
-    """The others."""
+    """Return the points with quantization."""
     return [p for p in points if p.op != "gemm"]
 
 
 def decisions(points: list[Point]) -> str:
-    """How often the model says rightly whether FP8 pays, and of how many that do not."""
+    """Return a sentence that says for how many points the model predicts correctly whether FP8 pays."""
     chosen = [(p.speedup, wide / narrow) for p in with_quantization(points) for wide, narrow in [p.predicted()]]
     known = [(measured, predicted) for measured, predicted in chosen if measured is not None]
     faster = [predicted for measured, predicted in known if measured >= 1]
     slower = [predicted for measured, predicted in known if measured < 1]
     return (
-        f"Of {len(known)} points with quantization, {len(faster)} are faster in FP8 than in BF16, of which the model "
-        f"takes {sum(p >= 1 for p in faster)}, and {len(slower)} are slower, of which it declines "
-        f"{sum(p < 1 for p in slower)}."
+        f"Of {len(known)} points with quantization, {len(faster)} are faster in FP8 than in BF16, and the model "
+        f"predicts this for {sum(p >= 1 for p in faster)} of them. {len(slower)} are slower in FP8, and the model "
+        f"predicts this for {sum(p < 1 for p in slower)} of them."
     )
 
 
 def _all_ratios(points: Iterable[Point]) -> tuple[list[float], list[float], list[float]]:
-    """Predicted over measured of the speed-up, and of the time in BF16 and in FP8."""
+    """Return predicted over measured of speed-ups, of times in BF16 and of times in FP8."""
     gains, wides, narrows = [], [], []
     for point in points:
         wide, narrow = point.predicted()
@@ -227,13 +231,14 @@ def _ratios(ratios: list[float]) -> str:
     return f"{median(ratios):.2f}, {max(ratios, key=lambda r: abs(math.log(r))):.2f}"
 
 
-# Multiprocessors, and tiles of a matmul's output with the share of the peak that their kernels get, for `waves`.
+# For `_whole_waves`: numbers of multiprocessors by capability; and tiles of a matmul's output, as (rows, columns, share
+# of the peak that kernels with this tile reach).
 _MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
 _TILES = ((256, 256, 1.0), (128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9), (64, 128, 0.8), (64, 64, 0.6))
 
 
 def times_alone(points: list[Point]) -> list[tuple[Point, bool, float]]:
-    """Each published time of matmuls without quantization once, and whether it is one in FP8."""
+    """Return each published time of matmuls without quantization once, as (point, time is in FP8, seconds)."""
     found = {
         (p.gpu, p.products, scaling_of(NAMED[p.recipe]()) if fp8 else "", seconds): (p, fp8, seconds)
         for p in alone(points)
@@ -244,11 +249,11 @@ def times_alone(points: list[Point]) -> list[tuple[Point, bool, float]]:
 
 
 def fit(points: list[Point]) -> str:
-    """The two constants that are fitted, and whether whole waves of tiles would fit better."""
+    """Return a table of the two fitted constants and their error, also for a model with whole waves of tiles."""
     times = times_alone(points)
     lines = [
-        f"Fitted to {len(times)} times of matmuls alone: two constants, by the mean of the absolute logarithm of "
-        "predicted over measured.",
+        f"Two constants are fitted to {len(times)} times of matmuls alone: they minimize the mean absolute logarithm\n"
+        "of predicted over measured.",
         "",
         "| model | gemm_share | gemm_start | mean error |",
         "|---|---|---|---|",
@@ -264,7 +269,7 @@ def fit(points: list[Point]) -> str:
 
 
 def error(times: list[tuple[Point, bool, float]], share: float, start: float, tiles: bool) -> float:
-    """Mean of the absolute logarithm of predicted over measured, with these two constants."""
+    """Return the mean absolute logarithm of predicted over measured times, with these two constants."""
     logs = []
     for point, fp8, seconds in times:
         target = replace(point.target, gemm_share=share, gemm_start=start)
@@ -276,7 +281,7 @@ def error(times: list[tuple[Point, bool, float]], share: float, start: float, ti
 
 
 def _whole_waves(target: Target, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """The product that takes as long as this one if each multiprocessor takes one tile after another: a larger M."""
+    """Return this matmul with M increased, so that its time is that of whole waves of one tile per multiprocessor."""
     count = _MULTIPROCESSORS[target.capability]
     area = min(
         math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / count) * count * rows * columns / share
@@ -297,7 +302,7 @@ SHAPES = [
 
 
 def predictions() -> str:
-    """Predicted speed-ups in training, by shape and recipe, without and with fused quantization."""
+    """Return a table of predicted speed-ups in training, by shape and recipe, without and with fused quantization."""
     names = list(NAMED)
     lines = [f"| GPU | M, K, N | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for gpu in ("h100", "h200", "b200"):
@@ -313,7 +318,7 @@ def _both(target: Target, shape: tuple[int, int, int], recipe: Recipe) -> str:
 
 
 def write(tables: dict[str, str]) -> None:
-    """Put tables between `<!-- name -->` and `<!-- /name -->` of docs/roofline.md."""
+    """Write tables between `<!-- name -->` and `<!-- /name -->` of docs/roofline.md."""
     page = ROOT / "docs" / "roofline.md"
     text = page.read_text()
     for name, table in tables.items():
@@ -325,7 +330,7 @@ def write(tables: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Print the tables, and write them into the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, nargs="+")
     parser.add_argument("--machine", type=Path)

@@ -1,7 +1,7 @@
-"""Reads which file of fp8pass imports which: for the drawing of the rooms in docs/architecture.md, and for the tests.
+"""Read which files of fp8pass import each other, for the drawing of the rooms in docs/architecture.md and for tests.
 
-A room is a folder of `fp8pass/` or `passes/`, or a file at their top. Imports within functions and those for type
-checkers alone count like any other.
+A room is a folder of `fp8pass/` or `passes/`, or a file at their top. Imports within functions and imports for type
+checkers count like any others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Arrows = Mapping[str, Iterable[str]]
 
 
 class Import(NamedTuple):
-    """One module imports another. lazy: within a function."""
+    """An import of one module by another. lazy: it is within a function."""
 
     importer: str
     imported: str
@@ -24,18 +24,18 @@ class Import(NamedTuple):
 
 
 def modules() -> dict[str, Path]:
-    """Return the file of each module by its name, as "fp8pass.graph.builder"."""
+    """Return {name of a module, like "fp8pass.graph.builder": its file}."""
     found = {}
     for top, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass.passes")):
         for file in sorted((ROOT / top).rglob("*.py")):
             parts = file.relative_to(ROOT / top).with_suffix("").parts
-            if top == "passes" or parts[0] != "passes":  # which some checkouts link to from within fp8pass/
+            if top == "passes" or parts[0] != "passes":  # some checkouts have a link fp8pass/passes
                 found[".".join((package, *parts)).removesuffix(".__init__")] = file
     return found
 
 
 def imports() -> list[Import]:
-    """Return the imports of all modules, each once."""
+    """Return the imports of all modules, without repetitions."""
     files = modules()
     found = [i for name, file in files.items() for i in _of_file(name, ast.parse(file.read_text()), files)]
     return sorted(set(found))
@@ -64,12 +64,12 @@ def room_of(module: str) -> str:
 
 
 def folder(room: str) -> str:
-    """Return where a room is, relative to the repository: a folder, or where there is no such folder, a file's stem."""
+    """Return the path of a room in the repository: a folder, or a file without its suffix."""
     return room.replace(".", "/") if room.startswith(("fp8pass", "passes")) else f"fp8pass/{room}"
 
 
 def between_rooms() -> dict[str, set[str]]:
-    """Return which rooms each room imports."""
+    """Return {room: the rooms that it imports}."""
     found: dict[str, set[str]] = {room_of(name): set() for name in modules()}
     for importer, imported, _ in imports():
         if room_of(importer) != room_of(imported):
@@ -78,7 +78,7 @@ def between_rooms() -> dict[str, set[str]]:
 
 
 def circles(arrows: Arrows) -> list[list[str]]:
-    """Return the sets of more than one node that all reach one another, by Tarjan's algorithm (1972)."""
+    """Return the sets of two or more nodes that all reach each other, by Tarjan's algorithm (1972)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -105,7 +105,10 @@ def circles(arrows: Arrows) -> list[list[str]]:
 
 
 def floors(arrows: Arrows) -> list[list[str]]:
-    """Return the rooms by floor, from the ground: each stands above all that it imports. There must be no circle."""
+    """Return the rooms by floor, from the ground: each room is above all rooms that it imports.
+
+    The imports must not form a circle.
+    """
     level: dict[str, int] = {}
 
     def of(room: str) -> int:
@@ -119,7 +122,7 @@ def floors(arrows: Arrows) -> list[list[str]]:
 
 
 def main() -> None:
-    """Print the rooms by floor, each with what it imports."""
+    """Print the rooms by floor, each with the rooms that it imports."""
     arrows = between_rooms()
     for number, rooms in reversed(list(enumerate(floors(arrows)))):
         print(number, *(f"{room} <- {', '.join(sorted(arrows[room])) or 'nothing'}" for room in rooms), sep="\n    ")

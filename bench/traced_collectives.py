@@ -1,7 +1,7 @@
-"""The collectives of one training step of a small Llama that is run: counted as they are called.
+"""Run one training step of a small Llama, and count the collectives that it calls.
 
-The process is one rank of a group whose others are not there: torch's fake process group takes part in every collective
-at once, and leaves numbers as they are. What runs, and how large it is, is what runs on that rank among real ones.
+The process is one rank of a group whose other ranks do not exist: torch's fake process group completes every collective
+at once, and does not change the numbers. The kinds and sizes of the collectives are those of this rank in a real group.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fp8pass._torch import TorchDispatchMode, pytree
 from fp8pass.fsdp import enable_fp8_all_gather
 
 WARM_UP = 1
-"""Steps before the one that is counted, in which graphs are compiled."""
+"""Number of steps before the step that is counted; graphs are compiled in them."""
 
 
 class Decoder(nn.Module):
-    """Tokens to logits."""
+    """A Llama that maps tokens to logits."""
 
     def __init__(self, sizes: Llama, length: int, recompute: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         self.recompute = recompute
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: i64[batch, length]."""
+        """Return logits [batch, length, vocab] of tokens i64[batch, length]."""
         x: Tensor = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -63,9 +63,9 @@ class Decoder(nn.Module):
 
 
 def divide(model: Decoder, mesh: DeviceMesh) -> None:
-    """Tensor parallel, with sequence parallel: norms and residuals see parts of the sequence."""
+    """Apply tensor parallel with sequence parallel: each rank has norms and residuals of a part of the sequence."""
     by_rows, by_columns = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
-    # a DTensor, so that its gradients are added up before they are scattered
+    # a DTensor, so that the gradients of its readers are summed before they are scattered
     whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
     layers: dict[str, Any] = {"q": by_rows, "k": by_rows, "v": by_rows, "o": by_columns}
     layers |= {"mlp.gate": by_rows, "mlp.up": by_rows, "mlp.down": by_columns}
@@ -81,12 +81,12 @@ def divide(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def distributed(model: Decoder, mesh: DeviceMesh, way: Way, reduce_dtype: str) -> Decoder:
-    """The model compiled by block and wrapped, over a mesh of "data" and "tensor"."""
+    """Divide, compile block by block, and wrap a model over a mesh with the dimensions "data" and "tensor"."""
     if mesh["tensor"].size() > 1:
         divide(model, mesh["tensor"])
     if way.gathers_weights(Layout(mesh.size(0), mesh.size(1))):
         enable_fp8_all_gather(model, filter=["head", *(f"blocks.*.{name}" for name in way.left_out)])
-    # eager: the same graphs without generated kernels; min_speedup: small matmuls do not pay
+    # eager: the same graphs without generated kernels; min_speedup: else matmuls this small would be declined
     options = {"lowering": "eager", "min_speedup": 0, "filter": list(way.left_out)}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, reduce_dtype))
     for block in model.blocks:
@@ -102,7 +102,10 @@ def distributed(model: Decoder, mesh: DeviceMesh, way: Way, reduce_dtype: str) -
 def traced(
     sizes: Llama, layout: Layout, way: Way, batch: int, length: int, reduce_dtype: str = "float32"
 ) -> Counter[Collective]:
-    """What one rank calls in a step. A layout with tensor parallel has no FP8 matmuls without FP8 on the wire."""
+    """Return how often one rank calls each collective in a step.
+
+    With tensor parallel, `way` must have `fp8_wire` if it has `fp8`.
+    """
     with _ranks(layout) as mesh:
         model = distributed(Decoder(sizes, length, layout.recompute), mesh, way, reduce_dtype)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -124,12 +127,12 @@ def _step(model: Decoder, optimizer: torch.optim.Optimizer, tokens: Tensor, layo
 
 @contextlib.contextmanager
 def _ranks(layout: Layout) -> Iterator[DeviceMesh]:
-    """A mesh of ranks that are not there. They can't say which slots they have, which is taken to be the same."""
+    """Within it, there is a mesh of fake ranks; their slots count as the same as this rank's."""
     torch._dynamo.reset()
-    gc.collect()  # slots of a model that is alive are reduced with those of the next
+    gc.collect()  # slots of a model that is still alive would be reduced together with those of the next
     dist.init_process_group("fake", rank=0, world_size=layout.ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
-        # without the graphs of a first step, whose scales come from the tensors themselves
+        # no slot counts as cold, so that no graph of a first step runs, which computes scales from the tensors
         cold = mock.patch("fp8pass.states.slots.InstanceState.cold", return_value=[])
         with cold:
             yield init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
@@ -138,7 +141,7 @@ def _ranks(layout: Layout) -> Iterator[DeviceMesh]:
 
 
 def _names(mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
-    """Groups of ranks as formulas name them, by the names that torch has given them."""
+    """Return {torch's name of a group of ranks: its name in the formulas}."""
     assert dist.group.WORLD is not None
     dimensions = {str(mesh[name].get_group().group_name): name for name in ("data", "tensor") if layout.size(name) > 1}
     return {str(dist.group.WORLD.group_name): layout.everyone} | dimensions
@@ -152,12 +155,13 @@ KINDS = {
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
 }
-"""Of ops of process groups and of graphs. Another one counts under its own name, which no formula has."""
+"""The kind of each collective op, of process groups and of graphs. Other ops count under their own names, which the
+formulas do not have, so that they show as differences."""
 SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
 class _Counting(TorchDispatchMode):
-    """Counts collectives. names: of the groups, as formulas have them, by those of torch."""
+    """Counts collectives. names: {torch's name of a group: its name in the formulas}."""
 
     def __init__(self, names: dict[str, str]) -> None:
         super().__init__()
@@ -166,12 +170,12 @@ class _Counting(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """So that compiled functions run, and not what they were compiled from."""
+        """Return True, so that compiled functions run within this mode; else their original functions would run."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # comes again, with what is done to its parts
+            return NotImplemented  # DTensor then calls ops on its local tensors, which come here again
         result = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         if namespace in ("c10d", "_c10d_functional") and name not in SENDS_NOTHING:
@@ -183,12 +187,15 @@ class _Counting(TorchDispatchMode):
     def _collective(self, kind: str, given: dict[str, Any], result: Any) -> Collective:
         group = given.get("group_name") or dist.ProcessGroup.unbox(given["process_group"]).group_name
         tensors = [x for x in pytree.tree_leaves((given, result)) if isinstance(x, Tensor)]
-        whole = max(tensors, key=Tensor.numel)  # of what goes in and what comes out
+        whole = max(tensors, key=Tensor.numel)  # the largest of inputs and outputs is the whole tensor
         return Collective(kind, str(whole.dtype).removeprefix("torch."), whole.numel(), self.names[group])
 
 
 def _fill(given: dict[str, Any], result: Any) -> None:
-    """As if all ranks had this one's numbers: memory that nobody writes may hold NaN, which changes the scaling."""
+    """Fill the output as if all ranks had this rank's numbers.
+
+    The fake process group does not write it, and uninitialized memory may hold NaN, which would change the scaling.
+    """
     source = given.get("input", given.get("input_tensor"))
     if source is not None:
         target = given.get("output_tensor", result).view(-1)

@@ -1,10 +1,10 @@
-"""A linear layer's forward and backward by XLA, in BF16 and FP8: a JSON list of points, as bench/h200.py has them.
+"""Time a linear layer's forward and backward in XLA, in BF16 and FP8; print points like bench/h200.py's as a JSON list.
 
     python bench/xla_linear.py M K N cuda|cpu
 
-"xla dynamic" is plain JAX: operands quantized by their own amax and dequantized around each dot, which XLA's
-GemmRewriter makes FP8 matmuls of. "flax delayed" is Flax's own layer. Seconds are wall clock over a row of calls, in
-turns with XLA's BF16; 64 rows of each result are held to float64.
+"xla dynamic" is plain JAX that quantizes operands by their own amax and dequantizes them before each dot, which XLA's
+GemmRewriter turns into FP8 matmuls. "flax delayed" is Flax's own layer. Seconds are wall-clock times of several calls,
+which take turns with calls of XLA's BF16. 64 rows of each result are compared with float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
 
 def qdq(x: Any, dtype: Any) -> Any:
-    """Rounded to FP8 by its own amax: [..] -> [..], of x's type."""
+    """Quantize x [...] to FP8 with the scale from its amax, and dequantize it to [...] of x's dtype."""
     largest = jnp.finfo(dtype).max.astype(jnp.float32)
     scale = largest / jnp.max(jnp.abs(x)).astype(jnp.float32)
     quantized = jnp.clip(x.astype(jnp.float32) * scale, -largest, largest).astype(dtype)
@@ -36,18 +36,18 @@ def qdq(x: Any, dtype: Any) -> Any:
 
 
 def bf16(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
-    """The baseline."""
+    """Compute the three matmuls in BF16: the baseline."""
     return x @ w, g @ w.T, x.T @ g
 
 
 def dynamic(x: Any, w: Any, g: Any) -> tuple[Any, Any, Any]:
-    """e4m3 forward, e5m2 for the gradient."""
+    """Compute the three matmuls with QDQ: input and weight in e4m3, the gradient in e5m2."""
     x, w, g = qdq(x, E4M3), qdq(w, E4M3), qdq(g, E5M2)
     return x @ w, g @ w.T, x.T @ g
 
 
 def flax_delayed(x: Any, w: Any) -> Step:
-    """Flax's layer, whose scales have been brought up to date by three steps."""
+    """Return a step of Flax's layer with delayed scaling, which keeps the layer's state from call to call."""
     from flax import linen
 
     operator = getattr(linen, "Fp8DirectDotGeneralOp", None) or linen.Fp8DotGeneralOp
@@ -70,12 +70,12 @@ def flax_delayed(x: Any, w: Any) -> Step:
 
 
 def with_state(state: Any) -> dict[str, Any]:
-    """Under the name that Flax gives to variables that their gradient replaces."""
+    """Return the state under Flax's name for variables that are replaced by their gradients."""
     return {"_overwrite_with_gradient": state}
 
 
 def timed(base: Step, step: Step, args: tuple[Any, Any, Any], calls: int) -> dict[str, Any]:
-    """Five rows of calls of each, in turns."""
+    """Time five rounds of `calls` calls of each function, in turns; return median, 20th and 80th percentiles."""
     found: dict[str, list[float]] = {"seconds_bf16": [], "seconds_fp8": []}
     for _ in range(5):
         for times, function in zip(found.values(), (base, step), strict=True):
@@ -96,7 +96,7 @@ def timed(base: Step, step: Step, args: tuple[Any, Any, Any], calls: int) -> dic
 
 
 def checked(found: tuple[Any, Any, Any], args: tuple[Any, Any, Any]) -> dict[str, float]:
-    """Signal to noise in dB of the first rows of each result."""
+    """Return the SQNR of the first rows of each result, in dB."""
     x, w, g = (np.asarray(t.astype(jnp.float32), np.float64) for t in args)
     exact = x[:ROWS] @ w, g[:ROWS] @ w.T, x[:, :ROWS].T @ g
     names = "output", "grad_input", "grad_weight"
@@ -108,7 +108,7 @@ def checked(found: tuple[Any, Any, Any], args: tuple[Any, Any, Any]) -> dict[str
 
 
 def point(name: str, make: Callable[[], Any], base: Any, args: tuple[Any, Any, Any], calls: int) -> dict[str, Any]:
-    """One contender; what is not installed is skipped, and what this version of it refuses is said."""
+    """Measure one contender; return a point that says why if a package is missing or refuses."""
     try:
         step = make()
     except ImportError as error:

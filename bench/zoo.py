@@ -1,14 +1,14 @@
-"""Train stock models that nobody here wrote, and say of each what became of it.
+"""Train models of other projects in FP8, and write a row of results for each.
 
-python bench/zoo.py [name ...]      rows that are not there yet, or those named; each is a file in build/zoo
-    --keep                          write all of them into bench/zoo_rows.jsonl, which stays
-    --lowering inductor | h100      train through Inductor, or generate code for an H100; eager by default
-    --lowering explain              a first look: explain, and no training
-    --third                         of each kind a third, those that took the least time in eager
-    --failed                        also those that failed
+python bench/zoo.py [name ...]      make the rows that do not exist yet, or those named, as files in build/zoo
+    --keep                          write all rows into bench/zoo_rows.jsonl, which git tracks
+    --lowering inductor | h100      train with Inductor, or generate code for an H100; the default is eager
+    --lowering explain              only explain the models, without training
+    --third                         only a third of each kind: the models that took the least time in eager
+    --failed                        also repeat rows that failed
     --list                          print the names
-    --page                          print the page's tables, of the rows that are there
-    --problems                      print what is not as it has to be
+    --page                          print the tables for docs/zoo.md
+    --problems                      print the results that are not as they should be
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a row is a process, forked from this one
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # each row is made in a process that is forked from this one
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["FP8PASS_ON_FAULT"] = "raise"
 
@@ -47,7 +47,7 @@ from zoo_rows import TRAINED, Rows, third
 ROOT = Path(__file__).parent.parent
 ROWS = Rows(ROOT / "build" / "zoo", ROOT / "bench" / "zoo_rows.jsonl")
 SECONDS = 300
-"""How long a row may take, of a processor's time: what else runs on the machine does not matter."""
+"""CPU seconds that a row may take; they do not depend on what else the machine runs."""
 
 
 IMPORTS = {
@@ -57,7 +57,7 @@ IMPORTS = {
     "peft": "peft",
     "timm": "timm",
 }
-"""What each package's rows import that takes long: once, before they are forked."""
+"""{package: a slow import of its rows}. These modules are imported once, before the rows' processes are forked."""
 
 
 LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
@@ -69,7 +69,7 @@ LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 
 
 def run(entry: Entry, lowering: str) -> dict[str, Any]:
-    """Return the row of one model, made in a process of its own."""
+    """Make the row of one model in another process, and return it."""
     file = ROWS.file(entry.name, lowering)
     process = multiprocessing.get_context("fork").Process(target=_child, args=(entry, file, LOWERINGS[lowering]))
     file.unlink(missing_ok=True)
@@ -86,9 +86,10 @@ def run(entry: Entry, lowering: str) -> dict[str, Any]:
 def _child(entry: Entry, file: Path, lower: Callable[[Callable[[], Any]], Any]) -> None:
     spent = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS + 5))
-    gc.freeze()  # what is imported need not be looked at again
+    gc.freeze()  # the garbage collector need not scan imported objects again
     gc.set_threshold(50_000, 20, 50)
-    settings = dynamo_config.patch(run_gc_after_compile=False, use_numpy_random_stream=True)  # numbers as in eager
+    # else Dynamo replaces numpy's random numbers by torch's, which eager does not do
+    settings = dynamo_config.patch(run_gc_after_compile=False, use_numpy_random_stream=True)
     with file.with_suffix(".log").open("w") as log, settings:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -109,10 +110,10 @@ def _write(file: Path, entry: Entry, row: zoo_row.Row) -> None:
 
 
 def _versions(entry: Entry) -> dict[str, str]:
-    """Return the versions of what the row depends on."""
+    """Return the versions of the packages that a row depends on."""
     found = {}
     for package in dict.fromkeys(("torch", entry.package)):
-        with contextlib.suppress(metadata.PackageNotFoundError):  # the row says that it is not there
+        with contextlib.suppress(metadata.PackageNotFoundError):  # the row's error says that it is missing
             found[package] = metadata.version(package)
     return found
 
@@ -125,13 +126,13 @@ def _commit() -> str:
 
 
 def prepare(entries: Iterable[Entry]) -> None:
-    """Import what rows need, and compile something, which imports more: each row would do it again.
+    """Import the packages that rows need, and compile a layer, which imports more, so that rows need not do it again.
 
-    Without a backward, for which autograd starts threads that do not outlive a fork; a torch that is built for GPUs
-    has them as soon as a backward is traced.
+    It runs no backward, for which autograd starts threads, which a forked process does not have. A torch that is built
+    for GPUs starts them as soon as a backward is traced, so that there the layer is compiled without gradients.
     """
     for package in {entry.package for entry in entries}:
-        with contextlib.suppress(ImportError, RuntimeError):  # rows of what is not there, or does not fit, say so
+        with contextlib.suppress(ImportError, RuntimeError):  # rows of a missing or unfit package have the error
             importlib.import_module(IMPORTS.get(package, package))
     model = torch.compile(torch.nn.Linear(32, 32), backend="fp8pass", options=zoo_row.OPTIONS)
     with torch.set_grad_enabled(not torch.backends.cuda.is_built()):
@@ -140,7 +141,7 @@ def prepare(entries: Iterable[Entry]) -> None:
 
 
 def told(row: dict[str, Any]) -> str:
-    """Return a row in a line."""
+    """Return a row as one line of text."""
     share = f"{row['fp8_flops'] / row['flops']:4.0%}" if row["flops"] else "   -"
     owned = f"{row['owned_fp8_flops'] / row['owned_flops']:4.0%}" if row["owned_flops"] else "   -"
     rest = f"{row['stage']}: {row['error']} [{row['frame']}] torch: {row['trains_elsewhere']}" if row["error"] else ""
@@ -154,7 +155,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return the rows that are there, each with the names of the lowerings that train it."""
+    """Return the rows of eager, each with the names of the lowerings that train its model."""
     by_lowering = {name: ROWS.all(name) for name in TRAINED}
     found = list(by_lowering["eager"].values())
     for row in found:
@@ -164,7 +165,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run rows, one after the other, and print them."""
+    """Make rows, one after the other, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--lowering", choices=LOWERINGS, default="eager")

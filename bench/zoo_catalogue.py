@@ -1,4 +1,4 @@
-"""The models of the zoo: what there is, by package and kind. Nothing is written here, only named and made small."""
+"""The models of the zoo, by package and kind. Other projects define them; this file names them and makes them small."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zoo_torch import MODULES, OPERATORS, Made, module, operator
 
 @dataclass(frozen=True)
 class Entry:
-    """A model: its name, the package that has it, its kind, and what makes it."""
+    """A model: its name, the package that defines it, its kind, and the function that makes it."""
 
     name: str
     package: str
@@ -29,11 +29,11 @@ class Entry:
 
 
 Inputs = Callable[[int, Any], Mapping[str, Any]]
-"""Makes a configuration's inputs of a length, or of a batch size where the length is fixed."""
+"""Makes inputs of a length for a configuration, or of a batch size if the length is fixed."""
 
 
 def text(length: int, config: Any) -> dict[str, Tensor]:
-    """Return tokens."""
+    """Return tokens of this length."""
     return {"input_ids": torch.randint(3, 200, (2, length))}
 
 
@@ -43,7 +43,7 @@ def texts(batch: int, config: Any) -> dict[str, Tensor]:
 
 
 def pixels(batch: int, config: Any) -> dict[str, Tensor]:
-    """Return images, of the size that the configuration says."""
+    """Return images of the configuration's size."""
     size = getattr(getattr(config, "vision_config", config), "image_size", zoo_toys.IMAGE)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return {"pixel_values": torch.randn(batch, 3, height, width)}
@@ -55,7 +55,7 @@ def captioned(batch: int, config: Any) -> dict[str, Tensor]:
 
 
 def told_of_images(batch: int, config: Any) -> dict[str, Tensor]:
-    """Return images, and texts that begin with their places."""
+    """Return images, and texts that begin with a placeholder token for each patch of the image."""
     made = captioned(batch, config)
     places = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
     tokens = torch.full((batch, places), config.image_token_id)
@@ -63,23 +63,23 @@ def told_of_images(batch: int, config: Any) -> dict[str, Tensor]:
 
 
 def video(batch: int, config: Any) -> dict[str, Tensor]:
-    """Return eight frames for each."""
+    """Return videos of eight frames."""
     return {"pixel_values": torch.randn(batch, 8, 3, zoo_toys.IMAGE, zoo_toys.IMAGE)}
 
 
 def wave(length: int, config: Any) -> dict[str, Tensor]:
-    """Return sound."""
+    """Return waveforms of 100 samples per unit of length."""
     return {"input_values": torch.randn(2, 100 * length)}
 
 
 def spectrum(batch: int, config: Any) -> dict[str, Tensor]:
-    """Return mel features of 64 frames, as Whisper wants them, and what was said."""
+    """Return mel features of 64 frames, as Whisper takes them, and the spoken tokens as labels."""
     return {"input_features": torch.randn(batch, 80, 64), "labels": torch.randint(3, 200, (batch, 16))}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Architectures of transformers that take the same inputs. sizes: for training, and for evaluation."""
+    """Architectures of transformers that take the same inputs. sizes: of inputs, for training and for evaluation."""
 
     name: str
     inputs: Inputs
@@ -250,11 +250,11 @@ GIVEN: dict[str, dict[str, Any]] = {
          "Wav2Vec2ForCTC", "WavLMForCTC"), _SOUND,
     ),
 }  # fmt: skip
-"""Fields of configurations that need another value than their toy size, by the model's class."""
+"""{class of a model: fields of its configuration that need another value than their toy size}."""
 
 
 def transformer(name: str, kind: Kind) -> Sample:
-    """Return a model of transformers, with inputs of two sizes."""
+    """Return a model of transformers with inputs of two sizes."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -269,7 +269,7 @@ def transformer(name: str, kind: Kind) -> Sample:
 
 
 EXPERTS = {"target": "h100", "min_speedup": 0.0}
-"""Options with which a CPU computes experts as the GPU does that has kernels for them."""
+"""Options with which a CPU computes experts as an H100 does, which has FP8 kernels for them."""
 
 _OF_LANGUAGE = ("LM", "LMHeadModel", "ConditionalGeneration", "MTModel")
 
@@ -290,7 +290,7 @@ LORA: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"target_modules": "all-linear", "use_dora": True},
     "GPTNeoXForCausalLM": {"target_modules": ["query_key_value"], "use_rslora": True},
 }
-"""Lists what each adapter adapts of its model, which itself stays as it is."""
+"""{class of a model: options of its adapters}. The model's own weights are frozen."""
 
 
 def adapted(name: str, kind: Kind) -> Sample:
@@ -298,7 +298,7 @@ def adapted(name: str, kind: Kind) -> Sample:
     import peft
 
     sample = transformer(name, kind)
-    chosen = peft.LoraConfig(r=16, init_lora_weights=False, **LORA[name])  # as trained: B of a new one is 0
+    chosen = peft.LoraConfig(r=16, init_lora_weights=False, **LORA[name])  # else B is 0, and so is A's gradient
     return replace(sample, model=peft.get_peft_model(sample.model, chosen).train())
 
 

@@ -1,4 +1,4 @@
-"""The zoo's models of diffusers, and LoRA of peft: names, toy sizes, and what they are called with."""
+"""The zoo's models of diffusers: names, toy sizes, and inputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 Made = tuple[str, str, Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, Any]]]]
-"""A name, a kind, and what makes the model, its inputs, and its inputs of a second size."""
+"""A name, a kind, and a function that returns the model, its inputs, and its inputs of a second size."""
 
 
 def latent(*shape: int) -> Callable[[int], Tensor]:
-    """Return what makes random numbers of `shape` for each of a batch."""
+    """Return a function that returns random numbers [batch, *shape] for a batch size."""
     return lambda batch: torch.randn(batch, *shape)
 
 
 def time(batch: int) -> Tensor:
-    """Return a step of diffusion for each of a batch."""
+    """Return diffusion timesteps i64[batch]."""
     return torch.randint(0, 8, (batch,))
 
 
@@ -132,23 +132,23 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"sample": latent(3, 16, 16)},
     ),
 }  # fmt: skip
-"""Maps each class of diffusers to its kind, configuration, and what makes each argument for a batch."""
+"""{class of diffusers: (kind, configuration, {argument: a function that returns it for a batch size})}."""
 
 
 def of_diffusers(name: str) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
-    """Return a model of diffusers, inputs for a batch of two, and for one of three."""
+    """Return a model of diffusers, inputs with batch size 2, and inputs with batch size 3."""
     import diffusers
 
     _, fields, called = MODELS[name]
     model = getattr(diffusers, name)(**fields).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # compiled graphs draw other random numbers than eager
+            module.p = 0.0  # compiled graphs draw different random numbers than eager
     two, three = ({argument: of(batch) for argument, of in called.items()} for batch in (2, 3))
     return model, two, three
 
 
 def diffusion() -> Iterator[Made]:
-    """Return all of diffusers."""
+    """Yield all models of diffusers."""
     for name, (kind, _, _) in MODELS.items():
         yield name, kind, functools.partial(of_diffusers, name)

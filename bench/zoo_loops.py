@@ -1,4 +1,4 @@
-"""Training loops of the zoo, after nanoGPT and modded-nanogpt, of models that transformers has."""
+"""The zoo's training loops, after nanoGPT and modded-nanogpt, with models of transformers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import fp8pass
 
 MICROBATCHES = 2
 LOSS = 0.02
-"""How far a loss may be from eager's, of it."""
+"""The largest relative difference between a loss and eager's."""
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the loss of a microbatch, as its share of the batch's."""
+    """Return the loss of a microbatch, divided by the number of microbatches."""
     return model(input_ids=tokens, labels=tokens).loss / MICROBATCHES
 
 
 def ordinary(model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: Tensor) -> Tensor:
-    """Take one step as both loops do: microbatches, gradients clipped, the optimizers."""
+    """Take one step as both loops do: accumulate microbatches, clip gradients, run the optimizers; return the loss."""
     total = batch.new_zeros((), dtype=torch.float32)
     for tokens in batch.chunk(MICROBATCHES):
         loss = loss_of(model, tokens)
@@ -40,7 +40,7 @@ def ordinary(model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: T
 
 
 def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return nanoGPT's: matrices decay, vectors do not."""
+    """Return nanoGPT's optimizer: AdamW with weight decay for matrices, and without for vectors."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -48,7 +48,7 @@ def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return modded-nanogpt's: Muon for the matrices of the blocks, Adam for the others."""
+    """Return modded-nanogpt's optimizers: Muon for the matrices of the blocks, Adam for all other parameters."""
     inner = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "head" not in n]
     others = [p for p in model.parameters() if not any(p is q for q in inner)]
     return [torch.optim.Muon(inner, lr=0.02, momentum=0.95), torch.optim.Adam(others, lr=3e-3, betas=(0.8, 0.95))]
@@ -56,7 +56,7 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Loop:
-    """A model, what makes its optimizers, a batch, and fields of `fp8pass.Config`."""
+    """A model, a function that returns its optimizers, a batch, and fields of `fp8pass.Config`."""
 
     model: nn.Module
     optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -64,7 +64,7 @@ class Loop:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
-        """Return what is done to it, in order, each named after its stage."""
+        """Return the checks in order, each named after its stage."""
         c = _Checks(row, self)
         return [c.eager, c.explain, c.train, c.resume]
 
@@ -76,7 +76,7 @@ class Loop:
             run(model, optimizers, self.batch)
 
     def fresh(self) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        """Return a copy of the model as it was, and its optimizers."""
+        """Return a copy of the untrained model, and its optimizers."""
         model = copy.deepcopy(self.model)
         return model, self.optimizers(model)
 
@@ -87,7 +87,7 @@ class _Checks:
         self.losses: list[float] = []
 
     def eager(self) -> None:
-        """Train in eager, and count the matmuls of a microbatch: all are the same graph."""
+        """Train in eager, and count the matmuls of one microbatch, since all microbatches run the same graph."""
         model, _ = self.loop.fresh()
         with Matmuls() as seen:
             loss_of(model, self.loop.batch.chunk(MICROBATCHES)[0]).backward()
@@ -102,7 +102,7 @@ class _Checks:
             self.row.tell(fp8pass.explain(ordinary, model, optimizers, self.loop.batch), model)
 
     def train(self) -> None:
-        """Train with the whole step compiled: losses beside eager's."""
+        """Train with the whole step compiled, and compare the losses with eager's."""
         torch._dynamo.reset()
         (model, optimizers), step = self.loop.fresh(), self._step()
         for i, wanted in enumerate(self.losses):
@@ -115,7 +115,7 @@ class _Checks:
         self.row.notes += step.report.notes
 
     def resume(self) -> None:
-        """Take the last step again with another instance: the same bits."""
+        """Repeat the last step with another instance that loads the saved state: the bits must be the same."""
         (model, optimizers), step = self.loop.fresh(), self._step()
         parts: tuple[Any, ...] = model, *optimizers, fp8pass.state(model)
         for part, state in zip(parts, self.saved, strict=True):
@@ -129,7 +129,7 @@ class _Checks:
 
 
 def of_transformers(name: str, optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]], **options: Any) -> Loop:
-    """Return a loop with a model of transformers."""
+    """Return a training loop with a model of transformers."""
     import transformers
 
     model_class = getattr(transformers, name)
@@ -142,4 +142,4 @@ LOOPS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]], 
     "loop.nanoGPT-fp8-moments": ("GPT2LMHeadModel", adamw, {"optimizer_state": "fp8"}),
     "loop.modded-nanogpt": ("NanoChatForCausalLM", muon, {}),
 }
-"""Maps each loop to its model, its optimizers, and fields of `fp8pass.Config`."""
+"""{loop: (class of its model, function that returns its optimizers, fields of `fp8pass.Config`)}."""

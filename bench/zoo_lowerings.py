@@ -1,4 +1,4 @@
-"""The zoo's other lowerings: through Inductor on the CPU, and code for an H100 that is not there."""
+"""The zoo's other lowerings: Inductor on the CPU, and code generation for an H100 on a machine without one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TARGET = "h100"
 
 @dataclass
 class Explained:
-    """A subject that is only explained: a first look at many."""
+    """A subject that is only explained, and not trained."""
 
     subject: Subject
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
-        """Return what is done to it: eager, and explained."""
+        """Return the checks: run in eager, and explain."""
         return self.subject.checks(row)[:2]
 
     def train_with(self, backend: str) -> None:
@@ -42,17 +42,17 @@ class Explained:
 
 @dataclass
 class ThroughInductor:
-    """A sample that is trained through Inductor."""
+    """A sample that is trained with Inductor."""
 
     sample: Sample
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
-        """Return what is done to it: three steps, each beside eager's.
+        """Return the checks: run in eager, explain, and train three steps.
 
-        Sets torch's options, for each row has a process.
+        Sets torch's options without restoring them, because each row has its own process.
         """
-        inductor_config.fallback_random = True  # draw the numbers that eager draws
-        functorch_config.enable_autograd_cache = False  # a graph from there has no verdicts in this process
+        inductor_config.fallback_random = True  # Inductor then draws the random numbers that eager draws
+        functorch_config.enable_autograd_cache = False  # a graph from the cache has no verdicts in this process
         return self.sample.checks(row, options={"lowering": "inductor"})[:3]
 
     def train_with(self, backend: str) -> None:
@@ -61,12 +61,12 @@ class ThroughInductor:
 
 
 def _has_history(state: InstanceState) -> None:
-    """Mark an instance state as past the first step, which compiles nothing."""
+    """Mark an instance state as having scales, so that no graph of a first step is compiled."""
     state.assume_scales()
 
 
 def _make_fake(model: nn.Module) -> None:
-    """Put fake tensors in the place of all parameters and buffers, one for each, whatever shares it."""
+    """Replace each parameter and buffer by a fake tensor; modules that shared a tensor share its fake tensor."""
     fake: dict[Tensor, Tensor] = {}
     for module in model.modules():
         both: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -82,20 +82,20 @@ def _make_fake(model: nn.Module) -> None:
 
 @dataclass
 class ForH100:
-    """A model for which code is generated. make: makes the sample."""
+    """A model for which code is generated. make: returns the sample."""
 
     make: Callable[[], Sample]
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
-        """Return what is done to it: code is generated, and counted."""
+        """Return the checks: generate code."""
         return [functools.partial(self.generate, row)]
 
     def generate(self, row: Row) -> None:
-        """Generate code of forward and backward; every matmul that is rewritten calls `_scaled_mm` in it."""
+        """Generate the code of forward and backward, which must both call `_scaled_mm` if matmuls are rewritten."""
         gpu = FakeCuda(TARGETS[TARGET])
         registry.on_new.append(_has_history)
         config = make_config({"target": TARGET, "min_speedup": 0})
-        sample = self.make()  # initializing reads values of tensors
+        sample = self.make()  # before tensors are fake, because initialization reads their values
         with fakes(), gpu.compiles() as found, collect() as report:
             _make_fake(sample.model)
             inputs = tree_map_only(Tensor, torch.empty_like, dict(sample.inputs))
@@ -103,7 +103,7 @@ class ForH100:
             try:
                 loss_of(run(**inputs)).backward()
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise Failed("eager", "reads values of tensors, which fake ones have not") from error
+                raise Failed("eager", "reads values of tensors, which fake tensors do not have") from error
         row.tell(report, sample.model)
         called = sum(graph.code.count("_scaled_mm") > 0 for graph in found)
         if row.rewritten and called < 2:

@@ -1,4 +1,4 @@
-"""The page of the zoo, docs/zoo.md, made of its rows."""
+"""Write the tables of docs/zoo.md from the zoo's rows, and list the rows' problems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 OWNED = 0.95
-"""The share that is reached in each model, of the FLOPs of matmuls with a parameter as operand."""
+"""The least share of FLOPs in FP8, among matmuls with a parameter as operand, that each model must reach."""
 PACKAGES = {
     "transformers": "Architectures of transformers",
     "diffusers": "Diffusion models",
@@ -19,34 +19,36 @@ PACKAGES = {
 
 
 def page(rows: Sequence[Row], names: Iterable[str] = ()) -> str:
-    """Return the generated part of the page: what was run, a table by package, and what is not as it should be.
+    """Return the generated part of the page: a summary, a table for each package, and lists of exceptions.
 
-    names: of all models, also those without a row yet.
+    names: the names of all models, also of those without a row.
     """
     parts = [_about(rows)]
     for package, title in PACKAGES.items():
         mine = [row for row in rows if row["package"] == package]
         if mine:
             parts.append(f"## {title}\n\n{_table(mine)}")
-    parts.append(f"## What does not train\n\n{_listed(_failures(rows), 'Nothing.')}")
+    parts.append(f"## Models that do not train\n\n{_listed(_failures(rows))}")
     if missing := [f"`{name}`" for name in names if name not in {row["name"] for row in rows}]:
-        parts.append(f"## Not run yet\n\n{len(missing)} models: {', '.join(missing)}.")
-    parts.append(f"## Gradients that FP8 turns\n\n{_EXCUSED}\n\n{_listed(_excused(rows), 'None.')}")
-    parts.append(f"## Gradients that cancel\n\n{_CANCELLED}\n\n{_listed(_cancelled(rows), 'None.')}")
+        parts.append(f"## Models without a row\n\n{len(missing)} models: {', '.join(missing)}.")
+    parts.append(f"## Gradients whose direction FP8 changes\n\n{_EXCUSED}\n\n{_listed(_excused(rows))}")
+    parts.append(f"## Gradients that cancel\n\n{_CANCELLED}\n\n{_listed(_cancelled(rows))}")
     return "\n\n".join(parts)
 
 
 _EXCUSED = (
-    "A parameter's gradient has a cosine of at least 0.97 with that of eager, at the same weights. These have less,\n"
-    "and they have less in eager too if the operands of its matmuls are rounded to FP8, by a few lines that know\n"
-    "nothing of fp8pass (in brackets): what the gradient is the sum of cancels out, and the rounding is left; or it\n"
-    "sends a token to another expert. The least of each model; all are in bench/zoo_rows.jsonl."
+    "These gradients have a cosine of less than 0.97 with eager's, at the same weights. The cause is rounding to FP8:\n"
+    "eager's gradients change about as much if a few lines without fp8pass round the operands of eager's matmuls to\n"
+    "FP8 (this cosine is in brackets). Either the terms of a sum in the gradient cancel out, so that mostly rounding\n"
+    "errors are left, or rounding sends a token to another expert. The list has at most three parameters of a model,\n"
+    "those with the lowest cosines; bench/zoo_rows.jsonl has all."
 )
 
 _CANCELLED = (
-    "These parameters have no gradient, but for what float32's rounding leaves of a sum: in eager too it turns if\n"
-    "weights are changed by a millionth (its cosine then is in brackets). A softmax does not change if all of a row\n"
-    "grows by the same, say, which is what a bias of keys does."
+    "The exact gradients of these parameters are 0 or nearly 0, so that mostly rounding errors of float32 are left:\n"
+    "eager's gradients, too, change their direction if the weights change by a millionth (the cosine between the two\n"
+    "is in brackets). For example, a bias of keys adds one number to all elements of a row, which does not change the\n"
+    "row's softmax."
 )
 
 
@@ -61,9 +63,9 @@ def _about(rows: Sequence[Row]) -> str:
     total, fp8 = (sum(row[key] for row in rows) for key in ("owned_flops", "owned_fp8_flops"))
     return (
         f"{len(rows)} models: {listed}. {trained} of {len(run)} train"
-        + (f", and {elsewhere} not with `aot_eager` either" if elsewhere else "")
-        + f". Of all FLOPs of matmuls that have a parameter as operand {fp8 / max(total, 1):.1%} are in FP8. "
-        f"Run from {dates[0]} to {dates[-1]} with {', '.join(versions)}, on a CPU."
+        + (f"; torch's `aot_eager` does not train {elsewhere} of the others either" if elsewhere else "")
+        + f". Of the FLOPs of all matmuls that have a parameter as operand, {fp8 / max(total, 1):.1%} are in FP8. "
+        f"The models ran from {dates[0]} to {dates[-1]} with {', '.join(versions)}, on a CPU."
     )
 
 
@@ -108,7 +110,7 @@ def _excused(rows: Iterable[Row]) -> list[str]:
 
 
 def _first(named: Sequence[str]) -> str:
-    """Return the first three of a list; the rows have them all."""
+    """Return the first three items of a list, and the number of the others."""
     rest = f" and {len(named) - 3} more" if len(named) > 3 else ""
     return ", ".join(named[:3]) + rest
 
@@ -126,20 +128,24 @@ def _short(text: str) -> str:
     return text.replace("|", "/").replace("<", "(").replace(">", ")")[:160]
 
 
-def _listed(lines: list[str], nothing: str) -> str:
-    return "\n".join(f"- {line}" for line in lines) or nothing
+def _listed(lines: list[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines) or "None."
 
 
 BEYOND = {
-    "outside": "it runs where Dynamo compiles nothing",
-    "batches": "each token has a matrix of its own",
-    "vector": "a product with a vector has no kernel in FP8, and nothing to gain",
+    "outside": "Dynamo does not compile the code that calls it",
+    "batches": "each token has its own matrix",
+    "vector": "FP8 has no kernel for a product with a vector, and nothing to gain from one",
 }
-"""Rules of matmuls with a parameter that no model can be asked to have less of, with the reason."""
+"""{rule: reason} of matmuls with a parameter that cannot run in FP8; `OWNED` does not count them."""
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """Return what is not as it has to be: a model that only we can't train, a rule that is none, too little in FP8."""
+    """Return the problems of rows.
+
+    These are models that fp8pass does not train although torch does, matmuls declined by a rule that must not occur,
+    too few FLOPs in FP8, and FLOPs without a verdict.
+    """
     found = []
     for row in rows:
         if row["status"] == "fails":
@@ -149,8 +155,8 @@ def problems(rows: Iterable[Row]) -> list[str]:
         wanted = row["owned_flops"] - sum(row["owned_flops_by_rule"].get(rule, 0) for rule in BEYOND)
         if row["status"] == "trains" and row["owned_fp8_flops"] < OWNED * wanted:
             found.append(f"{row['name']}: {_share(row['owned_fp8_flops'], wanted)} of the FLOPs of its parameters")
-        # of what runs outside of graphs no backward is seen but that of matmuls
+        # outside of graphs, only the backwards of matmuls are seen, not those of other ops
         seen = row["graphs"] and not row["unsized"] and not any("autograd.Function" in b for b in row["breaks"])
         if row["status"] == "trains" and seen and row["flops"] < row["eager_flops"]:
-            found.append(f"{row['name']}: of FLOPs in eager {_share(row['flops'], row['eager_flops'])} have a verdict")
+            found.append(f"{row['name']}: {_share(row['flops'], row['eager_flops'])} of eager's FLOPs have a verdict")
     return found

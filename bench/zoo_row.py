@@ -1,4 +1,4 @@
-"""Explain one model of the zoo, train it, compare it with eager and with the reference, and resume it."""
+"""Check one model of the zoo: explain it, train it, compare it with eager and with the reference, and resume it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ from fp8pass.report.report import Report, collect
 aten = torch.ops.aten
 STEPS = 3
 COSINE = 0.97
-"""The least that a parameter's gradient may have with that of eager."""
+"""The least cosine between a parameter's gradient and eager's."""
 NOISE = 2.0
-"""How much larger than in eager rounded to FP8 the error of a gradient may be which FP8 itself turns further."""
+"""A gradient with a smaller cosine may have at most this times the error of eager rounded to FP8."""
 SHRINKS = (0.95, 0.9, 0.85, 0.8)
-"""Factors of scales that make eager round to FP8 otherwise."""
+"""Factors of the scales with which eager rounds to FP8 once more, to get other rounding errors."""
 ROUNDED = 1e-6
-"""How far a gradient may be off where a factor behind a matmul went into its scale: it is rounded once less."""
+"""The relative difference that a gradient may have from the reference's.
+
+If a factor after a matmul goes into its scale, one rounding is left out."""
 SHAKEN = 1e-6
-"""How far weights are moved, of each, to see which gradients are the rest of a sum that cancels out."""
+"""The relative change of weights that shows which gradients are left of sums that cancel out."""
 OPTIONS: dict[str, Any] = {"lowering": "eager"}
 FACTORS = {
     aten.mm.default: 0, aten.bmm.default: 0, aten._grouped_mm.default: 0, aten.addmm.default: 1,
     aten.baddbmm.default: 1,
 }  # fmt: skip
-"""Where the first of the two factors is among an op's arguments."""
+"""{op: the index of its first operand among its arguments}."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model, its inputs, and its inputs of a second length, or where that is fixed, of a second batch size.
+    """A model, its inputs, and its inputs of a second length, or, if the length is fixed, of a second batch size.
 
-    options: of the backend, which it needs beside those of all.
+    options: of the backend, in addition to those of all samples.
     """
 
     model: nn.Module
@@ -58,7 +60,7 @@ class Sample:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def checks(self, row: Row, options: Mapping[str, Any] = OPTIONS) -> list[Callable[[], None]]:
-        """Return what is done to it, in order, each named after its stage. options: of the backend."""
+        """Return the checks in order, each named after its stage. options: of the backend."""
         c = _Checks(row, self, {**options, **self.options})
         return [c.eager, c.explain, c.train, c.resume, c.reference, c.evaluate]
 
@@ -72,19 +74,19 @@ class Sample:
 
 
 class Subject(Protocol):
-    """Holds what a row is about."""
+    """A model or a training loop that is checked, with its results in a row."""
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
-        """Return what is done to it, in order, each named after its stage."""
+        """Return the checks in order, each named after its stage."""
 
     def train_with(self, backend: str) -> None:
         """Train it with another backend of torch.compile."""
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss that the model computed; of another the mean square distance to random numbers.
+    """Return the loss that the model computed; if it computes none, the mean squared distance to random numbers.
 
-    Not the mean square itself, of which a normalized output has no gradient.
+    The mean square itself would not do, because for a normalized output its gradient is 0.
     """
     own = getattr(outputs, "loss", None)
     if isinstance(own, Tensor) and own.dim() == 0:
@@ -112,7 +114,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Step:
-    """Holds what one step computed: the loss, each parameter's gradient, and the buffers after it."""
+    """The results of one step: the loss, and each parameter's gradient."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -126,7 +128,7 @@ def seeded(seed: int) -> None:
 
 
 def step(model: nn.Module, run: Callable[..., Any], inputs: Mapping[str, Any], seed: int) -> Step:
-    """Return loss and gradients of one forward and backward. Leaves the parameters alone."""
+    """Run one forward and backward, and return loss and gradients. Does not change the parameters."""
     seeded(seed)
     model.zero_grad()
     loss = loss_of(run(**inputs))
@@ -136,7 +138,7 @@ def step(model: nn.Module, run: Callable[..., Any], inputs: Mapping[str, Any], s
 
 
 def update(model: nn.Module, rate: float = 0.01) -> None:
-    """Take a step of plain SGD, of which no gradient is longer than 1."""
+    """Take a step of plain SGD in which each gradient is scaled to a length of at most 1."""
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
@@ -144,13 +146,14 @@ def update(model: nn.Module, rate: float = 0.01) -> None:
 
 
 class Matmuls(TorchDispatchMode):
-    """Counts the matmuls that eager calls, and their FLOPs. rounds: computes them of operands rounded to FP8.
+    """Counts the matmuls that eager calls, and their FLOPs.
 
-    Not those of vectors, of which Inductor makes sums of products.
+    It leaves out products with vectors, which Inductor computes as sums of products.
 
-    Nothing of fp8pass is in it: each operand of a matmul is rounded with a scale from the largest amax that it had in
-    steps before, in the first from its own, to e4m3 if the forward has seen it, to e5m2 if it is a gradient.
-    amaxes: of those steps, by where in a step the operand is. shrink: a factor for all scales.
+    rounds: round the operands of matmuls to FP8, without using fp8pass. The scale of an operand comes from its largest
+    amax in earlier steps, in the first step from its own amax. Operands that the forward has seen are rounded to e4m3,
+    gradients to e5m2. amaxes: {(number of the matmul, index of the operand): largest amax so far}. shrink: a factor for
+    all scales.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class Matmuls(TorchDispatchMode):
         self.seen: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the op, a matmul on rounded operands."""
+        """Call an op, and count it if it is a matmul; with `rounds`, call matmuls on rounded operands."""
         if func in FACTORS and args[FACTORS[func]].is_floating_point():
             at = FACTORS[func]
             a, b = args[at], args[at + 1]
@@ -180,7 +183,7 @@ class Matmuls(TorchDispatchMode):
     def _rounded(self, x: Tensor, at: tuple[int, int]) -> Tensor:
         place = x.untyped_storage().data_ptr()
         if not self.backward:
-            self.seen[place] = x  # kept, so that no gradient gets its memory
+            self.seen[place] = x  # a reference, so that no gradient gets this memory
         kind = torch.float8_e4m3fn if place in self.seen else torch.float8_e5m2
         largest = torch.finfo(kind).max
         amax = x.abs().amax().float()
@@ -191,11 +194,11 @@ class Matmuls(TorchDispatchMode):
 
 
 def flops_through_aot(sample: Sample) -> int:
-    """Return the FLOPs of the matmuls of a step through AOTAutograd, as torch's profiler counts them."""
+    """Return the matmul FLOPs of a step that AOTAutograd compiled, as torch's profiler counts them."""
     torch._dynamo.reset()
     model = copy.deepcopy(sample.model)
     run = torch.compile(model, backend="aot_eager_decomp_partition")
-    for _ in range(2):  # a backward is compiled in the first
+    for _ in range(2):  # the first step compiles the backward
         with profile(activities=[ProfilerActivity.CPU], with_flops=True, record_shapes=True) as seen:
             step(model, run, sample.inputs, seed=0)
     found = [e for e in seen.events() or () if e.name.removeprefix("aten::") in ("mm", "bmm", "addmm", "baddbmm")]
@@ -204,7 +207,7 @@ def flops_through_aot(sample: Sample) -> int:
 
 
 def eager_step(model: nn.Module, inputs: Mapping[str, Any], seed: int, mode: Matmuls) -> Step:
-    """Return loss and gradients in eager, with `mode` around it."""
+    """Run one step in eager within `mode`, and return loss and gradients."""
 
     def backward_begins(gradient: Tensor) -> Tensor:
         mode.backward = True
@@ -222,7 +225,7 @@ def eager_step(model: nn.Module, inputs: Mapping[str, Any], seed: int, mode: Mat
 
 @dataclass
 class Beside:
-    """A parameter's gradient beside eager's. rounded: that of eager rounded to FP8, beside eager's."""
+    """A parameter's gradient compared with eager's, and the same of eager rounded to FP8 (rounded_...)."""
 
     cosine: float
     error: float
@@ -231,23 +234,26 @@ class Beside:
 
     @property
     def fault(self) -> str:
-        """Return why it is too far off, "" if it is not."""
+        """Return why the gradient is wrong; "" if it is right."""
         if self.cosine >= COSINE or self.error <= NOISE * self.rounded_error:
             return ""
-        return f"cosine {self.cosine:.3f}, where rounding to FP8 alone has {self.rounded_cosine:.3f}"
+        return f"cosine {self.cosine:.3f}; with rounding to FP8 alone it is {self.rounded_cosine:.3f}"
 
 
 def beside(eager: Step, rounded: Step, ours: Step) -> dict[str, Beside]:
-    """Return for each parameter that has a gradient how it compares. Raises Failed where one is missing."""
+    """Return {parameter: comparison} for parameters with a gradient in eager.
+
+    Raises Failed if a gradient is missing, is not finite, or should not exist.
+    """
     found = {}
     for name, wanted in eager.gradients.items():
         got, other = ours.gradients[name], rounded.gradients[name]
         if wanted is None or not wanted.any():
             if got is not None and got.any():
-                raise Failed("gradients", f"{name} has a gradient, and none in eager")
+                raise Failed("gradients", f"{name} has a gradient, but not in eager")
             continue
         if got is None or other is None:
-            raise Failed("gradients", f"{name} has no gradient, and one in eager")
+            raise Failed("gradients", f"{name} has no gradient, but has one in eager")
         if not got.isfinite().all() and wanted.isfinite().all():
             raise Failed("gradients", f"{name} has a gradient that is not finite")
         found[name] = Beside(*_distance(wanted, got), *_distance(wanted, other))
@@ -255,15 +261,16 @@ def beside(eager: Step, rounded: Step, ours: Step) -> dict[str, Beside]:
 
 
 def worse(found: Mapping[str, Beside], others: Mapping[str, Beside]) -> dict[str, Beside]:
-    """Return how gradients compare where eager is rounded to FP8 with other scales, if its error is larger then.
+    """Return, for each gradient, the comparison in which eager rounded to FP8 has the larger error.
 
-    Whether a rounding sends a token to another expert is chance, and two of the same size need not do it alike.
+    others: with other scales. Rounding sends a token to another expert by chance, so that one set of scales may do it
+    and another may not.
     """
     return {n: b if b.rounded_error >= others[n].rounded_error else others[n] for n, b in found.items()}
 
 
 def shaken(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights that are moved as far as float32 may round a sum."""
+    """Return weights that are changed randomly, by about as much as float32 may round a sum."""
     noise = torch.Generator().manual_seed(0)
     return {
         name: x * (1 + SHAKEN * torch.randn(x.shape, generator=noise)) if x.is_floating_point() else x
@@ -278,12 +285,12 @@ def _distance(wanted: Tensor, got: Tensor) -> tuple[float, float]:
 
 
 def _in_fp8(report: Report) -> set[tuple[str, str]]:
-    """Return what runs in FP8, each once: a graph that is compiled again for a later step has the same."""
+    """Return the matmuls in FP8 as a set, because a graph that is compiled again lists the same matmuls again."""
     return {(g.name, g.kind) for g in report.rewritten}
 
 
 def _alike(trained: set[tuple[str, str]], explained: set[tuple[str, str]]) -> bool:
-    """Return whether they are the same matmuls: after a break training knows no more than the ends of their names."""
+    """Return whether these are the same matmuls. After a graph break, training knows only the ends of their names."""
     if trained == explained:
         return True
 
@@ -296,7 +303,7 @@ def _alike(trained: set[tuple[str, str]], explained: set[tuple[str, str]]) -> bo
 
 
 class Failed(Exception):
-    """A check of a row failed. stage: which."""
+    """A check failed. stage: the name of the check."""
 
     def __init__(self, stage: str, reason: str) -> None:
         super().__init__(reason)
@@ -310,21 +317,21 @@ def compare(
     most: float = 0.0,
     shaky: Callable[[int], Mapping[str, float]] = lambda i: {},
 ) -> float:
-    """Return how far gradients are off, relative to each: 0 if all is the same, to the bit.
+    """Return the largest relative difference of a gradient: 0 if all bits are the same.
 
-    Raises Failed if that is above `most`, and above what `shaky` returns for the gradient in the i-th step.
+    Raises Failed if a gradient's difference is above `most`, and above what `shaky(i)` returns for it in the i-th step.
     """
     worst = 0.0
     for i, (one, other) in enumerate(zip(wanted, got, strict=True), 1):
         if not _same(one.loss, other.loss) and _away(one.loss, other.loss) > most:
-            raise Failed(stage, f"of step {i} the loss {float(other.loss)!r} is not {float(one.loss)!r}")
+            raise Failed(stage, f"in step {i}, the loss is {float(other.loss)!r}, not {float(one.loss)!r}")
         off = {n: _away(x, other.gradients[n]) for n, x in one.gradients.items() if not _same(x, other.gradients[n])}
         worst = max([worst, *off.values()])
         if too_far := [n for n, away in off.items() if not away <= most]:
             too_far = [n for n in too_far if not off[n] <= shaky(i).get(n, 0.0)]
         if too_far:
             raise Failed(
-                stage, f"of step {i} {len(too_far)} gradients are off, by up to {worst:.1e}: {', '.join(too_far)}"[:300]
+                stage, f"in step {i}, {len(too_far)} gradients are off by up to {worst:.1e}: {', '.join(too_far)}"[:300]
             )
     return worst
 
@@ -340,21 +347,21 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names that the name of a merged matmul stands for: "a.q", "a.k" of "a.q+k"."""
+    """Return the names of the matmuls that were merged: "a.q", "a.k" for "a.q+k"."""
     stem, *others = name.split("+")
     parent = stem.rpartition(".")[0]
     return [stem, *(other if "." in other or not parent else f"{parent}.{other}" for other in others)]
 
 
 def _ends_of_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters from any of their modules on: after a break a graph begins in a module."""
+    """Return all ends of parameters' names that begin at a module, since a graph after a break begins in a module."""
     paths = (name.removesuffix(".weight").split(".") for name, _ in model.named_parameters(remove_duplicate=False))
     return {".".join(path[i:]) for path in paths for i in range(len(path))}
 
 
 @dataclass
 class Row:
-    """Says what became of one model. seconds: by stage."""
+    """The results of one model. seconds: {stage: seconds}."""
 
     name: str
     status: str = "fails"
@@ -364,9 +371,9 @@ class Row:
     trains_elsewhere: str = ""
     eager_matmuls: int = 0
     eager_flops: int = 0
-    """Counts what AOTAutograd leaves of it, if less has a verdict: it drops what nobody reads."""
+    """FLOPs of matmuls in eager; if fewer have a verdict, at most those after AOTAutograd removed unused results."""
     unsized: int = 0
-    """How many matmuls have a size that depends on data, so that their FLOPs are unknown."""
+    """Number of matmuls with a size that depends on data, so that their FLOPs are unknown."""
     matmuls: int = 0
     rewritten: int = 0
     flops: int = 0
@@ -383,16 +390,16 @@ class Row:
     parameters: int = 0
     cosine: float = 1.0
     off_reference: float = 0.0
-    """How far the gradient that is off most is off the reference, relative to it."""
+    """The largest relative difference between a gradient and the reference's."""
     excused: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Parameters whose gradient has less than `COSINE`: its cosine, and that of eager rounded to FP8."""
+    """{parameter: (cosine of its gradient, cosine in eager rounded to FP8)} for cosines below `COSINE`."""
     cancelled: dict[str, float] = field(default_factory=dict)
-    """Parameters whose gradient is left of sums that cancel out: the cosine in eager with itself, of shaken weights."""
+    """{parameter whose gradient is left of sums that cancel out: cosine in eager between weights and shaken weights}"""
     losses: list[float] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def tell(self, report: Report, model: nn.Module) -> None:
-        """Fill in what the report of `explain` says of the model."""
+        """Fill in the results of the report of `explain`."""
         self.matmuls, self.rewritten = len(report.gemms), len(report.rewritten)
         self.flops, self.fp8_flops = report.flops, report.fp8_flops
         self.unsized = sum(not all(isinstance(size, int) for size in (g.M, g.K, g.N, g.batches)) for g in report.gemms)
@@ -410,18 +417,18 @@ class Row:
 
 
 def fill(row: Row, make: Callable[[], Subject]) -> None:
-    """Do all that is done to a model, and write into the row what came of it."""
+    """Make a model, run all its checks, and write the results into the row."""
     try:
         seeded(0)
         with _Timed(row, "build"):
             subject = make()
         for check in subject.checks(row):
-            with _Timed(row, getattr(check, "func", check).__name__):  # a partial's is its function's
+            with _Timed(row, getattr(check, "func", check).__name__):  # the name of a partial is its function's
                 check()
         row.status = "trains"
     except Failed as failed:
         row.stage, row.error = failed.stage, str(failed)
-    except Exception as error:  # noqa: BLE001  whatever a model raises is what its row says
+    except Exception as error:  # noqa: BLE001  a model may raise anything, and its row reports it
         traceback.print_exception(_inner(error))
         row.error, row.frame = _told(error), _frame(error)
         if row.stage in ("explain", "train"):
@@ -434,7 +441,7 @@ def fill(row: Row, make: Callable[[], Subject]) -> None:
 
 @contextlib.contextmanager
 def without_passes() -> Iterator[None]:
-    """Within it, the annotated graph is lowered as it is: the reference, with the decompositions that ours has."""
+    """Within it, the annotated graph is lowered without further passes: the reference, with the same decompositions."""
     with mock.patch("fp8pass.pipeline.JOINT", ()), mock.patch("fp8pass.pipeline.KERNELS", ()):
         yield
 
@@ -448,16 +455,16 @@ class _Checks:
         self.steps: list[Step] = []
 
     def eager(self) -> None:
-        """Count what eager calls: what it can't train is no model for us."""
+        """Run a step in eager, and count its matmuls. A model that eager can't train is not a model for the zoo."""
         mode = Matmuls()
         made = eager_step(copy.deepcopy(self.sample.model), self.sample.inputs, 0, mode)
         self.row.eager_matmuls, self.row.eager_flops = mode.number, mode.flops
         if not all(g.isfinite().all() for g in made.gradients.values() if g is not None):
-            raise Failed("eager", "has gradients that are not finite")
+            raise Failed("eager", "the model has gradients that are not finite")
 
     def explain(self) -> None:
         """Fill the row from the report."""
-        with mock.patch("fp8pass.debug.explain_backend.draw_before"):  # nobody looks at the drawings
+        with mock.patch("fp8pass.debug.explain_backend.draw_before"):  # the drawings are not used
             config = make_config(dict(self.sample.options))
             report = fp8pass.explain(copy.deepcopy(self.sample.model), config=config, **self.sample.inputs)
         self.row.tell(report, self.sample.model)
@@ -466,7 +473,7 @@ class _Checks:
         self.explained = _in_fp8(report)
 
     def train(self) -> None:
-        """Three steps, each beside eager's of the same weights."""
+        """Train three steps, and compare each with an eager step from the same weights."""
         row, inputs = self.row, self.sample.inputs
         torch._dynamo.reset()
         model, plain = copy.deepcopy(self.sample.model), copy.deepcopy(self.sample.model)
@@ -493,11 +500,11 @@ class _Checks:
                 update(model)
         row.losses = [float(s.loss) for s in self.steps]
         if not _alike(_in_fp8(report), self.explained):
-            raise Failed("train", f"trained with {report.summary()}, and explained with {row.rewritten}/{row.matmuls}")
+            raise Failed("train", f"trained with {report.summary()}, but explained with {row.rewritten}/{row.matmuls}")
         self.model, self.run = model, run
 
     def _leave_out(self, found: dict[str, Beside], eager: Step, moved: Step) -> None:
-        """Leave out gradients that cancel: they are no number that anything could be compared with."""
+        """Leave out gradients that cancel, because there is nothing to compare with."""
         for name in [n for n, b in found.items() if b.fault]:
             wanted, got = eager.gradients[name], moved.gradients[name]
             assert wanted is not None and got is not None
@@ -513,17 +520,17 @@ class _Checks:
         row.excused |= {n: (round(b.cosine, 3), round(b.rounded_cosine, 3)) for n, b in excused.items()}
         row.cosine = min([row.cosine, *(b.cosine for b in found.values() if b.cosine >= COSINE)])
         if faults:
-            raise Failed("gradients", f"of step {i}, of {len(faults)}: {'; '.join(faults[:3])}")
+            raise Failed("gradients", f"in step {i}, {len(faults)} are wrong: {'; '.join(faults[:3])}")
 
     def resume(self) -> None:
-        """Take the later steps again with another instance that got weights and state: the same bits."""
+        """Repeat the later steps with another instance that loads weights and state: the bits must be the same."""
         compare("resume", self.steps[1:], self._take_again())
 
     def reference(self) -> None:
-        """Take them with the annotated graph, through AOTAutograd and none of the passes: the same bits.
+        """Repeat them with the annotated graph, through AOTAutograd without passes: the bits must be the same.
 
-        In both, sums are exact: passes lay operands out otherwise, and the order of a sum is by how they lie. What is
-        no longer made is not rounded either: that alone may be seen.
+        Both runs compute exact sums, because passes change the layout of operands, which determines the order of
+        additions. Only the rounding of intermediate results that passes remove may make a difference.
         """
         with exact_sums():
             ours = self._take_again()
@@ -533,9 +540,9 @@ class _Checks:
         torch._dynamo.reset()
 
     def _shaky(self, i: int) -> dict[str, float]:
-        """Return how far each gradient of step i, from 1, moves in eager if weights are changed by `SHAKEN`.
+        """Return how much each gradient of step i, counted from 1, changes in eager if weights change by `SHAKEN`.
 
-        Where a gradient is what is left of a sum, one rounding less moves it further, relative to itself.
+        If the terms of a sum in a gradient cancel out, one rounding less changes it more than `ROUNDED`.
         """
         model, steps = copy.deepcopy(self.sample.model), []
         for weights in self.weights[i], shaken(self.weights[i]):
@@ -555,7 +562,7 @@ class _Checks:
         return steps
 
     def evaluate(self) -> None:
-        """Evaluate at a second length, beside eager."""
+        """Evaluate at a second length, and compare the shapes of outputs with eager's."""
         model, plain = self.model.eval(), copy.deepcopy(self.sample.model).eval()
         plain.load_state_dict(model.state_dict())
         outputs = []
@@ -564,7 +571,7 @@ class _Checks:
                 seeded(0)
                 outputs.append([x.shape for x in _tensors(run(**self.sample.others))])
         if outputs[0] != outputs[1]:
-            raise Failed("evaluate", "outputs have other shapes than in eager")
+            raise Failed("evaluate", "outputs have different shapes than in eager")
 
 
 class _Timed:
@@ -581,11 +588,11 @@ class _Timed:
 
 
 def trains_with(subject: Subject, backend: str) -> str:
-    """Return the backend's name if torch.compile with it trains the model, and else what it said."""
+    """Return the backend's name if torch.compile trains the model with it; else the backend and its error."""
     torch._dynamo.reset()
     try:
         subject.train_with(backend)
-    except Exception as error:  # noqa: BLE001  it is what the row says
+    except Exception as error:  # noqa: BLE001  a backend may raise anything, and the row reports it
         return f"{backend}: {_told(error)}"
     return backend
 
@@ -597,7 +604,7 @@ def _told(error: BaseException) -> str:
 
 
 def _inner(error: BaseException) -> BaseException:
-    """Return what went wrong first: Dynamo and fp8pass each wrap what they caught."""
+    """Return the original error: Dynamo and fp8pass each wrap the errors that they catch."""
     while True:
         inner = getattr(error, "inner_exception", None) or (error.__cause__ if _wraps(error) else None)
         if not isinstance(inner, BaseException):
@@ -610,7 +617,7 @@ def _wraps(error: BaseException) -> bool:
 
 
 def _frame(error: BaseException) -> str:
-    """Return the last frame of ours and the last of all, "file.py:12 in f"."""
+    """Return the last frame in fp8pass and the last frame, as "file.py:12 in f"."""
     root = Path(fp8pass.__file__).parent.parent
     frames = traceback.extract_tb(_inner(error).__traceback__)
     ours = [f for f in frames if Path(f.filename).is_relative_to(root / "fp8pass") or "/passes/" in f.filename]

@@ -1,4 +1,4 @@
-"""The rows of the zoo: a file each in build/zoo when they are made, and a line each in zoo_rows.jsonl, to stay."""
+"""Store the zoo's rows: each is a file in build/zoo after it is made, and a line of zoo_rows.jsonl if kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zoo_catalogue import Entry
 from zoo_row import Row
 
 Made = dict[str, Any]
-"""A row with what is said about it: package, date, versions."""
+"""A row as JSON, with package, kind, date, commit and versions."""
 TRAINED = ("eager", "inductor", "h100")
-"""The lowerings whose rows stay: a first look has nothing that training has not."""
+"""The lowerings whose rows are kept; rows of "explain" have nothing that those of "eager" lack."""
 _DEFAULTS = asdict(Row(""))
 _DIGITS = 4
-"""To how many digits a cosine is kept, so that a line that is made again differs where the row does."""
+"""Decimal digits of a kept cosine: few, so that a line that is made again differs only if the row does."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Rows:
     kept: Path
 
     def file(self, name: str, lowering: str) -> Path:
-        """Return the file of a row that is made."""
+        """Return the path of the file of a row."""
         return self.made / lowering / f"{name}.json"
 
     def all(self, lowering: str) -> dict[str, Made]:
-        """Return the rows of a lowering by name: those kept, and those made since."""
+        """Return {name: row} of a lowering: the kept rows, replaced by newer ones from files."""
         found = {row["name"]: row for by, row in self._kept() if by == lowering}
         for file in sorted((self.made / lowering).glob("*.json")):
             row = {**_DEFAULTS, **json.loads(file.read_text())}
@@ -42,7 +42,7 @@ class Rows:
         return dict(sorted(found.items()))
 
     def keep(self) -> int:
-        """Write all rows into the one file, without what says nothing. Returns how many."""
+        """Write all rows into the one file, without fields that have their defaults; return the number of rows."""
         lines = [_line(by, row) for by in sorted(TRAINED) for row in self.all(by).values()]
         self.kept.write_text("".join(lines))
         return len(lines)
@@ -62,9 +62,9 @@ def _line(lowering: str, row: Made) -> str:
 
 
 def third(entries: Iterable[Entry], rows: Mapping[str, Made]) -> list[str]:
-    """Return the names of a third of each kind: those of which eager's rows took the least time.
+    """Return the names of a third of each kind: the models whose rows took the least time in eager.
 
-    But of loops, which say themselves how they compile.
+    Loops are left out, because they choose their lowering themselves.
     """
     kinds: dict[tuple[str, str], list[str]] = {}
     for entry in (e for e in entries if e.kind != "loop"):

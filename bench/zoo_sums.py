@@ -1,4 +1,4 @@
-"""Sums that do not depend on their order: two graphs that compute the same, laid out otherwise, have the same bits."""
+"""Compute sums independently of their order, so that graphs with different layouts of operands have the same bits."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SUMMING = {
     aten._log_softmax_backward_data, aten.cumsum, aten.embedding_dense_backward,
     aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
 }  # fmt: skip
-"""The ops of graphs whose results depend on how their operands lie in memory."""
+"""The ops whose results depend on the memory layout of their operands."""
 
 
 class ExactSums(TorchDispatchMode):
-    """Computes sums of float32 in float64, and rounds once: to the same, in whatever order.
+    """Computes sums of float32 in float64, and rounds them once, so that the order does not matter.
 
-    A sum of sums too, which the column sums of tiles are.
+    The same holds for a sum of sums, as the column sums of tiles are.
     """
 
     supports_higher_order_operators = True
@@ -41,7 +41,7 @@ class ExactSums(TorchDispatchMode):
         self.sums = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the op."""
+        """Call an op; if it sums, on operands in float64."""
         kwargs = kwargs or {}
         if func in EXACT:
             return EXACT[func](*args, **kwargs)
@@ -70,7 +70,7 @@ def _scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Multiply as torch does on a CPU: of operands dequantized in float32."""
+    """Multiply operands that are dequantized in float32, as torch does on a CPU."""
     product = (a.float() * scale_a).double() @ (b.float() * scale_b).double()
     return (product if bias is None else product + bias).to(out_dtype or torch.float32)
 
@@ -78,7 +78,7 @@ def _scaled_mm(
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Multiply in groups: of rows [M, K] by [G, K, N], or summed over those of each, [C, R] by [R, D]."""
+    """Multiply group by group: rows [M, K] by [G, K, N]; or [C, R] by [R, D], summing over each group's part of R."""
     assert offs is not None and bias is None
     wide_a, wide_b, starts = a.double(), b.double(), [0, *offs.tolist()]
     groups = list(enumerate(itertools.pairwise(starts)))
@@ -91,7 +91,7 @@ def _grouped_mm(
 def _scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply in groups, or in batches, what is dequantized exactly: its scales are powers of two."""
+    """Multiply in groups or in batches. Dequantizing is exact, because the scales are powers of two."""
     a, b = a.double(), b.double()
     if offs is None:
         return ((a * scale_a.unsqueeze(-1)) @ (b * scale_b.unsqueeze(-2))).to(dtype)
@@ -114,7 +114,7 @@ _asked: list[bool] = []
 
 @contextlib.contextmanager
 def exact_sums() -> Iterator[None]:
-    """Within it, graphs that were lowered op by op, within `exactly_if_asked`, have exact sums."""
+    """Within it, graphs that were lowered within `exactly_if_asked` compute exact sums."""
     _asked.append(True)
     try:
         yield
@@ -124,7 +124,7 @@ def exact_sums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exactly_if_asked() -> Iterator[None]:
-    """Have graphs that are lowered op by op run with exact sums, where that is asked for."""
+    """Within it, op-by-op lowering makes graphs that compute exact sums whenever they run within `exact_sums`."""
     plain = eager.op_by_op
 
     def op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -1,4 +1,4 @@
-"""The zoo's models of timm: names, toy sizes, and the images that they are called with."""
+"""The zoo's models of timm: names, toy sizes, and inputs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 Made = tuple[str, str, Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, Any]]]]
-"""A name, a kind, and what makes the model, its inputs, and its inputs of a second size."""
+"""A name, a kind, and a function that returns the model, its inputs, and its inputs of a second size."""
 
 IMAGE, CLASSES = 64, 16
-"""How many pixels images are high and wide, where a model does not say so, and how many classes they have."""
+"""Height and width of images in pixels, for models without another size; and the number of classes."""
 SMALL = 0.01
-"""The largest element of a parameter that has hardly begun to grow."""
+"""Parameters without a larger element are initialized again."""
 _ViT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
 _STAGES: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depths": (1, 2), "num_heads": (2, 4), "window_size": 4}
 _STAGES["drop_path_rate"] = 0.0
@@ -160,14 +160,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet18": ("ConvNet", {"layers": (1, 1, 1, 1), "channels": _WIDTHS}),
     "starnet_s1": ("ConvNet", {"base_dim": 16, "depths": (1, 1, 1, 1)}),
 }  # fmt: skip
-"""Maps each name of timm to its kind, and what is made small. What has a colon is looked up among timm's models.
+"""{name in timm: (kind, fields that make it small)}. A text with a colon names an object of `timm.models`.
 
-class: called instead, where the name's function takes no sizes. pixels: of models that take any image, for which a
-batch norm at the end would see too few of them otherwise."""
+class: is called instead of timm's factory if that takes no sizes. pixels: the size of images for models that take any
+size, but whose last batch norm needs more elements than images of the default size leave."""
 
 
 def built(field: Any) -> Any:
-    """Return what a field stands for: names with a colon, and classes called with other fields, wherever they are."""
+    """Return the value of a field: look up texts with a colon, and call classes with their fields, also when nested."""
     if isinstance(field, str) and ":" in field:
         return pkgutil.resolve_name(f"timm.models.{field}")
     if isinstance(field, list):
@@ -179,10 +179,10 @@ def built(field: Any) -> Any:
 
 
 def practised(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model whose heads, tokens and factors are no longer as small as they begin, with no dropout.
+    """Initialize parameters that begin very small again with larger values, turn dropout off, and return the model.
 
-    While they grow by half in each step, so does every gradient, and more is cut off than is compared. Compiled graphs
-    draw other random numbers than eager.
+    As long as heads, tokens and layer scales grow by half in each step, so does every gradient, and delayed scaling
+    saturates too much to compare it. Dropout is off because compiled graphs draw different random numbers than eager.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -194,7 +194,7 @@ def practised(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def of_timm(name: str) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
-    """Return a model of timm, two images, and three."""
+    """Return a model of timm, an input of two images, and an input of three."""
     import timm
 
     fields = {**MODELS[name][1], "num_classes": CLASSES}
@@ -206,6 +206,6 @@ def of_timm(name: str) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
 
 
 def vision() -> Iterator[Made]:
-    """Return all of timm."""
+    """Yield all models of timm."""
     for name, (kind, _) in MODELS.items():
         yield name, kind, functools.partial(of_timm, name)

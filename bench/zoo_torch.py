@@ -1,4 +1,4 @@
-"""The zoo's samples of torch itself: the modules and operators of its own tests that multiply matrices."""
+"""The zoo's samples of torch itself: the modules and operators of torch's own tests that multiply matrices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zoo_row import Matmuls
 
 Made = tuple[nn.Module, Mapping[str, Any]]
 SAMPLES = 3
-"""How many calls of an operator make a model."""
+"""The number of calls of an operator in its model, if there are so many."""
 MODULES = """
 GRU LSTM Linear LinearCrossEntropyLoss MultiheadAttention RNN Transformer TransformerDecoderLayer TransformerEncoder
 TransformerEncoderLayer
 """
-"""Those of module_db that multiply matrices: cells do not, whose samples are single vectors."""
+"""The modules of module_db that multiply matrices. Recurrent cells do not: their samples are single vectors."""
 OPERATORS = """
 addbmm addmm addmm.decomposed baddbmm bmm cdist cholesky cholesky_inverse cholesky_solve einsum
 linalg.cholesky linalg.cholesky_ex linalg.cond linalg.eigh linalg.eigvalsh linalg.householder_product
@@ -30,11 +30,11 @@ nn.functional.linear_cross_entropy.chunked nn.functional.multi_head_attention_fo
 nn.functional.scaled_dot_product_attention norm.nuc ormqr pca_lowrank pinverse qr svd svd_lowrank
 tensordot triangular_solve __rmatmul__
 """
-"""Lists the operators that `multiplying` finds, by the names that op_db has for them."""
+"""The operators that `multiplying` finds, by their names in op_db."""
 
 
 def multiplies(call: Callable[[], Any]) -> bool:
-    """Return whether a matmul is called by it, or by its backward."""
+    """Return whether a call, or its backward, multiplies matrices."""
     with Matmuls() as seen:
         found = [y for y in _tensors(call()) if y.requires_grad]
         if found:
@@ -47,7 +47,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def module(name: str) -> Made:
-    """Return a module as torch's tests make it, and what they call it with: the first that multiplies matrices."""
+    """Return the first of the module's samples in torch's tests that multiplies matrices: the module, its arguments."""
     from torch.testing._internal.common_modules import module_db
 
     (info,) = (m for m in module_db if m.name == f"nn.{name}")
@@ -62,7 +62,7 @@ def module(name: str) -> Made:
 
 
 class Operator(nn.Module):
-    """Calls of an operator, whose tensors are the parameters."""
+    """Calls an operator several times; the parameters are the tensors in these calls that require gradients."""
 
     def __init__(self, op: Callable[..., Any], calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Operator(nn.Module):
         return _Parameter(len(self.tensors) - 1)
 
     def forward(self) -> list[Any]:
-        """Return what all calls return."""
+        """Return the results of all calls."""
         outputs = []
         for args, kwargs in self.calls:
             positional = [self._given(a) for a in args]
@@ -91,14 +91,14 @@ class Operator(nn.Module):
 
 
 class _Parameter:
-    """Stands for a parameter among the arguments of a call."""
+    """Replaces a parameter in the arguments of a call."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 def operator(name: str) -> Made:
-    """Return a model that calls an operator as torch's tests do, in the first ways that multiply matrices."""
+    """Return a model that calls an operator with the first samples of torch's tests that multiply matrices."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     (op,) = (o for o in op_db if o.full_name == name)
@@ -113,7 +113,7 @@ def operator(name: str) -> Made:
 
 
 def multiplying() -> Iterator[str]:
-    """Yield the names of all operators of op_db that multiply matrices: what `OPERATORS` has to be."""
+    """Yield the names of all operators of op_db that multiply matrices, which `OPERATORS` must list."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:

@@ -1,7 +1,7 @@
-"""Toy configurations of transformers' architectures: small sizes, random weights, no network.
+"""Make toy configurations of transformers' architectures: small sizes, random weights, and no downloads.
 
-A configuration class says by the names of its fields what it needs: `SIZES` gives each name its toy size, wherever the
-class has it, also in configurations within the configuration.
+`SIZES` has a toy size for each name of a field, which replaces the default of every configuration class with such a
+field, also of configurations within a configuration.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SIZES: dict[int, str] = {
     "intermediate_size_mlp decoder_intermediate_size",
     VOCABULARY: "vocab_size src_vocab_size tgt_vocab_size audio_vocab_size vocab_size_per_layer_input_",
 }
-"""Names of fields by the size that they get."""
+"""{size: names of the fields that get it}."""
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
 
 
 def toy(config_class: Any, **given: Any) -> Any:
-    """Return a configuration of toy size. given: fields that need another value than `SIZES` has."""
+    """Return a configuration of toy size. given: fields that need other values than those of `SIZES`."""
     return config_class(**toy_fields(config_class, given))
 
 
@@ -55,7 +55,7 @@ def toy_fields(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a toy configuration that differ from the class's defaults."""
     fields: dict[str, Any] = {}
     known = _fields_of(config_class)
-    tokens = iter(range(VOCABULARY - 1, 0, -1))  # an image's token must not be the text's
+    tokens = iter(range(VOCABULARY - 1, 0, -1))  # different tokens, since an image's token must not occur in texts
     for name, default in known.items():
         if name in SIZE_OF and (default is None or isinstance(default, int)) and (default is not None or _needs(name)):
             fields[name] = SIZE_OF[name]
@@ -80,9 +80,9 @@ _DROPS = ("pdrop", "layerdrop", "drop_rate", "mask_time_prob", "mask_feature_pro
 
 
 def experts_in_bfloat16(model: nn.Module) -> bool:
-    """Put experts into bfloat16, which is what GPUs have FP8 kernels for. Returns whether there are any.
+    """Convert experts to bfloat16, for which GPUs have FP8 kernels; return whether the model has any.
 
-    Only those that transformers itself calls in several ways, which cast their inputs.
+    It converts only experts with several implementations in transformers, which cast their inputs.
     """
     experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
     for module in experts:
@@ -95,7 +95,7 @@ def _needs(name: str) -> bool:
 
 
 def _fields_of(config_class: Any) -> dict[str, Any]:
-    """Return the fields of a configuration class with their defaults, by the names that its `__init__` takes."""
+    """Return {field: default} of a configuration class, under the names that `__init__` takes and their aliases."""
     parameters = inspect.signature(config_class.__init__).parameters.values()
     names = {p.name: p.default for p in parameters if p.default is not p.empty}
     return {config_class.attribute_map.get(name, name): default for name, default in names.items()} | names
