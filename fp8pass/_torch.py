@@ -335,6 +335,7 @@ def compiled_scope() -> dict[str, Any]:
     translator = _current_translator()
     if translator is None:
         return {}
+    # the frame that Dynamo began with, not one that it inlines into it
     frame = translator.output.root_tx
     named = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
     return {**named, **_self_in_varargs(frame.f_code, frame.f_locals), **frame.f_locals}
@@ -380,7 +381,7 @@ def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter
         id(p.sharded_param): p._unsharded_param
         for group in groups
         for p in group.fsdp_params
-        if hasattr(p, "_unsharded_param")
+        if hasattr(p, "_unsharded_param")  # set by the first all-gather
     }
 
 
@@ -536,6 +537,7 @@ def before_eager_optimizers(callback: Callable[[torch.optim.Optimizer], None]) -
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.compiler.is_compiling():
+            # its result is not returned: torch takes results of such hooks for new arguments
             callback(optimizer)
 
     register_optimizer_step_pre_hook(hook)

@@ -51,6 +51,7 @@ def is_tensor(x: object) -> TypeGuard[fx.Node]:
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
     """Return the fake mode of the graph's values."""
     values = (n.meta.get("val") for n in graph.nodes)
+    # one value: `detect_fake_mode` looks at all that it is given, and each builder asks it
     first = next((v for v in values if isinstance(v, FakeTensor)), None)
     mode = detect_fake_mode([first])
     assert mode is not None, "the graph holds no fake tensors"

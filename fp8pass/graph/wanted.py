@@ -49,6 +49,7 @@ def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
                 "data-dependent size",
                 f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region",
             )
+        # isinstance: to compare a symbolic size would add a guard on it
         if isinstance(size, int) and size == 0:
             raise LeftOut("empty", f"{letter}=0: the matmul is empty")
         if isinstance(size, int) and size == 1:

@@ -58,6 +58,7 @@ class Fp8InductorChoices(InductorChoices):
         """Return Inductor's arguments, with fixed tiles for kernels that store FP8 in both orientations."""
         with faults_of("choices"):
             tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
+            # the tiles have a block of the reduced dimension, which only reductions have
             if features.is_reduction() and tiled:
                 tile = FixedTritonConfig(_TILES["rows" if "rows" in tiled else "columns"])
                 # a persistent reduction would hold the whole reduced dimension in one block
@@ -159,6 +160,7 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
         _comparing.reset(token)
 
 
+# the patch is for the whole process; this says where it has an effect, so that other graphs keep Inductor's code
 _comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
 
 
@@ -172,7 +174,7 @@ def _let_triton_compare() -> None:
     """
     for name, sign in (("minimum", "<"), ("maximum", ">")):
         theirs = getattr(TritonOverrides, name)
-        if "PropagateNan" in theirs("a", "b"):
+        if "PropagateNan" in theirs("a", "b"):  # by what it generates: versions differ
             setattr(TritonOverrides, name, staticmethod(functools.partial(_selected, theirs, sign)))
 
 

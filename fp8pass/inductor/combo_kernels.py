@@ -86,6 +86,7 @@ class _Grouping:
         group_of, times = self._as_early_as_possible()
         latest = dict.fromkeys(self.small, len(times) - 1)
         for i in reversed(self.small):
+            # the last group before a large node needs it, but before the groups of small nodes that wait for it
             group_of[i] = min(latest[i], bisect.bisect_right(times, self.needed[i]) - 1)
             for j in self.waits[i]:
                 latest[j] = min(latest[j], group_of[i] - 1)

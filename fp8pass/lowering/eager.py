@@ -73,6 +73,7 @@ def op_by_op(module: fx.GraphModule) -> Any:
     """Return the graph itself, wrapped as the compiled graph that AOTAutograd expects."""
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if _replaces_input(n)}
+    # AOTAutograd calls compiled graphs with one list of inputs
     return make_boxed_func(functools.partial(_run_unseen, module.forward, replaced))
 
 

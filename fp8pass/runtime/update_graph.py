@@ -89,6 +89,7 @@ class UpdateGraph:
         self.counts: Tensor | None = None
         if skips:
             tensors = (x for p in self._places if isinstance(x := self._example(p), Tensor))
+            # the device of `any_nonfinite`, whose result is counted: a GPU, if any tensor is on one
             device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
             with torch.inference_mode(False):
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
@@ -155,7 +156,7 @@ class UpdateGraph:
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
         states = list(dict.fromkeys(w.state for w in weights if w.state is not None))
-        if self.counts is not None:
+        if self.counts is not None:  # a skipped update forgets what its step has recorded, in all states of its tensors
             ids = set(map(id, tensors))
             trained = (s for s in registry.states() if s.table.training and s.table.remembers and s.table.names)
             states += [s for s in trained if s not in states and any(id(t) in ids for t in s.owned_tensors())]

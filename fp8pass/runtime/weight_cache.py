@@ -158,6 +158,7 @@ class Fp8Weight:
         recipe, t = state.table.delayed, state.tensors
         with torch.inference_mode(False), torch.no_grad():
             parts = [p.detach() for p in self.parts]
+            # the graph that begins a step rolls histories when it runs, after this, and has the next scales
             scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
             own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, recipe.margin)
@@ -165,7 +166,7 @@ class Fp8Weight:
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]
             ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)
-        if self._is_of_now():
+        if self._is_of_now():  # the weight is as it was: no update ran that could have written the copy
             self.expected += 1
         else:
             self._made()

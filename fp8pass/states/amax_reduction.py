@@ -233,6 +233,7 @@ class Reducer:
             found = [] if state is None else _amaxes(state, self._what.interval)
             parts += found or [None]
             sizes += [len(x) for x in found] or [part.size]
+        # -1 for slots that only other ranks still have
         amaxes = [
             torch.full((n,), scaling.NOTHING, device=self._device) if x is None else x
             for x, n in zip(parts, sizes, strict=True)
@@ -395,6 +396,7 @@ def _wait(store: Store, rank: int, ranks: int, limit: float) -> None:
     while True:
         waited = time.monotonic() - begin
         try:
+            # not 0: to some stores that means no timeout
             store.wait(["all"], timedelta(seconds=max(min(WARN_AFTER, limit - waited), 0.01)))
             break
         except dist.DistStoreError as error:

@@ -85,7 +85,7 @@ class State:
         Returns:
             Copies of the tensors, of fixed sizes: see `State`. {} before the first call.
         """
-        finish()
+        finish()  # a reduction under way writes its result to the slots only now
         entries = sorted(self._entries().items())
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
@@ -374,7 +374,7 @@ def _as_tensor(text: str) -> Tensor:
 
 
 def _as_text(recipe: Tensor) -> str:
-    return bytes(recipe.tolist()).rstrip(b"\0").decode(errors="ignore")
+    return bytes(recipe.tolist()).rstrip(b"\0").decode(errors="ignore")  # the cut may be within a character
 
 
 @dataclass(frozen=True)
@@ -604,5 +604,5 @@ registry.on_new.append(_model_goes_along)
 
 def goes_along(module: nn.Module) -> None:
     """Make deep copies of a module copy its state, and pickling it warn that the state is not included."""
-    if vars(module).get(COMPANION) is None:
+    if vars(module).get(COMPANION) is None:  # as in a module that was unpickled
         vars(module)[COMPANION] = _Companion(module)

@@ -490,6 +490,7 @@ class StateRegistry:
     def drop(self, tables: Sequence[SlotTable]) -> None:
         """Drop the state of graphs with these tables, which will not be called again."""
         with self.lock:
+            # by identity: another compilation of the same code has an equal table
             self.keep([s for s in self._states if not any(s.table is table for table in tables)])
 
     def keep(self, states: Sequence[InstanceState]) -> None:

@@ -273,7 +273,7 @@ def _frame_of_hooks() -> Any:
         return None
     # unwrap: `torch._dynamo.disable` wraps the hook of the recomputation
     cells = getattr(inspect.unwrap(hooks[0]), "__closure__", None) or ()
-    contents = (cell.cell_contents for cell in cells if cell != _EMPTY)
+    contents = (cell.cell_contents for cell in cells if cell != _EMPTY)  # cells compare by their contents
     # torch's hook of the forward closes over the frame, that of the recomputation over a weak reference to it
     found = (c() if isinstance(c, weakref.ref) else c for c in contents)
     return next((c for c in found if isinstance(c, _CheckpointFrame)), None)
