@@ -116,7 +116,8 @@ class Fp8Weight:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
         assert self.state is not None
         recipe = self.state.table.delayed
-        # a history of zeros and this one amax: for "max" and "most_recent" the zeros make no difference
+        # takes it that the history began with this copy, so that it holds zeros and this one amax: "max" and
+        # "most_recent" pass over the zeros, a callable may not
         always = self._changes == 1 and self.state.loads == 0 and isinstance(recipe.amax_compute_algo, str)
         # H steps fill the history, and the amax of a step enters it when the next step begins
         return always or self._unchanged > recipe.amax_history_len + 1
