@@ -32,6 +32,7 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 
+# of cuBLASLt's modes VEC128_32F and BLK128x128_32F, and of its VEC32_UE8M0, which is OCP's MXFP8
 BLOCK, MX_BLOCK = 128, 32
 
 Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]

@@ -76,6 +76,7 @@ def match(copy: fx.Node) -> Match | None:
     if copy.target is not aten.copy_.default or not is_tensor(copy.args[1]) or RECORDED not in copy.args[1].meta:
         return None
     new = as_node(copy.args[1].args[1])
+    # through merge_amax's `where` to the stack of the new amaxes, which is decomposed into a cat of unsqueezed ones
     while new.target is not aten.cat.default:
         sources = [a for a in new.args if is_tensor(a) and val(a).dim() == 1 and dtype_of(a) != torch.bool]
         if len(sources) != 1:
@@ -89,10 +90,11 @@ def match(copy: fx.Node) -> Match | None:
 
 def _slot(index: int, amax: fx.Node) -> Slot | None:
     whole = amax
-    if whole.target in CASTS:
+    if whole.target in CASTS:  # `scaling.amax` casts to float32, which leaves no node if it is float32 already
         whole = first(whole)
     if whole.target is not aten.amax.default or val(whole).dim() or len(whole.args) > 1:
         return None
+    # `inverse_unless_nonfinite` as it is traced: where(amax < inf, reciprocal(scale), nan)
     finite = [u for u in amax.users if u.target is aten.lt.Scalar and u.args[1] == math.inf]
     inverses = [u for of in finite for u in of.users if u.target is aten.where.self and u.args[0] is of]
     inverses = [u for u in inverses if as_node(u.args[1]).target is aten.reciprocal.default]
@@ -144,7 +146,7 @@ class _Rewriter:
         self.build = build
 
     def rewrite(self, groups: list[list[Slot]]) -> None:
-        for group in groups[1:]:
+        for group in groups[1:]:  # the vector of the first group would take one launch more (test_traffic.py)
             self._scales(group)
         amaxes = [self._last_stage(group) for group in groups]
         if all(group[-1].index + 1 - group[0].index == len(group) for group in groups):
@@ -217,7 +219,10 @@ class _Rewriter:
 
 
 def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
-    """Give matmuls their scales as f32[1, 1]: Inductor takes a 0-d view for the tensor that it is a view of."""
+    """Give matmuls their scales as f32[1, 1], if they are elements of a vector.
+
+    Inductor's Triton template unsqueezes a 0-d scale, and takes a 0-d view for the whole vector that it is a view of.
+    """
     matrices: dict[fx.Node, fx.Node] = {}
     matmuls = [n for n in graph.nodes if n.target is aten._scaled_mm.default]
     for matmul in matmuls:

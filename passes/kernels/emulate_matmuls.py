@@ -50,7 +50,7 @@ class EmulateMatmuls:
 
 def _why_emulated(node: fx.Node) -> str:
     if node.target is not aten._scaled_mm.default or dtype_of(node) in FP8_DTYPES:
-        return ""
+        return ""  # a result in FP8 stays with the kernel, which may saturate or overflow
     a, b = map(val, node.args[:2])
     return why_emulated(val(node).device, a.dtype, b.dtype)
 

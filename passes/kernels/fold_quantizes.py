@@ -37,6 +37,7 @@ def match(x_q: fx.Node) -> Match | None:
     if x_q.target is not prims.convert_element_type.default or dtype not in FP8_DTYPES:
         return None
     node, limit = first(x_q), fp8_max(dtype)
+    # the two ops into which Inductor decomposes `clamp`
     for target, bound in ((aten.clamp_max.default, limit), (aten.clamp_min.default, -limit)):
         if node.target is not target or node.args[1:] != (bound,) or len(node.users) > 1:
             return None

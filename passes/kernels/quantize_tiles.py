@@ -57,7 +57,7 @@ from fp8pass.passes.common.tiles import (
 from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
 
 MAX_JOINED_WEIGHTS = 8
-"""Most siblings in one kernel: Inductor does not join more of them elementwise."""
+"""Most siblings in one kernel: Inductor does not join more of them elementwise (`config.max_pointwise_cat_inputs`)."""
 
 
 class QuantizeTiles:

@@ -124,6 +124,7 @@ class _InTiles:
 
     def _fits(self, x: fx.Node) -> bool:
         """Return whether `x` is not a view, and each input has the same shape or is the same for all rows."""
+        # a view in the whole tensor's shape, of a transpose say, is not the same view of each tile
         if not is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
             return False
         shapes = [val(a).shape for a in x.all_input_nodes]

@@ -120,6 +120,7 @@ class Batches:
             y = self.emit(aten.view.default, y, [size(a.x, 1), size(b.x, 0), size(b.x, 2)])
             y = self.emit(aten.permute.default, y, [1, 0, 2])
             return self.emit(aten.clone.default, y, memory_format=torch.contiguous_format)
+        # not aten.stack, which Inductor decomposes before this pass runs, and has no lowering for
         entries = [self.emit(aten.unsqueeze.default, y, 0) for y in products]
         return entries[0] if len(entries) == 1 else self.emit(aten.cat.default, entries)
 
@@ -137,4 +138,5 @@ def _value(x: Any) -> torch.Tensor:
 
 
 def _is_repeated(x: torch.Tensor) -> bool:
+    # the stride of a dimension of size 1 says nothing
     return statically_known_true(x.stride(0) == 0) and not statically_known_true(x.shape[0] == 1)

@@ -120,11 +120,13 @@ def check(a: Blocks, b: Blocks, node: fx.Node, target: str | None) -> None:
         raise Reject("block size", f"{sizes}: kernels with scales for blocks need M and N that are multiples of 16")
     if kind == "mxfp8":
         return
+    # cuBLASLt's documentation, "128-element 1D and 128x128 2D Block Scaling"
     if a.square and b.square:
         raise Reject("block layout", f"{sizes}: both operands have 128x128 blocks, for which there is no kernel")
+    # cuBLASLt wants each column of these K/128 scales to begin at a multiple of 4, torch the columns without gaps
     if (a.square or b.square) and a.k % 512:
         raise Reject("block size", f"{sizes}: with 128x128 blocks, kernels take scales only for K a multiple of 512")
-    if a.k == a.size:
+    if a.k == a.size:  # torch looks for scales of rows first, and would find [M, 1] and [1, N]
         raise Reject("block size", f"{sizes} has one block along K, which kernels take for a scale per row")
 
 
@@ -182,7 +184,7 @@ def _scaled(build: Builder, node: fx.Node, a: Blocks, b: Blocks) -> fx.Node:
     layout_a, layout_b = (tiles, tiles) if a.is_e8m0 else (_layout_of_a(a), _layout_of_b(b))
     (scale_a,), (scale_b,) = build.inline(node, layout_a, a.scale_inv), build.inline(node, layout_b, b.scale_inv)
     columns = emit(aten.permute.default, rows(b), [1, 0])
-    # no fast accumulation: blockwise kernels accumulate in float32
+    # False: no fast accumulation, with which Hopper's tensor cores accumulate in less than float32
     y = emit(aten._scaled_mm.default, rows(a), columns, scale_a, scale_b, None, None, out_dtype, False)
     y = y if out_dtype == dtype else emit(prims.convert_element_type.default, y, dtype)
     return y if val(node).dim() == 2 else emit(aten.view.default, y, list(val(node).shape))
@@ -223,5 +225,6 @@ def tiles(codes: Tensor) -> Tensor:
     """
     rows, columns = codes.shape
     tall, wide = -(-rows // 128), -(-columns // 4)
+    # cuBLASLt reads whole tiles of 128 by 4, and wants zeros where the matrix has no blocks
     padded = torch.nn.functional.pad(codes, (0, wide * 4 - columns, 0, tall * 128 - rows))
     return padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)

@@ -25,7 +25,7 @@ from fp8pass.scaling import FP8_DTYPES, fp8_max
 
 
 def _quantize_per_tensor(x: Tensor, scale: Any, zero_point: Any, low: Any, high: Any, dtype: torch.dtype) -> Tensor:
-    # the op rounds to integers, for FP8 types as well
+    # the op rounds to integers, for FP8 types as well, and multiplies by the reciprocal
     rounded: Tensor = torch.round(x.float() * (1.0 / _scalar(scale))) + _scalar(zero_point)
     return rounded.clamp(low, high).to(dtype)
 

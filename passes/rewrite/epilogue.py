@@ -121,6 +121,7 @@ def _scaled(so_far: Epilogue, node: fx.Node) -> Epilogue | None:
         x, factor = scaled_input(node)
     except Reject:
         return None  # an ordinary multiplication, by a gate for example
+    # factor is x: in x * x, the product of one number with itself, the scale would depend on the product
     if x is not so_far.end or factor is x or val(x).shape != val(node).shape:
         return None
     scale = so_far.scale.times(factor, divide=node.target in DIVIDING)

@@ -194,9 +194,9 @@ class _Rewriter:
     def _product(
         self, a: fx.Node, b: fx.Node, scale_a: fx.Node, scale_b: fx.Node, offs: fx.Node | None, fast_accum: bool
     ) -> fx.Node:
-        if (hardware.pretended_device or val(a).device).type == "cpu":
+        if (hardware.pretended_device or val(a).device).type == "cpu":  # where torch has no kernel of this op
             return self._emit(grouped.SCALED_GROUPED_MM_ON_CPU, a, b, scale_a, scale_b, offs, torch.bfloat16)
-        target = aten._scaled_grouped_mm.default
+        target = aten._scaled_grouped_mm.default  # its two None are bias and scale_result
         return self._emit(target, a, b, scale_a, scale_b, offs, None, None, torch.bfloat16, fast_accum)
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -208,6 +208,6 @@ class _Rewriter:
 
 def _by_columns(x_q: Tensor, row: Tensor) -> Tensor:
     """Gather the rows of `x_q` [R, C] that `row` names, and transpose: [C, R']."""
-    # as bytes: indexing is not implemented for FP8 everywhere
+    # as bytes: `taken` fills in zeros by `where`, which Inductor cannot lower for FP8
     rows = grouped.taken(x_q.view(torch.uint8), row).view(x_q.dtype)
     return rows.t().clone(memory_format=torch.contiguous_format)

@@ -89,5 +89,6 @@ def _is_row_major(x: torch.Tensor) -> bool:
     `is_contiguous` ignores the stride of a dimension of size 1; torch's CUDA checks do not.
     """
     *outer, row, column = x.stride()
+    # row >= its length: not one row that is expanded to all, with the stride 0
     aligned = (n % ALIGNMENT == 0 for n in (*outer, row, x.storage_offset()))
     return all(map(statically_known_true, (column == 1, row >= x.shape[-1], *aligned)))

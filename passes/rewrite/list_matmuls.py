@@ -254,7 +254,7 @@ def _why_unknown(node: fx.Node) -> Reject:
     origin = _origin(node)
     if origin == str(node.target):
         return Reject("region", "inside a separate graph, which fp8pass does not enter; compile its inside by itself")
-    if origin == "_autograd_grad":
+    if origin == "_autograd_grad":  # the function by which torch.func takes gradients
         return Reject("torch.func", f"of a gradient of torch.func, {DERIVED}")
     if origin.startswith("linalg_") or origin in _LINEAR_ALGEBRA:
         return LeftOut("linear algebra", f"part of {origin}, which needs all digits of what it multiplies")
@@ -271,7 +271,7 @@ subtract nearly equal numbers."""
 
 def _origin(node: fx.Node) -> str:
     """Return the name of the function that the user called; the name of the op if Dynamo recorded none."""
-    for key in ("source_fn_stack", "fwd_source_fn_stack"):
+    for key in ("source_fn_stack", "fwd_source_fn_stack"):  # AOTAutograd's name for it on nodes of the backward
         if stack := node.meta.get(key):
             function = stack[-1][1]
             return getattr(function, "__name__", str(function))

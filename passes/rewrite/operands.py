@@ -65,6 +65,7 @@ class Scale:
 
     def times(self, factor: Any, divide: bool = False) -> Scale:
         """Return this scale multiplied with, or divided by, a number or a node."""
+        # not of an integer: the negative of an unsigned one wraps around
         if isinstance(factor, fx.Node) and factor.target is aten.neg.default and val(factor).dtype.is_floating_point:
             return replace(self, number=-self.number).times(first(factor), divide)
         if not isinstance(factor, fx.Node):

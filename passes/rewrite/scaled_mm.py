@@ -86,7 +86,7 @@ def match(
     bias = None if beta == 0 else added(node)  # torch: with beta 0 the bias is ignored, NaN included
     scale = (dq_a.scale * dq_b.scale).times(alpha)
     after = plain = Epilogue(node, val(node).dtype, scale)
-    if bias is None or beta == 1:
+    if bias is None or beta == 1:  # kernels add a bias without a factor
         after = epilogue(node, scale, bias, (a.x.dtype, b.x.dtype))
     m = Match(node, dq_a, dq_b, a, b, bias, beta, alpha, after)
     if a.rows is None and b.rows is None:
@@ -151,7 +151,7 @@ def check_types(types: Sequence[torch.dtype | None]) -> list[Reject]:
 
     types: None for an operand that is not float8.
     """
-    if types[0] is types[1] is E5M2:
+    if types[0] is types[1] is E5M2:  # cuBLASLt does not list the pair, and torch checks for it
         kernels = "both operands are float8_e5m2, for which no GPU has a kernel; store one as float8_e4m3fn"
         return [Reject("e5m2 x e5m2", kernels)]
     return []
@@ -171,6 +171,7 @@ def check_batches(a: Fp8Operand, b: Fp8Operand) -> list[Reject]:
 
 def check_scale(m: Match) -> list[Reject]:
     """Return a Reject, in a list, if the product of the scales and alpha is not a normal float32."""
+    # with alpha 1 the kernel gets the two scales as they are; their product need not be a float32
     if m.alpha == 1 or m.after.scale.fits_float32():
         return []
     return [Reject("scale", f"scales and alpha multiply to {m.after.scale.number:g}, which is not a normal float32")]
@@ -197,7 +198,7 @@ class ScaledMM:
             ]
             types = [c.dtype if isinstance(c, Dequantize) else None for c in captured]
             rejects = [c for c in captured if isinstance(c, Reject)] + check_matmul(node, target) + check_types(types)
-            if rejects:
+            if rejects:  # all reasons at once: whoever removes the first one need not find the next by trying
                 rejects += check_batches(*(Fp8Operand(val(x)) for x in operands(node)))
             else:
                 dq_a, dq_b = (c for c in captured if isinstance(c, Dequantize))
@@ -263,7 +264,7 @@ class _Rewriter:
         products = self.batches.products(a, b)
         self.at = m.after.end
         bias = None if m.after.bias is None else self.batches.bias(m.after.bias, a, b)
-        arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum
+        arguments = scale_a, scale_b, bias, None, m.after.dtype, fast_accum  # None: scale_result, see epilogue.py
         return self.batches.assembled([self.batches.call(p, *arguments) for p in products], a, b)
 
     def _row_scaled(self, m: Match, a: Fp8Operand, b: Fp8Operand, fast_accum: bool) -> fx.Node:
@@ -331,7 +332,7 @@ class _Rewriter:
         one = self._scale_inv(UNSCALED, b)
         self.at = m.after.end
         folded = self._make_scale_inv(m.after.scale, val(a).device)
-        self.at = m.node
+        self.at = m.node  # back to where later matmuls can share what is emitted next, the laid out operands
         return folded, one
 
     def _scale_inv(self, scale: Scale, operand: fx.Node) -> fx.Node:

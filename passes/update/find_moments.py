@@ -159,6 +159,7 @@ def _only_grows(old: fx.Node, value: fx.Node) -> bool:
         value = value.args[1]
     if value.target not in (aten.add.Tensor, aten.addcmul.default, prims.fma.default):
         return False
+    # fma(a, b, c) is a * b + c: what is added to comes last
     first, *rest = reversed(value.args) if value.target is prims.fma.default else value.args
     return first is old and not any(old in _above(n) for n in rest if isinstance(n, fx.Node))
 
