@@ -91,7 +91,7 @@ def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...
         _check_blocks(recipe, role, x, contracted, MX_BLOCK)
         return ops.Blockwise(recipe, dtype, MX_BLOCK, dims=contracted)
     assert isinstance(recipe, BlockwiseScaling), recipe
-    if role == "weight" and x.dim() == 2:
+    if role == "weight" and x.dim() == 2:  # square blocks serve both matmuls that read the weight
         for dim in (0, 1):
             _check_blocks(recipe, role, x, (dim,), BLOCK, f"{x.shape[dim]} rows or columns to cut into squares")
         return ops.Blockwise(recipe, dtype, BLOCK, square=True)

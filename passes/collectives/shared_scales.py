@@ -178,7 +178,7 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
         for node in (amax, *casts):
             for user in node.users:
                 if user in casts:
-                    continue
+                    continue  # its readers are listed in its own turn
                 if records_parts and user.target is RECORD and user.args[0] is not node:
                     how = "part"
                 else:
@@ -289,6 +289,7 @@ def _is_poison_of(scale_inv: fx.Node, x_q: fx.Node) -> bool:
     if ops is None:
         return False
     amax = _poison_of(scale_inv)
+    # `amax_from` returns the amax before its cast to float32
     same = {amax, first(amax)} if widens(amax) else {amax}
     return any(amax_from(n) in same for n in _readers(_unmoved(unmarked(as_node(data_of(ops[0]))))))
 

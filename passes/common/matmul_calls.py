@@ -54,6 +54,7 @@ BADDBMM = MatmulSignature("baddbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, 
 ADDBMM = MatmulSignature("addbmm", a=(1, "batch1"), b=(2, "batch2"), bias=(0, "input"), product=_sum_of_products)
 INNER = MatmulSignature("inner")
 RMATMUL = MatmulSignature("matmul", a=(1, "other"), b=(0, "input"))
+# torch.einsum takes its operands by position only
 EINSUM = MatmulSignature("einsum", a=(1, ""), b=(2, ""))
 TENSORDOT = MatmulSignature("tensordot", a=(0, "a"), b=(1, "b"))
 GROUPED_MM = MatmulSignature("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
@@ -196,7 +197,7 @@ def dims_of(signature: MatmulSignature, node: fx.Node, a: Tensor, b: Tensor) -> 
         return _einsum_dims(str(node.args[0]), a, b)
     if signature is TENSORDOT:
         return _tensordot_dims(argument(node, (2, "dims")), a, b)
-    if signature.offs is not None and a.dim() + b.dim() < 6:
+    if signature.offs is not None and a.dim() + b.dim() < 6:  # of two 3-D tensors, `_grouped_mm` is a bmm
         if (a.dim(), b.dim()) != (2, 3):
             raise Reject(
                 "form", f"_grouped_mm of {_shape(a)} by {_shape(b)}; taken are [M, K] by [G, K, N], and batches"
@@ -277,7 +278,7 @@ def _letters(term: str, dots: Letters) -> Letters:
 
 
 def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
-    dims = 2 if dims is None else dims
+    dims = 2 if dims is None else dims  # torch's default
     if isinstance(dims, int):
         in_a, in_b = list(range(a.dim() - dims, a.dim())), list(range(dims))
     else:
@@ -297,6 +298,7 @@ def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
 def mutates(node: fx.Node) -> bool:
     """Return whether the call may write into one of its inputs."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    # torch's names of in-place ops end in one underscore
     if name in _MUTATING_METHODS or (name.endswith("_") and not name.endswith("__")):
         return True
     if node.op != "call_function":

@@ -65,7 +65,7 @@ def transforms(graph: fx.Graph, around: tuple[Transform, ...] = ()) -> dict[fx.N
             inside = *inside, _OPENING[name]
         if inside:
             found[node] = inside
-        if name in _CLOSING and inside[len(around) :]:
+        if name in _CLOSING and inside[len(around) :]:  # the call that closes a transform is still inside of it
             last = max(i for i, t in enumerate(inside) if t is _CLOSING[name])
             inside = inside[:last]
     return found

@@ -133,6 +133,7 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
     # `joined` is an elementwise op, which torch 2.11, too, fuses in any order of loops; `cat` is not
     xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
     parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
+    # one buffer for all that read more of `x` than its amax and its quantize; else they cost another pass over it
     if len(parts) == 1 and m.x.op != "placeholder" and shared:
         return [build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))]
     return parts

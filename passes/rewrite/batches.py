@@ -73,7 +73,7 @@ class Batches:
         rows_a, rows_b, n = self.layout.rows_of_a(x), self.layout.rows_of_b(y), self.layout.size(y, -1)
         if val(rows_a).dim() == 2:
             return [Product(rows_a, rows_b, n, rows_x, rows_y)]
-        entries = range(int(val(x).shape[0]))
+        entries = range(int(val(x).shape[0]))  # a number: `check_batches` has refused symbolic ones
         return [
             Product(self._entry(rows_a, i), self._entry(rows_b, i), n, self._entry(rows_x, i), self._entry(rows_y, i))
             for i in entries

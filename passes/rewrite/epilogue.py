@@ -79,7 +79,7 @@ def epilogue(
     if bias is not None:
         so_far = replace(taken, bias=_source_of_cast(bias)) if _is_vector(bias, matmul, matmul) else None
     while so_far is not None:
-        if so_far.dtype in FP8_DTYPES and so_far.end is not matmul:
+        if so_far.dtype in FP8_DTYPES and so_far.end is not matmul:  # the cast to FP8 ends the chain either way
             why = _why_no_fp8_output(matmul, so_far, operand_dtypes)
             return replace(taken, note=why) if why else so_far
         if _fits_kernel(matmul, so_far) and (so_far.scale == scale or _is_worth(matmul, so_far)):
@@ -98,6 +98,7 @@ def _next(matmul: fx.Node, so_far: Epilogue) -> Epilogue | None:
         return None
     if node.target in RESHAPES:
         return replace(so_far, end=node, reshapes=(*so_far.reshapes, node))
+    # the kernel writes row-major: a copy into another layout is not among what it can do
     if node.target in COPIES and val(node).stride() == val(so_far.end).stride():
         return replace(so_far, end=node)
     if is_wide_cast(node) or _is_quantizing_cast(node):

@@ -216,7 +216,7 @@ def root(node: fx.Node) -> fx.Node:
         source = node.args[0]
         scales = node.target in MULTIPLYING or node.target in DIVIDING
         if not isinstance(source, fx.Node) or (scales and one_number(node.args[1]) is None):
-            break
+            break  # the product of two tensors, an activation and its gate say, is another tensor
         node = source
     return node
 

@@ -138,7 +138,7 @@ class Dequantize:
         return known[source.node]
 
     def _part(self, node: fx.Node, dq: Dequantize | None, emit: Emit, known: dict[fx.Node, Any]) -> Any:
-        if dq is None:
+        if dq is None:  # zeros, which are 0 in FP8 under any scale
             return emit(prims.convert_element_type.default, node, self.dtype)
         x = dq.apply_views(emit, known)
         return x if dq.scale.number > 0 else view_ops.negate(x, self.dtype, emit)
@@ -177,6 +177,7 @@ def _walk_on(operand: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> 
         if node.target in JOINS:
             join = _join(node, known, depth)
             return replace(join, movement=tuple(reversed(moves)), scale=scale * join.scale, rows=rows)
+        # the first factor that differs between rows; `scaled_input` refuses a second one
         if node.target in MULTIPLYING | DIVIDING and rows is None and (by_row := scaled_rows(node)) is not None:
             node, factor, scaled = *by_row, node
             rows = RowScale(scaled, factor, tuple(reversed(moves)))
@@ -280,7 +281,7 @@ def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequan
     if depth == MAX_DEPTH:
         raise Reject("join", f"{at(node)} is one of more than {MAX_DEPTH} joins within joins")
     tensors = view_ops.joined(node)
-    for n in filter(constant, tensors):
+    for n in filter(constant, tensors):  # not those for which `constant` is None, or 0
         raise Reject("fill value", f"{at(node)} fills in {constant(n):g}; only 0 is the same under every finite scale")
     parts = [(n, None if constant(n) == 0 else _walk(n, known, depth + 1)) for n in tensors]
     scaled = [dq for _, dq in parts if dq is not None]
@@ -292,6 +293,7 @@ def _join(node: fx.Node, known: dict[fx.Node, Dequantize], depth: int) -> Dequan
         raise Reject("join", f"{at(node)} joins {' and '.join(sorted(dtypes))}")
     if len(scales := {dq.scale.key() for dq in scaled}) > 1:
         raise Reject("join", f"{at(node)} joins tensors with {len(scales)} different scales")
+    # keys ignore signs: a part with a negative scale is negated itself, see `Dequantize._part`
     scale = replace(scaled[0].scale, number=abs(scaled[0].scale.number))
     return Dequantize(Joined(node, tuple(parts)), (), scale, scaled[0].dtype)
 

@@ -39,6 +39,7 @@ class RowScale:
         if found is None:
             raise Reject("scale shape", f"{self._name()}, which may change along the sum")
         rows, whole = found
+        # `apply_views` can leave one symbolic size to the reshape, as -1
         if len(_known(rows)) < rows.dim() - 1 or not (whole or _is_static(val(self.node))):
             raise Reject("scale shape", f"{self._name()}, of a symbolic size")
 

@@ -243,7 +243,8 @@ class _Rewriter:
     def rewrite(self, m: Match, gemm: Gemm) -> None:
         self.build.gemm = m.node.name
         is_saved = m.node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE  # set by a checkpoint policy
-        self.build.region = m.node if is_saved else None  # reshapes of the result may be recomputed
+        # reshapes of a saved result may be tagged to be recomputed: new nodes do not join their region
+        self.build.region = m.node if is_saved else None
         self.matmul = self.at = m.node  # nodes that later matmuls may share go here; the others where the epilogue ends
         a, b = _fp8_operands(m.dq_a, m.dq_b, self.build.mode, self._emit, self.moved)
         y = self._row_scaled(m, a, b, gemm.fast_accum) if m.by_row else self._scaled(m, a, b, gemm.fast_accum)
@@ -282,7 +283,7 @@ class _Rewriter:
         for p in products:
             scale_a, scale_b = self._rows(p.rows_a, p.a, factor_a), self._rows(p.rows_b, p.b, factor_b)
             column = self._emit(aten.view.default, scale_a, [self.batches.layout.size(scale_a, 0), 1])
-            if m.by_row == "kernel":
+            if m.by_row == "kernel":  # takes f32[M, 1] and f32[1, N]
                 row = self._emit(aten.view.default, scale_b, [1, self.batches.layout.size(scale_b, 0)])
                 y = self.batches.call(p, column, row, bias, None, m.after.dtype, fast_accum)
             else:  # multiplied after the kernel, in float32: as exact, and Inductor fuses it with other ops

@@ -64,7 +64,7 @@ def _drop_copies(graph: fx.Graph) -> None:
 
 def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
     """Return the records in order, one list per chain."""
-    chains: dict[fx.Node, list[fx.Node]] = {}
+    chains: dict[fx.Node, list[fx.Node]] = {}  # by the last record, which the next one reads
     for node in filter(_is_record, graph.nodes):
         previous = node.args[0]
         chain = chains.pop(previous, [])

@@ -59,7 +59,7 @@ def check(copy: fx.Node, backward: set[fx.Node]) -> bool:
     x_q = _source(copy)
     if (x_q.meta.get("custom") or {}).get(GATHERED):
         return False  # a saved copy of the whole weight would take the memory that FSDP frees
-    # torch's partitioner tags nodes of checkpointed regions with "recompute"
+    # torch tags the nodes of checkpointed regions with "recompute", for its partitioner
     return "recompute" not in x_q.meta and not all(_is_read_anyway(n, x_q, backward) for n in _made_of(x_q))
 
 

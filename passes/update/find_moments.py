@@ -83,7 +83,7 @@ def _in_aten(
         traced = make_fx(functionalize(lambda *xs: update(**dict(zip(names, xs, strict=True)))))(*fakes)
     inputs = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for node, name in zip(inputs, names, strict=True):
-        node.name = name
+        node.name = name  # make_fx names inputs by itself; `moments_of` tells gradients by these names
     of = dict(zip(known, inputs, strict=True))
     results: Any = traced.graph.output_node().args[0]
     return traced.graph, {ref: (of[ref], value) for ref, value in zip(written, results, strict=True)}

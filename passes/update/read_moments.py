@@ -47,7 +47,7 @@ def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
             after = graph.call_function(ops.decode_moment, (m.kind, x_q, moment_scales, i, m.dtype))
         for node in nodes[m.ref]:
             node.replace_all_uses_with(after)
-            if node.op == "get_attr":
+            if node.op == "get_attr":  # an input stays, for the graph is called with it
                 graph.erase_node(node)
         decoded.append(after)
     return decoded

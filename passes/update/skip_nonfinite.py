@@ -45,6 +45,7 @@ class SkipNonfinite:
         names = "amax_forward", "amax_backward", "amax_weights"
         amaxes = [of[name] for of in context.slot_inputs for name in of if name in names]
         moments = {m.ref for m in key.moments}
+        # of a moment, the decoded tensor is restored, before WriteMoments stores it
         others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in moments])
         context.skipped = _skip(graph, [*others, *context.moments], amaxes)
         return len(key.restore_if_skipped)
@@ -57,7 +58,7 @@ def _at_beginning(graph: fx.Graph, wanted: Sequence[TensorRef]) -> list[fx.Node]
     found = []
     for ref in wanted:
         if isinstance(ref, str):
-            with graph.inserting_after(last):
+            with graph.inserting_after(last):  # the graph's own `get_attr` may come later than nodes that read this one
                 last = graph.get_attr(ref)
             last.meta = dict(nodes[ref].meta)
         found.append(last if isinstance(ref, str) else nodes[ref])

@@ -55,7 +55,7 @@ def _write(
             of: Any = (slots.recipe, slots.first, *scales_of)
             scales = graph.call_function(ops.next_scales, of)
             scales = graph.call_function(ops.scales_or_one, (scales,))
-            amaxes: list[fx.Node | None] = [None] * slots.count
+            amaxes: list[fx.Node | None] = [None] * slots.count  # None: this update does not write the copy
             for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
                 if w.slots == i:
                     parts = [others.pop(0) if ref is None else nodes[ref] for ref in w.parts]

@@ -76,6 +76,7 @@ class _OnFakes(fx.Interpreter):
         """Run the graph; return the places of the tensors that it writes into."""
         grad_enabled = torch.is_grad_enabled()
         try:
+            # enable_python_dispatcher: some implementations in C++ take no symbolic sizes
             with self.mode, enable_python_dispatcher(), _ignored_symbols(self.mode), _Writes() as writes:
                 self.run(enable_io_processing=False)
         finally:
@@ -99,7 +100,7 @@ class _OnFakes(fx.Interpreter):
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records written tensors by op schemas: on fake tensors, `_foreach_` ops do not bump versions."""
 
-    # higher-order ops write into no tensor, except user-defined Triton kernels, whose writes bump version counters
+    # else torch raises at a higher-order op, torch.cond say; none is taken to write
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -118,4 +119,4 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+    return int(x.untyped_storage()._cdata)  # the storage object, since fake tensors have no addresses
