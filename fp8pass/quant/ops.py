@@ -123,10 +123,17 @@ class Delayed:
         """Return `x` in the shape in which it is quantized, and the scale."""
         scale = scales[self.slot]
         if self.bootstrap:
-            amax = amax_over(scaling.amax(x), self.over)
+            amax = _amax_of_whole(x, self.over)
             own = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
             scale = torch.where(scale == 0, own, scale)
         return x, scale
+
+
+def _amax_of_whole(x: Tensor, over: tuple[str, ...]) -> Tensor:
+    """Return the amax f32[] of a tensor of which this rank has the part `x`; 0 if it has no elements on any rank."""
+    if over and scaling.is_empty(x):
+        return amax_over(torch.zeros((), device=x.device), over)  # the -1 of an empty tensor would become 1
+    return amax_over(scaling.amax(x), over)
 
 
 @dataclass(frozen=True)
@@ -139,11 +146,11 @@ class Dynamic:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
-        return _qdq_by_amax(x, amax_over(scaling.amax(x), self.over), self.dtype, self.recipe.power_of_2)
+        return _qdq_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""
-        return x, _scale(amax_over(scaling.amax(x), self.over), self.dtype, self.recipe.power_of_2)
+        return x, _scale(_amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.pipeline import KernelPasses
-from fp8pass.recipes import DelayedScaling
+from fp8pass.quant.ops import Delayed, Dynamic
+from fp8pass.recipes import DelayedScaling, DynamicScaling
+from fp8pass.scaling import E4M3
 from tests.helpers.harness import verdicts
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import on_ranks
@@ -127,6 +129,16 @@ def alone() -> Any:
 def tensor_parallel() -> Any:
     model = parallel(make(Model), mesh())
     return trained(model, compiled(model))
+
+
+@on_ranks(2)
+def with_an_empty_part() -> list[Tensor]:
+    """The scales of a tensor of which the second rank has no rows, and of one of which no rank has any."""
+    groups = (mesh().get_group().group_name,)
+    mine = torch.full((2, 4), 0.01)[dist.get_rank() * 2 :]
+    quantizers = Dynamic(DynamicScaling(), E4M3, groups), Delayed(RECIPE, E4M3, 0, 0, True, True, groups)
+    dynamic, delayed = quantizers
+    return [s for x in (mine, mine[2:]) for s in (dynamic.scaled(x)[1], delayed.scaled(x, torch.zeros(1))[1])]
 
 
 @on_ranks(2)
@@ -360,6 +372,11 @@ def test_a_region_gathers_again() -> None:
     whole, gather = "float8_e4m3fn[32, 32]", "all_gather_into_tensor uint8[8, 4, 32]"
     assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "those of the layers outside"
     assert (straight["collectives"].count(gather), run["collectives"].count(gather)) == (4, 5)
+
+
+def test_a_part_without_elements_does_not_count() -> None:
+    for scales in with_an_empty_part():
+        assert [float(s) for s in scales] == pytest.approx([448 / 0.01, 448 / 0.01, 1, 1])
 
 
 def test_a_dynamic_scale_takes_a_reduction_of_its_amax() -> None:
