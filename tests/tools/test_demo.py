@@ -195,7 +195,7 @@ def test_where_there_is_no_terminal_a_line_says_losses_and_time_left(
         show(6, "FP8 3.1")
         time.sleep(0.1)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "training ..." and lines[-1] == "training: 0 s"
+    assert lines[0] == "training ..." and re.fullmatch(r"training: \d s", lines[-1])
     assert re.fullmatch(r"  step 6 of 10   FP8 3\.1   0 s left", lines[1])
     assert demo_output._state(20.0, 6, "FP8 3.1", range(2, 10)) == "step 6 of 10   FP8 3.1   20 s left"
 
@@ -216,7 +216,7 @@ def test_in_a_terminal_a_bar_says_losses_and_time_left(monkeypatch: pytest.Monke
             pass
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
     assert re.search(r"training .* 6/10 .*left FP8 3\.1", shown)
-    assert "━" in shown and "training: 0 s\n" in shown and "compiling: 0 s\n" in shown
+    assert "━" in shown and re.search(r"\btraining: \d s\n", shown) and re.search(r"\bcompiling: \d s\n", shown)
 
 
 def says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
