@@ -171,6 +171,7 @@ def uses_of_amaxes(found: Gathered) -> list[Use]:
     to_all = found.collective.target is c10d.broadcast.default  # only the source rank has the tensor
     quantized = {q.ops[-1] for q in found.quantizes}
     for_whole = follows_from_amax(found)
+    # for_whole: the amax is reduced over ranks anyway, and with it the poison is the same on all of them
     may_mark = not for_whole and _may_mark(found)
     records_parts = not for_whole and not to_all and any(map(_is_from_slots, scales_of(found.quantizes[0].ops)))
     for amax in found.amaxes:

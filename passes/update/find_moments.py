@@ -32,7 +32,7 @@ def moments_of(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[Mom
     stored = {ref: example(module, node) for node, ref in refs(module.graph).items()}
     found = [Moment(p, x.kind, x.dtype) for p in written if isinstance(x := stored[p], Fp8Moment)]
     if all(isinstance(stored[p], Fp8Moment) or not _is_candidate(stored[p]) for p in written):
-        return found
+        return found  # without tracing the update, which takes time
     graph, new = _in_aten(module, written)
     inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     degrees = _PolynomialDegree()
@@ -44,6 +44,7 @@ def moments_of(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[Mom
         if isinstance(size, Fp8Moment) or not _is_candidate(size):
             continue
         made_of, degree = _above(value), degrees(value)
+        # a moment is computed from its old value and from a gradient, and forgets
         if old in gradients or old not in made_of or not made_of & gradients or _only_grows(old, value):
             continue
         if made_of & parameters or value in copied:  # an average of parameters, or a master copy of them
