@@ -75,7 +75,12 @@ def _product(a: Tensor, b: Tensor, result: Tensor) -> Product:
 
 
 def _by_columns(x: Tensor) -> bool:
-    return x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2] > 1
+    """Return whether the backward of a matmul computes the gradient of its factor `x` transposed.
+
+    The condition is that of `mm_mat1_backward` and `mm_mat2_backward` in torch/csrc/autograd/FunctionsManual.cpp; the
+    backward of batched matmuls transposes nothing.
+    """
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
 
 
 @dataclass(frozen=True)

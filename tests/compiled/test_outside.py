@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
@@ -115,6 +116,49 @@ def test_a_graph_break_in_a_checkpointed_region(reentrant: bool) -> None:
     report = fp8pass.explain(Checkpointed(), x())
     expect_outside(report, {"a": 1, "b": 1}, "in the checkpointed region at test_outside.py:")
     assert len(report.rewritten) == 3
+
+
+class Layouts(nn.Module):
+    """A matmul by a parameter in some layout, outside of graphs."""
+
+    def __init__(self, factor: Callable[[Tensor], Tensor], shape: tuple[int, ...], batched: bool = False) -> None:
+        super().__init__()
+        self.w, self.factor, self.batched = nn.Parameter(torch.randn(shape)), factor, batched
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.factor(self.w)
+        return torch.bmm(x.unflatten(0, (2, -1)), factor) if self.batched else x @ factor
+
+
+class Matmuls(TorchDispatchMode):
+    """The sizes M, K, N of the matmuls that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.sizes.append((*args[0].shape[-2:], args[1].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "as a layer's weight": (lambda w: w.t(), (64, 32)),
+    "as it is": (lambda w: w, (32, 64)),
+    "columns of a larger weight": (lambda w: w[:, :32].t(), (64, 48)),
+    "batches": (lambda w: w.transpose(1, 2), (2, 64, 32), True),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_sizes_are_those_that_autograd_multiplies(case: str) -> None:
+    model = Layouts(*LAYOUTS[case])
+    with Matmuls() as ran:
+        model(x()).sum().backward()
+    found = outside(fp8pass.explain(model, x()))
+    assert Counter((g.M, g.K, g.N) for g in found) == Counter(ran.sizes)
 
 
 def test_a_full_backward_hook() -> None:
