@@ -314,7 +314,7 @@ def mutates(node: fx.Node) -> bool:
     return node.kwargs.get("out") is not None or _inplace_argument(node)
 
 
-_PURE = {"index", "inv", "invert", "matmul"}
+_PURE = {"imatmul", "index", "inv", "invert"}
 _MUTATING_METHODS = {"__setitem__", *(n for n in dir(torch.Tensor) if n.startswith("__i") and hasattr(operator, n))}
 _MUTATING_METHODS -= {"__index__", "__inv__", "__invert__"}
 
