@@ -52,6 +52,8 @@ class Fp8Weight:
         self._unchanged = 0
         """Number of steps begun since the weight was changed."""
         self._changes = 0
+        self._from_first_step = False
+        """True if the first graph that read the copy began the history of its slot, too."""
         self._was_written = False
         """True if a compiled update has written the copy since the last call of `end_step`."""
         self.requantized = 0
@@ -92,7 +94,9 @@ class Fp8Weight:
 
     def use_in(self, state: InstanceState, index: int) -> None:
         """Prepare for a call of this state's graph: copy `weight_copy_scales` from the state that was used last."""
-        if self.state is not None and self.state is not state:
+        if self.state is None:
+            self._from_first_step = state.tracker.step <= 1
+        elif self.state is not state:
             with torch.no_grad():
                 state.tensors.weight_copy_scales[:, index].copy_(self.state.tensors.weight_copy_scales[:, self.index])
         self.state, self.index = state, index
@@ -116,9 +120,10 @@ class Fp8Weight:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
         assert self.state is not None
         recipe = self.state.table.delayed
-        # takes it that the history began with this copy, so that it holds zeros and this one amax: "max" and
-        # "most_recent" pass over the zeros, a callable may not
-        always = self._changes == 1 and self.state.loads == 0 and isinstance(recipe.amax_compute_algo, str)
+        # a history that began with this copy holds zeros and this one amax: "max" and "most_recent" pass over the
+        # zeros, a callable may not
+        is_only_amax = self._from_first_step and self._changes == 1 and self.state.loads == 0
+        always = is_only_amax and isinstance(recipe.amax_compute_algo, str)
         # H steps fill the history, and the amax of a step enters it when the next step begins
         return always or self._unchanged > recipe.amax_history_len + 1
 

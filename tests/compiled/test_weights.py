@@ -374,6 +374,26 @@ def test_gradient_accumulation() -> None:
     assert got.requantized() == [STEPS, STEPS], "once in a step, whatever the number of microbatches"
 
 
+def test_a_copy_that_is_younger_than_the_history() -> None:
+    """A model that has trained without copies, and whose weights are then set to others: the history has the old."""
+
+    def losses(cache: str) -> list[float]:
+        model = make(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+        options: dict[str, Any] = {"recipe": DelayedScaling(amax_history_len=2)}
+        for run, factor in ((compiling("off", **options)(model), 0.013), (compiling(cache, **options)(model), 1.0)):
+            found = []
+            for x in batches(STEPS, 16, 32, dtype=F32):
+                loss = loss_of(run(x))
+                loss.backward()
+                found.append(loss.item())
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(factor)
+        return found
+
+    assert losses("fp8") == losses("off")
+
+
 def test_memory() -> None:
     """A byte for each element, two with the transposed copy, and nothing without."""
     elements = 2 * 32 * 56
