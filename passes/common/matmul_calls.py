@@ -59,7 +59,7 @@ EINSUM = MatmulSignature("einsum", a=(1, ""), b=(2, ""))
 TENSORDOT = MatmulSignature("tensordot", a=(0, "a"), b=(1, "b"))
 GROUPED_MM = MatmulSignature("_grouped_mm", b=(1, "mat2"), bias=(3, "bias"), offs=(2, "offs"))
 GROUPED_FALLBACK = MatmulSignature("_grouped_mm", b=(1, "weight"), product=grouped.in_bfloat16, offs=(2, "offs"))
-"""The spelling of the op that transformers' experts call if torch's grouped matmul does not take their type."""
+"""The arguments of the op that transformers' experts call if torch's grouped matmul does not take their type."""
 
 _aten = torch.ops.aten
 _FUNCTIONS: dict[Any, MatmulSignature] = {
