@@ -25,35 +25,35 @@ BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
     "passes": ((CompiledGraph, "__init__"), "this test compiles: it belongs to tests/compiled"),
     "compiled": ((GraphLowering, "run"), "this test reaches Inductor: it belongs to tests/inductor"),
 }
-"""For each tier, the function that its tests must not reach: which holds the tiers apart, and the fast one fast."""
+"""For each tier, the function that its tests must not reach, and the message. This keeps the fast tier fast."""
 TESTS = Path(__file__).parent
 GROUPS = (
     dict.fromkeys(("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel"), "ranks")
     | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
     | {name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")}
 )
-"""Files whose tests share what takes long, ranks, a fixture, a process that they ask: one worker runs a whole group."""
+"""Files whose tests share something slow (ranks, a fixture, a process that answers questions): one worker runs a group."""
 
 
 def stem(file: Path) -> str:
-    """Return the name of a file of tests without `test_`."""
+    """Return the name of a test file without `test_`."""
     return file.stem.removeprefix("test_")
 
 
 def tier_of(file: Path) -> str:
-    """Return the tier of a file of tests: the folder of tests/ that it is in."""
+    """Return the tier of a test file: the folder of tests/ that it is in."""
     return file.parts[len(TESTS.parts)] if file.is_absolute() else file.parts[1]
 
 
 @functools.cache
 def group_of(file: Path) -> str:
-    """Return the group of a file of tests; "" if each may run on another worker."""
+    """Return the group of a test file, or "" if its tests may run on several workers."""
     shares = "pytest.mark.shares_code" in file.read_text()
     return GROUPS.get(stem(file), str(file) if shares else "")
 
 
 def shares_code(item: Any) -> bool:
-    """Return whether a test may use code that others have compiled: not if it patches something, or reads the log."""
+    """Return whether a test may use code compiled for other tests; a test that patches something or reads the log may not."""
     alone = {"caplog", "monkeypatch"} & set(item.fixturenames)
     return bool(item.get_closest_marker("shares_code")) and not alone
 
@@ -65,10 +65,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU with FP8 (sm_89 or later)")
     config.addinivalue_line(
-        "markers", "shares_code: what Dynamo has compiled for tests of this file before is used again"
+        "markers", "shares_code: uses code again that Dynamo has compiled for earlier tests of this file"
     )
     config.addinivalue_line("markers", "variant: runs with --variants only; a sister of it runs every day")
-    os.environ["FP8PASS_ON_FAULT"] = "raise"  # of what runs in processes of its own, too
+    os.environ["FP8PASS_ON_FAULT"] = "raise"  # the environment also reaches the processes that tests start
     if config.getoption("variants"):
         os.environ[VARIANTS] = "1"
     for tier in ORDER:

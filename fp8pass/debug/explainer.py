@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,7 +65,6 @@ def explain(
     outside = Outside([x for x in (function, *args) if isinstance(x, nn.Module)])
     compiled = torch.compile(function, backend=explain_only(config, outside.path_of))
     report = Report()
-    buffers = {n: b.clone() for n, b in function.named_buffers()} if isinstance(function, nn.Module) else {}
     # At its recompile limit Dynamo runs a frame without compiling it, and its matmuls would have no verdict.
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     try:
@@ -73,6 +73,7 @@ def explain(
             collect() as report,
             recompiles,
             torch.random.fork_rng(),
+            _restored_buffers(function),
             torch.set_grad_enabled(backward),
         ):
             with outside.watching():
@@ -88,9 +89,6 @@ def explain(
         raise _failure(report) from error
     finally:
         outside.forget()
-        with torch.no_grad():
-            for name, saved in buffers.items():
-                function.get_buffer(name).copy_(saved)  # type: ignore[union-attr]
     if not report.graphs:
         report.notes.append(
             "Dynamo compiled nothing: all matmuls ran op by op, for the reasons given"
@@ -99,6 +97,21 @@ def explain(
         )
     report.pictures = drawing.finish(report.gemms)
     return report
+
+
+@contextmanager
+def _restored_buffers(function: object) -> Iterator[None]:
+    """Restore the buffers of a module, the running means of a batch norm for example, on exit."""
+    if not isinstance(function, nn.Module):
+        yield
+        return
+    buffers = {name: b.clone() for name, b in function.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, saved in buffers.items():
+                function.get_buffer(name).copy_(saved)
 
 
 def _failure(report: Report) -> Fp8Error:

@@ -1,1 +1,1 @@
-"""What releases wrote: checkpoints and a report that later code still has to read. `make.py` wrote them."""
+"""Checkpoints and a report that releases wrote with `make.py`, and that later code still has to read."""

@@ -1,4 +1,4 @@
-"""Trains a small model and writes its checkpoint and its report, with public names only, so that old code runs it too.
+"""Trains a small model and writes its checkpoint and report. Uses public names only, so that it runs with old releases.
 
     python tests/golden/make.py CHECKPOINT.pt REPORT.json
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model in training, whose checkpoint can be taken and gone on from."""
+    """A training run that can save its checkpoint and resume from one."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Run:
         return loss
 
     def train(self, steps: range) -> list[float]:
-        """Return the losses of these steps, each on a batch of its own."""
+        """Return the losses of these steps, each of which has its own batch."""
         batches = (torch.randn(64, 32, generator=torch.Generator().manual_seed(at)) for at in steps)
         return [float(self.step(self.model, self.optimizer, x).detach()) for x in batches]
 
@@ -69,14 +69,14 @@ class Run:
         return {"model": self.model.state_dict(), "fp8": state, "optimizer": self.optimizer.state_dict()}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from `checkpoint`."""
         self.model.load_state_dict(checkpoint["model"])
         fp8pass.state(self.model).load_state_dict(checkpoint["fp8"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
 
 
 def report() -> dict[str, Any]:
-    """Return `fp8pass.explain`'s report of the model, and what `fp8pass.stats` has of a layer, as plain numbers."""
+    """Return `fp8pass.explain`'s report of the model, and the rows of `fp8pass.stats` of a layer, as plain numbers."""
     torch.manual_seed(0)
     explained = fp8pass.explain(Model(), torch.randn(64, 32), config=fp8pass.Config(recipe=RECIPE)).to_dict()
     layer = nn.Linear(32, 32)
@@ -86,7 +86,7 @@ def report() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write both."""
+    """Write the checkpoint and the report to the two files of the command line."""
     run = Run()
     losses = run.train(range(STEPS))
     checkpoint = {**run.checkpoint(), "losses": losses}

@@ -1,4 +1,4 @@
-"""What the tests share: models, oracles, captured graphs, ranks, a GPU that is not there, and helpers of single files."""
+"""Code that tests share: models, oracles, captured graphs, ranks, a fake GPU, and helpers of files in several tiers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_annotate.py in several tiers."""
+"""Annotates functions, for the files test_annotate.py of two tiers and for passes/annotate/test_insert_monitors.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8pass.pipeline import annotated as annotate
 
 
 def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True, **config: Any) -> Annotation:
-    """What the pass makes of the one graph that Dynamo captures of `function`."""
+    """Return the annotation of the only graph that Dynamo captures of `function`."""
     made: list[Annotation] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True
 
 @torch.library.custom_op("fp8pass_test::bump", mutates_args={"x"})
 def bump(x: Tensor) -> None:
-    """Writes into its argument."""
+    """Multiply `x` by 3 in place."""
     x.mul_(3)
 
 

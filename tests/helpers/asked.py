@@ -1,4 +1,4 @@
-"""A process that answers one question after the other: importing torch and pretending a GPU takes longer than most."""
+"""A process that answers many questions, because importing torch and faking a GPU takes longer than most answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import ROOT
 
 @functools.cache
 def _process(module: str, environment: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
-    """The one of this worker. Its errors are told as answers."""
+    """Start this worker's process for `module`, which reads questions from stdin and writes answers to stdout."""
     process = subprocess.Popen(
         [sys.executable, "-m", module],
         cwd=ROOT,
@@ -33,13 +33,13 @@ def _process(module: str, environment: tuple[tuple[str, str], ...]) -> subproces
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    process.communicate()  # with the end of what it reads, it ends
+    process.communicate()  # closes its stdin, on which it exits
 
 
 def ask(module: str, *question: str, **environment: str) -> Any:
-    """What `module`, run as a script with `environment`, answers.
+    """Return the answer of `module`, run as a script with `environment`, to a question.
 
-    Each question is answered as in a process of its own: torch forgets before it what it has compiled.
+    Each question is answered as in a new process: torch discards what it has compiled before. Fails on the answer's error.
     """
     process = _process(module, tuple(environment.items()))
     assert process.stdin and process.stdout
@@ -53,9 +53,9 @@ def ask(module: str, *question: str, **environment: str) -> Any:
 
 
 def answer_all(answer: Callable[..., Any]) -> None:
-    """Of a process that is asked: answers until there are no more questions."""
+    """Answer the questions on stdin, in the process that `ask` started, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is no answer
+    os.dup2(2, 1)  # prints go to stderr, so that stdout has only answers
     for line in sys.stdin:
         torch.compiler.reset()
         torch.manual_seed(0)

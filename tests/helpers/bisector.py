@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_bisector.py in several tiers."""
+"""Models with a fault, for the files test_bisector.py of several tiers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 class Once(Tied):
-    """One layer, called once: what little there is to compile, where most of a test's time is compilation."""
+    """One layer, called once, so that there is little to compile."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc(x * self.factor) / self.factor
@@ -36,7 +36,7 @@ class Once(Tied):
 
 
 def outputs(model: nn.Module, run: Callable[..., Tensor], since: int = 2, large: float = 1e6) -> Tensor:
-    """Of four training steps; from `since` on the factor is large."""
+    """Return the outputs of four training steps; from step `since` on the factor is `large`."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for i in range(4):
@@ -48,7 +48,7 @@ def outputs(model: nn.Module, run: Callable[..., Tensor], since: int = 2, large:
 
 
 def faulty(kind: Callable[[], nn.Module], lowering: str = "eager", max_runs: int = 100, **config: Any) -> Bisection:
-    """Bisected: made anew in each run, and compared with high precision."""
+    """Bisect the training of a model, which each run makes anew and compares with high precision."""
 
     def step() -> Tensor:
         model = make(kind)

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_canonicalize.py in several tiers."""
+"""Modules with quantize and dequantize ops of other libraries, for the files test_canonicalize.py of several tiers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ torchao = pytest.importorskip("torchao.quantization.quant_primitives")
 
 
 class TorchAO(nn.Module):
-    """torchao's affine ops: FP8 by its own, or the general one."""
+    """A linear layer with torchao's affine ops; `general`: with the general dequantize instead of the one for FP8."""
 
     def __init__(self, general: bool, scale_shape: tuple[int, ...], weight_scale_shape: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_dump.py in several tiers."""
+"""Dumps of training steps, for the files test_dump.py of several tiers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def files(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(str(f.relative_to(folder)) for f in folder.rglob(pattern) if f.is_file())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is written
 def dumped(model: nn.Module, x: Tensor, folder: Path, **options: Any) -> Path:
-    """The folder, with the dumps of two training steps."""
+    """Return `folder`, after two training steps have written their dumps to it."""
     run = compiled(model, dump_dir=str(folder), **options)
     for _ in range(2):
         run(x).sum().backward()
@@ -32,6 +30,6 @@ def dumped(model: nn.Module, x: Tensor, folder: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def of_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dumps of a `Block`."""
+    """Return the folder with the dumps of a `Block`."""
     with without_caches():
         return dumped(make(), torch.randn(16, 32), tmp_path_factory.mktemp("block"))

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_faults.py in several tiers."""
+"""Faults to plant into fp8pass, for the files test_faults.py of several tiers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from fp8pass.quant import kernel_ops
 
 
 def planted(*_: Any, **__: Any) -> Any:
-    """Take the place of a part of fp8pass."""
+    """Raise, instead of a function of fp8pass that this replaces."""
     raise ZeroDivisionError("planted")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lowerings
 LOWERINGS: dict[str, Any] = {
     "choices": (choices, "_waits_for_amax"),
     "combine": (combo_kernels, "groups"),
     "fold_quantizes": (kernel_ops, "fp8_max"),
 }
-"""By the name of what is left out, what is planted where."""
+"""By the name of the pass that fails: the module and the name of the function that `planted` replaces."""
 
 
 def a_layer() -> tuple[nn.Module, Tensor]:

@@ -1,6 +1,6 @@
-"""Runs programs one after the other, each in a process of its own that has torch: forks of one that has imported it.
+"""Runs programs one after the other, each in a fork of a process that has imported torch.
 
-To import torch takes longer than most of these programs. Nothing of fp8pass is there before.
+Importing torch takes longer than most of these programs. fp8pass is not imported before the fork.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Program(NamedTuple):
-    """A file, its arguments, the folder where it runs, and where it finds modules first, if not beside itself."""
+    """A file, its arguments, the working directory, and the first entry of sys.path (by default the file's folder)."""
 
     file: Path
     arguments: Sequence[str] = ()
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 def run(programs: Sequence[Program], environment: Mapping[str, str]) -> list[Ended]:
-    """Run programs with an environment, in which torch was imported, too."""
+    """Run programs with an environment; torch is imported with the same one."""
     with tempfile.TemporaryDirectory() as outputs:
         request = [
             [str(p.file), list(p.arguments), str(p.folder.resolve()), str(p.root or p.file.parent)] for p in programs
@@ -48,7 +48,7 @@ def run(programs: Sequence[Program], environment: Mapping[str, str]) -> list[End
 
 
 def _run(program: tuple[str, list[str], str, str], output: Path) -> int:
-    """Fork, and wait for the exit status."""
+    """Run a program in a fork, and return its exit status."""
     file, arguments, folder, root = program
     if process := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
@@ -57,12 +57,12 @@ def _run(program: tuple[str, list[str], str, str], output: Path) -> int:
         for descriptor, name in (1, "out"), (2, "err"):
             os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), descriptor)
         os.chdir(folder)
-        sys.argv, sys.path[0] = [file, *arguments], root  # this file's folder is no place to find modules
+        sys.argv, sys.path[0] = [file, *arguments], root  # instead of this file's folder
         runpy.run_path(file, run_name="__main__")
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001  # as Python says it
+    except BaseException:  # noqa: BLE001  # printed, as Python itself does
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Random programs around one matmul: what must be found, and what must not.
+"""Random programs around one matmul, which say whether it must be rewritten.
 
 A program is built backwards from the shape of an operand: each step is an op and the shape that it starts from. Programs
 can also be run in float64 throughout, which is what the rewritten graph is compared with.
@@ -23,9 +23,11 @@ Op = Callable[..., Tensor]
 
 @dataclass
 class Program:
-    """function(wide, *inputs), wide: what a high-precision dtype becomes; bad: what must keep it from being rewritten.
+    """A program around one matmul, and whether the matmul must be rewritten.
 
-    unclear: it may or may not be rewritten. text: the steps, to read. loose: some types are narrower than float32.
+    function: called as function(wide, *inputs), where `wide` maps each high-precision dtype to the one to compute in.
+    text: the steps, to read. bad: steps that must keep the matmul from being rewritten. unclear: it may or may not be
+    rewritten. loose: some types are narrower than float32.
     """
 
     function: Callable[..., Any]
@@ -67,7 +69,7 @@ SCALES = [0.5, 0.25, 2.0, -1.5, 1 / 3]
 
 
 def _wide(x: Any, wide: Any) -> Any:
-    """A high-precision input, in float64 where everything is."""
+    """Convert a high-precision input to `wide` of its dtype; FP8 and other inputs stay."""
     return x.to(wide(x.dtype)) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize > 1 else x
 
 
@@ -280,8 +282,8 @@ class _Operand:
         }
         name = self.draw(st.sampled_from(sorted(steps)))
         if (name == "rows" and shape[-1] == 1) or (name == "square" and all(size == 1 for size in shape)):
-            return shape  # one number is not bad
-        if name == "rows":  # of the second operand they may be columns of the product, which can be taken out
+            return shape  # a single number is a scale, which may be folded
+        if name == "rows":  # in the second operand they may scale columns of the product, which can be folded
             self.rows = True
         else:
             self.bad.append(name)
@@ -291,7 +293,7 @@ class _Operand:
 
 @st.composite
 def programs(draw: Callable[..., Any]) -> Program:
-    """One matmul, its operands, and what follows."""
+    """Draw a program: a matmul, its operands, and an epilogue."""
     inputs = _Inputs(draw)
     size = st.sampled_from([1, 2, 3, 7, 8, 16, 17, 32, 48])
     batch, m, k, n = draw(st.sampled_from([1, 2, 3, 16, 17])), draw(size), draw(size), draw(size)
@@ -329,8 +331,8 @@ def programs(draw: Callable[..., Any]) -> Program:
     bad = [*a.bad, *b.bad]
     if q_a is q_b is E5M2:
         bad.append("e5m2 twice")
-    unclear = kind in ("bmm", "einsum") and batch > 16  # one operand may be the same for all of the batch
-    unclear |= a.rows or b.rows  # which scales may or may not change along the sum
+    unclear = kind in ("bmm", "einsum") and batch > 16  # an operand may be the same matrix for the whole batch
+    unclear |= a.rows or b.rows  # the scales may differ along the dimension of the sum
     text = [
         f"{q_a} {a.shape}: {', '.join(a.text)}",
         f"{q_b} {b.shape}: {', '.join(b.text)}",
@@ -344,7 +346,7 @@ def programs(draw: Callable[..., Any]) -> Program:
 
 
 class _Epilogue:
-    """What follows: anything, for all of it must be computed rightly."""
+    """The ops after the matmul. They may be any ops, because each must be computed correctly."""
 
     def __init__(self, draw: Callable[..., Any], inputs: _Inputs, sizes: tuple[int, int], dtype: torch.dtype) -> None:
         self.text: list[str] = []
@@ -425,7 +427,7 @@ class _Epilogue:
 
 
 def _broadcasts(y: Tensor, other: Tensor) -> bool:
-    """Whether `other` can be added without changing the shape."""
+    """Return whether `other` can be added without changing the shape."""
     if other.dim() > y.dim():
         return False
     return all(o in (1, s) for o, s in zip(reversed(other.shape), reversed(y.shape), strict=False))

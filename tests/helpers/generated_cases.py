@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_generated.py in several tiers."""
+"""Checks of random programs, for the files test_generated.py of several tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.generated import Program
 from tests.helpers.harness import compiled
 
 EXAMPLES = int(os.environ.get("FP8PASS_TEST_PROGRAMS", "20"))
-"""How many programs; more than that are run by hand: FP8PASS_TEST_PROGRAMS=2000. The variants below have 60 others."""
+"""How many programs run. FP8PASS_TEST_PROGRAMS=2000 runs more."""
 
 
 common = settings(
@@ -30,7 +30,7 @@ def tensors(results: Any) -> list[Tensor]:
 
 
 def check_results(program: Program, actual: Any) -> None:
-    """Against float64, at the precision of the narrowest type in the program."""
+    """Compare results with float64, at the precision of the narrowest type in the program."""
     for eager, exact, got in zip(*map(tensors, (program.run(*program.inputs), program.exactly(), actual)), strict=True):
         assert (eager.dtype, eager.shape) == (got.dtype, got.shape)
         here = eager.float().isfinite() & exact.isfinite()  # float16 overflows
@@ -42,6 +42,6 @@ def check_results(program: Program, actual: Any) -> None:
 def check_compiled(program: Program) -> None:
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # Inductor
+        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed")  # from Inductor
         actual = compiled(program.run, recipe=None, lowering="inductor")(*program.inputs)
     check_results(program, actual)

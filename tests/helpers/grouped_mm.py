@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_grouped_mm.py in several tiers."""
+"""Tokens and training steps of experts, for the files test_grouped_mm.py of several tiers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ H100 = {"target": "h100", "min_speedup": 0}
 
 
 OFFS = torch.tensor([9, 9, 40, 57], dtype=torch.int32)
-"""Of 64 rows: 9 tokens, none, 31, 17; 7 rows are nobody's."""
+"""Ends of the groups of 64 rows: 9 tokens, 0, 31, 17; the last 7 rows belong to no expert."""
 
 
 def tokens(nobodys: float = 1.0) -> Tensor:
-    """64 rows, of which the last 7 hold `nobodys`."""
+    """Return 64 rows, of which the last 7, which belong to no expert, hold `nobodys`."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     x[57:] = nobodys
     return x.bfloat16().requires_grad_()
 
 
 def trained(function: Any, experts: nn.Module, x: Tensor, offs: Tensor = OFFS) -> list[Tensor]:
-    """Output and gradients of a step, of rows that are somebody's."""
+    """Return a step's output and grad_input of the rows that belong to experts, and the gradients of the weights."""
     y = function(x, offs)
     n = int(offs[-1])
     y[:n].float().square().sum().backward()

@@ -1,4 +1,4 @@
-"""What tests are written with: capture a graph, run passes on it, train a model, compare."""
+"""Functions for tests: they capture a graph, run passes on it, train a model, and compare results."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from fp8pass.runtime.update_key import UpdateKey
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-gc.set_threshold(50_000, 20, 50)  # graphs are many objects that live long: looking for garbage took 6% of the time
-gc.freeze()  # nor is what is imported looked at again
-atexit.register(gc.unfreeze)  # or bindings of C++ say that it leaks
+gc.set_threshold(50_000, 20, 50)  # graphs are many long-lived objects: garbage collection took 6% of the time
+gc.freeze()  # garbage collection skips what is imported by now
+atexit.register(gc.unfreeze)  # otherwise C++ bindings report leaks at exit
 
 
 def _not_profiled(*_: Any) -> float:
-    """Take the place of what measures guards, for Dynamo's log, after it has emptied the CPU's caches: 18 ms each."""
+    """Replace Dynamo's measurement of guards for its log, which empties the CPU's caches and takes 18 ms each time."""
     return 0.0  # a `Mock` would keep the frame's locals
 
 
 @contextlib.contextmanager
 def without_caches(share: bool = False) -> Iterator[None]:
-    """Compile anew what is compiled inside: a graph from a cache would skip the passes.
+    """Switch off the caches of compiled graphs inside, because a graph from a cache would skip the passes.
 
-    share: what this process has compiled before inside is there, for models of one class share their code. No shape
-    becomes dynamic then because another model had another one, and no limit of recompilations is met.
+    share: keep what Dynamo has compiled before in this process, which models of one class share. Then no shape becomes
+    dynamic because another model had another one, and no recompile limit is reached.
     """
     torch.manual_seed(0)
     if not share:
@@ -70,24 +70,24 @@ def without_caches(share: bool = False) -> Iterator[None]:
 
 
 def fp8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
-    """Random FP8."""
+    """Return random FP8 numbers."""
     return torch.randn(shape).mul(4).to(dtype)
 
 
 def scale(value: float = 0.25) -> Tensor:
-    """A scale, or its inverse."""
+    """Return a scale or a scale_inv, as a 0-dim tensor."""
     return torch.tensor(value)
 
 
 def dq(q: Tensor, s: Tensor | float, dtype: torch.dtype = F32) -> Tensor:
-    """Dequantized in `dtype`."""
+    """Dequantize `q` in `dtype` with the scale_inv `s`."""
     return q.to(dtype) * (s.to(dtype) if isinstance(s, Tensor) else s)
 
 
 def capture(function: Callable[..., Any], *inputs: Any, device: str = "cpu", dynamic: bool = False) -> fx.GraphModule:
-    """The graph of ATen ops of `function`, as Inductor's decompositions leave it, on fake tensors.
+    """Return the graph of ATen ops of `function`, after Inductor's decompositions, on fake tensors.
 
-    device: where the fakes pretend to be. dynamic: with symbolic sizes.
+    device: that of the fake tensors. dynamic: with symbolic sizes.
     """
     if dynamic:
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(*inputs)
@@ -104,7 +104,7 @@ def apply(module: fx.GraphModule, *passes: Pass[Context], config: Config | None 
 
 
 def run(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = None) -> Context:
-    """Run passes over a captured graph, verify it, and return what they have to say."""
+    """Run passes over a captured graph, verify it, and return their context: verdicts and notes."""
     context = Context(config or Config(recipe=None))
     for p in passes:
         p.run(module.graph, context)
@@ -116,7 +116,7 @@ def run(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = 
 def on_dynamos_graph(
     module: fx.GraphModule, *passes: Pass[DynamoContext], config: Config | None = None
 ) -> tuple[fx.GraphModule, list[int]]:
-    """Run passes over a copy of a graph of Dynamo's. Returns the copy, and how often each was applied."""
+    """Run passes over a copy of Dynamo's graph. Return the copy, and how often each pass was applied."""
     annotation = Annotation(copy_to_edit(module), [], [])
     names = Names(annotation.module.graph.find_nodes(op="placeholder"))
     context = DynamoContext(config or Config(), annotation=annotation, names=names)
@@ -127,7 +127,7 @@ def on_dynamos_graph(
 
 
 def on_update(module: fx.GraphModule, key: UpdateKey, *passes: Pass[UpdateContext]) -> UpdateContext:
-    """Run passes over Dynamo's graph of an update, in place, and return what they share."""
+    """Run passes over Dynamo's graph of an update, in place, and return their context."""
     context = UpdateContext(Config(), key=key)
     for p in passes:
         p.run(module.graph, context)
@@ -137,13 +137,13 @@ def on_update(module: fx.GraphModule, key: UpdateKey, *passes: Pass[UpdateContex
 
 
 def detect(function: Callable[..., Any], *inputs: Any, **config: Any) -> tuple[fx.GraphModule, list[Gemm]]:
-    """`function` captured, and its matmuls found and rewritten."""
+    """Capture `function` and rewrite its matmuls. Return the graph and the verdicts."""
     module = capture(function, *inputs)
     return module, apply(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None, **config))
 
 
 def text(module: fx.GraphModule) -> str:
-    """The graph's code, one op per line, without the noise."""
+    """Return the graph's code, one op per line, without signature, comments and deletions."""
     lines = module.print_readable(print_output=False, expanded_def=True).splitlines()
     kept = [line.split(";")[0].strip().replace("torch.ops.", "") for line in lines]
     return "\n".join(
@@ -162,12 +162,12 @@ def expect_text(actual: str, expected: str) -> None:
 
 
 def count(module: fx.GraphModule, target: Any) -> int:
-    """How many nodes call `target`."""
+    """Return how many nodes call `target`."""
     return sum(n.target is target for n in module.graph.nodes)
 
 
 def sqnr(reference: Tensor, actual: Tensor) -> float:
-    """Signal to quantization noise, in dB; 300 for equal tensors."""
+    """Return the signal to quantization noise ratio in dB; 300 for equal tensors."""
     wanted, got = reference.detach().double(), actual.detach().double()
     signal, noise = float(wanted.square().mean()), float((wanted - got).square().mean())
     return 10 * math.log10(signal / noise) if noise and signal else 300.0 if not noise else -300.0
@@ -176,7 +176,7 @@ def sqnr(reference: Tensor, actual: Tensor) -> float:
 def train(
     model: nn.Module, run: Callable[..., Tensor], batches: Sequence[Tensor], rate: float = 0.01
 ) -> Iterator[dict[str, Tensor]]:
-    """Plain SGD on mean squares; yields output, input gradient and all parameter gradients of every step."""
+    """Train by plain SGD on mean squares. Yield output, input gradient and all parameter gradients of every step."""
     for batch in batches:
         x = batch.clone().requires_grad_(batch.is_floating_point())
         y = run(x)
@@ -191,20 +191,20 @@ def train(
 
 
 def compiled(function: Any, **options: Any) -> Callable[..., Any]:
-    """`function` under the fp8pass backend; op by op unless `lowering` says otherwise."""
+    """Compile `function` with the fp8pass backend; its graphs run op by op unless `lowering` says otherwise."""
     dynamic = options.pop("dynamic", None)
     return torch.compile(function, backend="fp8pass", dynamic=dynamic, options={"lowering": "eager", **options})
 
 
 def annotated(function: Any, **options: Any) -> Callable[..., Any]:
-    """`function` with its annotated graph run eagerly: the numerical reference."""
+    """Compile `function` so that its annotated graph runs eagerly: the numerical reference."""
     dynamic = options.pop("dynamic", None)
     return torch.compile(function, backend=_Reference(make_config(options)), dynamic=dynamic)
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """Equal for equal options, so that models of one class share what Dynamo has compiled."""
+    """A backend that compares equal for equal options, so that models of one class share what Dynamo has compiled."""
 
     config: Config
 
@@ -214,7 +214,7 @@ class _Reference:
 
 @contextlib.contextmanager
 def verdicts() -> Iterator[Report]:
-    """Collect the verdicts of what is compiled inside, which is compiled anew."""
+    """Collect the verdicts of what is compiled inside; earlier compiled code is not used."""
     torch._dynamo.reset()
     with collect() as report:
         yield report
@@ -225,14 +225,14 @@ class RefusedByCuda(Exception):
 
 
 def _hints(size: Any) -> int:
-    """An example of a symbolic size, without a guard on it."""
+    """Return the hint of a symbolic size, without a guard on it."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def check_legal_on_cuda(graph: fx.Graph) -> int:
     """Call every `_scaled_mm` of the graph on fake CUDA tensors, which applies CUDA's rules without a GPU.
 
-    Returns how many there are. Raises RefusedByCuda with the node's name.
+    Return how many there are. Raise RefusedByCuda with the node's name.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     nodes = [n for n in graph.nodes if n.target is aten._scaled_mm.default]

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_inline_regions.py in several tiers."""
+"""Models with marked regions, for the files test_inline_regions.py of several tiers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def unmarked(function: Any) -> Any:
 
 
 class Scores(nn.Module):
-    """A matmul that no parameter takes part in: its slots are named after the module alone."""
+    """A matmul without parameters: its slots are named after the module alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.t()).tanh() @ x
@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """step: what is done with each layer."""
+    """Two layers, each of which `step` calls."""
 
     def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()

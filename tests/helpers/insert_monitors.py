@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_insert_monitors.py in several tiers."""
+"""Monitored training, for the files test_insert_monitors.py of several tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.models import Parts, batches, make
 
 
 def trained(monitor: Any, model: nn.Module | None = None, steps: int = 4, **options: Any) -> tuple[list[Tensor], Any]:
-    """Losses, weights and what was counted."""
+    """Train a model. Return losses and weights, and the stats if `monitor` is on."""
     torch.manual_seed(0)
     model = model or make(Parts)
     run = compiled(model, monitor=monitor, **options)

@@ -1,4 +1,4 @@
-"""What test_inspector.py inspects: factories that return a model and its inputs."""
+"""Factories that test_inspector.py inspects. Each returns a model and its inputs, or fails in its own way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _input(*shape: int) -> Tensor:
 
 
 def linear() -> tuple[Any, ...]:
-    """x[512, 256] to [512, 1024]; float32 first, as models are made."""
+    """Return a layer from [512, 256] to [512, 1024], made in float32 and converted, as models usually are."""
     return nn.Linear(256, 1024, bias=False).bfloat16(), _input(512, 256)
 
 
@@ -37,13 +37,13 @@ def attention() -> tuple[Any, ...]:
 
 
 def worthwhile() -> tuple[Any, ...]:
-    """So large that FP8 gains something. Prints, which is not to be taken for an answer."""
+    """Return a layer so large that FP8 pays. The print must not be taken for the answer of the process."""
     print("not JSON")
     return nn.Linear(8192, 8192, bias=False).bfloat16(), _input(8192, 8192)
 
 
 def large() -> tuple[Any, ...]:
-    """A weight of 2 TB: built and compiled without memory."""
+    """Return a layer with a weight of 2 TB, which is built and compiled without memory."""
     return nn.Linear(1 << 20, 1 << 20, bias=False, dtype=torch.bfloat16), _input(16, 1 << 20)
 
 

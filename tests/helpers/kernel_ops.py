@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_kernel_ops.py in several tiers."""
+"""Cases of the ops of the kernel passes, for the files test_kernel_ops.py of several tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_merge_siblings.py in several tiers."""
+"""Sibling layers and their annotation, for the files test_merge_siblings.py of several tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8pass.pipeline import annotated as annotate
 
 
 class Siblings(nn.Module):
-    """Layers of one input, and what reads their results."""
+    """Linear layers that read the same input; `read` is called with their results."""
 
     def __init__(self, read: Callable[..., Any], widths: tuple[int, ...] = (48, 48), bias: bool = False) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def annotation(model: nn.Module, *inputs: Tensor, **options: Any) -> Annotation:
-    """What the annotate pass makes of the one graph of a model, where siblings are merged if that can be."""
+    """Return the annotation of the only graph of a model, with `merge_siblings` on unless options say otherwise."""
     made: list[Annotation] = []
 
     def backend(module: Any, _: Any) -> Any:
@@ -44,5 +44,5 @@ def annotation(model: nn.Module, *inputs: Tensor, **options: Any) -> Annotation:
 
 
 def called(a: Annotation) -> list[str]:
-    """The names of all matmul calls."""
+    """Return the names of all matmul calls."""
     return [choice.name for choice in a.choices]

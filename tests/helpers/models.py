@@ -54,7 +54,7 @@ class Transformer(nn.Module):
 
 
 class Parts(nn.Module):
-    """Two layers; the first may be called by itself, as a second entry point."""
+    """Two layers; `part` calls the first by itself, as a second entry point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Parts(nn.Module):
 
 
 class AcrossABreak(nn.Module):
-    """One layer, on both sides of a graph break, on inputs of very different size."""
+    """One layer, called before and after a graph break, on inputs of very different magnitude."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class AcrossABreak(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two layers of experts, as torchtitan has them: weights [G, N, K], turned for the call."""
+    """Two layers of experts, as in torchtitan: weights [G, N, K], transposed for the call."""
 
     def __init__(self, groups: int = 4, width: int = 64, hidden: int = 96) -> None:
         super().__init__()
@@ -97,20 +97,20 @@ class Experts(nn.Module):
 
 
 def make(kind: Callable[[], nn.Module] = Block, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A model with the weights that `seed` gives."""
+    """Return a model with the weights that `seed` gives."""
     torch.manual_seed(seed)
     return kind().to(dtype)
 
 
 def batches(steps: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Data whose range changes from step to step, up and down, as delayed scaling must follow it."""
+    """Return batches whose range grows and shrinks from step to step, so that delayed scaling has to follow it."""
     generator = torch.Generator().manual_seed(1)
     ranges = [1 + 0.5 * (i % 5) for i in range(steps)]
     return [(torch.randn(shape, generator=generator) * r).to(dtype) for r in ranges]
 
 
 def wrapped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate as libraries do that know nothing of `self`."""
+    """Decorate a function without naming `self`, as libraries do."""
 
     @functools.wraps(forward)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:

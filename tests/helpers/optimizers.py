@@ -8,7 +8,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer that nobody knows by name, written as users write them."""
+    """The Lion optimizer, which fp8pass does not know by name, written as users write optimizers."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         defaults: dict[str, Any] = {"lr": lr, "beta": 0.9, "decay": 0.1}

@@ -28,7 +28,10 @@ def round_to(x: Tensor, fmt: str) -> Tensor:
 
 
 def scale_of(amax: float, fmt: str, keep: float = 1.0, margin: int = 0) -> float:
-    """fp8_max / amax / 2**margin; `keep` for an amax that is 0, NaN or infinite; never infinite, never subnormal."""
+    """Return fp8_max / amax / 2**margin, at least the smallest normal and at most the largest finite float32.
+
+    Return `keep` for an amax that is 0, NaN or infinite.
+    """
     if not (0 < amax < math.inf):
         return keep
     return min(max(MAX[fmt] / amax / 2.0**margin, FLOAT32_TINY), FLOAT32_MAX)
@@ -50,7 +53,7 @@ class Slot:
         self.scale = 0.0  # none yet
 
     def step(self, uses: Sequence[float]) -> list[float]:
-        """The scales that the step's uses are quantized with, given their amaxes; then the step ends."""
+        """Return the scales that quantize the step's uses, given their amaxes; then end the step."""
         scales = [self.scale or scale_of(a, self.fmt, 1.0, self.margin) for a in uses]
         recorded = [r for r in map(self._record, uses) if r is not None]
         if recorded:
@@ -71,18 +74,18 @@ def _max(values: Sequence[float]) -> float:
 
 
 def power_of_2(scale: float) -> float:
-    """The largest power of two that is not above."""
+    """Return the largest power of two that is at most `scale`."""
     return 2.0 ** math.floor(math.log2(scale))
 
 
 def qdq_rows(x: Tensor, dim: int, fmt: str = "e4m3", pow2: bool = True) -> Tensor:
-    """A scale for each slice along `dim`, of the matrix `x`: quantized and dequantized in float64."""
+    """Quantize and dequantize the matrix `x` in float64, with a scale for each slice along `dim`."""
     slices = [_qdq_of_own(s, fmt, pow2) for s in x.double().unbind(1 - dim)]
     return torch.stack(slices, 1 - dim)
 
 
 def qdq_blocks(x: Tensor, height: int, width: int, pow2: bool = True) -> Tensor:
-    """A scale for each block of `height` by `width`."""
+    """Quantize and dequantize the matrix `x` in float64, with a scale for each block of `height` by `width`."""
     x = x.double().clone()
     for i in range(0, x.shape[0], height):
         for j in range(0, x.shape[1], width):
@@ -96,7 +99,7 @@ def _qdq_of_own(x: Tensor, fmt: str, pow2: bool) -> Tensor:
 
 
 def e8m0(amax: float) -> int:
-    """MXFP8's code: the exponent of amax / 448 rounded up, plus 127; 255 where there is none."""
+    """Return MXFP8's code: the exponent of amax / 448 rounded up, plus 127; 255 for a NaN or infinite amax."""
     if not math.isfinite(amax):
         return 255
     if amax == 0:
@@ -106,7 +109,7 @@ def e8m0(amax: float) -> int:
 
 
 def qdq_mx(x: Tensor) -> Tensor:
-    """1x32 blocks along the last dimension of the matrix `x`."""
+    """Quantize and dequantize the matrix `x` by MXFP8: 1x32 blocks along the last dimension."""
     x = x.double().clone()
     for row in x:
         for j in range(0, x.shape[1], 32):

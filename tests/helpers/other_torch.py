@@ -1,4 +1,4 @@
-"""Imports fp8pass where torch is another than it is: a process to `ask`. Each question is answered by a fork of it."""
+"""Imports fp8pass under a torch that pretends to be another version: a process to `ask`, which forks for each question."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.helpers.asked import answer_all
 
 
 def imported(statements: str, version: str, gone: str) -> dict[str, Any]:
-    """What statements lead to if torch says it has that version and lacks the attribute `gone`, if any.
+    """Run statements while torch claims to have that version and lacks the attribute `gone`, if any.
 
-    warnings: [file, text] of each. error: "" or the ImportError's text.
+    Return "warnings", a [file, text] for each of fp8pass, and "error", "" or the ImportError's text.
     """
     torch.__version__ = TorchVersion(version)
     if gone:
@@ -34,7 +34,7 @@ def imported(statements: str, version: str, gone: str) -> dict[str, Any]:
 
 
 def in_a_fork(*question: str) -> dict[str, Any]:
-    """The answer of `imported`, in a process that knows nothing of the other answers."""
+    """Return the answer of `imported` from a fork, which is not affected by other questions."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(imported, question)
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_partition.py in several tiers."""
+"""Recorded calls of the partitioner, for the files test_partition.py of several tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.harness import BF16, compiled, without_caches
 
 @dataclass
 class Cut:
-    """One call of the partitioner. outputs: of the forward, by name; marked: shapes of what passes want saved."""
+    """One call of the partitioner. outputs: names of the forward's outputs; marked: shapes of nodes marked as SAVED."""
 
     outputs: list[str]
     marked: list[list[int]]
@@ -35,7 +35,7 @@ class Cut:
 
 @contextlib.contextmanager
 def noted_cuts() -> Iterator[list[Cut]]:
-    """What is cut inside."""
+    """Yield a list to which each call of the partitioner inside is appended."""
     found: list[Cut] = []
     cut = Partition.__call__
 
@@ -48,19 +48,19 @@ def noted_cuts() -> Iterator[list[Cut]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Partition, "__call__", noted)
-        patch.setattr(emulate_matmuls, "why_emulated", lambda *_: "")  # as on most CPUs: names stay what they were
+        patch.setattr(emulate_matmuls, "why_emulated", lambda *_: "")  # as on most CPUs; emulated matmuls would have other names
         yield found
 
 
 @pytest.fixture
 def cuts() -> Iterator[list[Cut]]:
-    """What is cut in the test."""
+    """Yield a list to which each call of the partitioner in the test is appended."""
     with noted_cuts() as found:
         yield found
 
 
 def step(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
-    """The output and all gradients of one training step; the second, under recipes with a history."""
+    """Return the output and all gradients of the second training step, which has a history."""
     run = compiled(model, min_speedup=0, **options)
     for _ in range(2):
         model.zero_grad()
@@ -77,7 +77,7 @@ def layers() -> tuple[nn.Module, Tensor]:
 
 @pytest.fixture(scope="module")
 def delayed() -> tuple[list[Tensor], Cut]:
-    """What a step of `layers` computes, and how its graph is cut."""
+    """Return the results of a step of `layers`, and the cut of its graph."""
     with without_caches(), noted_cuts() as found:
         return step(*layers()), found[-1]
 

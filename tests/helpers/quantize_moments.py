@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_quantize_moments.py in several tiers."""
+"""Updates with moments, and the formulas of moments, for the files test_quantize_moments.py of several tiers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from fp8pass.runtime.update_key import UpdateKey, attribute
 from tests.helpers.harness import E4M3, F16, F32, on_update
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pattern
 def model(dtype: torch.dtype = F32) -> nn.Sequential:
-    """With gradients; the first weight is large enough for FP8, the second is not."""
+    """Return a model with gradients, whose first weight is large enough for moments in FP8 and whose second is not."""
     made = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 63, bias=False)).to(dtype)
     made(torch.randn(5, 64, dtype=dtype)).square().sum().backward()
     return made
 
 
 def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
-    """Of the state that the optimizer has of a weight, by name, what is found to be a moment. Nothing else is found."""
+    """Return the kind of each moment found in the optimizer's state of the large weight, by name; check that no other is."""
     of = model(dtype)
     optimizer = make(of.parameters())
     optimizer.step()
@@ -39,7 +37,7 @@ def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
     def backend(module: fx.GraphModule, _: Any) -> Any:
         before = module.code
         moments = moments_of(module, places) if (places := written(module)) else []
-        assert module.code == before, "only reads"
+        assert module.code == before, "finding moments changes the graph"
 
         def run(*args: Any) -> Any:
             for moment in moments:
@@ -53,17 +51,15 @@ def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
     torch.compile(optimizer.step, backend=backend)()
     state = optimizer.state[of[0].weight]
     named = {name: found.pop(id(x)) for name, x in state.items() if id(x) in found}
-    assert not found, "what is small, or no moment"
+    assert not found, "found a tensor that is too small or not a moment"
     return named
 
 
 BOTH = {"exp_avg": "first", "exp_avg_sq": "second"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewrite
 def adam(p: nn.Parameter, m: Tensor, v: Tensor) -> None:
-    """An optimizer's step by hand."""
+    """Update a parameter and its moments by hand, as Adam does."""
     with torch.no_grad():
         assert p.grad is not None
         m.lerp_(p.grad, 0.1)
@@ -73,7 +69,7 @@ def adam(p: nn.Parameter, m: Tensor, v: Tensor) -> None:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
-    """Dynamo's graph of it, rewritten."""
+    """Return Dynamo's graph of `adam`, rewritten."""
     monkeypatch.setattr(find_moments, "MIN_ELEMENTS", 1)
     found: list[fx.GraphModule] = []
 
@@ -92,7 +88,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
 
 
 def stored(kind: str, x: Tensor, scale: float) -> Tensor:
-    """What is stored, by the formula."""
+    """Return the stored tensor for a moment, by the formula."""
     x = x.double()
     if kind == "first":
         return (x * scale).clamp(-448, 448).float().to(E4M3)
@@ -100,11 +96,11 @@ def stored(kind: str, x: Tensor, scale: float) -> Tensor:
 
 
 def read(kind: str, x_q: Tensor, scale: float) -> Tensor:
-    """What that stands for: f64."""
+    """Return the moment in float64 that a stored tensor stands for."""
     x = x_q.double() / scale
     return x if kind == "first" else x.square()
 
 
 def power_of_2(target: float, amax: float) -> float:
-    """The largest that takes amax to `target` at most."""
+    """Return the largest power of two whose product with amax is at most `target`; 1 for an amax of 0."""
     return min(2.0 ** math.floor(math.log2(target / amax)), 2.0**126) if amax else 1.0

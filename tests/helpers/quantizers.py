@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_quantizers.py in several tiers."""
+"""Quantizers of recipes and their oracles, for the files test_quantizers.py of several tiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def found(recipe: Recipe, dims: Dims = LINEAR, **shapes: tuple[int, ...]) -> dic
     return {kind: quantizers(recipe, kind, dims, tensors, record=True) for kind in ALL}
 
 
-# 2. Numbers
 def rows(x: Tensor, dim: int) -> Tensor:
     return oracle.qdq_rows(x, dim)
 

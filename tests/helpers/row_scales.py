@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_row_scales.py in several tiers."""
+"""Matmuls with a scale for each row, for the files test_row_scales.py of several tiers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(n: int, *shape: int) -> Tensor:
     return torch.rand(n, *shape) + 0.5
 
 
-# 2. Where it may stand
+# The scale may stand at any of these places: it is folded into the matmul.
 TAKEN: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
     "rows of a": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48))),
     "columns of b": (lambda a, s, b: a.float() @ (b.float() * s), (fp8(32, 64), rows(48), fp8(64, 48))),

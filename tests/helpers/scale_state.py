@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_scale_state.py in several tiers."""
+"""Ways to run a module with `ScaleState`, for the files test_scale_state.py of several tiers."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ EVERY_DAY = [VARIANTS.get(f, f) for f in HOW]
 
 
 VARIANTS[delayed] = pytest.param(delayed, marks=pytest.mark.variant)
-"""Beside a recipe, where the test is not about what a step does: `ours` is the same code without one."""
+"""Together with a recipe; a variant in tests that are not about a step's numbers, which run `ours` without one."""
 
 
 class Product(nn.Module):
-    """`x @ weight`, [16, 16] by [16, 16], all three tensors quantized by states."""
+    """`x @ weight`, [16, 16] by [16, 16]; x, weight and the output's gradient are quantized by states."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()

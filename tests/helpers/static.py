@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_static.py in several tiers."""
+"""Data and annotated graphs, for the files test_static.py of several tiers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Runs functions of tests on several ranks: processes that talk over gloo.
+"""Runs functions of tests on several ranks: processes that communicate over gloo.
 
 Starting ranks takes long. So one launch for each number of ranks runs all such functions of the files that pytest has
-collected, file by file, and each in the order in which it stands there. One process imports all that they need, and
-forks into ranks for each file, which find each other as those that torchrun starts: models that a file leaves behind
-have no slots in another's, and a file that fails leaves the others be. What torchrun itself has a part in is started by
-it: see `run`.
+collected, file by file, in the order of their definition. One process imports all that they need, and forks into new
+ranks for each file, which find each other as torchrun's ranks do: models that one file leaves have no slots in the next
+file, and a file that fails does not affect the others. `run` starts torchrun itself, for tests that need it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.helpers.harness import without_caches
 
 Function = TypeVar("Function", bound=Callable[[], Any])
 TIMEOUT = 60
-"""Seconds after which gloo gives up, and with it a test that hangs."""
+"""Seconds after which gloo gives up, which ends a test that hangs."""
 
 SHARING = (
     "tests.ranks.test_ddp",
@@ -43,11 +42,11 @@ SHARING = (
 
 
 VARIANTS = "FP8PASS_TEST_VARIANTS"
-"""Is in the environment where variants run: ranks import the functions, too."""
+"""A variable that is set where variants run, so that ranks, which import the functions too, know it."""
 
 
 class OnRanks:
-    """Calls a function on all ranks, and returns the list of what it returned on each."""
+    """A function that runs on all ranks; a call returns the list of the ranks' results."""
 
     def __init__(self, function: Callable[[], Any], ranks: int, variant: bool) -> None:
         self.function, self.ranks, self.module = function, ranks, function.__module__
@@ -63,7 +62,7 @@ class OnRanks:
 
 
 def _failure(output: str) -> str:
-    """What the first rank that failed had to say."""
+    """Return the last lines that ranks logged when they failed, or else the end of the output."""
     lines = [line for line in output.splitlines() if line.startswith("[rank")]
     return "\n".join(lines[-40:]) or output[-4000:]
 
@@ -73,7 +72,10 @@ _functions: dict[int, list[OnRanks]] = {}
 
 
 def on_ranks(ranks: int, variant: bool = False) -> Callable[[Callable[[], Any]], OnRanks]:
-    """Decorate a function that takes nothing: it runs on that many ranks; one that only variants call, with them."""
+    """Decorate a function without arguments to run on that many ranks.
+
+    variant: only variants call it, so that it runs only where variants do.
+    """
     return functools.partial(OnRanks, ranks=ranks, variant=variant)
 
 
@@ -92,7 +94,7 @@ def before_launch(ranks: int) -> Callable[[Function], Function]:
 
 @functools.cache
 def _launch(ranks: int) -> tuple[Path, str]:
-    """Run all functions for that many ranks: the folder with what they returned, and what they printed."""
+    """Run all functions for that many ranks. Return the folder with their results, and what they printed."""
     for prepare in _before.get(ranks, ()):
         prepare()
     folder = Path(tempfile.mkdtemp())
@@ -108,7 +110,7 @@ def run(ranks: int, *args: str, timeout: float = 1200, **environment: str) -> su
 
 
 def _python(*args: str, timeout: float = 1200, **environment: str) -> subprocess.CompletedProcess[str]:
-    # what pytest has loaded is not what a script sees
+    # a script must not see the variables of pytest and of another torchrun
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TORCHELASTIC_"))}
     return subprocess.run(
         [sys.executable, *args],
@@ -122,23 +124,23 @@ def _python(*args: str, timeout: float = 1200, **environment: str) -> subprocess
 
 
 def collectives() -> int:
-    """How many this rank has called in the default group."""
+    """Return how many collectives this rank has called in the default group."""
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
 def main(ranks: int, folder: str, *modules: str) -> int:
-    """Import some modules, and run the functions of each on so many ranks. Returns 1 if any of them failed."""
-    for module in ("torch._inductor.compile_fx", *modules):  # the former, which all need, takes long
+    """Import modules, and run the functions of each on so many ranks. Return 1 if any of them failed."""
+    for module in ("torch._inductor.compile_fx", *modules):  # all modules need the first, whose import takes long
         importlib.import_module(module)
     failed = [_run_module(ranks, folder, module) for module in modules]
     return int(any(failed))
 
 
 def _run_module(ranks: int, folder: str, module: str) -> bool:
-    """Fork into so many ranks, and wait until they end. Returns whether one has failed; then the others are ended."""
+    """Fork into so many ranks, and wait until they end. Return whether a rank has failed; then the others are killed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # it is here, as torchrun's is in torchrun
+    os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # the store is in this process, as torchrun's is in torchrun
     running = {_forked(rank, folder, module) for rank in range(ranks)}
     failed = False
     while running:
@@ -152,7 +154,7 @@ def _run_module(ranks: int, folder: str, module: str) -> bool:
 
 
 def _forked(rank: int, folder: str, module: str) -> int:
-    """Fork into a rank. Returns its process; the rank itself does not return."""
+    """Fork into a rank. Return its process id; the rank itself does not return."""
     if process := os.fork():
         return process
     status = 1
@@ -160,12 +162,12 @@ def _forked(rank: int, folder: str, module: str) -> int:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         _run_functions(folder, module)
         status = 0
-    except BaseException:  # noqa: BLE001  # a rank has nobody else to tell
+    except BaseException:  # noqa: BLE001  # nothing else in a rank would print it
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # the end of the process that it was forked from is not its own
+        os._exit(status)  # skips the exit handlers of the process that it was forked from
 
 
 def _run_functions(folder: str, module: str) -> None:
@@ -182,7 +184,6 @@ def _run_functions(folder: str, module: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["tests.helpers.torchrun"] = sys.modules[
-        "__main__"
-    ]  # what the modules import registers its functions here
+    # so that the modules, which import tests.helpers.torchrun, register their functions in this module
+    sys.modules["tests.helpers.torchrun"] = sys.modules["__main__"]
     sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

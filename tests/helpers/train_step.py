@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_train_step.py in several tiers."""
+"""Decorated training steps, for the files test_train_step.py of several tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8pass.recipes import DelayedScaling
 from fp8pass.runtime.weight_cache import Fp8Weight, weights_of
 
 RECIPE = DelayedScaling(amax_history_len=4)
-"""A short history: scales of weights go up and down."""
+"""The history is short, so that scales of weights go up and down."""
 
 
 Decorate = Callable[..., Callable[..., Any]]
@@ -34,7 +34,7 @@ def weights(*models: nn.Module) -> list[Fp8Weight]:
 
 
 def tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors and numbers in nested containers, by name."""
+    """Yield copies of all tensors and numbers in nested containers, by name."""
     if isinstance(x, (Tensor, int, float)):
         yield name, torch.as_tensor(x).detach().clone()
     elif isinstance(x, dict):
@@ -45,13 +45,16 @@ def tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights, moments and FP8 state, copied."""
+    """Return copies of weights, moments and FP8 state."""
     states = [o.state_dict()["state"] for o in optimizers]
     return dict(tensors([model.state_dict(), states, fp8pass.state(model).state_dict()]))
 
 
 def changed_again(decorated: Decorate) -> tuple[list[Tensor], dict[str, Tensor], nn.Module]:
-    """Losses, everything after them, and the model: two weights, each changed twice in the graph of the update."""
+    """Train a model with two weights, each of which the graph of the update changes twice.
+
+    Return the losses, `everything` after them, and the model.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))

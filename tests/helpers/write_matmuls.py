@@ -1,4 +1,4 @@
-"""Helpers of the tests named test_write_matmuls.py in several tiers."""
+"""Matmuls in many spellings, for the files test_write_matmuls.py of several tiers."""
 
 from __future__ import annotations
 

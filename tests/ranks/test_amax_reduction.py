@@ -1,4 +1,4 @@
-"""The all-reduce of amaxes: what it leaves in the slots, and what happens where ranks do not agree."""
+"""Test the all-reduce of amaxes: what it records in the slots, and which errors ranks raise that do not agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager"}
 
 
 class Layers(nn.Module):
-    """Two, and nothing else to compile."""
+    """Two linear layers, and nothing else to compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ def compiled(model: Any, **options: Any) -> Any:
 
 
 def data(seed: int = 0) -> Tensor:
-    """Larger on higher ranks."""
+    """Return a batch whose values are larger on higher ranks."""
     return torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)) * (1 + dist.get_rank())
 
 
 def error_of(run: Any, *args: Any, times: int = 1) -> str:
-    """What a few steps of training fail with; "" if they do not."""
+    """Return the message of the Fp8Error that some steps of training raise, "" if they raise none."""
     try:
         for _ in range(times):
             run(*args).square().mean().backward()
@@ -86,7 +86,7 @@ def one_has_another_recipe() -> str:
 
 @on_ranks(2)
 def one_takes_another_branch_later() -> list[str]:
-    """From the second step on, rank 1 has a graph more. It is found out in the next."""
+    """Give rank 1 one graph more from the second step on. The ranks notice it in the third step."""
     first, second = make(Layers), make(Layers)
     run, other = compiled(first), compiled(second)
     errors = [error_of(run, data())]
@@ -97,7 +97,7 @@ def one_takes_another_branch_later() -> list[str]:
 
 @on_ranks(2)
 def all_take_another_branch_later() -> Any:
-    """Nothing is wrong with that; and with a model that is gone by then neither."""
+    """Give all ranks another graph later, which is no error; then train a third model, after the first one is gone."""
     first, second = make(Layers), make(Layers)
     run, other = compiled(first), compiled(second)
     errors = [error_of(run, data(), times=2), error_of(other, data(), times=2)]
@@ -109,7 +109,7 @@ def all_take_another_branch_later() -> Any:
 
 @on_ranks(2)
 def one_keeps_a_model() -> Any:
-    """Rank 0 keeps the model that was trained before; once in the middle of a step, whose end does not come."""
+    """Keep the model that was trained before on rank 0 only; the second time, in the middle of a step that never ends."""
     found: list[Any] = []
     kept = []
     for ends in (True, False):
@@ -133,8 +133,8 @@ def one_keeps_a_model() -> Any:
 
 
 @on_ranks(2)
-def one_looks_at_another_model() -> Any:
-    """Rank 0 alone, with gradients, before the first step and the second; it keeps one of them."""
+def one_runs_another_model() -> Any:
+    """Run another model on rank 0 alone, with gradients, before the first and the second step, and keep one of the two."""
     model, others = make(Layers), []
     run, errors = compiled(model), []
     for i in range(3):
@@ -148,7 +148,7 @@ def one_looks_at_another_model() -> Any:
 
 @on_ranks(2)
 def one_has_no_slots_later() -> Any:
-    """In the second step rank 0 has a batch of one row, which is left out of FP8."""
+    """Give rank 0 in the second step a batch of one row, whose matmuls are declined."""
     model = make(Layers)
     run, before = compiled(model), collectives()
     for i in range(4):
@@ -158,8 +158,8 @@ def one_has_no_slots_later() -> Any:
 
 
 @on_ranks(2)
-def one_looks_at_something() -> Any:
-    """Rank 0 has forwards of its own, with gradients, before the first step and behind the others."""
+def one_runs_forwards_alone() -> Any:
+    """Run forwards on rank 0 alone, with gradients, before the first step and after the others."""
     model = make(Layers)
     run, before = compiled(model), collectives()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,7 +179,7 @@ def one_looks_at_something() -> Any:
 
 @on_ranks(2)
 def frozen() -> Any:
-    """With gradients enabled, of which there are none: no backward will come."""
+    """Run forwards with gradients enabled, of a model none of whose parameters requires one: no backward will come."""
     model = make(Layers).requires_grad_(False)
     run = compiled(model)
     for i in range(3):
@@ -189,7 +189,7 @@ def frozen() -> Any:
 
 @on_ranks(2)
 def joining() -> str:
-    """One rank has more batches than the other."""
+    """Train under `DDP.join` with more batches on one rank than on the other."""
     parallel = nn.parallel.DistributedDataParallel(make(Layers))
     run = compiled(parallel)
     try:
@@ -203,7 +203,7 @@ def joining() -> str:
 
 @on_ranks(2)
 def with_other_groups_before() -> Any:
-    """Rank 0 has trained alone, in a group of its own and in the group of all under another name."""
+    """Train rank 0 alone in its own group first; then both, in the group of all ranks under its several names."""
     one, both = dist.new_group([0]), dist.new_group([0, 1])
     other, model = make(Layers), make(Layers)
     if dist.get_rank() == 0:
@@ -218,7 +218,7 @@ def with_other_groups_before() -> Any:
 
 @on_ranks(2)
 def one_comes_late() -> str:
-    """When rank 0 does not wait for it any more."""
+    """Let rank 1 come to the reduction after rank 0 has given up waiting for it."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     if dist.get_rank():
         time.sleep(4)
@@ -229,7 +229,7 @@ def one_comes_late() -> str:
 
 @on_ranks(2)
 def in_two_backwards() -> Any:
-    """Of reentrant regions: the second repeats a forward when the reduction behind the first is on its way."""
+    """Run two backwards of reentrant regions: the second repeats a forward while the reduction that the first has begun"""
     model, other = make(Layers), make(Layers)
     run, run_other = compiled(model), compiled(other)
     for i in range(3):
@@ -250,13 +250,13 @@ def one_does_not_come() -> str:
 
 @on_ranks(2)
 def after_a_fault() -> Any:
-    """In a pass that FP8 needs, on all ranks; and on rank 1 alone. Then in a graph with collectives, in the same way."""
+    """Plant a fault into a pass that FP8 needs, on all ranks, and on rank 1 alone; then the same in a graph with collectives."""
     run, group = ScaledMM.run, dist.new_group(timeout=timedelta(seconds=2))
     found: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for ranks in ((0, 1), (1,)):
-            torch._dynamo.reset()  # or the second model has the code of the first
+            torch._dynamo.reset()  # otherwise the second model would use the code of the first
             ScaledMM.run = fail if dist.get_rank() in ranks else run  # type: ignore[assignment, method-assign]
             found.append(error_of(compiled(make(Layers), on_fault="warn"), data(), times=2))
         ScaledMM.run = run  # type: ignore[method-assign]
@@ -276,13 +276,13 @@ def after_a_fault() -> Any:
 
 
 def fail(*_: Any) -> int:
-    """Take the place of a pass."""
+    """Raise; stand in for the `run` of a pass."""
     raise ZeroDivisionError("planted")
 
 
 @on_ranks(2)
 def with_nan() -> Any:
-    """Rank 0 has one in its second step."""
+    """Train three steps; the batch of rank 0 in the second one has a NaN."""
     model = make(Layers)
     run = compiled(model, recipe=DelayedScaling(amax_history_len=4, on_nonfinite="freeze"))
     for i in range(3):
@@ -295,7 +295,7 @@ def with_nan() -> Any:
 
 @on_ranks(2)
 def with_a_nan_below_zero() -> Any:
-    """An amax of rank 0 is NaN with its sign bit set, which is a negative number where its bits are compared."""
+    """Set an amax of rank 0 to NaN with its sign bit set, which is a negative number where its bits are compared."""
     model = make(Layers)
     run = compiled(model)
     y = run(data())
@@ -309,7 +309,7 @@ def with_a_nan_below_zero() -> Any:
 
 @on_ranks(2)
 def without_backward() -> Any:
-    """Two forwards in each of two steps."""
+    """Run two forwards in each of two steps, and the backward of the second one only."""
     model = make(Layers)
     run = compiled(model)
     for i in range(2):
@@ -320,7 +320,7 @@ def without_backward() -> Any:
 
 @on_ranks(2)
 def checkpointed() -> Any:
-    """The backward repeats the forward; both ways."""
+    """Train under a checkpoint, whose backward repeats the forward, in both variants of torch."""
     found = {}
     for reentrant in (False, True):
         model = make(Layers)
@@ -333,7 +333,7 @@ def checkpointed() -> Any:
 
 @on_ranks(2)
 def updated_in_a_step() -> Any:
-    """With FP8 copies of weights, and skipping: rank 1 has an infinity in the second of four steps."""
+    """Train four steps with FP8 copies of weights and `skip_nonfinite`; rank 1 has an infinity in the second one."""
     model = make(Layers)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -356,7 +356,7 @@ def updated_in_a_step() -> Any:
 
 @on_ranks(4)
 def in_rows_of_a_mesh() -> Any:
-    """Two models, each on two ranks: the default group would be wrong, and so would the whole mesh."""
+    """Train two models, each on two ranks, for which the default group would be wrong, and so would the whole mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     found = []
     for group in (mesh["data"], mesh):
@@ -431,8 +431,8 @@ def test_a_model_that_one_rank_keeps_does_not_matter_to_the_next() -> None:
         assert error == "" and [x > 0 for x in history["up.input"]] == [True, True, False, False]
 
 
-def test_another_model_that_one_rank_looks_at_does_not_matter() -> None:
-    first, second = one_looks_at_another_model()
+def test_another_model_that_one_rank_runs_does_not_matter() -> None:
+    first, second = one_runs_another_model()
     assert first == second and first[0] == ["", "", ""]
     assert [x > 0 for x in first[1]["up.input"]] == [True, True, False, False]
 
@@ -484,7 +484,7 @@ def test_a_rank_whose_graph_has_no_slots_in_some_step_takes_part() -> None:
 
 
 def test_forwards_of_one_rank_alone_start_no_collective_and_all_scales_stay_the_same() -> None:
-    (first, count), (second, other_count) = one_looks_at_something()
+    (first, count), (second, other_count) = one_runs_forwards_alone()
     assert count == other_count
     for step, other_step in zip(first, second, strict=True):
         torch.testing.assert_close(step, other_step, rtol=0, atol=0)
@@ -548,7 +548,7 @@ def test_a_mesh_whose_group_not_all_ranks_would_make_is_refused() -> None:
         assert error.endswith("Pass mesh._flatten(), made before")
 
 
-def test_a_group_that_is_none_is_refused() -> None:
+def test_a_group_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(ValueError, match=r"amax_group=\[0, 1\]: a torch.distributed.ProcessGroup"):
         make_config({"amax_group": [0, 1]})
     with pytest.raises(ValueError, match="reduce_amax_interval=0: a number"):

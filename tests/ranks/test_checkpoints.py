@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`: saved on some number of ranks, and gone on with on another."""
+"""Test checkpoints of `torch.distributed.checkpoint`: a run saved on some number of ranks goes on on another number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fp8pass.recipes import DelayedScaling
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import before_launch, on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of the checkpoints of one process
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints that one process saves warn of this
 
 OPTIONS: dict[str, Any] = {"recipe": DelayedScaling(amax_history_len=4, margin=1), "lowering": "eager", "strict": True}
 """Gradients of a mean over a rank's part are larger on more ranks. With the margin, twice as large they still fit."""
@@ -37,7 +37,7 @@ BATCH = 4
 """Of all ranks together."""
 WAYS = ("ddp", "fsdp")
 FOLDER = "FP8PASS_TEST_CHECKPOINTS"
-"""In the environment: where ranks find the checkpoints of one process, and leave theirs."""
+"""The environment variable that says where ranks find the checkpoints of one process, and write their own."""
 os.environ.setdefault(FOLDER, tempfile.mkdtemp())
 
 
@@ -62,7 +62,7 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
 
     def go_on(self, until: int) -> list[float]:
-        """Train up to a step; the global losses."""
+        """Train up to a step; return the global losses."""
         losses = []
         while self.at < until:
             x = torch.randn(BATCH, 16, 32, generator=torch.Generator().manual_seed(self.at))
@@ -85,7 +85,7 @@ class Run:
         save({"model": model, "optimizer": optimizer, "fp8": fp8pass.state(self.model)}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """Into a run that has not begun: only the checkpoint knows the slots."""
+        """Load into a run that has not begun: only the checkpoint knows the slots."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         reader = FileSystemReader(folder)
         fp8 = fp8pass.state(self.model).as_saved(reader.read_metadata())
@@ -94,13 +94,13 @@ class Run:
         self.at = fp8pass.state(self.model).steps
 
     def results(self, until: int) -> dict[str, Any]:
-        """The state as it is, and the losses from here on."""
+        """Return the present state, and the losses of the steps that follow."""
         state = fp8pass.state(self.model).state_dict()
         return {"at": self.at, "state": state, "losses": self.go_on(until)}
 
 
 def saved() -> Any:
-    """By way of being parallel: what was saved, and how the run goes on without interruption."""
+    """Train and save a run for each way of being parallel; return what was saved, and how the run goes on uninterrupted."""
     found = {}
     for way in WAYS:
         torch._dynamo.reset()
@@ -112,7 +112,7 @@ def saved() -> Any:
 
 
 def resumed(saved_on: int) -> Any:
-    """How the same goes on, on as many ranks as there are."""
+    """Load the saved runs on as many ranks as there are; return how they go on."""
     found = {}
     for way in WAYS:
         torch._dynamo.reset()
@@ -129,7 +129,7 @@ def ranks() -> int:
 @before_launch(2)
 @functools.cache
 def saved_on_one() -> Any:
-    with warnings.catch_warnings():  # as in `pytestmark`: the test that starts the ranks may be of another file
+    with warnings.catch_warnings():  # as in `pytestmark`, which does not hold for tests of another file that start the ranks
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         return saved()
 
@@ -151,12 +151,12 @@ def folder(on_one: Any) -> Path:
 
 @pytest.fixture
 def on_one() -> Any:
-    """What one process has saved, before ranks are started that go on with it."""
+    """Return what one process has saved, before ranks are started that go on with it."""
     return saved_on_one()
 
 
 def goes_on_alike(run: dict[str, Any], reference: dict[str, Any]) -> None:
-    """The FP8 state is the saved one, bit for bit. Losses differ by the order of sums: see `test_ddp.like_alone`."""
+    """Check that the FP8 state is the saved one, bit for bit. Losses differ by the order of sums: see `test_ddp.like_alone`."""
     assert run["at"] == reference["at"] == AT
     assert run["state"].keys() == reference["state"].keys() and len(run["state"]) == 2 * 3 * 3 + 2
     for key, value in reference["state"].items():
@@ -180,7 +180,7 @@ def test_a_run_on_two_ranks_goes_on_in_one_process(on_one: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_losses_fall(way: str, on_one: Any) -> None:
-    """By much more than runs may differ, or else going on alike would say little."""
+    """They fall by much more than runs may differ; otherwise `goes_on_alike` would say little."""
     for run in (*saved_on_two(), on_one):
         losses = run[way]["before"] + run[way]["losses"]
         assert losses[-1] < 0.95 * losses[0]
@@ -188,7 +188,7 @@ def test_the_losses_fall(way: str, on_one: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_state_is_written_once(way: str, folder: Path, on_one: Any) -> None:
-    """Two ranks have the same plain tensors; what is in their files is one copy, and nothing else."""
+    """Two ranks have the same plain tensors; their files hold one copy of them, and nothing else."""
     first, second = (rank[way]["state"] for rank in saved_on_two())
     metadata = FileSystemReader(folder / f"{way}_on_2").read_metadata()
     sizes = {k.removeprefix("fp8."): v for k, v in metadata.state_dict_metadata.items() if k.startswith("fp8.")}
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_the_state_is_an_error(folder: Path, on_one: Any) -
 
 
 def test_histories_may_have_another_length(folder: Path, on_one: Any) -> None:
-    """Also where the model has been called: what is filled has the sizes that were saved."""
+    """The model may have been called before: the tensors that are filled have the sizes that were saved."""
     model = nn.Sequential(Block())
     options = OPTIONS | {"recipe": DelayedScaling(amax_history_len=2)}
     run = torch.compile(model, backend="fp8pass", options=options)

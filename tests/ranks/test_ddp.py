@@ -1,4 +1,4 @@
-"""Delayed scaling on several ranks, under DistributedDataParallel: against one process with the same global batch."""
+"""Test delayed scaling on several ranks under DistributedDataParallel, against one process with the same global batch."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ RECIPE = DelayedScaling(amax_history_len=4, margin=1)
 OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager", "strict": True}
 STEPS = 5
 BATCH = 4
-"""Of all ranks together."""
+"""Rows of a global batch, of all ranks together."""
 
 
 class Model(Transformer):
-    """One layer, which is compiled in half the time of two."""
+    """A transformer of one layer, which compiles in half the time of two."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
 
 
 def data(steps: int = STEPS) -> list[Tensor]:
-    """Global batches."""
+    """Return the global batches."""
     return list(torch.randn(steps, BATCH, 8, 32, generator=torch.Generator().manual_seed(1)))
 
 
 def part(x: Tensor) -> Tensor:
-    """This rank's of a global batch."""
+    """Return the rows of a global batch that belong to this rank."""
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 @functools.cache
 def scales_to_begin_with() -> dict[str, Tensor]:
-    """Those of one process after a step: slots without any are scaled by each rank's own part in the first one."""
+    """Return the scales of one process after a step. Without them, each rank would scale its first step by its own part."""
     model = make(Model)
     compiled(model, reduce_amax=False)(data()[-1]).square().mean().backward()
     return fp8pass.state(model).state_dict()
 
 
 def trained(model: nn.Module, forward: Callable[..., Any], whole: bool = False, warm: bool = True) -> dict[str, Any]:
-    """Train, on this rank's part of each batch or on the whole; the global losses, and the state at the end."""
+    """Train on this rank's part of each batch, or on the whole batch; return global losses, final state and weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if warm:
         fp8pass.state(model).load_state_dict(scales_to_begin_with())
@@ -87,7 +87,7 @@ def compiled(model: nn.Module, **options: Any) -> Any:
 
 @on_ranks(2)
 def alone() -> Any:
-    """One process with the global batch; every rank does it for itself."""
+    """Train one process with the global batch; every rank does this for itself."""
     model = make(Model)
     return trained(model, compiled(model, reduce_amax=False), whole=True)
 
@@ -106,14 +106,14 @@ def ddp_around_compiled() -> Any:
 
 @contextlib.contextmanager
 def small_buckets() -> Iterator[None]:
-    """DDP's first bucket is smaller than others, and could not be smaller than these models otherwise."""
+    """Make DDP's first bucket small: torch's default is larger than these models, and DDP would not split them."""
     with mock.patch("torch.distributed._DEFAULT_FIRST_BUCKET_BYTES", 1000):
         yield
 
 
 @on_ranks(2)
 def ddp_split() -> Any:
-    """With the graph in parts, one for each of DDP's buckets."""
+    """Train with the graph split into one part for each of DDP's buckets."""
     with small_buckets(), verdicts() as report:
         model = DistributedDataParallel(make(Model), bucket_cap_mb=0.03)
         result = trained(model, compiled(model))
@@ -122,7 +122,7 @@ def ddp_split() -> Any:
 
 @on_ranks(2, variant=True)
 def ddp_split_through_inductor() -> Any:
-    """Losses of both ways to lower it."""
+    """Return the results of both lowerings."""
     found = {}
     for lowering in ("eager", "inductor"):
         with small_buckets(), verdicts() as report:
@@ -140,7 +140,7 @@ def not_reduced() -> Any:
 
 @on_ranks(2)
 def every_second_step() -> Any:
-    """After each step, the history of one slot."""
+    """Return the state of one slot after each step."""
     model = make(Block)
     forward = DistributedDataParallel(compiled(model, reduce_amax_interval=2))
     seen = []
@@ -153,7 +153,7 @@ def every_second_step() -> Any:
 
 @on_ranks(2)
 def microbatches() -> Any:
-    """A step of two microbatches, the first under `no_sync`; and the same within `accumulate`."""
+    """Train steps of two microbatches, the first under `no_sync`; the same within `accumulate`; and as whole batches."""
     found = {}
     for how in ("no_sync", "accumulate", "whole"):
         model = make(Model)
@@ -202,7 +202,7 @@ def in_a_train_step() -> Any:
 
 @on_ranks(2)
 def loops() -> Any:
-    """Two microbatches, of which DDP reduces gradients at the last: the loop in the step, and in a function of one."""
+    """Train on two microbatches, where DDP reduces gradients after the second: with the model called in the step itself,"""
     found = {}
     for how in ("in the step", "in a function"):
         model = make(Block)
@@ -242,7 +242,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 def like_alone(run: dict[str, Any]) -> None:
-    """Losses, weights and scales are those of one process with the global batch.
+    """Check that losses, weights and scales are those of one process with the global batch.
 
     The gradients that a rank sees are those of the mean over its own part: larger by the number of ranks, a power of
     two here, which changes no bit of an FP8 value. What is left are sums in another order, which push few values over
@@ -254,7 +254,7 @@ def like_alone(run: dict[str, Any]) -> None:
     for name, weight in reference["weights"].items():
         torch.testing.assert_close(run["weights"][name], weight, rtol=0, atol=2e-3, msg=name)
     for key, value in reference["state"].items():
-        if key.endswith("amax_history"):  # the newest first, and the oldest of four is that of the first step
+        if key.endswith("amax_history"):  # the newest is first, and the oldest of four is that of the first step
             of_gradient = ".grad_output." in key
             expected = value * 2 if of_gradient else value
             torch.testing.assert_close(run["state"][key][-1], expected[-1], rtol=1e-4, atol=0, msg=key)
@@ -312,16 +312,16 @@ def test_microbatches_under_no_sync_are_one_step() -> None:
 
 
 def test_a_loop_over_microbatches_in_a_train_step() -> None:
-    """Also where torch runs the loop op by op, all of the model is in FP8, and all microbatches are one step."""
+    """Where torch runs the loop op by op, the model still runs in FP8, and all microbatches are one step."""
     for run in loops():
         in_step, in_function = run["in the step"], run["in a function"]
         same(in_step["state"], in_function["state"])
         same(in_step["weights"], in_function["weights"])
         assert in_step["summary"].startswith("6 of 6 matmuls in FP8")
-        assert (in_step["steps"], in_step["counts"][-1]) == (3, 2)  # DDP's one bucket, and the amaxes
+        assert (in_step["steps"], in_step["counts"][-1]) == (3, 2)  # one collective for DDP's one bucket, one for the amaxes
 
 
 def test_amaxes_are_reduced_once_per_step() -> None:
     for run in microbatches():
-        for how, found in run.items():  # DDP's one bucket, on which it settles in the second step, and the amaxes
+        for how, found in run.items():  # one collective for the amaxes, one for DDP's bucket, of which there is one from the second step on
             assert found["counts"][2:] == [2, 2, 2], how

@@ -1,4 +1,4 @@
-"""FSDP2: unchanged, and with weights that travel in FP8; against one process with the same global batch."""
+"""Test FSDP2 as it is, and with weights that are gathered in FP8, against one process with the same global batch."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def shard(model: Model, **policies: Any) -> Model:
 
 @functools.cache
 def scales_to_begin_with() -> dict[str, Tensor]:
-    """Those of one process after a step: see test_ddp.py."""
+    """Return the scales of one process after a step: see test_ddp.py."""
     model = make(Model)
     compile_blocks(model, reduce_amax=False)(data()[-1]).square().mean().backward()
     return fp8pass.state(model).state_dict()
 
 
 def trained(model: Any, forward: Callable[..., Any], whole: bool = False, clip: float = 1e9) -> dict[str, Any]:
-    """Train, on this rank's part of each batch or on the whole; the global losses, and the state at the end."""
+    """Train on this rank's part of each batch, or on the whole batch; return global losses, final state and weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     travels = any(isinstance(getattr(p, "_local_tensor", None), Fp8Shard) for p in model.parameters())
     begin = {k: x for k, x in scales_to_begin_with().items() if not (travels and ".weight." in k)}
@@ -134,7 +134,7 @@ def as_a_whole() -> Any:
 
 @on_ranks(2)
 def in_fp8() -> Any:
-    """Also how many collectives a later step has, what the parameters are, and what a file has of them."""
+    """Train; return also the number of collectives of a later step, the types of a parameter, and how a file saves it."""
     model = make(Model)
     names = enable_fp8_all_gather(model, filter=["head"])
     with verdicts() as report:
@@ -165,7 +165,7 @@ def in_fp8_through_inductor() -> Any:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     compile_blocks(model)
-    model.blocks[1].compile(backend="fp8pass", options={**OPTIONS, "lowering": "inductor"})  # in the place of the other
+    model.blocks[1].compile(backend="fp8pass", options={**OPTIONS, "lowering": "inductor"})  # instead of the lowering above
     return trained(shard(model), model)
 
 
@@ -188,7 +188,7 @@ def in_fp8_offloaded() -> Any:
 
 @on_ranks(2)
 def in_fp8_and_bfloat16() -> Any:
-    """And, for comparison, with weights that travel in bfloat16."""
+    """Train with bfloat16 compute and weights gathered in FP8; and, to compare, with weights gathered in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = []
     for fp8 in (True, False):
@@ -202,7 +202,7 @@ def in_fp8_and_bfloat16() -> Any:
 
 @on_ranks(2)
 def what_travels() -> Any:
-    """The types of what FSDP gathers, and the bytes of each rank."""
+    """Return dtype and number of elements of each tensor that FSDP gathers from this rank."""
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     shard(model)(data()[0])
@@ -213,8 +213,10 @@ def what_travels() -> Any:
 
 @on_ranks(2)
 def after_assignment() -> Any:
-    """As `what_travels`, with weights that took the place of the parameters, before the first forward and behind it;
-    and what the forwards return, as they are and with the same weights by an ordinary load."""
+    """Assign weights instead of the parameters, before the first forward and after it; then load the same weights by copy.
+
+    Return the forwards' outputs with the dtypes that FSDP gathers, and the type of a parameter's shard.
+    """
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     shard(model)
@@ -231,7 +233,7 @@ def after_assignment() -> Any:
 
 @on_ranks(2)
 def after_a_change_in_place() -> Any:
-    """What a second forward returns, after the weights became eight times as large and where they were so all along."""
+    """Return the outputs of two second forwards: weights grew eightfold after the first one, or were so large all along."""
     found = []
     for factor, change in ((1, 8), (8, 1)):
         model = make(Model)
@@ -248,8 +250,10 @@ def after_a_change_in_place() -> Any:
 
 @on_ranks(4)
 def in_two_meshes() -> Any:
-    """The first block has copies on two halves, the second is sharded over all. Scales of the second forward, and of
-    what a training step writes; and what they are to be."""
+    """Shard the first block over halves that replicate each other, and the second block over all ranks.
+
+    Return outputs, the scales of the second forward, those that a training step writes, and the expected ones.
+    """
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make(Model)
     expected = {
@@ -269,7 +273,7 @@ def in_two_meshes() -> Any:
 
 @on_ranks(2)
 def saved_of_gathered_weights() -> Any:
-    """Compiled for a GPU, where transposed copies are made: the FP8 tensors that the forward keeps for the backward."""
+    """Compile for a GPU, where transposed copies are made; return the shapes of the FP8 tensors saved for the backward."""
     graphs: list[fx.Graph] = []
     kept = KernelPasses.__call__
 
@@ -319,7 +323,7 @@ def refused() -> list[str]:
 
 @on_ranks(2)
 def in_a_train_step() -> Any:
-    """The losses of both gathers, with one block, of rows that are divided unevenly; and what is refused."""
+    """Train one block, whose rows are divided unevenly, with both kinds of gathers; return the losses, and the errors of"""
     if not COMPILES_FSDP_IN_A_STEP:
         return None
     found = []
@@ -346,8 +350,11 @@ def in_a_train_step() -> Any:
 
 @on_ranks(2)
 def written_by_a_train_step() -> Any:
-    """Results of a forward, and how many collectives it has: behind a step, and once more; with what that has written
-    forgotten; with a weight that somebody has changed since a step; and behind an optimizer that is not in one."""
+    """Return the output of each of five forwards, with its number of collectives.
+
+    The first two come after a training step; the third after the scales and values that the step wrote were forgotten;
+    the fourth after somebody changed a weight since the step; the last after an optimizer's step outside of `train_step`.
+    """
     if not COMPILES_FSDP_IN_A_STEP:
         return None
     model = make(Model)
@@ -367,7 +374,7 @@ def written_by_a_train_step() -> Any:
     for x in data()[:2]:
         run(x)
     forward()
-    forward()  # without a gather of what FSDP leaves whole behind a forward
+    forward()  # the step before it has left the head gathered: this one gathers nothing that FSDP leaves unsharded
     weight.to_local()._weights.forget()
     forward()
     run(data()[0])
@@ -415,7 +422,7 @@ def test_losses_are_those_of_one_process_and_scales_those_of_all_ranks(how: Any)
     same(first["state"], second["state"])
     same(first["weights"], second["weights"])
     reference = alone()[0]
-    # in FP8, weights have the scale of their own amax, and not that of their history: another one from the start
+    # in FP8, weights are scaled by their own amax, not by that of their history: losses differ from the first step on
     first_steps, all_steps = (1e-5, 3e-3) if "fp8" not in how.name else (3e-3, 1e-2)
     torch.testing.assert_close(first["losses"][:2], reference["losses"][:2], rtol=first_steps, atol=0)
     torch.testing.assert_close(first["losses"], reference["losses"], rtol=all_steps, atol=0)
@@ -434,10 +441,10 @@ def test_weights_travel_as_bytes() -> None:
 
 
 def test_weights_that_are_assigned_travel_as_bytes_too() -> None:
-    for ((y, types), (behind, later_types), (loaded, _)), kind in after_assignment():
+    for ((y, types), (later, later_types), (loaded, _)), kind in after_assignment():
         assert kind == "Fp8Shard"
         assert types == later_types == [torch.float32, torch.uint8, torch.float32, torch.uint8]
-        assert torch.equal(y, behind) and torch.equal(y, loaded)
+        assert torch.equal(y, later) and torch.equal(y, loaded)
 
 
 def test_weights_have_the_scale_of_their_own_gathering() -> None:
@@ -499,17 +506,17 @@ def test_a_train_step_trains_a_sharded_model() -> None:
 
 @pytest.mark.skipif(not COMPILES_FSDP_IN_A_STEP, reason="torch 2.11 itself fails: docs/versions.md")
 def test_a_train_step_writes_what_the_next_one_gathers() -> None:
-    """Its scales need no reduction any more; what somebody else changes is quantized again."""
+    """The scales of what the step writes need no reduction; weights that somebody else changes are quantized again."""
     for (y, first), (again, second), (anew, forgotten), (_, changed), (
         _,
-        behind_optimizer,
+        after_optimizer,
     ) in written_by_a_train_step():
         assert torch.equal(y, again) and torch.equal(y, anew)
         assert forgotten == second + 1
-        assert changed == behind_optimizer == first + 1
+        assert changed == after_optimizer == first + 1
 
 
-def test_what_can_not_be_is_refused() -> None:
+def test_unsupported_uses_are_refused() -> None:
     for sharded, rowwise, columns in refused():
         assert sharded == "'blocks.0.up' is sharded already: call enable_fp8_all_gather before fully_shard"
         assert rowwise == (
@@ -545,7 +552,7 @@ def test_a_shard_is_the_tensor_that_it_holds() -> None:
 
 
 def test_without_shards_a_model_compiles_as_any_does() -> None:
-    """On one GPU, say, where there is nobody to share with."""
+    """This is the case on one GPU, where there is nobody to share with."""
     model, plain = make(Block), make(Block)
     enable_fp8_all_gather(model)
     x = torch.randn(4, 32)

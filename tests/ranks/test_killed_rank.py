@@ -1,4 +1,4 @@
-"""One of two ranks is killed in the middle of a step: the other one ends, and the last checkpoint goes on."""
+"""Test that, if one of two ranks is killed in the middle of a step, the other ends, and the last checkpoint goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ which torchrun kills whoever does not heed its SIGTERM."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Those that are complete, oldest first: the metadata are written last."""
+    """Return the complete checkpoints, oldest first: metadata are written last."""
     return sorted(file.parent for file in folder.glob("step*/.metadata"))
 
 
@@ -47,7 +47,7 @@ def test_the_other_rank_ends_and_the_last_checkpoint_goes_on(tmp_path: Path) -> 
 
 
 def goes_on(folder: Path, losses: list[float]) -> None:
-    """In one process, with the same global batches: first as the run did between its checkpoint and its end."""
+    """Go on in one process with the same global batches, and compare the first loss with the run's own after its checkpoint."""
     run = Run("ddp")
     run.load(folder)
     assert run.at == 4
@@ -57,8 +57,8 @@ def goes_on(folder: Path, losses: list[float]) -> None:
 
 
 def main(folder: Path) -> None:
-    """What each rank does."""
-    # torchrun ends the others when one is dead; here rank 0 is to find it out by itself
+    """Train as one rank."""
+    # torchrun ends the others when one is dead; here rank 0 is to notice it by itself
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.init_process_group("gloo", timeout=timedelta(seconds=torchrun.TIMEOUT))
     run = Run("ddp")

@@ -1,4 +1,4 @@
-"""Schedules of torch.distributed.pipelining: against one process that runs the same microbatches in one step."""
+"""Test schedules of torch.distributed.pipelining, against one process that runs the same microbatches in one step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Checkpointed(nn.Module):
 
 
 def data(replica: int = 0) -> list[Tensor]:
-    """Batches, each with a largest value of its own in every microbatch."""
+    """Return batches in which each microbatch has another largest value."""
     size = 8 * MICROBATCHES
     batches = torch.randn(STEPS, size, 32, generator=torch.Generator().manual_seed(replica))
     return list(batches * torch.linspace(1, 3, size).view(1, -1, 1))
@@ -78,18 +78,18 @@ def compiled(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def layers(count: int) -> list[nn.Module]:
-    """Of all stages."""
+    """Return the layers of all stages."""
     return list(make(lambda: nn.Sequential(*(Layer() for _ in range(count)))))
 
 
 def states(modules: dict[int, Any]) -> dict[int, Any]:
-    """By stage."""
+    """Return state and number of steps for each stage."""
     found = {i: fp8pass.state(m) for i, m in modules.items()}
     return {i: ({k.removeprefix("layer."): v for k, v in s.state_dict().items()}, s.steps) for i, s in found.items()}
 
 
 def one_process(count: int, replicas: int = 1, split: int = MICROBATCHES, rate: float = 0.05) -> dict[str, Any]:
-    """The same microbatches, one after the other, of all replicas. Several replicas train nothing: see `trained`."""
+    """Train on the same microbatches, of all replicas, one after the other. Several replicas learn nothing: see `trained`."""
     modules = {i: compiled(m, reduce_amax=False) for i, m in enumerate(layers(count))}
     model = nn.Sequential(*modules.values())
     optimizer = torch.optim.SGD(model.parameters(), lr=rate if replicas == 1 else 0)
@@ -111,7 +111,7 @@ def one_process(count: int, replicas: int = 1, split: int = MICROBATCHES, rate: 
 
 @contextmanager
 def counted_collectives() -> Iterator[list[int]]:
-    """How many all-reduces the amaxes take. torch has some of its own, to set a pipeline up."""
+    """Count the all-reduces of amaxes; torch needs some others to set a pipeline up."""
     with mock.patch.object(Reducer, "_send", autospec=True, side_effect=Reducer._send) as send:
         counts = [0]
         yield counts
@@ -130,8 +130,8 @@ def trained(
 ) -> dict[str, Any]:
     """Train this rank's stages under a schedule. Losses are those of the last stage's rank.
 
-    mesh: of pipeline and data parallel, without learning, for gradients are not averaged; a pipeline over all ranks
-    without. step: in place of the schedule's. kwargs: of the stages.
+    mesh: that of pipeline and data parallel; then the model learns nothing, for gradients are not averaged. Without it,
+        one pipeline spans all ranks. step: runs instead of the schedule's. kwargs: arguments of the stages.
     """
     group = dist.group.WORLD if mesh is None else mesh.get_group("pipeline")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -158,7 +158,7 @@ def trained(
 
 
 def like_one_process(by_rank: list[dict[str, Any]], reference: dict[str, Any], *parts: str) -> None:
-    """The same state after each step, bit by bit; of each slot all of it, or these parts."""
+    """Check that the state is the same after each step, bit by bit: of each slot all of it, or these parts."""
     assert len(reference["states"]) == STEPS
     for step, expected in enumerate(reference["states"]):
         found = [(i, state) for run in by_rank for i, state in run["states"][step].items()]
@@ -173,14 +173,14 @@ def like_one_process(by_rank: list[dict[str, Any]], reference: dict[str, Any], *
 
 
 def same_losses(by_rank: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    """Of each microbatch, bit by bit."""
+    """Check that the losses of all microbatches are the same, bit by bit."""
     losses = next(run["losses"] for run in by_rank if run["losses"])
     assert torch.equal(torch.stack(losses), torch.stack(reference["losses"]))
 
 
 @on_ranks(2)
 def alone() -> Any:
-    """One process, on the first rank."""
+    """Train one process, on the first rank."""
     if dist.get_rank():
         return None
     return {
@@ -203,13 +203,13 @@ def looped_stages() -> Any:
 
 @on_ranks(2)
 def compiled_modules() -> Any:
-    """As `torch.compile` returns them."""
+    """Train modules as `torch.compile` returns them."""
     return trained(Schedule1F1B, 2, wrap=lambda m: torch.compile(m, backend="fp8pass", options=OPTIONS))  # type: ignore[return-value]
 
 
 @on_ranks(2)
 def accumulated() -> Any:
-    """Which changes nothing."""
+    """Train with each step of the schedule within `accumulate`, which changes nothing."""
 
     def step(schedule: Any, *args: Any, **kwargs: Any) -> None:
         with fp8pass.accumulate(schedule._stage):
@@ -220,7 +220,7 @@ def accumulated() -> Any:
 
 @on_ranks(2)
 def accumulated_steps() -> Any:
-    """Each batch in two steps of the schedule, of which the model learns nothing."""
+    """Train with each batch in two steps of the schedule, without updates."""
 
     def step(schedule: Any, *args: Tensor, target: Tensor, losses: list[Tensor]) -> None:
         inputs = zip(*(x.chunk(2) for x in args), strict=True) if args else ((), ())
@@ -245,7 +245,7 @@ def checkpointed() -> Any:
 
 @on_ranks(2)
 def evaluated() -> Any:
-    """Between steps a batch without gradients."""
+    """Run a batch without gradients between the steps."""
     seen = 0
 
     def step(schedule: Any, *args: Any, target: Tensor, losses: list[Tensor]) -> None:
@@ -261,7 +261,7 @@ def evaluated() -> Any:
 
 @on_ranks(2)
 def zero_bubble() -> Any:
-    """A schedule that divides the backward: of each compiled graph it runs the whole one twice."""
+    """Train under a schedule that divides the backward: it runs the whole backward of each compiled graph twice."""
     if not DIVIDES_COMPILED_BACKWARDS:
         return None
     with functorch_config.patch(donated_buffer=False):
@@ -291,8 +291,11 @@ def replicated() -> Any:
 
 @on_ranks(4)
 def replicated_by_ddp() -> Any:
-    """Without an optimizer that would begin the reduction, and with shapes that need not be found out, for which DDP is
-    not made. All forwards are under `no_sync`."""
+    """Train replicas in DDP, with all forwards under `no_sync`, for DDP is not made for schedules.
+
+    There is no optimizer that would begin the reduction, and shapes are given, for DDP can't run the forwards that find
+    them out.
+    """
     pipeline = mesh()
     group = pipeline.get_group("data")
 
@@ -375,7 +378,7 @@ def test_ranks_of_different_stages_are_told_to_name_their_group() -> None:
 
 
 def test_code_that_has_no_hash_is_looked_at() -> None:
-    """As what Dynamo makes to resume a function, with a dict among its constants."""
+    """Dynamo makes such code to resume a function, with a dict among its constants."""
     code = compile("found = pipeline_call()", "resumed", "exec")
     names: dict[str, Any] = {"pipeline_call": pipeline_call}
     exec(code.replace(co_consts=(*code.co_consts, {})), names)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel through DTensor, alone and with FSDP2: against one process; what travels, and how."""
+"""Test tensor and sequence parallel through DTensor, alone and with FSDP2: numbers against one process, and collectives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 class Checkpointed(Model):
-    """With the block in a region of activation checkpointing."""
+    """The model with its block in a region of activation checkpointing."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
@@ -63,7 +63,7 @@ class Checkpointed(Model):
 
 
 def parallel(model: Model, mesh: DeviceMesh, sequence: bool = False) -> Model:
-    """Divided over a mesh of one dimension; sequence: what is between the divided layers is divided by rows."""
+    """Divide the block over a mesh of one dimension. sequence: divide what is between the divided layers by rows, too."""
     if sequence:
         plan: dict[str, Any] = {
             "norm": SequenceParallel(),
@@ -86,7 +86,7 @@ def data() -> list[Tensor]:
 
 
 def trained(model: nn.Module, forward: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """Losses, weights as a whole and state, and what each step's collectives were."""
+    """Train; return the losses, the whole weights and the state."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     losses = []
     for x in data():
@@ -115,7 +115,7 @@ def mesh() -> DeviceMesh:
 
 @on_ranks(2)
 def alone() -> Any:
-    """One process, for each recipe: the first rank."""
+    """Train one process with each recipe, on the first rank."""
     if dist.get_rank():
         return None
     found = {}
@@ -133,7 +133,7 @@ def tensor_parallel() -> Any:
 
 @on_ranks(2)
 def with_an_empty_part() -> list[Tensor]:
-    """The scales of a tensor of which the second rank has no rows, and of one of which no rank has any."""
+    """Return the scales of a tensor of which the second rank has no rows, and of one of which no rank has any."""
     groups = (mesh().get_group().group_name,)
     mine = torch.full((2, 4), 0.01)[dist.get_rank() * 2 :]
     quantizers = Dynamic(DynamicScaling(), E4M3, groups), Delayed(RECIPE, E4M3, 0, 0, True, True, groups)
@@ -148,7 +148,7 @@ def tensor_parallel_dynamic() -> Any:
 
 
 def collectives_of(graphs: list[fx.Graph]) -> list[str]:
-    """Of forward and backward: which there are, and what they give."""
+    """Return op, dtype and shape of each collective in the graphs of forward and backward."""
     found = []
     for graph in graphs:
         for n in graph.nodes:
@@ -161,7 +161,7 @@ def collectives_of(graphs: list[fx.Graph]) -> list[str]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[fx.Graph]]:
-    """Record the graphs that are compiled inside, which are compiled anew, as they are after all passes."""
+    """Compile anew inside, and record the graphs as they are after all passes."""
     torch._dynamo.reset()
     graphs: list[fx.Graph] = []
     kept = KernelPasses.__call__
@@ -178,7 +178,7 @@ def recorded() -> Iterator[list[fx.Graph]]:
 
 
 def traced(model: nn.Module, forward: Callable[..., Any], part: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """Trained, with the collectives of the graphs, and what the forward returns."""
+    """Train; return also the collectives of the graphs, and what the forward returns."""
     with recorded() as graphs, verdicts() as report:
         result = trained(model, forward, part)
     (outputs,) = graphs[0].find_nodes(op="output")
@@ -218,7 +218,7 @@ def sequence_parallel_through_inductor() -> Any:
 
 
 class Whole(nn.Module):
-    """A linear layer with its weight in parts, gathered in its forward, in the graph: as SimpleFSDP does it."""
+    """A linear layer that gathers its weight in its forward, within the graph, as SimpleFSDP does."""
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -231,14 +231,14 @@ class Whole(nn.Module):
 
 @on_ranks(2)
 def gathered_weight() -> Any:
-    """Each rank with its part of the batch."""
+    """Train with gathered weights, on the same batch on each rank."""
     torch.manual_seed(0)
     model = nn.Sequential(Whole(nn.Linear(32, 32), mesh()), nn.GELU(), Whole(nn.Linear(32, 16), mesh()))
     return traced(model, compiled(model))
 
 
 class Moved(nn.Module):
-    """Rows move between ranks, from one layer to the next."""
+    """A model whose rows move between ranks, from one layer to the next."""
 
     def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def bring(x: Tensor) -> Tensor:
 
 @on_ranks(2)
 def exchanged() -> Any:
-    """In the graph, and between two graphs, where nothing is known of it."""
+    """Exchange rows within the graph, and between two graphs, where fp8pass sees nothing of it."""
     results = []
     for move in (exchange, torch.compiler.disable(exchange)):
         model = make(functools.partial(Moved, move))
@@ -271,7 +271,7 @@ def exchanged() -> Any:
 
 @on_ranks(2)
 def brought() -> Any:
-    """As `exchanged`, without gradients, which a broadcast has none of."""
+    """Broadcast as `exchanged` exchanges, without gradients, for a broadcast has no backward."""
     results = []
     for move in (bring, torch.compiler.disable(bring)):
         model = make(functools.partial(Moved, move))
@@ -294,7 +294,7 @@ def _fully_sharded(model: Model, both: DeviceMesh) -> Any:
 
 @on_ranks(4)
 def with_fsdp() -> Any:
-    """Two dimensions; each block compiled by itself. And the same in one process, by the first rank."""
+    """Train on a mesh of two dimensions, with only the block compiled; and, on the first rank, the same in one process."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallel(make(Model), both["tensor"])
     run = _fully_sharded(model, both)
@@ -307,7 +307,7 @@ def with_fsdp() -> Any:
 
 @on_ranks(4)
 def with_fsdp_in_fp8() -> Any:
-    """The same, of which FSDP gathers the block's weights as bytes."""
+    """Train the same with the block's weights gathered by FSDP in FP8."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallel(make(Model), both["tensor"])
     names = fp8pass.fsdp.enable_fp8_all_gather(model, filter=["first", "last"])
@@ -324,7 +324,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 def like_alone(runs: list[Any], recipe: str = "Delayed") -> None:
-    """The same to the rounding of float32 in other sums, which has pushed no value of FP8 over a border here."""
+    """Check against one process, up to float32's rounding of sums in another order, which changes no FP8 value here."""
     reference = alone()[0][recipe]
     for run in runs:
         torch.testing.assert_close(run["losses"], reference["losses"], rtol=1e-5, atol=0)
@@ -353,24 +353,24 @@ def test_sequence_parallel_through_inductor() -> None:
 
 
 def test_what_sequence_parallel_gathers_is_fp8() -> None:
-    """Activations in forward, e4m3, and gradients in backward, e5m2; what is summed up stays in high precision."""
+    """These are activations in forward, e4m3, and gradients in backward, e5m2; sums stay in high precision."""
     before = Counter(sequence_parallel_in_high_precision()[0]["collectives"])
     run = sequence_parallel()[0]
     assert before == {"all_gather_into_tensor float32[8, 4, 32]": 4, "reduce_scatter_tensor float32[4, 4, 32]": 2}
     assert Counter(run["collectives"]) == {
         "all_gather_into_tensor uint8[8, 4, 32]": 4,
         "reduce_scatter_tensor float32[4, 4, 32]": 2,
-        "all_reduce float32[32]": 2,  # gradients of the biases, which were sums over what was gathered
+        "all_reduce float32[32]": 2,  # gradients of the biases, which were sums over gathered gradients
     }
     assert run["notes"] == ["4 collectives bring FP8, 0.0041 MB instead of 0.0164 MB"]
 
 
 def test_a_region_gathers_again() -> None:
-    """What was gathered in FP8 is not kept for the backward, as it is not in high precision."""
+    """A tensor that is gathered in FP8 is not kept for the backward, as it is not in high precision."""
     like_alone(sequence_parallel_in_a_region())
     run, straight = sequence_parallel_in_a_region()[0], sequence_parallel()[0]
     whole, gather = "float8_e4m3fn[32, 32]", "all_gather_into_tensor uint8[8, 4, 32]"
-    assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "those of the layers outside"
+    assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "only the layers outside of the region save theirs"
     assert (straight["collectives"].count(gather), run["collectives"].count(gather)) == (4, 5)
 
 
@@ -383,7 +383,7 @@ def test_a_dynamic_scale_takes_a_reduction_of_its_amax() -> None:
     found = Counter(sequence_parallel_dynamic()[0]["collectives"])
     assert found["all_gather_into_tensor uint8[8, 4, 32]"] == 4
     assert not any(c.startswith("all_gather_into_tensor float") for c in found)
-    # of the input and the weight of each divided layer, and of their gradients; a gathered gradient is that of two
+    # one for the input and the weight of each divided layer, and for their gradients; a gathered gradient serves two
     assert found["all_reduce int32[]"] == 8
 
 
@@ -394,7 +394,7 @@ def test_gathered_weights_are_fp8() -> None:
 
 
 def test_rows_are_exchanged_in_fp8() -> None:
-    """Both ways: the input of a layer in the forward, and a gradient in the backward."""
+    """Rows move in both directions: the input of a layer in the forward, and a gradient in the backward."""
     runs = exchanged()
     for inside, between in runs:
         same(inside["state"], runs[0][0]["state"])
@@ -419,7 +419,7 @@ def test_with_fsdp_the_ranks_have_one_scale() -> None:
 
 
 def test_with_fsdp_divided_weights_travel_as_bytes() -> None:
-    """Of "up" and "down" [64, 32] and [32, 64], a rank's quarter: and their scales are from the first step their own."""
+    """Each rank sends its quarter of "up" and "down", [64, 32] and [32, 64], and scales are their own from the first step on."""
     plain = with_fsdp()[0][0]["losses"]
     runs = with_fsdp_in_fp8()
     for run, names, slots, sent in runs:
