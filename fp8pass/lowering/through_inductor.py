@@ -22,8 +22,7 @@ def lower_through_inductor(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
     """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
-    config, dump, kernel_passes = pipeline.config, pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
-    is_plain = pipeline.attempt.form == "plain"
+    dump, kernel_passes = pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         def lower(module: fx.GraphModule, attempt: Attempt) -> Any:
@@ -44,17 +43,28 @@ def lower_through_inductor(
         dump.output_code(part, getattr(compiled, "source_code", ""), time.perf_counter() - started)
         return compiled
 
+    patches, caches = _settings(module, pipeline, kernel_passes)
+    with functorch_config.patch(caches):
+        compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
+    assert callable(compiled)  # `compile_fx` returns text only if it compiles ahead of time
+    return compiled
+
+
+def _settings(
+    module: fx.GraphModule, pipeline: Pipeline, kernel_passes: KernelPasses
+) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Return the settings of Inductor, with the passes of fp8pass unless the attempt is "plain", and of AOTAutograd."""
     patches: dict[str, Any] = (
         {}
-        if is_plain
+        if pipeline.attempt.form == "plain"
         else {
             "joint_custom_pre_pass": append_pass(inductor_config.joint_custom_pre_pass, pipeline),
             "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn, pipeline.partitioned),
             "post_grad_custom_pre_pass": append_pass(inductor_config.post_grad_custom_pre_pass, kernel_passes),
         }
     )
-    if config.mode is not None:
-        patches.update(list_mode_options(config.mode))
+    if pipeline.config.mode is not None:
+        patches.update(list_mode_options(pipeline.config.mode))
     caches = {}
     known = known_to_caches(module)
     if known is None:
@@ -62,10 +72,7 @@ def lower_through_inductor(
     else:
         patches[CACHEABLE] = {**getattr(inductor_config, CACHEABLE), **known}
     # a cache hit would skip the passes, which dumps and trials need; and graphs compiled after a fault are not cached
-    if dump.folder is not None or overrides.current() or pipeline.attempt != FIRST:
+    if pipeline.dump.folder is not None or overrides.current() or pipeline.attempt != FIRST:
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
-    with functorch_config.patch(caches):
-        compiled = compile_fx(module, inputs, inner_compile=generating(compile_inner), config_patches=patches)
-    assert callable(compiled)  # `compile_fx` returns text only if it compiles ahead of time
-    return compiled
+    return patches, caches
