@@ -1,4 +1,4 @@
-"""The annotate pass: the graph it makes, what it refuses, and its numbers against the oracle."""
+"""Test the annotate pass in a compiled model: its numbers against the float64 oracle, and torch's attention module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from tests.helpers.annotate import annotation
 from tests.helpers.harness import annotated, sqnr
 
 
-# 3. Numbers
 @pytest.mark.parametrize("recipe", ["dynamic", "delayed"])
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_a_linear_layer_against_the_float64_oracle(recipe: str, fp8_format: str) -> None:
-    """First step: every scale is this tensor's own. Output and all gradients, in float64 from the oracle's QDQ."""
+    """Every scale of a first step is that of the tensor's own amax: the oracle quantizes by these, in float64."""
     layer = nn.Linear(32, 48)
     x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48) * 1e-6
     kind = {"dynamic": DynamicScaling, "delayed": DelayedScaling}[recipe]
@@ -34,7 +33,7 @@ def test_a_linear_layer_against_the_float64_oracle(recipe: str, fp8_format: str)
         (y, xq @ wq.t() + layer.bias.double()),
         (x.grad, gq @ wq),
         (layer.weight.grad, gq.t() @ xq),
-        (layer.bias.grad, g.double().sum(0)),  # of the unquantized gradient
+        (layer.bias.grad, g.double().sum(0)),  # made from the unquantized gradient
     ):
         assert sqnr(expected, actual) > 110
 

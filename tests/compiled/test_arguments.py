@@ -1,4 +1,4 @@
-"""Public functions that are called with what they can't take: one line that says what to pass."""
+"""Test arguments of public functions that need a model to be compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""End to end: what `torch.compile(model, backend="fp8pass")` trains, against the annotated graph run eagerly."""
+"""Test what `torch.compile(model, backend="fp8pass")` trains, against the annotated graph run eagerly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIANT = pytest.mark.variant
 
 @pytest.fixture(autouse=True, scope="module")
 def _legal_on_cuda() -> Iterator[None]:
-    """Whatever a test of this file compiles must be legal on CUDA."""
+    """Check that whatever a test of this file compiles is legal on CUDA."""
     run = Pipeline.__call__
 
     def checked(self: Pipeline, graph: torch.fx.Graph) -> None:
@@ -47,7 +47,7 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], decibels: fl
 
 
 def test_one_step_is_exact() -> None:
-    """A single layer, aligned: nothing is left to differ."""
+    """A single aligned layer leaves no difference."""
     data = batches(5, 16, 32)
     model, twin = make(lambda: nn.Linear(32, 48)), make(lambda: nn.Linear(32, 48))
     reference = train(twin, annotated(twin), data)
@@ -68,13 +68,13 @@ def test_one_step_is_exact() -> None:
     ids=str,
 )
 def test_as_accurate_as_fp8_can_be(recipe: str, dtype: torch.dtype) -> None:
-    """Against the same model in high precision: e4m3 has about 31 dB, e5m2 about 25 dB, sums of products the same."""
+    """FP8 is compared with high precision: e4m3 has about 31 dB, e5m2 about 25 dB, and so have sums of products."""
     data = [torch.randn(4, 8, 32).to(dtype) for _ in range(6)]
     model, twin = make(Attention, dtype), make(Attention, dtype)
     ours = train(model, compiled(model, recipe=recipe), data)
     for actual, expected in zip(ours, train(twin, twin, data), strict=True):
         assert sqnr(expected["output"], actual["output"]) > 27
-        for noise in ("k.weight",):  # softmax hardly depends on it: its gradient is a difference of near equals
+        for noise in ("k.weight",):  # softmax hardly depends on it: its gradient is mostly noise
             del actual[noise], expected[noise]
         compare(actual, expected, 14)
 
@@ -91,7 +91,7 @@ def test_step_0_is_scaled_dynamically() -> None:
 
 
 def test_a_slot_that_first_saw_zeros_is_scaled_dynamically_later() -> None:
-    """As LoRA does: the gradient of the first matrix is zero until the second one is not."""
+    """LoRA is such a case: the gradient of the first matrix is zero until the second matrix is not."""
 
     class Adapter(nn.Module):
         def __init__(self) -> None:
@@ -129,7 +129,7 @@ def test_slots_of_zeros_do_not_keep_the_model_eager(caplog: pytest.LogCaptureFix
     assert "1.weight, 0.grad_output, 1.grad_output): compiling once more" in record.getMessage()
     with torch.no_grad():
         model[1].weight.normal_()
-    for _ in range(3):  # the first of them is scaled dynamically still; then all slots are warm
+    for _ in range(3):  # the first step still scales dynamically; then all slots have a scale
         twin = copy.deepcopy(model)
         model.zero_grad()
         x = torch.randn(16, 32)
@@ -138,7 +138,7 @@ def test_slots_of_zeros_do_not_keep_the_model_eager(caplog: pytest.LogCaptureFix
         assert sqnr(twin[0].weight.grad, model[0].weight.grad) > 18
 
 
-# Every form of matmul, with gradients, exact against the reference.
+# Every form of matmul, with gradients, against the reference
 def parameters(*shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
     return lambda: nn.ParameterList([torch.randn(s) * 0.1 for s in shapes])
 
@@ -188,7 +188,7 @@ class Form(nn.Module):
 
 
 class EveryForm(nn.Module):
-    """One graph, in which each form has an input of its own."""
+    """All forms in one graph, each with its own input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class EveryForm(nn.Module):
 
 
 def train_forms(model: EveryForm, run: Callable[..., Any]) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """As `train` does; yields what it does by form."""
+    """Train as `train` does; yield its results by form."""
     for batch in zip(*(batches(3, *shape) for _, _, shape, _ in FORMS.values()), strict=True):
         xs = [x.clone().requires_grad_() for x in batch]
         ys = run(xs)
@@ -229,7 +229,7 @@ def test_every_form_of_matmul() -> None:
 
 
 class Scores(nn.Module):
-    """Attention's scaled scores, and a layer of two: its gradients are recorded before some of them are used."""
+    """Attention's scaled scores and two layers in a row, whose gradients are recorded before some of them are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,9 @@ def test_autocast(where: str, lowering: str) -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=VARIANT)])
 def test_a_symbolic_batch_compiles_once(lowering: str) -> None:
-    """Inductor, which takes long, compiles one layer; every day what tests/passes/rewrite/test_layout.py has by this name."""
+    """Inductor, which takes long, compiles one layer; the test of this name in tests/passes/rewrite/test_layout.py runs
+    every day.
+    """
     model, twin = (make(Block if lowering == "eager" else lambda: nn.Linear(32, 56)) for _ in range(2))
     run, reference = compiled(model, dynamic=True, lowering=lowering), annotated(twin, dynamic=True)
     with verdicts() as report:
@@ -397,7 +399,7 @@ def test_shared_weights_share_their_slot() -> None:
     ]  # fmt: skip
 
 
-# Errors
+# Warnings, errors, and what is left out
 @pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
 def test_nonfinite_values_are_seen(recipe: str) -> None:
     x = torch.randn(16, 32)
@@ -466,7 +468,7 @@ def test_small_matmuls_do_not_pay() -> None:
 
 # Quantize-dequantize that the user wrote
 class Fp8Linear(torch.autograd.Function):
-    """What people write by hand: e4m3 forward, e5m2 gradients, straight-through."""
+    """A linear layer as people write it by hand: e4m3 forward, e5m2 gradients, straight through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -543,8 +545,8 @@ ORDERS: dict[str, Callable[..., Any]] = {
     ],
 )
 def test_orders_of_forward_and_backward(order: str, lowering: str) -> None:
-    """Against high precision: losing an amax would leave a gradient scale at its fallback, and small gradients at 0."""
-    if order == "twice":  # donated buffers are decided when a graph is compiled
+    """donated buffers are part of what is compiled"""
+    if order == "twice":  # a graph is compiled with donated buffers or without
         torch._dynamo.reset()
     model = nn.Linear(32, 32)
     twin, run = copy.deepcopy(model), compiled(model, lowering=lowering)
@@ -552,7 +554,7 @@ def test_orders_of_forward_and_backward(order: str, lowering: str) -> None:
         a, b = torch.randn(64, 32), torch.randn(64, 32)
         for f, m in ((run, model), (twin, twin)):
             m.zero_grad()
-            with torch._functorch.config.patch(donated_buffer=order != "twice"):  # torch's own condition
+            with torch._functorch.config.patch(donated_buffer=order != "twice"):  # torch allows two backwards then
                 ORDERS[order](lambda x, f=f: f(x) * 1e-4, a, b)
         assert sqnr(twin.weight.grad, model.weight.grad) > 18
     saved = fp8pass.state(model).state_dict()
@@ -562,7 +564,7 @@ def test_orders_of_forward_and_backward(order: str, lowering: str) -> None:
 
 @pytest.mark.shares_code
 def test_overlapping_steps() -> None:
-    """F1 F2 B1 F3 B2 F4 B3 ...: every backward's amax reaches the history, if later."""
+    """The order is F1 F2 B1 F3 B2 F4 B3 ...: every backward's amax reaches the history, if later."""
     model = nn.Linear(32, 32)
     run, pending = compiled(model), []
     for _ in range(6):
@@ -574,7 +576,7 @@ def test_overlapping_steps() -> None:
 
 
 def test_a_forward_without_backward_before_training() -> None:
-    """A shape check, or a log of the first outputs: gradients are scaled dynamically when they come."""
+    """Shape checks run such a forward, and logs of first outputs: gradients are scaled dynamically when they come."""
     model = make()
     twin, run = copy.deepcopy(model), compiled(model)
     run(torch.randn(64, 32))
@@ -587,7 +589,7 @@ def test_a_forward_without_backward_before_training() -> None:
 
 
 def test_infinite_gradients_at_the_start() -> None:
-    """As under a GradScaler whose first scale is too large."""
+    """A GradScaler whose first scale is too large makes such gradients."""
     model = nn.Linear(32, 32, bias=False)
     twin, run = copy.deepcopy(model), compiled(model)
     for step in range(7):
@@ -756,12 +758,12 @@ def test_data_that_is_replaced_in_compiled_code(lowering: str) -> None:
 
 
 def test_op_by_op_calls_functions_in_place_of_ops_for_inductor() -> None:
-    """Run by itself, its op that lays out copies whatever it gets; ours cost more than what they compute."""
+    """Run op by op, Inductor's op that lays tensors out copies all it gets, and our ops cost more than they compute."""
     model, x = make(lambda: nn.Linear(32, 48)), torch.randn(16, 32)
     run = compiled(model, strict=True)
     for _ in range(2):
         run(x).sum().backward()
-    with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns
+    with torch.profiler.profile(acc_events=True) as profile:  # without acc_events, torch 2.11 warns
         run(x).sum().backward()
     called = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_mm" in called

@@ -1,4 +1,4 @@
-"""The batch_records pass: chains of records become one update."""
+"""Test the batch_records pass in the pipeline: each slot's amax is updated once, also across forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.harness import compiled
 def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recomputing the step or a scale in backward would start from buffers that have moved on."""
+    """A step or a scale that the backward recomputed would start from buffers that have changed since."""
     backwards: list[fx.GraphModule] = []
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def test_the_backward_reads_nothing_that_its_forward_has_overwritten(
 
 
 def test_composition_in_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One training forward and backward: each slot's amax is in place, and no record op is left."""
+    """After a training forward and backward, each slot's amax is in place, and no record op is left."""
     left: list[int] = []
     run = Pipeline.__call__
 

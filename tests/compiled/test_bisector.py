@@ -1,4 +1,4 @@
-"""`fp8pass.bisect`: faults that were planted are found, where they were planted."""
+"""Test that `fp8pass.bisect` finds planted faults where they were planted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Planted(nn.Module):
 
 
 class Broken(Tied):
-    """In two graphs."""
+    """A layer in two graphs."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.fc(x))
@@ -52,7 +52,7 @@ class Broken(Tied):
 
 
 class Checkpointed(Tied):
-    """Behind a layer, within a region of activation checkpointing."""
+    """A layer, and the same layer again in a region of activation checkpointing."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.fc(x))
@@ -70,9 +70,9 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 def test_a_divergence_of_the_demo(
     layers: int, matmuls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One layer's activations are a million times larger from step 50 on. Trained to step 48, and bisected from there.
+    """One layer's activations grow a million times larger at step 50; the run is bisected from step 48.
 
-    Every day, of small models: `test_one_of_two_calls_of_a_layer`, and for what is left behind
+    Every day, `test_one_of_two_calls_of_a_layer` bisects small models, and the state after a bisection is tested by
     `test_everything_is_as_it_was`.
     """
     for name, size in (("WIDTH", 32), ("LAYERS", layers), ("HEADS", 2), ("CONTEXT", 16), ("BATCH", 2)):
@@ -115,13 +115,13 @@ def test_a_divergence_of_the_demo(
     assert len(found.runs) <= 18  # 3 to see what it is, 2 * log2(27) to find it, 6 to say what to do
     said = [r.message for r in caplog.records if r.name == "fp8pass.bisect"]
     assert said[:-1] == list(map(str, found.runs))
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items()), "as it was"
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items()), "bisect restores the weights"
     assert f"recipe={{'{name}': 'dynamic', '*': ...}}" in str(found)
 
 
 @pytest.mark.parametrize("kind", [Tied, Broken, Checkpointed])
 def test_one_of_two_calls_of_a_layer(kind: type[Tied], caplog: pytest.LogCaptureFixture) -> None:
-    """On one line, in two graphs, in a region: each call is known by itself."""
+    """The calls are on one line, in two graphs, or in a region: each of them is found by itself."""
     with caplog.at_level(logging.INFO, "fp8pass.bisect"):
         found = faulty(kind)
     ((culprit,),) = found.culprits
@@ -145,7 +145,7 @@ def test_calls_of_a_layer_in_one_line_are_counted() -> None:
 
 
 def step_of(model: nn.Module) -> Callable[[], set[tuple[str, str]]]:
-    """A step that returns which matmuls run in FP8. One forward says it of all three matmuls of each layer."""
+    """Return a step that returns which matmuls run in FP8. One forward shows this of all matmuls of a layer."""
     run = compiled(model)
 
     def step() -> set[tuple[str, str]]:
@@ -158,7 +158,7 @@ def step_of(model: nn.Module) -> Callable[[], set[tuple[str, str]]]:
 
 
 def judged(bad: Callable[[set[tuple[str, str]]], bool]) -> Bisection:
-    """Bisected by a check that knows which matmuls ran in FP8."""
+    """Bisect by a check that knows which matmuls ran in FP8."""
     return fp8pass.bisect(step_of(make(Planted)), lambda in_fp8: not bad(in_fp8))
 
 
@@ -186,7 +186,7 @@ def test_no_more_runs_than_allowed() -> None:
 
 
 class Doubles:
-    """A pass that is wrong: all that layers give is twice as large."""
+    """A wrong pass, which doubles the output of each layer."""
 
     name = "doubles"
 
@@ -208,12 +208,12 @@ def test_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.verdict, found.pass_name) == ("pass", "doubles")
     assert "The pass doubles is the cause, not the numbers of FP8" in str(found)
     assert "Please report that the pass doubles is wrong" in str(found)
-    assert not found.notes, "without that pass all is well"
-    assert found.culprits and not found.culprits[0][0].operands, "the numbers are right"
+    assert not found.notes, "the step passes without that pass"
+    assert found.culprits and not found.culprits[0][0].operands, "no operand is the cause"
 
 
 class WritesWrongMatmuls:
-    """Takes the place of a pass on Dynamo's graph: all that layers give is twice as large."""
+    """A wrong pass on Dynamo's graph, which doubles the output of each layer."""
 
     name = "write_matmuls"
 
@@ -228,7 +228,7 @@ class WritesWrongMatmuls:
 
 
 def test_a_pass_on_dynamos_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose numbers the annotated graph has, so that run eagerly it fails, too."""
+    """The annotated graph has the pass's wrong numbers, so that the step fails, too, when it runs eagerly."""
     ours = tuple(WritesWrongMatmuls() if p.name == "write_matmuls" else p for p in pipeline.DYNAMO)
     monkeypatch.setattr(pipeline, "DYNAMO", ours)
     found = faulty(Once, recipe="dynamic")
@@ -252,7 +252,7 @@ def test_nothing_to_find() -> None:
 
 
 def test_a_step_that_raises() -> None:
-    """As configured it raises one exception; another one in a later run says nothing."""
+    """As configured, the step raises one exception; another one in a later run decides nothing."""
     matmuls_in_fp8 = step_of(make(Planted))
 
     def step() -> None:
@@ -282,7 +282,7 @@ def raises(error: Exception) -> bool:
 
 
 def test_everything_is_as_it_was() -> None:
-    """Of what the step reaches: it goes on from where the training is, in every run, and so does the training after."""
+    """Each run begins from the same state of all that the step changes, and the training goes on from it afterwards."""
     model = make(Once)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -331,7 +331,7 @@ def snapshot(model: nn.Module, optimizer: Any, scheduler: Any, generator: torch.
 
 
 def test_moments() -> None:
-    """What an optimizer keeps in FP8 is one of what may be the cause."""
+    """The moments that an optimizer keeps in FP8 may be the cause, too."""
     model = make(lambda: nn.Linear(64, 64, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     options: dict[str, Any] = {"optimizer_state": "fp8", "lowering": "eager", "min_speedup": 0}
@@ -349,7 +349,7 @@ def test_moments() -> None:
 
 @pytest.mark.parametrize("culprits", [{3}, {0}, {99}, {3, 4}, {0, 50, 99}])
 def test_how_many_runs(culprits: set[int]) -> None:
-    """For each culprit about 2 log2(n)."""
+    """Each culprit takes about 2 log2(n) runs."""
     units, runs = [Unit("output", str(i)) for i in range(100)], []
 
     def fails(some: list[Unit]) -> bool:
@@ -361,7 +361,7 @@ def test_how_many_runs(culprits: set[int]) -> None:
 
 
 def test_errors_that_cancel_each_other() -> None:
-    """Two together are fine, and each of them is not."""
+    """Two matmuls together are fine, and each of them alone is not."""
     units = [Unit("output", str(i)) for i in range(8)]
     found = _smallest(units, lambda some: len({"2", "5"} & {u.name for u in some}) == 1 or len(some) == 8)
     assert [u.name for u in found] in (["2"], ["5"])

@@ -1,4 +1,4 @@
-"""FP8 quantize and dequantize ops of other libraries, in graphs that torch.export made."""
+"""Test models with FP8 quantize and dequantize ops of other libraries, in graphs that torch.export made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_quantized_decomposed(overload: str, dtype: torch.dtype) -> None:
     assert sqnr(module(x), actual) > (48 if dtype is BF16 else 110)
 
 
-def test_a_zero_point_that_is_no_constant() -> None:
+def test_a_zero_point_that_is_not_constant() -> None:
     exported, x = export(Exported("tensor", zero_point=None), torch.randn(32, 64)), torch.randn(32, 64)
     with verdicts() as report:
         actual = compiled(exported, recipe=None)(x)

@@ -1,4 +1,4 @@
-"""`FP8PASS_DUMP`: what is written, that it runs, that it says the same before and after a pass, and what goes wrong."""
+"""Test `FP8PASS_DUMP`: the files it writes, that they run, that a pass keeps the numbers, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.helpers.harness import capture, compiled, verdicts
 from tests.helpers.models import Block, make
 
 ROUNDING = 1e-4
-"""Of sums that are added up in another order, and may be rounded to the next FP8 number for it."""
+"""The relative distance of sums in another order, which may round a value to the next FP8 number."""
 
 
 EXAMPLE = """
@@ -64,13 +64,13 @@ for _ in range(2):
 
 
 def results(file: Path) -> dict[str, Any]:
-    """What a dump prints the numbers of."""
+    """Run a dump; return its results by name."""
     made = runpy.run_path(str(file))
     return replay.run(made["GRAPH"], made["INPUTS"], made["ATTRIBUTES"])
 
 
 def compare(before: Path) -> float:
-    """The largest relative distance of what a pass leaves from what it found."""
+    """Return the largest relative distance between the results before a pass and after it."""
     after = results(before.with_name(before.name.replace("before.py", "after.py")))
     distances = [0.0]
     for name, expected in results(before).items():
@@ -96,7 +96,7 @@ class Checkpointed(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches with matmuls of their own, which stay in high precision."""
+    """Branches with their own matmuls, which stay in high precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Branches(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Integers as inputs, a buffer that is written, a constant."""
+    """A model with integers as inputs, a buffer that is written, and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Classifier(nn.Module):
 
 
 class ByUser(nn.Module):
-    """Quantize-dequantize that the user wrote, with states."""
+    """A model whose quantize and dequantize the user wrote, with states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class ByUser(nn.Module):
 
 
 def test_the_graph_says_what_it_is(of_block: Path) -> None:
-    """Shapes, strides, types and devices of all; names of inputs; where it comes from."""
+    """It has shape, strides, dtype and device of each tensor, names of inputs, and the user's source lines."""
     (file,) = of_block.rglob("*joint.scaled_mm.after.py")
     text = file.read_text()
     assert 'primals_1: "f32[32][1]cpu",' in text
@@ -145,7 +145,7 @@ def test_the_graph_says_what_it_is(of_block: Path) -> None:
 
 
 def test_the_index_of_a_run(tmp_path: Path) -> None:
-    """One line for each graph; and that caches play no part is said."""
+    """It has one line for each graph, and says that torch's caches are not used."""
     run = compiled(nn.Linear(32, 48).requires_grad_(False), dump_dir=str(tmp_path))
     run(torch.randn(16, 32))
     run(torch.randn(16, 2, 32))
@@ -158,7 +158,7 @@ def test_the_index_of_a_run(tmp_path: Path) -> None:
 
 
 def test_processes_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also ranks; and nothing that is there is written over."""
+    """Ranks have their own folders, too; and no existing file is overwritten."""
     assert [_run_folder(str(tmp_path), pid).name for pid in (-1, -2, -1)] == ["run_000", "run_001", "run_000"]
     monkeypatch.setenv("RANK", "3")
     assert _run_folder(str(tmp_path), -3).name == "run_000.rank3"
@@ -166,7 +166,7 @@ def test_processes_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_pass_is_an_artifact_of_torchs_trace() -> None:
-    """With or without a folder: what `tlparse` shows."""
+    """`tlparse` shows these artifacts, with or without a folder."""
     records: list[Any] = []
 
     class Handler(logging.Handler):
@@ -185,11 +185,9 @@ def test_every_pass_is_an_artifact_of_torchs_trace() -> None:
     assert "qdq_operand" in ours["dynamo.annotate"]
     assert "_scaled_mm" in ours["joint.scaled_mm"]
     assert "2 of 2 matmuls in FP8" in ours["report"]
-    assert "joint.canonicalize" not in ours  # which changed nothing
+    assert "joint.canonicalize" not in ours  # this pass changed nothing
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# That it runs
 @pytest.mark.parametrize(
     "kind", [Block, Checkpointed, Branches, pytest.param(Classifier, marks=pytest.mark.variant), ByUser]
 )
@@ -199,7 +197,7 @@ def test_dumps_run_and_agree(kind: Callable[[], nn.Module], tmp_path: Path, of_b
     folder = of_block if kind is Block else dumped(make(kind), x, tmp_path, recipe=recipe)
     distances = {file.name: compare(file) for file in sorted(folder.rglob("*.before.py"))}
     assert len(distances) >= 2 + 9 + 6 * 2
-    # of `ByUser` it is quantized already; and then a step ends with each call, which gives other scales
+    # `ByUser` is quantized from the start; once its states are lifted, each call is a step, which gives other scales
     changed = "001.dynamo.lift_scale_states" if kind is ByUser else "004.dynamo.annotate"
     assert 1e-3 < distances.pop(f"{changed}.before.py") < FP8
     assert max(distances.values()) < ROUNDING, distances
@@ -213,7 +211,7 @@ def test_dumps_of_another_recipe(tmp_path: Path) -> None:
 
 
 def test_dumps_of_bfloat16(tmp_path: Path) -> None:
-    """A dequantized operand is rounded to bfloat16, 2**-9 at most for each, and a scaled matmul's operands are not."""
+    """A dequantized operand is rounded to bfloat16, by 2**-9 at most; a scaled matmul's operands are not rounded."""
     run = compiled(nn.Linear(32, 48).bfloat16(), dump_dir=str(tmp_path))
     run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
@@ -232,7 +230,7 @@ def test_symbolic_sizes_are_as_they_were_first(lowering: str, tmp_path: Path) ->
 
 
 def test_updates(tmp_path: Path) -> None:
-    """The copies of weights that a forward is given are copies, and the transposed ones are transposed."""
+    """A forward is given copies that hold its weights, and transposed copies that hold the transposed weights."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
@@ -269,7 +267,7 @@ def test_updates(tmp_path: Path) -> None:
 def test_a_dump_alone(
     alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As users run it: a script of its own. In a process of its own, too, which takes long."""
+    """Users run a dump as a script. The variant does so in another process, which takes long."""
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path))(torch.randn(16, 32)).sum().backward()
     (file,) = tmp_path.rglob("*joint.scaled_mm.after.py")
     torch.save({"tangents_1": torch.zeros(16, 48)}, tmp_path / "inputs.pt")
@@ -310,7 +308,7 @@ def test_a_graph_for_a_gpu_on_a_machine_without(
 
 
 def test_what_has_no_text_says_so(tmp_path: Path) -> None:
-    """A function of the user's; everything else of the graph is there, and the next passes' dumps run."""
+    """The text of a function of the user's is missing; the rest of the graph is there, and later passes' dumps run."""
     recipe = DelayedScaling(amax_compute_algo=lambda history: history.amax(0))
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), recipe=recipe)(torch.randn(16, 32)).sum().backward()
     with pytest.raises(NotImplementedError, match=r"this dump needs .*<lambda>, which can't be written down"):
@@ -319,9 +317,9 @@ def test_what_has_no_text_says_so(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes wrong
+# Errors
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """Said before anything is compiled."""
+    """The error comes before anything is compiled."""
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "dumps"
     with (
@@ -360,9 +358,9 @@ def test_a_fault_in_the_kernel_passes_names_the_dumps(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is said
+# Log lines
 def test_a_line_for_each_graph_and_no_warning() -> None:
-    """In a process that stops at any warning: import, compile, train by the backend and by `train_step`."""
+    """A process that stops at any warning can import, compile, and train by the backend and by `train_step`."""
     environment = {**os.environ, "TORCH_LOGS": "fp8pass"}
     command = [sys.executable, "-W", "error", "-c", EXAMPLE]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""The emulate_matmuls pass: FP8 matmuls in float32, where a processor has no kernel for them."""
+"""Test the emulate_matmuls pass, which computes FP8 matmuls in float32 on processors without a kernel for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAPPHIRE_RAPIDS = {"amx_int8": True, "amx_bf16": True, "amx_fp16": False}
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says what the passes take the processor for, and whether oneDNN may use all of it."""
+    """Return a function that sets what the passes take the processor for, and whether oneDNN may use all of it."""
 
     def be(can: dict[str, bool], limited: bool = False) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)

@@ -1,4 +1,4 @@
-"""What follows a matmul and goes into its kernel, beyond the cases of XLA's rules."""
+"""Test ops after a matmul that become part of its kernel, beyond the cases of XLA's rules."""
 
 from __future__ import annotations
 

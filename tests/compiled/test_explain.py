@@ -1,4 +1,4 @@
-"""`fp8pass.explain` and the report that it returns."""
+"""Test `fp8pass.explain` and the report that it returns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Small(nn.Module):
 
 @pytest.fixture(scope="module")
 def small() -> Report:
-    """What is said of `Small`."""
+    """Return the report on `Small`."""
     return fp8pass.explain(Small(), torch.randn(16, 32))
 
 
@@ -60,7 +60,7 @@ up      grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  rewritten     te
 
 
 class Nested(nn.Module):
-    """Layers in a list."""
+    """A model whose layers are in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_compiled_models_and_graph_breaks() -> None:
 
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_layers_that_share_the_code_of_a_graph_have_verdicts_of_their_own() -> None:
-    """Dynamo compiles what breaks once for all of them; names are those of the model."""
+    """Dynamo compiles a layer that breaks the graph once for all its instances; the report has each one's own name."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -173,7 +173,7 @@ def test_a_model_that_was_explained_is_not_kept() -> None:
 
 
 def test_many_times() -> None:
-    """More often than Dynamo's limit of recompilations."""
+    """That is more often than Dynamo's limit of recompilations."""
     model = nn.Linear(32, 32)
     for rows in range(8, 11):
         assert len(fp8pass.explain(model, torch.randn(rows, 32), backward=False).gemms) == 1
@@ -237,7 +237,7 @@ def test_where_graphs_break_and_what_is_compiled_again() -> None:
     line = scaled.__code__.co_firstlineno + 1
 
     report = fp8pass.explain(function, torch.randn(16, 32, requires_grad=True))
-    assert report.breaks == []  # Dynamo gives the whole frame up: a break in a loop
+    assert report.breaks == []  # Dynamo compiles nothing of a frame that breaks in a loop
     assert [(r.name, r.source, r.guards) for r in report.recompiles] == [
         ("scaled", f"test_explain.py:{line}", ["by == 1"])
     ]
@@ -252,7 +252,7 @@ def test_where_graphs_break_and_what_is_compiled_again() -> None:
     assert [b.source.split(":")[0] for b in report.breaks] == ["test_explain.py"]
     assert "torch._dynamo.graph_break" in report.breaks[0].reason
     assert report.recompiles == []
-    for rows in (16, 8):  # neither another call of explain is a reason, nor what it was given
+    for rows in (16, 8):  # neither another call of explain nor its arguments are a reason
         assert fp8pass.explain(straight, torch.randn(rows, 32), backward=False).recompiles == []
     assert json.loads(json.dumps(report.to_dict()))["breaks"][0]["nbytes"] == 16 * 32 * 4
 
@@ -281,7 +281,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 def test_what_checkpoints_recompute_is_listed_and_counted_twice(reentrant: bool) -> None:
-    """Inside of a compiled model, and around compiled code; FLOPs are those that torch counts in high precision."""
+    """The region is inside of a compiled model, or around compiled code; FLOPs are those that torch counts."""
     x = torch.randn(16, 32, requires_grad=True)
     model = make(Checkpointed)
     model.reentrant = reentrant
@@ -308,7 +308,7 @@ def test_names_are_without_what_compiling_a_part_puts_into_them() -> None:
 
 
 class Fails(nn.Module):
-    """One graph that compiles, and one that does not."""
+    """A model with one graph that compiles, and one that does not."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Fails(nn.Module):
         x = self.first(x)
         torch._dynamo.graph_break()
         if self.kind == "shapes":
-            return x @ self.second.weight  # 32 by 16
+            return x @ self.second.weight  # [16, 32] by [16, 32]: sizes do not match
         y: Tensor = self.second(x)
         return y
 

@@ -1,4 +1,4 @@
-"""`fp8pass.explain` on models as users have them: GPT-2, Llama and ViT of transformers, tiny and with random weights.
+"""Test `fp8pass.explain` on models as users have them: small GPT-2, Llama and ViT of transformers, with random weights.
 
 Every matmul is accounted for: what an eager forward and backward calls is counted by a dispatch mode that knows nothing
 of fp8pass.
@@ -27,7 +27,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Counted(TorchDispatchMode):
-    """Counts matmuls by (batches, M, K, N)."""
+    """Count matmuls by (batches, M, K, N)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def vit(depth: int = 1) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def called(model: nn.Module, inputs: dict[str, Tensor]) -> Counter[Shape]:
-    """What an eager forward and backward calls."""
+    """Return the matmuls that an eager forward and backward calls."""
     with Counted() as counted:
         model(**inputs).logits.sum().backward()
     model.zero_grad()
@@ -80,7 +80,7 @@ def sizes(gemm: Gemm) -> Shape:
 
 
 def either_way(shapes: Counter[Shape]) -> Counter[Shape]:
-    """Eager autograd computes some gradients transposed, which is N by K by M."""
+    """Count a matmul together with its transpose, N by K by M: eager autograd computes some gradients transposed."""
     found: Counter[Shape] = Counter()
     for (batches, m, k, n), count in shapes.items():
         found[(batches, min(m, n), k, max(m, n))] += count
@@ -92,7 +92,7 @@ Make = Callable[[int], tuple[nn.Module, dict[str, Tensor]]]
 
 @functools.cache
 def explained(make: Make, depth: int) -> tuple[nn.Module, Counter[Shape], Report]:
-    """A model, what an eager forward and backward of it calls, and the report; of GPT-2's head as the user's choice."""
+    """Return a model, the matmuls of its eager forward and backward, and the report; GPT-2's head is filtered."""
     model, inputs = make(depth)
     model.train()
     expected = called(model, inputs)
@@ -108,7 +108,7 @@ def test_every_matmul_is_accounted_for(make: Make, layers: int, depth: int) -> N
     assert either_way(Counter(map(sizes, report.gemms))) == either_way(expected)
     assert report.flops == sum(2 * math.prod(shape) * count for shape, count in expected.items())
     for g in report.declined:
-        if g.name != "lm_head":  # attention that torch takes apart, for its dropout
+        if g.name != "lm_head":  # attention, which torch decomposes because of its dropout
             assert g.rule == "attention" and g.name.endswith(".scaled_dot_product_attention")
     assert Counter(g.rule for g in report.declined)["filter"] == (3 if make is gpt2 else 0)
     of_layer = [g for g in report.rewritten if ".0." in g.name]
@@ -119,9 +119,9 @@ def test_every_matmul_is_accounted_for(make: Make, layers: int, depth: int) -> N
 
 
 def test_a_report_with_everything(tmp_path: Any) -> None:
-    """The page of a real model; what is declined is in it, with its reason."""
+    """The page of a real model also has the declined matmuls, with their reasons."""
     _, _, report = explained(gpt2, 1)
-    # the head shares its weight with the embedding; the others are attention with its dropout
+    # the head shares its weight with the embedding; the others are attention with dropout
     assert {g.name for g in report.declined} == {"lm_head", "transformer.h.0.attn.scaled_dot_product_attention"}
     text = report.to_html(tmp_path / "gpt2.html").read_text()
     assert "matches the filter's pattern" in text

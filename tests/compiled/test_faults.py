@@ -1,4 +1,4 @@
-"""A fault of fp8pass, planted into every pass and lowering, one at a time, ends no training: it goes on without that."""
+"""Test that training goes on without a pass or lowering that fails: each gets a fault, one at a time."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ NAMES = [p.name for p in PASSES]
 
 
 IDLE = ("quantize_collectives", "blockwise_mm", "grouped_mm", "expand_blocks", "split_foreach")
-"""Passes that find nothing in these graphs, for all of which stands canonicalize every day."""
+"""Passes that find nothing in these graphs. They are variants; canonicalize, which finds nothing either, is not."""
 
 
 STEPS = 2
-"""Of which the first runs eagerly, for no slot has a scale."""
+"""Steps of training. The first runs eagerly, for no slot has a scale."""
 
 
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each fault warned of anew."""
+    """Make each fault be warned of again."""
     monkeypatch.setattr(faults, "_told", set())
 
 
@@ -65,7 +65,7 @@ def train(**options: Any) -> list[Tensor]:
 
 
 def train_with_fault(**options: Any) -> tuple[list[Tensor], Report, list[str]]:
-    """Train; return also the report, and what was warned of."""
+    """Train; return also the report, and the warnings."""
     with collect() as report, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         numbers = train(**options)
@@ -85,7 +85,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def in_fp8() -> list[Tensor]:
-    """Return the numbers without a fault, which no pass but those that FP8 needs changes op by op."""
+    """Return the numbers without a fault; op by op, no other passes change them than those that FP8 needs."""
     return train()
 
 
@@ -99,7 +99,7 @@ def in_high_precision() -> list[Tensor]:
 def test_training_goes_on_without_a_pass_that_fails(
     name: str, in_fp8: list[Tensor], in_high_precision: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And without FP8 where FP8 needs it."""
+    """If FP8 needs the pass, training goes on in high precision."""
     needed = name in faults.NEEDED
     monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
     monkeypatch.setattr(type(PASSES[NAMES.index(name)]), "run", planted)
@@ -143,7 +143,7 @@ def test_training_goes_on_without_a_pass_on_dynamos_graph(
 
 
 def test_declined_matmuls_have_their_names_and_the_reason() -> None:
-    """And no state; of two passes that fail, both are named."""
+    """A declined graph has no state; its reason names the first of two passes that fail."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScaledMM, "run", planted)
         patch.setattr(Materialize, "run", planted)
@@ -182,7 +182,7 @@ def test_a_fault_is_an_error_if_asked_for(options: dict[str, Any], monkeypatch: 
 
 
 def test_what_torch_can_not_compile_alone_is_torchs_error() -> None:
-    """And nobody is told of a fault of fp8pass."""
+    """No report has a fault of fp8pass then."""
     with collect() as report, inductor_config.patch(post_grad_custom_post_pass=planted):
         for recipe in ("dynamic", None):
             with pytest.raises(InductorError, match=r"^ZeroDivisionError: planted"):
@@ -200,7 +200,7 @@ def test_errors_of_what_the_user_wrote_are_the_users() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Backwards, which are compiled when the forward has run
+# Backwards, which are compiled after the forward has run
 def _is_backward(graph: fx.Graph) -> bool:
     return any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder")
 
@@ -227,7 +227,7 @@ def test_a_backward_is_compiled_without_what_fails(in_fp8: list[Tensor], monkeyp
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(STEPS):  # the first one is not compiled
+        for _ in range(STEPS):  # the first step runs eagerly
             step(torch.randn(16, 32))
     (told,) = step.report.faults
     assert "its backward was compiled again without materialize" in told
@@ -237,7 +237,7 @@ def test_a_backward_is_compiled_without_what_fails(in_fp8: list[Tensor], monkeyp
 def test_a_backward_that_can_not_be_compiled(
     alone: bool, in_fp8: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs op by op, and its graph in high precision from then on. alone: torch can't without fp8pass either."""
+    """The backward runs op by op, and its graph in high precision afterwards. alone: torch itself fails, too."""
     call = KernelPasses.__call__
 
     def fail(self: KernelPasses, graph: fx.Graph) -> None:

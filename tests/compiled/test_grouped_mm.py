@@ -1,6 +1,7 @@
-"""Matmuls of experts: the numbers against an oracle, experts without tokens, what each device gets, every refusal.
+"""Test grouped matmuls of experts: numbers against an oracle, experts without tokens, kernels by device, and refusals.
 
-No CPU has the kernel: there, with a target that has it, its formula runs, and its calls are repeated on fake CUDA tensors.
+No CPU has the kernel. With a target that has it, a CPU runs its formula, and its calls are repeated on fake CUDA
+tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class OfTransformers(nn.Module):
 
 
 class Capacity(nn.Module):
-    """Experts with room for as many tokens each: a batched matmul."""
+    """Experts with room for equally many tokens each: a batched matmul."""
 
     def __init__(self, groups: int = 20) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ def gemms(function: Any, *inputs: Any) -> list[Gemm]:
 @pytest.mark.shares_code
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_the_numbers_are_those_of_an_oracle(lowering: str) -> None:
-    """One expert after the other in float64, each with scales of its own rows and columns.
+    """The oracle computes one expert after the other in float64, each with scales of its own rows and columns.
 
     What Inductor makes for the GPU that has the kernel: tests/gpu_code/test_sm90.py.
     """
@@ -100,13 +101,13 @@ def test_the_numbers_are_those_of_an_oracle(lowering: str) -> None:
 @pytest.mark.shares_code
 @pytest.mark.parametrize("options", [{"recipe": "rowwise", **H100}, H100], ids=["rowwise", "delayed"])
 def test_a_step_is_that_of_the_annotated_graph(options: dict[str, Any]) -> None:
-    """Also under a recipe by tensor, as is the default: the kernels scale by rows."""
+    """A tensorwise recipe, such as the default, gives the same: the kernels scale rowwise."""
     torch.manual_seed(0)
     experts, x = Experts(), tokens()
     with verdicts() as found:
         got = trained(compiled(experts, **options), experts, x)
     rows = [(g.name, g.kind, g.scaling, g.status, g.dtypes) for g in found.gemms]
-    assert not found.notes  # nothing is dequantized for no matmul
+    assert not found.notes  # no dequantized tensor is without a matmul
     kinds = ("output", "grad_input", "grad_weight")
     assert sorted(rows) == sorted(
         (name, kind, "rowwise", "rewritten", ("e4m3", "e4m3", "bf16"))
@@ -120,7 +121,7 @@ def test_a_step_is_that_of_the_annotated_graph(options: dict[str, Any]) -> None:
 
 
 def test_experts_of_transformers_in_float32() -> None:
-    """Under autocast they are what experts in bfloat16 are; their custom op, without one, is left as it is."""
+    """Under autocast they are as experts in bfloat16; without autocast, their custom op is left as it is."""
     pytest.importorskip("transformers.integrations.moe")
     torch.manual_seed(0)
     layer, x = OfTransformers(), tokens().detach().float().requires_grad_()
@@ -152,8 +153,8 @@ def test_experts_of_transformers_in_float32() -> None:
 
 
 @pytest.mark.shares_code
-def test_rows_of_nobody_change_nothing() -> None:
-    """Such rows are what was in memory: they have no part in any scale."""
+def test_rows_of_no_expert_change_nothing() -> None:
+    """Rows of no expert hold whatever was in memory: no scale depends on them."""
     torch.manual_seed(0)
     experts = Experts()
     function = compiled(experts, **H100)
@@ -164,7 +165,7 @@ def test_rows_of_nobody_change_nothing() -> None:
 
 
 def test_batches_of_experts_are_one_matmul() -> None:
-    """More of them than there would be calls of `_scaled_mm`."""
+    """There are more experts than `_scaled_mm` would be called for."""
     torch.manual_seed(0)
     model = Capacity()
     x = torch.randn(20, 32, 64).bfloat16().requires_grad_()
@@ -179,7 +180,7 @@ def test_batches_of_experts_are_one_matmul() -> None:
 
 @pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul in FP8")
 def test_batches_of_experts_elsewhere() -> None:
-    """As any batches; with both reasons, where that are too many."""
+    """Without the kernel they are as any batches; if there are too many of them, the reason says both."""
     x = torch.randn(20, 32, 64).bfloat16()
     with verdicts() as found:
         compiled(Capacity())(x)
@@ -192,8 +193,8 @@ def test_batches_of_experts_elsewhere() -> None:
     assert (gemm.status, gemm.scaling) == ("rewritten", "delayed")
 
 
-def test_batches_that_are_no_experts_stay() -> None:
-    """Attention that is written out is not meant."""
+def test_batches_other_than_experts_stay() -> None:
+    """Attention written as batched matmuls is no such batch."""
     a, b = (torch.randn(20, 32, 64).bfloat16() for _ in range(2))
     (gemm,) = gemms(compiled(lambda a, b: a @ b.mT, **H100), a, b)
     assert (gemm.status, gemm.rule) == ("declined", "batches")
@@ -214,7 +215,7 @@ def test_batches_that_are_no_experts_stay() -> None:
     ],
 )
 def test_the_recipe_says_why_not(options: dict[str, Any], rule: str, reason: str) -> None:
-    """And the model runs, in high precision."""
+    """The model runs in high precision."""
     experts, x = Experts(), tokens()
     with verdicts() as found:
         got = trained(compiled(experts, **options), experts, x)
@@ -225,7 +226,7 @@ def test_the_recipe_says_why_not(options: dict[str, Any], rule: str, reason: str
         assert torch.equal(a, b)
 
 
-def test_strict_says_it_aloud() -> None:
+def test_strict_raises_with_the_reason() -> None:
     with pytest.raises(
         BackendCompilerFailed, match="grouped FP8 matmuls with scales for rows exist on sm_90, not on cpu"
     ):
@@ -253,7 +254,7 @@ def test_experts_in_float32_under_autocast() -> None:
 
 
 def test_a_number_of_tokens_that_varies_is_compiled_once() -> None:
-    """Where groups are to be is known for a number alone: the gradient of the weights stays in high precision."""
+    """Groups are laid out for a fixed number of tokens only: the weights' gradient stays in high precision."""
     torch.manual_seed(0)
     experts = Layer()
     function = compiled(experts, **H100)
@@ -270,7 +271,7 @@ def test_a_number_of_tokens_that_varies_is_compiled_once() -> None:
 
 
 def test_monitored() -> None:
-    """What a gradient is quantized to by rows has no groups, and by groups it has."""
+    """A gradient's slots are monitored whether it is quantized by rows, for the input's gradient, or by groups."""
     torch.manual_seed(0)
     experts = Layer()
     trained(compiled(experts, monitor=True, **H100), experts, tokens())
@@ -290,8 +291,8 @@ class Own(nn.Module):
         return y
 
 
-def test_an_expert_of_its_own_keeps_its_scale_without_tokens() -> None:
-    """Called with none, or not at all, its slots record nothing; the other's follow the data."""
+def test_an_expert_module_keeps_its_scale_without_tokens() -> None:
+    """If an expert gets no tokens or is not called, its slots record nothing; those of the other follow the data."""
     torch.manual_seed(0)
     experts = [Own(), Own()]
     for expert in experts:

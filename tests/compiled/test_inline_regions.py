@@ -1,4 +1,4 @@
-"""The inline_regions pass: models with `torch.compiler.nested_compile_region` are, and train as, those without the mark."""
+"""Test the inline_regions pass: a model with marks of `torch.compiler.nested_compile_region` trains as one without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.models import batches, make
 
 
 def trained(mark: Any, **options: Any) -> tuple[Any, list[Gemm], dict[str, Tensor]]:
-    """What two steps give, the verdicts, and the state after them."""
+    """Train two steps; return their results, the verdicts, and the state after them."""
     torch._dynamo.reset()
     model = make(lambda: of_a_function(mark))
     with collect() as report:
@@ -27,7 +27,7 @@ def trained(mark: Any, **options: Any) -> tuple[Any, list[Gemm], dict[str, Tenso
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_a_marked_model_trains_as_the_unmarked_one(lowering: str) -> None:
-    """Numbers, verdicts, names and state, to the bit."""
+    """Numbers, verdicts, names and state are the same, to the bit."""
     steps, gemms, state = trained(marked, lowering=lowering)
     wanted_steps, wanted_gemms, wanted_state = trained(unmarked, lowering=lowering)
     assert "layers.1.up.weight.scale" in state and all(g.status == "rewritten" for g in gemms)

@@ -1,4 +1,4 @@
-"""The watch pass: what is counted, against float64; that no number of the model changes; steps, and what repeats them."""
+"""Test the insert_monitors pass: counts against float64, unchanged numbers of the model, and repeated forwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_number_of_the_model_changes(recipe: str) -> None:
 
 
 class Model(nn.Module):
-    """Two layers, of any width."""
+    """Two layers of any width."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_two_instances_of_one_class() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Activation checkpointing within what is compiled."""
+    """A model with activation checkpointing within what is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ def test_within_a_checkpointed_region(lowering: str) -> None:
     torch.manual_seed(0)
     (off, _), (on, found) = (trained(m, Checkpointed(), lowering=lowering) for m in (False, True))
     assert len(found.latest) == 6
-    assert all(row.elements in (16 * 32, 16 * 56, 32 * 56) for row in found.rows), "once in each step"
+    assert all(row.elements in (16 * 32, 16 * 56, 32 * 56) for row in found.rows), "counted once a step"
     assert [a.shape for a in off] == [b.shape for b in on]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_around_what_is_compiled(use_reentrant: bool) -> None:
-    """The backward repeats the forward, which has been counted; or counts it, where it ran without gradients."""
+    """The backward repeats a forward that has been counted; if that ran without gradients, the repetition counts."""
     model = make(Parts)
     run = compiled(model, monitor=True, lowering="eager")
     for x in batches(3, 16, 32):
@@ -153,7 +153,7 @@ def test_the_ring_keeps_the_newest_steps() -> None:
     monitor_buffer = MonitorBuffer(WatchTable((Watched("a", "input", ""),), 1, torch.device("cpu"), 2))
     for step in range(5):
         monitor_buffer.begin(step, step)
-        monitor_buffer.begin(step, step)  # goes on
+        monitor_buffer.begin(step, step)  # the monitor goes on after the saved step
         monitor_buffer.inputs()[0].add_(step)
     assert list(monitor_buffer.steps) == [2, 3, 4] and monitor_buffer.read()[:, 0, 0].tolist() == [2, 3, 4]
     assert not MonitorBuffer(monitor_buffer.table).inputs(repeats=True)[0].any()
@@ -161,7 +161,7 @@ def test_the_ring_keeps_the_newest_steps() -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("dynamic", marks=pytest.mark.variant)])
 def test_in_one_of_three_steps(recipe: str) -> None:
-    """Between them runs a graph that has nothing of the monitor, with the same state."""
+    """In the steps between, a graph without monitors runs, with the same state."""
     options = {"recipe": RECIPES[recipe], "lowering": "eager", "min_speedup": 0}
     intervals: list[dict[str, Any]] = [{}, {"monitor_interval": 3}]
     (all_numbers, each), (numbers, some) = (trained(True, linear(), steps=7, **options, **of) for of in intervals)
@@ -186,7 +186,7 @@ def test_evaluation_is_compiled_once() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.variant)])
 def test_in_one_of_two_steps_repeated_in_the_backward(use_reentrant: bool) -> None:
-    """A region is repeated by the graph of its forward's step, also behind an evaluation: each tensor counts once."""
+    """The backward repeats a region by the graph of its forward's step, also after evaluation: tensors count once."""
     model = nn.Linear(32, 48)
     run = compiled(model, monitor=True, monitor_interval=2, recipe="dynamic", lowering="eager")
     for x in batches(4, 16, 32):

@@ -1,4 +1,4 @@
-"""FP8 operands as `_scaled_mm` takes them."""
+"""Test layouts of FP8 operands under symbolic sizes: `_scaled_mm` gets what it takes, or the matmul is declined."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_symbolic_number_of_products_is_declined() -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_a_first_operand_without_batch_and_symbolic_sizes(lowering: str) -> None:
-    """Of Inductor's code with symbolic sizes, `test_a_symbolic_batch_compiles_once` has some every day."""
+    """`test_a_symbolic_batch_compiles_once` runs some of Inductor's code with symbolic sizes every day."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a.float().expand(b.shape[0], -1, -1), b.float())

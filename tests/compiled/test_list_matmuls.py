@@ -1,4 +1,4 @@
-"""The matmuls pass: no matmul without a name, a kind and sizes."""
+"""Test the list_matmuls pass: every matmul gets a name, a kind and sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def opaque(x: Tensor) -> Tensor:
     return x @ x
 
 
-def test_a_matmul_that_is_no_call_of_the_users() -> None:
+def test_a_matmul_that_the_user_did_not_call() -> None:
     def function(x: Tensor) -> Tensor:
         return opaque(x) + 1
 
@@ -75,7 +75,7 @@ def test_linear_algebra_keeps_its_digits(function: Callable[[Tensor], Tensor]) -
 
 
 def test_parts_of_one_tensor_are_tensors_of_their_own() -> None:
-    """q and k, split from one projection: the gradient of each is grad_input or grad_weight as for any two operands."""
+    """q and k are split from one projection; their gradients are grad_input or grad_weight as for any two operands."""
 
     def function(qkv: Tensor) -> Tensor:
         q, k = qkv.split(32, -1)
@@ -95,8 +95,8 @@ def test_a_tensor_that_is_the_first_factor_of_one_matmul_and_the_second_of_anoth
         compiled(function, recipe="dynamic")(*(t.requires_grad_() for t in (a, b, c))).backward()
     kinds = {(g.M, g.K, g.N): g.kind for g in report.rewritten if g.kind != "output"}
     assert kinds == {
-        (32, 64, 16): "grad_weight",  # of b
-        (64, 16, 32): "grad_input",  # of a, as first factor
-        (64, 48, 32): "grad_weight",  # of a, as second
-        (48, 32, 64): "grad_input",  # of c
+        (32, 64, 16): "grad_weight",  # gradient of b
+        (64, 16, 32): "grad_input",  # gradient of a, as first operand
+        (64, 48, 32): "grad_weight",  # gradient of a, as second operand
+        (48, 32, 64): "grad_input",  # gradient of c
     }

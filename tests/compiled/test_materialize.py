@@ -1,4 +1,4 @@
-"""The make_once pass: vectors of slots, and operands of several matmuls."""
+"""Test the materialize pass in a compiled model whose small parameters are read by a sum as well."""
 
 from __future__ import annotations
 

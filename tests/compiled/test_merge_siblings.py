@@ -1,4 +1,4 @@
-"""The merge_siblings pass: linear layers that read one tensor become one."""
+"""Test the merge_siblings pass: linear layers that read one tensor become one, in numbers, names and state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECIPES = (DelayedScaling(amax_history_len=4), DynamicScaling())
 
 
 class Fused(nn.Module):
-    """`Siblings` as one layer, as a user would write it."""
+    """The layers of `Siblings` as one layer, as a user would write it."""
 
     def __init__(self, siblings: Siblings) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ F32, BF16 = torch.float32, torch.bfloat16
     ids=repr,
 )
 def test_the_numbers_are_those_of_one_layer(recipe: Any, bias: bool, dtype: torch.dtype) -> None:
-    """To the bit, in every step, also of what a layer's parameters get for gradients."""
+    """They are the same to the bit in every step, and so are the gradients of each layer's parameters."""
     torch.manual_seed(0)
     siblings = Siblings(swiglu, bias=bias).to(dtype)
     fused = Fused(siblings)
@@ -91,7 +91,7 @@ class Within(nn.Module):
 
 @pytest.mark.parametrize("how", ["checkpoint", "autocast"])
 def test_within_a_region(how: str) -> None:
-    """As above, annotated; and compiled as annotated."""
+    """The annotated model has the numbers of one layer there, too; the compiled one has those of the annotated one."""
     torch.manual_seed(0)
     siblings = Siblings(swiglu, bias=True)
     models = [Within(m, how) for m in (siblings, Fused(siblings), copy.deepcopy(siblings))]
@@ -206,7 +206,7 @@ def test_evaluation_reads_the_scales_of_training() -> None:
 
 
 def state_of(model: nn.Module, merged: bool, saved: dict[str, Tensor] | None = None, late: bool = False) -> Any:
-    """The state after a step of `model`, of which `saved` is loaded before or after its first call."""
+    """Return the state after a step of `model`, which loads `saved` before or after its first call."""
     run = compiled(model, recipe=DelayedScaling(amax_history_len=4), merge_siblings=merged)
     state = fp8pass.state(model)
     if saved is not None and not late:

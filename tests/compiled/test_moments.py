@@ -1,4 +1,4 @@
-"""Moments in FP8: what is stored, what reads it, what saves it, and what becomes of the plain tensors."""
+"""Test moments in FP8: what is stored, what reads and saves them, and that the plain tensors are freed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: list[MomentKind] = ["first", "second"]
 
 
 def values(kind: MomentKind, factor: float = 1.0) -> Tensor:
-    """Of a moment, over many binades."""
+    """Return values of a moment over many binades."""
     x = torch.randn(32, 48) * torch.exp2(torch.randint(-12, 1, (32, 48)))
     return x * factor if kind == "first" else x.square() * factor
 
@@ -46,13 +46,13 @@ def test_what_was_stored_is_stored_again_exactly(kind: MomentKind, factor: float
         if factor and factor > 1e-30:
             largest = x.abs() > x.abs().max() / 2**6
             error = ((once - x).abs() / x.abs())[largest].max()
-            assert error <= (2**-4 if kind == "first" else 2**-9), "half of the last of 3 bits; twice 10 of a root"
+            assert error <= (2**-4 if kind == "first" else 2**-9), "half a unit of 3 bits; twice that of 10"
 
 
 @pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**5, 2.0**40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_an_update_stored_is_stored_again_exactly(kind: MomentKind, scale: float) -> None:
-    """Which has room to grow, and another scale than is best."""
+    """The update's scale leaves room to grow: it is not the best one for the values."""
     factor = 100 / scale if kind == "first" else (200 / scale) ** 2
     x_q = encode(kind, values(kind, factor / 4), torch.tensor(scale))
     x = decode(kind, x_q, torch.tensor(1 / scale), F32)
@@ -61,7 +61,7 @@ def test_what_an_update_stored_is_stored_again_exactly(kind: MomentKind, scale: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_are_not_finite(kind: MomentKind) -> None:
-    """NaN stays NaN; an infinity saturates; the rest keeps what scale 1 can hold."""
+    """NaN stays NaN; an infinity saturates; other values keep what scale 1 can represent."""
     x = torch.tensor([1.0, 0.25, math.nan, 0.0])
     assert torch.equal(Fp8Moment.of(kind, x).value(), x) or Fp8Moment.of(kind, x).value().isnan().tolist() == [
         0,
@@ -122,7 +122,7 @@ def test_writes_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copy_and_zero(kind: MomentKind) -> None:
-    """In place, also where the numbers of several are in one tensor."""
+    """Both write in place, also if one tensor holds the numbers of several moments."""
     moments = [Fp8Moment.of(kind, values(kind, 10.0**i)) for i in range(3)]
     pack(moments)
     others = [m.value() for m in (moments[0], moments[2])]
@@ -142,7 +142,7 @@ def test_pack() -> None:
     assert moment_scales.shape == (2, 3) and moment_scales.is_contiguous()
     assert [m.column for m in moments] == [0, 1, 2] and all(m.moment_scales is moment_scales for m in moments)
     assert all(torch.equal(m.value(), x) for m, x in zip(moments, before, strict=True))
-    assert pack(moments) is moment_scales, "as it is"
+    assert pack(moments) is moment_scales, "packed moments stay as they are"
     assert pack(moments[:2]).shape == (2, 2) and pack(moments[::-1]).shape == (2, 3)
     assert all(torch.equal(m.value(), x) for m, x in zip(moments, before, strict=True))
 
@@ -156,7 +156,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Training:
-    """A small model and its step."""
+    """A small model and its training step."""
 
     def __init__(self, optimizer: Callable[..., Any] = adamw, **config: Any) -> None:
         torch.manual_seed(0)
@@ -174,21 +174,21 @@ class Training:
         self.step = step
 
     def run(self, steps: range) -> list[float]:
-        """The losses."""
+        """Train; return the losses."""
         return [self.step(torch.randn(32, 64, generator=torch.Generator().manual_seed(i))).item() for i in steps]
 
     def checkpoint(self) -> list[dict[str, Any]]:
-        """Of the model, its optimizer, and FP8."""
+        """Return the states of the model, its optimizer, and FP8."""
         states = self.model.state_dict(), self.optimizer.state_dict(), fp8pass.state(self.model).state_dict()
         return copy.deepcopy(list(states))
 
     def load(self, states: list[dict[str, Any]]) -> None:
-        """What `checkpoint` returned."""
+        """Load what `checkpoint` returned."""
         for of, state in zip((self.model, self.optimizer, fp8pass.state(self.model)), states, strict=True):
             of.load_state_dict(state)
 
     def moments(self) -> list[Any]:
-        """Of the large weights."""
+        """Return the moments of the large weights."""
         states = [self.optimizer.state[self.model[i].weight] for i in (0, 2)]
         return [x for state in states for name, x in state.items() if name != "step"]
 
@@ -198,14 +198,14 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def alive() -> int:
-    """How many plain float32 tensors of the size of the weights there are, these and their gradients aside."""
+    """Count plain float32 tensors as large as the weights, among which are the weights and their gradients."""
     gc.collect()
     found = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == F32 and x.numel() == 64 * 128]
     return len([x for x in found if x.device.type == "cpu" and x.untyped_storage().nbytes()])
 
 
 def test_moments_that_an_optimizer_has_already() -> None:
-    """It was trained before, by other means: these are stored as they are best, and let go of."""
+    """The optimizer has trained eagerly before: its moments get their best scales, and the plain ones are freed."""
     training = Training()
     model, optimizer = training.model, training.optimizer
     model(torch.randn(4, 64)).square().mean().backward()
@@ -218,7 +218,7 @@ def test_moments_that_an_optimizer_has_already() -> None:
 
 
 class Trained(NamedTuple):
-    """A training after its first steps. alive: what `alive` has said before the first, after it, and at the end."""
+    """A training after its first steps. alive: what `alive` returned before the first, after it, and at the end."""
 
     training: Training
     losses: list[float]
@@ -227,7 +227,7 @@ class Trained(NamedTuple):
 
 @functools.cache
 def trained() -> Trained:
-    """After 30 steps; several tests go on from there, in whatever order."""
+    """Train 30 steps; several tests go on from there, in any order."""
     training = Training()
     counts = [alive()]
     losses = training.run(range(1))
@@ -253,7 +253,7 @@ def test_a_state_dict_is_plain_and_loads_into_any_optimizer() -> None:
         assert type(x) is Tensor and torch.equal(x, moment.value())
     plain(torch.randn(4, 64)).sum().backward()
     other.step()
-    assert all(isinstance(x, Fp8Moment) for x in training.moments()), "saving changes nothing"
+    assert all(isinstance(x, Fp8Moment) for x in training.moments()), "saving and loading leave the moments in FP8"
 
 
 def test_the_plain_tensors_are_gone() -> None:
@@ -269,7 +269,7 @@ def test_the_report_says_what_is_saved() -> None:
 
 
 def test_the_loss_is_about_the_same() -> None:
-    """After 30 steps."""
+    """The losses are compared after 30 steps."""
     off, fp8 = Training(optimizer_state="off").run(range(30)), trained().losses
     assert off != fp8 and off[0] == fp8[0]
     assert fp8[-1] < 0.9 * fp8[0]
@@ -296,7 +296,7 @@ def test_a_copy_of_an_optimizer_has_moments_of_its_own() -> None:
     ],
 )
 def test_resumes_bit_for_bit(optimizer: Callable[..., Any], cache: str) -> None:
-    """In a process of its own, as far as the compiler knows; and loaded into the run that goes on."""
+    """A new run, with everything compiled anew, loads the checkpoint; and so does the run that goes on."""
     is_trained = optimizer is adamw and cache == "fp8+transpose"
     training = trained().training if is_trained else Training(optimizer, weight_cache=cache)
     before = training.run(range(4))
@@ -329,7 +329,7 @@ def test_only_in_a_step() -> None:
         run(torch.randn(4, 64))
 
 
-@pytest.mark.filterwarnings("ignore:.*its first call updated no parameter")  # of a fused one, which counts no version
+@pytest.mark.filterwarnings("ignore:.*its first call updated no parameter")  # a fused one increments no version
 def test_optimizers_that_are_not_compiled_and_those_without_moments() -> None:
     for optimizer in (
         lambda p: torch.optim.SGD(p, lr=0.1),

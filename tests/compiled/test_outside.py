@@ -1,4 +1,4 @@
-"""Matmuls that run outside of compiled graphs have a verdict: `fp8pass.explain` and train steps watch the call."""
+"""Test verdicts of matmuls that run outside of compiled graphs, as `fp8pass.explain` and train steps see them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outside(report: Report) -> list[Gemm]:
 
 
 def expect_outside(report: Report, names: dict[str, int], reason: str) -> None:
-    """All three matmuls of these calls ran outside, for this reason; and nothing else did."""
+    """Check that all three matmuls of these calls ran outside, for this reason, and nothing else did."""
     found = outside(report)
     assert Counter((g.name, g.kind) for g in found) == {(n, k): times for n, times in names.items() for k in KINDS}
     for g in found:
@@ -56,7 +56,7 @@ def expect_outside(report: Report, names: dict[str, int], reason: str) -> None:
 
 
 class Items(nn.Module):
-    """Dynamo gives a frame up that breaks within `try`."""
+    """Dynamo gives up a frame that breaks the graph within `try`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_item_within_try() -> None:
     expect_outside(report, {"a": 1, "b": 1}, "Dynamo can't compile forward (test_outside.py:")
     assert "Tensor.item()" in outside(report)[0].reason
     assert report.graphs == 0 and "Dynamo compiled nothing: all matmuls ran op by op" in str(report)
-    again = fp8pass.explain(Items(), x())  # of which Dynamo knows by now that it can't compile it
+    again = fp8pass.explain(Items(), x())  # Dynamo knows by now that it can't compile the frame
     expect_outside(again, {"a": 1, "b": 1}, "Tensor.item()")
 
 
@@ -132,7 +132,7 @@ class Layouts(nn.Module):
 
 
 class Matmuls(TorchDispatchMode):
-    """The sizes M, K, N of the matmuls that run."""
+    """Record the sizes M, K, N of the matmuls that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,12 +277,12 @@ class Recurrent(nn.Module):
 
 
 GOES_ON = torch.__version__ >= "2.15"
-"""Whether Dynamo goes on after the break at a recurrent layer, where before it left out the whole frame."""
+"""Dynamo goes on after the break at a recurrent layer; older ones leave out the whole frame."""
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 def test_recurrent_layers(kind: Callable[..., nn.Module], gates: int) -> None:
-    """Kernels of an LSTM on a CPU are one op, those of the others one matmul for each time step."""
+    """On a CPU the kernels of an LSTM are one op, and those of the others one matmul for each time step."""
     report = fp8pass.explain(Recurrent(kind), torch.randn(4, 8, 16))
     of_kernels = 5 if kind is nn.LSTM and torch.backends.mkldnn.is_available() else 0
     of_head = 3 if GOES_ON else 0
@@ -310,7 +310,7 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], gates: int) -> None:
 
 @torch.library.custom_op("fp8pass_tests::experts", mutates_args=())
 def experts(x: Tensor, weights: Tensor) -> Tensor:
-    """Of a kind that no graph shows the inside of."""
+    """Multiply in an op that no graph shows the inside of."""
     return torch.cat([part @ weight for part, weight in zip(x.chunk(len(weights)), weights, strict=True)])
 
 
@@ -363,7 +363,7 @@ def test_mixtral() -> None:
 
 
 def test_matmuls_of_user_functions_and_hooks() -> None:
-    """What a backward hook multiplies has a verdict, what autograd itself computes follows from the forward."""
+    """Matmuls that a backward hook calls have a verdict; those that autograd computes follow from the forward's."""
     weight, layer = nn.Parameter(torch.randn(32, 32)), linear()
 
     def step(x: Tensor) -> Tensor:
@@ -379,7 +379,7 @@ def test_matmuls_of_user_functions_and_hooks() -> None:
 
 
 def test_whole_graphs_have_nothing_outside() -> None:
-    """Attention is no matmul here, nor a convolution, nor a matrix times a vector."""
+    """Neither attention, nor a convolution, nor a matrix by a vector is a matmul here."""
 
     class Whole(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The cut between forward and backward: what is saved, and that nothing else changes."""
+"""Test the cut between forward and backward of compiled models: what is saved, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ prims = torch.ops.prims
 
 
 def matrices(nodes: list[fx.Node]) -> list[tuple[list[int], torch.dtype]]:
-    """Shapes and types of the tensors that have two dimensions."""
+    """Return shape and dtype of the tensors that have two dimensions."""
     tensors = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
     return sorted(((list(x.shape), x.dtype) for x in tensors if x.dim() == 2), key=str)
 
 
 def quantized(module: fx.GraphModule) -> list[list[int]]:
-    """The shapes of what is cast to e4m3 in a graph, which gradients are not."""
+    """Return the shapes of the tensors that a graph casts to e4m3; gradients are in e5m2."""
     casts = [n.meta["val"] for n in module.graph.nodes if n.target is prims.convert_element_type.default]
     return sorted(list(x.shape) for x in casts if x.dtype == E4M3)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
 def test_weights_are_saved_transposed_in_fp8(recipe: str, cuts: list[Cut], delayed: tuple[list[Tensor], Cut]) -> None:
-    """And the input; not what is behind the activation function, whose gradient needs what it is made of."""
+    """The input is, too; the output of the activation is not: its backward needs the activation's own input."""
     if recipe == "dynamic":
         step(*layers(), recipe=recipe)
     cut = delayed[1] if recipe == "delayed" else cuts[-1]
     fp8 = [x for x in cut.saved if is_fp8(x)]
     assert matrices(fp8) == [([32, 48], E4M3), ([48, 32], E4M3), ([64, 32], E4M3)]
     assert all(x.meta["val"].t().is_contiguous() for x in fp8)
-    assert matrices([x for x in cut.saved if not is_fp8(x)]) == [([64, 48], BF16)]  # no weight, no input
+    assert matrices([x for x in cut.saved if not is_fp8(x)]) == [([64, 48], BF16)]  # neither a weight nor an input
     read = [n for n in cut.backward.graph.nodes if n.op == "placeholder" and not n.name.startswith("tangents")]
     assert matrices(read) == matrices(cut.saved)
     assert quantized(cut.backward) == [[64, 48]]

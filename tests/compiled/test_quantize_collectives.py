@@ -1,4 +1,4 @@
-"""The quantize_collectives pass: graphs, numbers on ranks that one process plays, refusals."""
+"""Test what the quantize_collectives pass says of layers that read a gathered tensor in high precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = 4
 
 
 WORLD, HALF = "world", "half"
-"""Names of groups, as the functions below say them: those of torch are known when the groups are made."""
+"""Names of groups in the functions below; torch's own names are known when the groups are made."""
 
 
 GROUPS: dict[str, str] = {}
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 def test_layers_that_read_it_in_high_precision_are_named() -> None:
-    """As small layers do that do not pay: with the rule, for one may want to have them in FP8 all the same."""
+    """Small layers do so, for FP8 doesn't pay there; the rule is named, for users may want them in FP8 all the same."""
     mesh = init_device_mesh("cpu", (RANKS,))
     attention = parallelize_module(Attention(), mesh, dict.fromkeys("qkv", ColwiseParallel()))
     parallelize_module(attention, mesh, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))

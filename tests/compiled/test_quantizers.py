@@ -1,4 +1,4 @@
-"""Which quantizers a recipe puts around a matmul, and their numbers against the float64 oracle."""
+"""Test which operands a recipe quantizes for each matmul of a compiled model, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fp8pass. (blockwise|mxfp8) kerne
 
 
 class Each(nn.Module):
-    """Layers, each of an input of its own."""
+    """Layers, each with its own input."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Each(nn.Module):
 
 @pytest.mark.parametrize("kinds_of_recipe", [(DynamicScaling, RowwiseScaling), (DelayedScaling,)])
 def test_a_matmul_in_high_precision(kinds_of_recipe: tuple[Any, ...]) -> None:
-    """That one of a layer alone, exactly; the others are as they were. No error under strict."""
+    """This matmul alone has the exact result; the others stay as they were, and strict raises nothing."""
     cases = [(of, kind) for of in kinds_of_recipe for kind in ALL]
     model = Each(len(cases))
     xs, gs = ([torch.randn(16, n, requires_grad=n == 32) for _ in cases] for n in (32, 48))
@@ -111,7 +111,7 @@ def test_two_delayed_recipes_in_one_graph_have_a_state_each() -> None:
 @pytest.mark.parametrize("how", [annotated, compiled], ids=["annotated", "compiled"])
 @pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
 def test_a_linear_layer_against_the_float64_oracle(name: str, how: Callable[..., Any]) -> None:
-    """Output and both gradients, each of operands that are quantized along what it sums, from the original."""
+    """Each matmul's operands are quantized from high precision, along the dimension that the matmul sums."""
     layer = nn.Linear(128, 256)
     x, g = torch.randn(4, 32, 128) * 3, torch.randn(4, 32, 256) * 1e-6
     x[0, 0, :64], x[1] = 1e-3, 0.0
@@ -148,7 +148,7 @@ PRODUCTS: list[tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] =
 
 @pytest.mark.parametrize("cases", [PRODUCTS[:5], pytest.param(PRODUCTS, marks=pytest.mark.variant)], ids=len)
 def test_einsum_and_broadcast_operands(cases: list[Any]) -> None:
-    """Of several batches, those of one operand that is repeated for the other's."""
+    """If an operand is repeated for the other's batches, its gradient is the sum over them."""
     inputs = [[torch.randn(shape, requires_grad=True) for shape in shapes] for _, *shapes in cases]
 
     def everything(inputs: list[list[Tensor]]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""On inputs that FP8 represents, FP8 differs from high precision by nothing but how sums are added up."""
+"""Test that, on values that FP8 represents, FP8 differs from high precision only in how sums are rounded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ M, K, N = 32, 64, 48
 
 
 def integers(*shape: int) -> Tensor:
-    """Up to 7, which is in every row and column: scales are 448 / 7 = 2**6 and 57344 / 7 = 2**13, and round nothing."""
+    """Return integers up to 7; each row and column has a 7: scales, 448 / 7 = 2**6 and 57344 / 7 = 2**13, are exact."""
     x = torch.randint(-6, 7, shape).float()
     x.fill_diagonal_(7)
     x[:, -1], x[-1, :] = 7, 7
     return x
+
+
+def representable(rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
+    largest = torch.finfo(dtype).max
+    x = cast_to_representable(torch.randn(rows, columns) * (largest / 64), 1.0, dtype)
+    x.fill_diagonal_(largest)
+    x[:, -1], x[-1, :] = largest, largest
+    return x / 4096
 
 
 class Line(nn.Module):
@@ -34,7 +42,7 @@ class Line(nn.Module):
 
 
 def products(x: Tensor, weight: Tensor, grad: Tensor, recipe: Any, steps: int = 3) -> dict[str, Tensor]:
-    """Of a layer in FP8, in a step that has a history."""
+    """Return the results of a layer in FP8, in a step that has a history."""
     model = Line(weight.clone())
     run = compiled(model, recipe=recipe)
     for _ in range(steps):
@@ -52,7 +60,7 @@ def oracle(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "dynamic", "rowwise"])
 def test_exact(recipe: str) -> None:
-    """Integers whose sums float32 holds exactly, and scales that round nothing: to the bit."""
+    """float32 holds the sums of these integers exactly, and scales round nothing: results are equal to the bit."""
     x, weight, grad = integers(M, K), integers(N, K), integers(M, N)
     found, wanted = products(x, weight, grad, recipe), oracle(x, weight, grad)
     for name, y in found.items():
@@ -61,8 +69,8 @@ def test_exact(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "dynamic", "rowwise"])
 def test_only_accumulation(recipe: str) -> None:
-    """Inputs that are representable at the very scale that the recipe has: an amax of 448 / 2**k, 57344 / 2**k for
-    gradients in e5m2, in every row and column. Then x_q * scale_inv is x, and the rest is float32's.
+    """Inputs are representable at the scale that the recipe computes: the amax of every row and column is 448 / 2**k,
+    57344 / 2**k for gradients in e5m2. Then x_q * scale_inv is x, and only float32's rounding is left.
 
     Each sum of n products, exact in float32, loses at most (n - 1) * 2**-24 of the sum of their sizes, in whatever
     order (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); two multiplications with scales, and the
@@ -78,15 +86,7 @@ def test_only_accumulation(recipe: str) -> None:
         assert (error <= bound).all(), (name, float((error / bound).max()))
 
 
-def representable(rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
-    largest = torch.finfo(dtype).max
-    x = cast_to_representable(torch.randn(rows, columns) * (largest / 64), 1.0, dtype)
-    x.fill_diagonal_(largest)
-    x[:, -1], x[-1, :] = largest, largest
-    return x / 4096
-
-
-def test_what_is_not_representable_is_farther_away() -> None:
+def test_values_that_fp8_rounds_exceed_the_bound() -> None:
     x, weight, grad = torch.randn(M, K), representable(N, K), representable(M, N, E5M2)
     found, wanted = products(x, weight, grad, "delayed"), oracle(x, weight, grad)
     bound = (K + 2) * 2.0**-24 * 1.01 * oracle(x.abs(), weight.abs(), grad.abs())["output"]

@@ -1,4 +1,4 @@
-"""A call that Dynamo can't compile does not end FP8 for the other calls of the function."""
+"""Test that a call that Dynamo can't compile does not end FP8 for the other calls of the function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8pass.dynamo import retry
 
 
 class Layer(nn.Module):
-    """As users have them: refuses some batches, and hands others on, as stochastic depth does."""
+    """A layer that refuses some batches, and returns others as they are, as stochastic depth does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Trained:
-    """A layer that is compiled, and trained."""
+    """A layer that is compiled and trained."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()
@@ -37,7 +37,7 @@ class Trained:
         self.run = torch.compile(self.layer, backend="fp8pass", options={"lowering": "eager"})
 
     def step(self, factor: float, how: str = "") -> float:
-        """Run a step on inputs of this size; returns the largest that the FP8 state has seen in the latest one."""
+        """Run a step on inputs of this size; return the amax of the input that the FP8 state has recorded last."""
         try:
             y = self.run(torch.full((16, 32), factor), how)
         except ValueError:
@@ -61,7 +61,7 @@ def test_one_such_call(how: str) -> None:
 
 
 def test_many_such_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled goes on being used."""
+    """Code that is compiled already stays in use."""
     monkeypatch.setattr(retry, "MAX_FAILED_CALLS", 2)
     trained = Trained()
     trained.step(2.0)

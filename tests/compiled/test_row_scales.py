@@ -1,4 +1,4 @@
-"""A scale for each row: where it may stand, when it can be taken out of the sum, and what becomes of it."""
+"""Test rowwise scales that the user wrote, in graphs with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.row_scales import rows
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_symbolic_sizes(lowering: str) -> None:
-    """By Inductor, tests/passes/rewrite/test_layout.py has a symbolic batch every day."""
+    """tests/passes/rewrite/test_layout.py runs a symbolic batch by Inductor every day."""
 
     def function(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         s = x.abs().amax(-1, keepdim=True) / 448

@@ -1,4 +1,4 @@
-"""`in_qdq`, `out_qdq` and `ScaleState`: the same numbers and state eagerly and under every backend."""
+"""Test that `in_qdq`, `out_qdq` and `ScaleState` give the same numbers and state eagerly and under every backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.shares_code
 
 
 BY_STEP = pytest.mark.parametrize("how", EVERY_DAY, ids=lambda f: f.__name__)
-"""Without Inductor, but for variants; `test_the_numbers_that_a_step_uses` has ours every day."""
+"""Only variants run Inductor; `test_the_numbers_that_a_step_uses` runs ours every day."""
 
 
 COMPILED = pytest.mark.parametrize(
@@ -54,7 +54,7 @@ NONFINITE = ("evict", "skip", "freeze")
 
 
 EVERY_CHOICE = (("evict", "max"), ("skip", "most_recent"), ("freeze", "max"))
-"""Configurations of compiled states that run every day. Eagerly all pairs run, and through another backend one."""
+"""Configurations of compiled states that run every day. Eagerly all pairs run; through another backend, one does."""
 
 
 def entry(state: ScaleState, length: int = 4) -> tuple[float, list[float], float]:
@@ -86,7 +86,7 @@ CHOICES = {
     ids=lambda of: getattr(of, "__name__", of),
 )
 def test_against_the_oracle(on_nonfinite: str, algo: str, how: Callable[..., Any]) -> None:
-    """x needs no gradient, and its state follows the steps all the same."""
+    """x needs no gradient, and its state follows the steps nevertheless."""
     for sequence in SEQUENCES.values():
         model = Product(amax_history_len=4, margin=1, amax_compute_algo=algo, on_nonfinite=on_nonfinite)
         run = how(model)
@@ -149,7 +149,7 @@ def test_a_model_in_bfloat16_stays_with_eager(how: Callable[..., Any]) -> None:
 
 
 class Uses(nn.Module):
-    """Several uses of one state."""
+    """A module that uses one state several times."""
 
     def __init__(self, *factors: float, **arguments: Any) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_without_gradients_nothing_changes(how: Callable[..., Any]) -> None:
     run = how(model)
     x = torch.rand(16, 16) * 1e-4
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode():  # before any training: dynamic
+        with mode():  # before any training, scales are dynamic
             torch.testing.assert_close(run(x).double(), oracle.qdq(x, 448 / float(x.max()), "e4m3"), rtol=1e-5, atol=0)
     assert entry(model.x) == (0.0, [0.0] * 4, -1.0)
     for _ in range(2):
@@ -285,7 +285,7 @@ VARIED = [eager, ours, reference, *(pytest.param(f, marks=pytest.mark.variant) f
 
 @pytest.mark.parametrize("how", VARIED, ids=lambda f: f.__name__)
 def test_a_second_backward_merges(how: Callable[..., Any]) -> None:
-    torch._dynamo.reset()  # what is compiled with donated buffers has no second backward
+    torch._dynamo.reset()  # code that is compiled with donated buffers has no second backward
     model = Product(amax_history_len=4)
     run = how(model)
     with torch._functorch.config.patch(donated_buffer=False):
@@ -333,7 +333,7 @@ def test_eager_and_compiled_take_turns() -> None:
     assert entry(model.g, 8)[1:] == ([1.0] * 6 + [0.0] * 2, 1.0)
 
 
-def test_a_checkpoint_is_no_step_of_its_own() -> None:
+def test_a_checkpoint_is_not_a_second_step() -> None:
     model = Product(amax_history_len=4)
     for amax in (1.0, 2.0, 3.0):
         checkpoint(model, data(amax).requires_grad_(), use_reentrant=False).sum().backward()
@@ -345,7 +345,7 @@ def test_a_checkpoint_is_no_step_of_its_own() -> None:
 def test_a_checkpoint_inside_compiled_code(how: Callable[..., Any]) -> None:
     """Recomputation in the backward uses the scales of its forward; steps are counted as in eager mode.
 
-    Op by op, tests/compiled/test_steps.py has a checkpoint inside beside slots.
+    tests/compiled/test_steps.py has checkpoints in compiled code with slots, which run op by op.
     """
 
     class Checkpointed(Product):
@@ -368,7 +368,7 @@ def test_a_checkpoint_inside_compiled_code(how: Callable[..., Any]) -> None:
 
 
 def test_a_checkpoint_beside_the_recipe() -> None:
-    """The first steps, which run eagerly, give the checkpoint its state as arguments."""
+    """The first steps, which run eagerly, pass the checkpoint its state as arguments."""
 
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -388,7 +388,7 @@ def test_a_checkpoint_beside_the_recipe() -> None:
 
 
 def test_a_gradient_of_the_inputs_only() -> None:
-    """`torch.autograd.grad` runs no other backward, but that of what the inputs go through."""
+    """`torch.autograd.grad` runs the backward only of ops between the inputs and the result."""
     model = Product(amax_history_len=4)
     for amax in (1.0, 2.0):
         x = data(amax).requires_grad_()
@@ -396,7 +396,7 @@ def test_a_gradient_of_the_inputs_only() -> None:
     assert [entry(s)[1][:2] for s in (model.x, model.w, model.g)] == [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
 
 
-# Finding it
+# Detection of matmuls
 @pytest.mark.parametrize("recipe", [None, "delayed", pytest.param("dynamic", marks=pytest.mark.variant)])
 def test_all_three_matmuls_are_found(recipe: Any) -> None:
     model = Product()
@@ -410,7 +410,7 @@ def test_all_three_matmuls_are_found(recipe: Any) -> None:
 
 
 def test_beside_the_recipe() -> None:
-    """Each has its own state, and neither touches the other's."""
+    """Each has its own state, and neither changes the other's."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -534,7 +534,7 @@ def test_buffers_stay_float32() -> None:
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "pickled"])
-def test_copies_have_a_state_of_their_own(twin: Callable[..., Any]) -> None:
+def test_copies_have_their_own_state(twin: Callable[..., Any]) -> None:
     model = Product(amax_history_len=2)
     train(model, model, [1.0, 2.0])
     other = twin(model)
@@ -574,7 +574,7 @@ def test_repr() -> None:
 
 @FEW
 def test_a_tensor_without_rows_keeps_scale_and_history(how: Callable[..., Any]) -> None:
-    """As an expert without tokens has it, eagerly and compiled, forward and backward."""
+    """An expert without tokens has such a tensor, eagerly and compiled, in forward and backward."""
     model = Product(amax_history_len=4)
     run = how(model)
 

@@ -1,4 +1,4 @@
-"""The skip_nonfinite pass: an update whose gradients are not finite leaves everything as it was."""
+"""Test the skip_nonfinite pass: an update whose gradients are not finite leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import fp8pass
 from tests.helpers.optimizers import Lion
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -25,9 +23,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Trained:
-    """A small model, trained. bad: before which steps there is another, of a batch that makes gradients inf or NaN.
+    """A small model, trained. bad: the steps before which an extra batch makes gradients inf or NaN.
 
-    layers: one is a layer alone, which is compiled in half the time.
+    layers: 1 or 2; one layer compiles in half the time.
     """
 
     def __init__(self, optimizer: Callable[..., Any], bad: Iterable[int] = (), layers: int = 2, **config: Any) -> None:
@@ -57,7 +55,7 @@ class Trained:
         self.state = fp8pass.state(self.model).state_dict()
 
     def check_same(self, other: Trained) -> None:
-        """Bit for bit; the count of steps, of forwards begun, aside."""
+        """Check that the results are equal to the bit, except for the number of steps, which counts begun forwards."""
         assert self.losses == other.losses
         for p, q in zip(self.model.parameters(), other.model.parameters(), strict=True):
             assert torch.equal(p, q) and p.isfinite().all()
@@ -72,7 +70,7 @@ class Trained:
 
 
 def poisoned(x: Tensor, value: float) -> Tensor:
-    """Another batch, with one value that makes gradients such."""
+    """Return another batch, with one value that makes gradients inf or NaN."""
     bad = x.flip(0) * 3
     bad[3, 4] = value
     return bad
@@ -103,11 +101,11 @@ CASES = [
     ("optimizer", "cache", "config"), CASES, ids=lambda x: " ".join(map(str, x.values())) if isinstance(x, dict) else x
 )
 def test_as_if_the_batch_had_not_been(optimizer: str, cache: str, config: dict[str, Any]) -> None:
-    """One after the first step, two later on, of which one has a NaN."""
+    """Bad batches come after the first step and twice later; one of them has a NaN."""
     config = {"weight_cache": cache, **config}
     wanted = Trained(OPTIMIZERS[optimizer], **config)
     got = Trained(OPTIMIZERS[optimizer], bad=(1, 3, 4), **config)
-    assert len(set(wanted.losses)) == len(wanted.losses), "something is learnt"
+    assert len(set(wanted.losses)) == len(wanted.losses), "each step changes the loss"
     assert wanted.skipped == [0] * 5 and got.skipped == [0, 1, 1, 2, 3]
     got.check_same(wanted)
     assert int(got.state["steps"]) == int(wanted.state["steps"]) + 3
@@ -115,9 +113,9 @@ def test_as_if_the_batch_had_not_been(optimizer: str, cache: str, config: dict[s
 
 @pytest.mark.parametrize(("cache", "layers"), [("fp8+transpose", 1), variant("fp8+transpose", 2), variant("off", 2)])
 def test_the_very_first_batch(cache: str, layers: int) -> None:
-    """Parameters and moments stay; scales have been made of the batch.
+    """Parameters and moments stay; the first scales are made from the bad batch.
 
-    With gradients that are finite, the numbers are those without the option, which is what protects from the others.
+    On finite gradients, the option changes no number; without it, a batch with an infinity makes the loss NaN.
     """
     got = Trained(OPTIMIZERS["AdamW"], bad=(0,), weight_cache=cache, layers=layers)
     without = Trained(OPTIMIZERS["AdamW"], skip_nonfinite=False, weight_cache=cache, layers=layers)

@@ -1,4 +1,4 @@
-"""Models in bfloat16 and float16 on CPUs without instructions for them: one warning."""
+"""Test the one warning of models in bfloat16 and float16 on CPUs without instructions for them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fp8pass.errors import warn_once
 from tests.helpers.harness import BF16, F16, F32, compiled
 
 AVX2, AVX512_BF16, AVX512_FP16 = (), (BF16,), (BF16, F16)
-"""What oneDNN multiplies there."""
+"""The dtypes that oneDNN multiplies on such processors."""
 
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Says what oneDNN multiplies, in a process that has warned of nothing yet."""
+    """Yield a function that sets which dtypes oneDNN multiplies, in a process that has warned of nothing yet."""
     warn_once.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     yield lambda dtypes: monkeypatch.setattr(hardware, "onednn_multiplies", lambda dtype: dtype in dtypes)
@@ -29,7 +29,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def said(model: nn.Module, dtype: torch.dtype, **options: Any) -> list[str]:
-    """What is warned of slow matmuls while a model of 64 features is compiled."""
+    """Compile a model of 64 features; return the warnings of slow matmuls."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled(model.to(dtype), recipe="dynamic", **options)(torch.randn(16, 64, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Delayed-scaling state: api.md, "Delayed scaling, exactly", line by line; and whose it is."""
+"""Test the state of delayed scaling, api.md, "Delayed scaling, exactly", line by line; and whose state it is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.shares_code
 
 
 class Product(nn.Module):
-    """`x @ weight`, [16, 16] by [16, 16], with the input's amax under the test's control."""
+    """`x @ weight`, [16, 16] by [16, 16], where a test sets the input's amax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def entry(module: nn.Module, slot: str) -> tuple[float, list[float], float]:
 
 
 *WARM, COLD = SEQUENCES
-"""Slots that have no scale for long are compiled once more for each recipe: one algorithm's every day."""
+"""Graphs whose slots have no scale for long are compiled once more for each recipe: daily for one algorithm each."""
 
 
 @pytest.mark.parametrize("on_nonfinite", ["evict", "skip", "freeze"])
@@ -64,7 +64,7 @@ def entry(module: nn.Module, slot: str) -> tuple[float, list[float], float]:
     ],
 )
 def test_against_the_oracle(algo: str, how: Callable[..., Any], sequences: Sequence[str], on_nonfinite: str) -> None:
-    """Each sequence by a model of its own, all of which share their code."""
+    """Each sequence has its own model; all models share their code."""
     recipe = DelayedScaling(amax_history_len=4, margin=1, amax_compute_algo=algo, on_nonfinite=on_nonfinite)
     for sequence in sequences:
         model, slot = Product(), oracle.Slot("e4m3", 4, algo, margin=1, on_nonfinite=on_nonfinite)
@@ -83,7 +83,7 @@ def test_against_the_oracle(algo: str, how: Callable[..., Any], sequences: Seque
 
 
 def test_the_numbers_that_a_step_uses() -> None:
-    """Step k is scaled by the amaxes before k: outputs against the oracle, in float64."""
+    """Step k is scaled by the amaxes before k: outputs are compared with the oracle, in float64."""
     model, slot = Product(), oracle.Slot("e4m3", 2)
     run = compiled(model, recipe=DelayedScaling(amax_history_len=2))
     for step, amax in enumerate([1.0, 4.0, 0.01, 0.01, 0.01, 3.0]):
@@ -130,7 +130,7 @@ def test_a_callable_algorithm() -> None:
     ids=["a NaN in the window", "the oldest of the window"],
 )
 def test_a_slot_is_scaled_by_its_own_amax_until_its_history_makes_a_scale(recipe: DelayedScaling, first: float) -> None:
-    """An amax that is recorded need not make one: with a scale of 1, these would all be rounded to 0."""
+    """A recorded amax need not give a scale; with scale 1, these values would all be rounded to 0."""
     model = Product()
     run = compiled(model, recipe=recipe)
     for step in range(6):
@@ -144,7 +144,7 @@ def test_a_slot_is_scaled_by_its_own_amax_until_its_history_makes_a_scale(recipe
 
 
 def test_a_nan_in_the_first_step_makes_one_more_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    """And not another graph: the step after records what is finite."""
+    """It makes no other graph: the next step records finite amaxes."""
     model = Product()
     run = compiled(model, recipe=DelayedScaling(amax_history_len=3))
     with caplog.at_level(logging.WARNING, "fp8pass"):
@@ -178,7 +178,7 @@ def test_a_forward_without_backward_leaves_gradients_alone() -> None:
 def test_evaluation_uses_the_scales_and_changes_nothing(mode: Any, lowering: str) -> None:
     model = Product()
     run = compiled(model, recipe=DelayedScaling(amax_history_len=2), lowering=lowering)
-    with mode():  # before any training: dynamic
+    with mode():  # before any training, scales are dynamic
         x = torch.rand(16, 16) * 1e-4
         torch.testing.assert_close(run(x).double(), oracle.qdq(x, 448 / float(x.max()), "e4m3"), rtol=1e-5, atol=0)
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_an_early_evaluation_makes_no_step() -> None:
     assert entry(model, "weight.input")[1:] == ([0.0] * 1024, 8.0)
 
 
-# Whose state it is
+# Models and their states
 def train(run: Callable[[Tensor], Tensor], amaxes: Sequence[float]) -> None:
     for amax in amaxes:
         x = torch.randn(16, 32)
@@ -243,7 +243,7 @@ def test_blocks_compiled_one_by_one_share_code_but_no_state() -> None:
 
 
 def test_blocks_compiled_one_by_one_train_as_the_whole_does() -> None:
-    """Same numbers, same state, and checkpoints of one for the other."""
+    """They have the same numbers and the same state, and load each other's checkpoints."""
     gradients, states = [], []
     for whole in (True, False):
         model = nn.Sequential(*(make(seed=i) for i in range(3)))
@@ -271,7 +271,7 @@ def test_graph_breaks_and_recompiles_keep_state_by_name() -> None:
     model = Broken()
     run = annotated(model)
     with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
-        for rows in (16, 24, 32, 40):  # static, then symbolic
+        for rows in (16, 24, 32, 40):  # the first size is static, the later ones are symbolic
             run(torch.ones(rows, 32)).sum().backward()
     assert len(fp8pass.state(model).slots) == 6
     assert fp8pass.state(model).state_dict()["up.input.amax_history"][:4].tolist() == [1.0, 1.0, 1.0, 0.0]
@@ -331,7 +331,7 @@ def test_modules_that_own_nothing_share_nothing() -> None:
 
 
 def check_both_halves(model: nn.Module) -> Tensor:
-    """Train three steps; both outputs are right in each. Returns the last input."""
+    """Train three steps, and check both outputs in each; return the last input."""
     run = compiled(model)
     for _ in range(3):
         x = torch.randn(16, 32)
@@ -442,7 +442,7 @@ def test_one_model_in_several_threads() -> None:
     assert len(fp8pass.state(model).slots) == 6
 
 
-def test_state_goes_with_its_model() -> None:
+def test_state_is_freed_with_its_model() -> None:
     model = make()
     train(compiled(model), [1.0])
     mine = weakref.ref(model.up.weight)
@@ -672,7 +672,7 @@ def test_what_is_not_a_state() -> None:
 
 
 def test_steps_of_several_graphs() -> None:
-    """Halves of a forward are one step; entry points, and another recipe, have steps of their own."""
+    """Halves of a forward are one step; entry points count their own steps, and so does another recipe."""
     model = make(Parts)
     whole, half = annotated(model), annotated(model.part)
     other = annotated(model, recipe=DelayedScaling(margin=1))
@@ -761,7 +761,7 @@ def test_a_state_of_another_recipe_names_both(first: str) -> None:
     state.load_state_dict(saved, strict=False)
     if first == "load":
         with torch.no_grad():
-            run(torch.randn(16, 32))  # a graph claims it
+            run(torch.randn(16, 32))  # now a graph has these slots
     mine = state.state_dict()
     assert mine["up.input.amax_history"].tolist()[:4] == saved["up.input.amax_history"].tolist()
     expected = oracle.scale_of(float(saved["up.input.amax_history"].max()), "e4m3", margin=1)
@@ -787,7 +787,7 @@ def test_everything_has_a_fixed_size_and_loads_with_weights_only() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_distributed_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Stateful: `save` and `load` take it as it is. What is loaded is what the model has by then."""
+    """A state is Stateful: `save` and `load` take it as it is; `load` fills the slots that the model has by then."""
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -812,7 +812,7 @@ def test_distributed_checkpoint(tmp_path: Any, caplog: pytest.LogCaptureFixture)
 
 
 class Aux(nn.Module):
-    """One of its layers is in two graphs that are trained."""
+    """A model with a layer that is in two trained graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -878,7 +878,7 @@ def test_what_is_loaded_is_not_shared() -> None:
 
 
 def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixture) -> None:
-    """A weight has one slot; an input that never records is none to wait for."""
+    """A weight has one slot; a step does not wait for an input that never records."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -888,7 +888,7 @@ def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixtur
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 target = self.fc(x * 2).tanh()
-            out: Tensor = self.fc(x) + target  # no cancellation
+            out: Tensor = self.fc(x) + target  # the target avoids cancellation
             return out
 
     model = make(Both)
@@ -903,7 +903,7 @@ def test_a_use_without_gradients_beside_one_with(caplog: pytest.LogCaptureFixtur
 
 
 class InParts(nn.Module):
-    """breaks: Dynamo makes graphs of their own of what is around the middle one."""
+    """breaks: Dynamo makes separate graphs of what is before and after the middle part."""
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
@@ -978,7 +978,7 @@ def test_compiled_parts_are_in_the_state_under_plain_names_and_resume(way: Calla
 
 
 def test_a_forward_that_hooks_have_replaced_leaves_the_names() -> None:
-    """As those of accelerate do: Dynamo finds the layers in what the function holds, and not in the module."""
+    """Hooks of accelerate do so: Dynamo finds the layers in the function's closure, and not in the module."""
     model = make(InParts)
     forward = model.middle.forward
     model.middle.forward = lambda x: forward(x * 1.0)

@@ -1,4 +1,4 @@
-"""Calibration and static scales: which they are, what is compiled with them, and what is frozen."""
+"""Test calibration and static scales: their values, graphs that are compiled with them, and frozen weights."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_weights_are_quantized_once_and_again_when_they_change(
 def test_a_transformer_whole_and_in_parts(how: Any) -> None:
     model, xs = make(ONE_LAYER), data()
     scales = fp8pass.calibrate(model, xs)
-    assert len(scales) == 12  # q, k and v have their own names for their one input
+    assert len(scales) == 12  # q, k and v each name their one input
     with torch.no_grad():
         expected = model(xs[0])
         assert sqnr(expected, how(model, recipe=StaticScaling(scales))(xs[0])) > 25
@@ -106,7 +106,7 @@ def test_a_transformer_whole_and_in_parts(how: Any) -> None:
 
 
 def test_scales_that_are_saved_as_text() -> None:
-    """In another process nothing is known of the model but its names."""
+    """Another process knows nothing of the model but its names."""
     import json
 
     model, xs = make(ONE_LAYER), data()
@@ -196,18 +196,8 @@ def test_a_weight_that_the_graph_itself_changes_is_not_frozen() -> None:
             assert sqnr(x @ model.weight.t(), y) > 27
 
 
-def test_calibrating_again_and_again() -> None:
-    (x,) = data(1, 16, 32)
-    for i in range(9):
-        model = make(Parts, seed=i)
-        assert len(fp8pass.calibrate(model, [x, x * 2])) == 4
-    named = Named()
-    names = [(x / x.abs().max() * i, f"{i}") for i in range(6, 15)]
-    assert float(fp8pass.calibrate(named, names)["fc.input"]) == 32
-
-
 class Named(nn.Module):
-    """Compiled anew for every name."""
+    """A module that is compiled anew for every name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,6 +206,16 @@ class Named(nn.Module):
     def forward(self, x: Tensor, name: str) -> Tensor:
         y: Tensor = self.fc(x) + len(name)
         return y
+
+
+def test_calibrating_many_times() -> None:
+    (x,) = data(1, 16, 32)
+    for i in range(9):
+        model = make(Parts, seed=i)
+        assert len(fp8pass.calibrate(model, [x, x * 2])) == 4
+    named = Named()
+    names = [(x / x.abs().max() * i, f"{i}") for i in range(6, 15)]
+    assert float(fp8pass.calibrate(named, names)["fc.input"]) == 32
 
 
 def test_calibrating_a_model_that_is_compiled_in_place() -> None:

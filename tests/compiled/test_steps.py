@@ -1,4 +1,4 @@
-"""What a step is: gradient accumulation, forwards under way together, second backwards, activation checkpointing."""
+"""Test what a step is: gradient accumulation, forwards that overlap, second backwards, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def running(module: nn.Module, slot: str) -> float:
 
 
 class Plain(nn.Module):
-    """Its input is quantized as it is."""
+    """A layer whose input is quantized as it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_all_microbatches_of_a_step_have_its_scales(how: How) -> None:
         run(scaled(amax)).sum().backward()
     with fp8pass.accumulate(model):
         first = run(scaled(1.0))
-        run(scaled(100.0)).sum().backward()  # saturates: the scale is that of amax 1
+        run(scaled(100.0)).sum().backward()  # it saturates, for the scale is that of amax 1
         assert torch.equal(run(scaled(1.0)), first)
         scale = fp8pass.state(model).state_dict()["up.input.scale"]
     assert scale == 448.0
@@ -115,7 +115,7 @@ def test_accumulating_one_model_leaves_the_others_alone() -> None:
 
 
 def test_a_slot_in_two_graphs_rolls_once() -> None:
-    """The whole and a part of it, in one step."""
+    """The graph of the whole and that of a part run in one step."""
 
     model = make(Parts)
     whole, half = compiled(model, recipe=RECIPE), compiled(model.part, recipe=RECIPE)
@@ -128,7 +128,7 @@ def test_a_slot_in_two_graphs_rolls_once() -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_a_first_step_of_many_microbatches_is_one_step(lowering: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It runs eagerly to its end, each tensor by its own amax; the next one is compiled. No second compilation."""
+    """It runs eagerly to its end, each tensor by its own amax; the next step is compiled, once."""
     model = make(Parts)
     run = compiled(model, recipe=RECIPE, lowering=lowering)
     for _ in range(2):
@@ -213,7 +213,7 @@ def test_accumulate_takes_modules_only() -> None:
         pass
 
 
-# Forwards under way together
+# Overlapping forwards
 
 
 SCHEDULES = ["FFBB", "FFB'B'", "FBFFBB"]
@@ -225,7 +225,7 @@ INTERLEAVED = [
 
 @pytest.mark.parametrize(("how", "accumulates", "schedule"), INTERLEAVED)
 def test_interleaved_forwards(how: How, accumulates: bool, schedule: str) -> None:
-    """Every backward uses the scales of its own forward: gradients are those of running one after the other."""
+    """Every backward uses the scales of its own forward: gradients are as if forwards and backwards took turns."""
 
     def run_all(order: str) -> tuple[list[Tensor], dict[str, Tensor]]:
         model = make()
@@ -264,7 +264,7 @@ def history_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("how", HOWS)
 def test_backwards_in_another_order_record_the_same(how: How) -> None:
-    """Gradients as large as the microbatch; both are in the running amax, whichever came last."""
+    """Gradients are as large as the microbatch; the running amax is the larger one, whichever came last."""
     for order in ((0, 1), (1, 0)):
         model = make(Plain)
         run = how(model, recipe=RECIPE)
@@ -281,7 +281,7 @@ def test_backwards_in_another_order_record_the_same(how: How) -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_retain_graph(lowering: str) -> None:
-    """The same gradients again, and the state as after one backward."""
+    """Gradients are the same again, and the state is as after one backward."""
     with torch._functorch.config.patch(donated_buffer=False):  # torch's own condition for a second backward
         model = make()
         run = compiled(model, recipe=RECIPE, lowering=lowering)
@@ -304,7 +304,7 @@ def test_retain_graph(lowering: str) -> None:
 def run_steps(
     region: Callable[..., Tensor], module: nn.Module, steps: int = 4
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs and gradients of some steps whose range changes, and the state after them."""
+    """Train some steps with different amaxes; return outputs and gradients, and the state after the last step."""
     found = []
     for i in range(steps):
         module.zero_grad()
@@ -323,7 +323,7 @@ def same(a: tuple[list[Tensor], dict[str, Tensor]], b: tuple[list[Tensor], dict[
 
 AROUND = [
     *((how, reentrant) for how in LOWERINGS if how != "inductor" for reentrant in (False, True)),
-    pytest.param("inductor", True, marks=pytest.mark.variant),  # not reentrant: see test_a_checkpointed_compiled_module
+    pytest.param("inductor", True, marks=pytest.mark.variant),  # without reentrant: test_a_checkpointed_compiled_module
 ]
 
 
@@ -341,7 +341,7 @@ def test_a_checkpoint_around_a_compiled_module_changes_nothing(how: str, reentra
 
 
 def test_a_reentrant_checkpoint_around_a_compiled_module_resumes() -> None:
-    """The first forward after a load is one without gradients, of a graph that does not train, and it begins a step."""
+    """After a load, a forward without gradients comes first, by a graph that does not train, and it begins a step."""
     model, resumed = make(seed=1), make(seed=1)
     regions = {
         m: functools.partial(checkpoint, compiled(m, recipe=RECIPE), use_reentrant=True) for m in (model, resumed)
@@ -354,9 +354,9 @@ def test_a_reentrant_checkpoint_around_a_compiled_module_resumes() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 def test_compiled_modules_inside_an_eager_region(reentrant: bool) -> None:
-    """Behind something eager: the identity of inputs does not help. Calls of one module are told apart by their order.
+    """After an eager op inputs are not recognized by identity. Calls of one module are told apart by their order.
 
-    Of those a reentrant region can make no steps: what the first records is known only when the backward repeats it.
+    Several calls in a reentrant region are no steps: what the first records is known when the backward repeats it.
     """
 
     def build() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -374,7 +374,7 @@ def test_compiled_modules_inside_an_eager_region(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 @pytest.mark.parametrize("backwards", [(0, 1, 2), (2, 1, 0)])
 def test_checkpoints_of_several_forwards_under_way(reentrant: bool, backwards: tuple[int, ...]) -> None:
-    """A pipeline: each repetition sees the scales of its own forward, whatever has rolled since."""
+    """A pipeline has several: each repetition uses the scales of its own forward, whatever was recorded since."""
 
     def steps(wrap: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         model = make()
@@ -446,7 +446,7 @@ LINEAR = functools.partial(nn.Linear, 32, 32)
 
 
 class Layers(nn.Module):
-    """Two parts, each in a region of its own, or one around the other."""
+    """Two parts, each in its own region, or one region around the other."""
 
     def __init__(
         self, how: dict[str, Any] | None, nested: bool = False, parts: Sequence[Callable[[], nn.Module]] = LARGE
@@ -468,8 +468,8 @@ class Layers(nn.Module):
         return f(x) if self.how is None else checkpoint(f, x, **self.how)
 
 
-# What reaches Inductor is the same for both kinds of plain regions, and what is nested is a matter of the graph before;
-# forward and backward are divided before it, too. So it takes variants alone, of what runs op by op every day.
+# Inductor gets the same graphs for both kinds of plain regions; nesting is resolved in an earlier graph, forward and
+# backward are divided before, too. So only variants run Inductor, on cases that run op by op every day.
 INSIDE = [
     pytest.param("annotated", False, LARGE, ["hooks", "reentrant", "selective"], id="annotated-two"),
     pytest.param("annotated", True, LARGE, ["hooks", "reentrant", "selective"], id="annotated-nested"),
@@ -501,7 +501,7 @@ def test_a_checkpoint_inside_a_compiled_model_changes_nothing(
 
 MATRIX, SEQUENCES = (16, 32), (2, 8, 32)
 MATMULS = {"": 2, "selective": 2, "hooks": 3, "reentrant": 3}
-"""Of the backward, by what is around the forward."""
+"""The number of matmuls of the backward, by the kind of region that is around the forward."""
 RECOMPUTED = [
     *(
         (None, SEQUENCES, MATMULS),
@@ -521,9 +521,21 @@ RECOMPUTED = [
 ]
 
 
+class Calls(TorchDispatchMode):
+    """Count the ops that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.of[func] += not any(isinstance(a, FakeTensor) for a in args)  # passes look at shapes by fake tensors
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(("recipe", "shape", "hows"), RECOMPUTED)
 def test_a_region_is_recomputed(recipe: str | None, shape: tuple[int, ...], hows: Iterable[str]) -> None:
-    """Each of its matmuls, as without a recipe. And a policy that says to save matmuls saves ours."""
+    """A region's matmuls are recomputed, as without a recipe; a policy that saves matmuls saves FP8 matmuls, too."""
 
     class Region(nn.Module):
         def __init__(self, how: str) -> None:
@@ -540,22 +552,10 @@ def test_a_region_is_recomputed(recipe: str | None, shape: tuple[int, ...], hows
         with Calls() as calls:
             y.backward()
         kinds = torch.ops.aten._scaled_mm.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default
-        return sum(calls.of[kind] for kind in kinds)  # some CPUs emulate
+        return sum(calls.of[kind] for kind in kinds)  # some CPUs emulate FP8 matmuls
 
     for how in hows:
         assert matmuls_of_the_backward(how) == MATMULS[how], how
-
-
-class Calls(TorchDispatchMode):
-    """Counts the ops that run within it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.of[func] += not any(isinstance(a, FakeTensor) for a in args)  # passes look at shapes by fake ones
-        return func(*args, **(kwargs or {}))
 
 
 def test_slots_in_a_region_are_named_as_outside() -> None:
@@ -580,7 +580,7 @@ def test_a_wrapped_module_has_the_names_of_what_is_wrapped() -> None:
 
 @pytest.mark.parametrize("how", [HOWS[0], pytest.param(compiled, id="compiled", marks=pytest.mark.variant)])
 def test_a_schedule_switches_and_keeps_the_state(how: How) -> None:
-    """Compiled every day: `test_a_schedule_goes_on_where_it_was_saved`."""
+    """`test_a_schedule_goes_on_where_it_was_saved` compiles a schedule every day."""
     schedule = fp8pass.recipes.Schedule({0: None, 2: RECIPE, 4: None, 5: {"b": None, "*": RECIPE}})
     model = make(Parts)
     run = how(model, recipe=schedule)
@@ -592,7 +592,7 @@ def test_a_schedule_switches_and_keeps_the_state(how: How) -> None:
         used.append(sqnr(model(x), y) < 60)
         y.square().sum().backward()
         states.append(fp8pass.state(model).state_dict())
-        with torch.no_grad():  # evaluation is as the step was
+        with torch.no_grad():  # evaluation uses the recipe of the step before it
             assert (sqnr(model(x), run(x)) < 60) == used[-1]
     assert used == [False, False, True, True, False, True, True]
     assert [int(s["steps"]) for s in states] == [1, 2, 3, 4, 5, 6, 7]
@@ -600,7 +600,7 @@ def test_a_schedule_switches_and_keeps_the_state(how: How) -> None:
     assert slots[0] == slots[1] == set()
     assert len(slots[2]) == 6
     for key in (k for k in states[3] if k not in ("steps", "recipe")):
-        assert torch.equal(states[3][key], states[4][key]), key  # untouched while not used
+        assert torch.equal(states[3][key], states[4][key]), key  # unchanged while not used
     assert torch.equal(states[6]["b.input.amax_history"], states[4]["b.input.amax_history"])
     assert states[6]["a.input.amax_history"].count_nonzero() == 3
 
@@ -666,7 +666,7 @@ def test_the_whole_transformer_under_accumulation_and_checkpoints() -> None:
     assert all(torch.equal(a, b) for a, b in zip(steps(True), steps(False), strict=True))
 
 
-# What is inside a region, and is no part of its forward
+# Calls inside a region besides its forward; first steps, hooks, and several recipes
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
@@ -821,7 +821,7 @@ def test_a_schedule_switches_between_forwards_under_way() -> None:
 
 
 def test_every_backward_of_a_region_repeats_its_forwards_from_the_first_on() -> None:
-    """With retain_graph=True it may run several times."""
+    """With retain_graph=True there may be several."""
     region, x, found = Region(), torch.ones(1, requires_grad=True), []
     for forward in ("first", "second"):
         region.remember("key", forward)

@@ -1,4 +1,4 @@
-"""`fp8pass.train_step`: forward, backward and update of a step, compiled; FP8 copies of weights that it keeps."""
+"""Test `fp8pass.train_step`: forward, backward and update of a step, compiled; and FP8 copies of weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:
-    """Which is compiled in half the time: where any optimizer will do."""
+    """Return an SGD, which compiles in half the time, for tests in which any optimizer will do."""
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
 def plain(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
-    """The step that most have. With `zero_grad` in front, as others below, one graph more is begun: it takes longer."""
+    """Return the most usual step. Tests below call `zero_grad` first, which begins one more graph and takes longer."""
 
     def step(x: Tensor) -> Tensor:
         loss = F.mse_loss(model(x), x * 0.5)
@@ -57,7 +57,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def assert_cached_as_uncached(scenario: Callable[[Decorate], Any], **config: Any) -> Any:
-    """With FP8 copies that are kept, a scenario has the numbers that it has without, bit for bit."""
+    """Check that a scenario has the same numbers with FP8 copies of weights and without, bit for bit."""
     results = []
     for cache in ("fp8+transpose", "off"):
         torch._dynamo.reset()
@@ -67,9 +67,11 @@ def assert_cached_as_uncached(scenario: Callable[[Decorate], Any], **config: Any
     return results[0]
 
 
-# Whatever optimizer
+# Optimizers
 class Lion(torch.optim.Optimizer):
-    """As many write one: of their own, tensor by tensor. into_data: as older code does, behind autograd's back."""
+    """An optimizer as many users write one, tensor by tensor. into_data: write to `p.data`, unseen by autograd, as
+    older code does.
+    """
 
     def __init__(self, parameters: Any, lr: float = 1e-3, decay: float = 0.1, into_data: bool = False) -> None:
         super().__init__(parameters, {"lr": lr, "decay": decay})
@@ -111,7 +113,7 @@ EAGER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 VARIANTS = ("sgd", "momentum", "adam", "adamw amsgrad", "lion", "eager lion")
-"""Every day most tests below have SGD."""
+"""These are variants, for most tests below have SGD."""
 
 
 NAMES = [pytest.param(n, marks=pytest.mark.variant) if n in VARIANTS else n for n in (*COMPILED, *EAGER)]
@@ -119,7 +121,7 @@ NAMES = [pytest.param(n, marks=pytest.mark.variant) if n in VARIANTS else n for 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_optimizers(name: str) -> None:
-    """Compiled ones write the copies; behind others they are made again, each time, and the report says so."""
+    """Compiled updates write the copies; after others, copies are made again each time, and the report says so."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(Block if name == "adamw foreach" else Parts)
@@ -139,11 +141,11 @@ def test_optimizers(name: str) -> None:
 
 @pytest.mark.variant
 def test_weights_that_are_changed_again_have_the_numbers_of_those_without_copies() -> None:
-    """Through Inductor, bit for bit."""
+    """The numbers are equal to the bit through Inductor."""
     assert_cached_as_uncached(lambda decorated: changed_again(decorated)[:2], lowering="inductor")
 
 
-# Changes behind our back
+# Changes that fp8pass does not see
 def load(model: nn.Module) -> None:
     model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
 
@@ -172,10 +174,10 @@ def reload_state(model: nn.Module) -> None:
 
 
 def test_no_stale_copy_is_used() -> None:
-    """Whatever is changed between two steps, the losses and weights after it are those of a model without copies.
+    """Whatever is changed between two steps, the later losses and weights are those of a model without copies.
 
-    Nor is one after a step that no update has prepared: an exception leaves the weights, and the history rolls on, so
-    their scale is another one. No accumulation is left.
+    A step that raises has no update to prepare the next copies: weights stay, but the history rolls on, so
+    their scale changes. No accumulation is left open.
     """
 
     def scenario(decorated: Decorate) -> Any:
@@ -224,9 +226,9 @@ def test_a_frozen_weight_is_quantized_once() -> None:
     assert_cached_as_uncached(scenario)
 
 
-# What a step may be
+# Functions that are steps, and their models
 def test_an_adversarial_pair() -> None:
-    """Two steps over two models: each trains one and reads the other, of which it wants other copies."""
+    """Two steps train one of two models each and read the other, of which they need other copies."""
 
     def scenario(decorated: Decorate) -> Any:
         g, d = (make(one_layer, seed=i) for i in range(2))
@@ -260,7 +262,7 @@ def one_layer() -> nn.Linear:
 
 
 class Trainer(nn.Module):
-    """The decorator on a method; keywords."""
+    """A module whose method is the step, with keyword arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +271,7 @@ class Trainer(nn.Module):
 
     @fp8pass.train_step(recipe=RECIPE, lowering="eager")
     def step(self, x: Tensor, *, target: Tensor) -> Tensor:
-        """One step."""
+        """Run one step."""
         self.optimizer.zero_grad()
         loss = F.mse_loss(self.net(x), target)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -297,7 +299,7 @@ def of_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) 
 
 @functools.cache
 def trained_as_a_closure() -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Three losses, and everything after them."""
+    """Return three losses, and all state after them."""
     model = make(Parts)
     optimizer = sgd(model)
     step = decorate(plain(model, optimizer))
@@ -306,9 +308,9 @@ def trained_as_a_closure() -> tuple[list[Tensor], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("how", ["method", "globals", pytest.param("arguments", marks=pytest.mark.variant)])
 def test_models_and_optimizers_are_found(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers, whatever the function's signature; and the history rolls once for each call.
+    """The numbers are the same, whatever the function's signature; and the history rolls once for each call.
 
-    Of arguments, every day: `test_models_one_after_the_other_share_code_and_nothing_else`.
+    `test_models_one_after_the_other_share_code_and_nothing_else` passes both as arguments every day.
     """
     wanted_losses, wanted = trained_as_a_closure()
     torch._dynamo.reset()
@@ -328,7 +330,7 @@ def test_models_and_optimizers_are_found(how: str, monkeypatch: pytest.MonkeyPat
     assert_same(everything(model, optimizer), wanted)
     state = fp8pass.state(own)
     assert state.steps == 3
-    (name,) = (n for n in state.state_dict() if n.endswith("a.input.amax_history"))  # "net.a..." of a `Trainer`
+    (name,) = (n for n in state.state_dict() if n.endswith("a.input.amax_history"))  # "net.a..." in a `Trainer`
     assert state.state_dict()[name].count_nonzero() == 2
 
 
@@ -367,7 +369,7 @@ def test_models_one_after_the_other_share_code_and_nothing_else() -> None:
 
 
 def test_a_model_that_is_gone_is_not_kept() -> None:
-    """Parameters, FP8 copies. State goes when another model's is made."""
+    """Parameters and FP8 copies are freed at once, and state when another model's is made."""
     step, gone = decorate(of_arguments), []
     for seed in range(4):
         model = make(one_layer, seed=seed)
@@ -384,7 +386,7 @@ def test_a_model_that_is_gone_is_not_kept() -> None:
 
 
 def test_a_step_that_is_gone_does_not_keep_its_model() -> None:
-    """Which is in its closure. torch itself keeps what compiles: one way to for each step."""
+    """The model is in the step's closure. torch itself keeps functions that it compiles, so each step gets its own."""
     model = make(one_layer)
     step = decorate(plain(model, sgd(model)))
     for i in range(2):
@@ -413,7 +415,7 @@ def test_groups_rates_and_a_layer_that_joins() -> None:
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the head's too."""
+    """An embedding whose weight is also the head's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +448,7 @@ def test_tied_weights() -> None:
 
 
 class Siblings(nn.Module):
-    """Layers of one input."""
+    """Layers that read one input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +464,7 @@ class Siblings(nn.Module):
     [pytest.param(False, id="one optimizer", marks=pytest.mark.variant), pytest.param(True, id="two optimizers")],
 )
 def test_merged_weights(split: bool) -> None:
-    """One FP8 copy of three parameters, which two updates may write one after the other."""
+    """One FP8 copy holds three parameters, which two updates may write one after the other."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(Siblings)
@@ -516,7 +518,7 @@ def test_autocast() -> None:
     [pytest.param(False, id="bfloat16", marks=pytest.mark.variant), pytest.param(True, id="float32 masters")],
 )
 def test_bfloat16(masters: bool) -> None:
-    """Masters are copied into the model within the step, and that writes the FP8 copies."""
+    """Masters are copied into the model within the step, and these copies write the FP8 copies."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(one_layer, torch.bfloat16)
@@ -547,7 +549,7 @@ def test_bfloat16(masters: bool) -> None:
 
 
 def test_training_follows_high_precision() -> None:
-    """Forty steps: the last losses are within 5% of those of an eager float32 run, and far below the first."""
+    """After forty steps the last losses are within 5% of those of an eager float32 run, and far below the first."""
     losses: dict[bool, list[float]] = {}
     for fp8 in (False, True):
         model = nn.Sequential(make(Block), nn.Linear(32, 32))
@@ -559,9 +561,9 @@ def test_training_follows_high_precision() -> None:
     assert last[0] < 0.5 * losses[False][0]
 
 
-# One step, however many parts
+# Loops and helpers: one call is one step
 def test_accumulation_rolls_once_and_quantizes_weights_once() -> None:
-    """A loop over microbatches; the history has the largest amax of each step, gradients their own dtype."""
+    """A loop runs over microbatches; the history has the largest amax of each step, and gradients keep their dtype."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(one_layer, torch.bfloat16)
@@ -606,7 +608,7 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer], Step]
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Microbatches, as most have them: the graph breaks in the loop, and torch runs all of the function op by op."""
+    """Return a step with a usual loop over microbatches, which breaks the graph: torch runs the function op by op."""
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -620,7 +622,7 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def loop_of_functions(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """Of the same numbers; Dynamo compiles the function that the loop calls."""
+    """Return a step with the same numbers whose loop calls a function, which Dynamo compiles."""
 
     def loss_of(x: Tensor) -> Tensor:
         return F.mse_loss(model(x), x * 0.5)
@@ -637,7 +639,7 @@ def loop_of_functions(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ste
 
 
 def run(make_step: Loop, model: nn.Module, **config: Any) -> tuple[Any, Any]:
-    """Of four calls the losses, and everything after them; and the step."""
+    """Run four calls; return their losses and all state after them, and the step."""
     torch._dynamo.reset()
     optimizer = sgd(model)
     step = decorate(make_step(model, optimizer), strict=True, **config)
@@ -649,12 +651,12 @@ def run(make_step: Loop, model: nn.Module, **config: Any) -> tuple[Any, Any]:
     "of",
     [
         pytest.param(two_layers, id="seq"),
-        pytest.param(lambda: nn.Linear(32, 32), id="linear", marks=pytest.mark.variant),  # is in loops of every kind
+        pytest.param(lambda: nn.Linear(32, 32), id="linear", marks=pytest.mark.variant),  # other loops have it
         pytest.param(lambda: make(Parts), id="user"),
     ],
 )
 def test_a_loop_over_microbatches_is_compiled_whatever_the_module(of: Callable[[], nn.Module]) -> None:
-    """As the same step is that has the model's call and the loss in a function, and with the slots of a straight one."""
+    """It has the numbers of the step that calls model and loss in a function, and the slots of one without a loop."""
     torch.manual_seed(0)
     model = of()
     straight, compared = copy.deepcopy(model), copy.deepcopy(model)
@@ -673,7 +675,7 @@ def test_a_loop_over_microbatches_is_compiled_whatever_the_module(of: Callable[[
 
 
 def in_a_helper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The step is compiled, and what it calls runs op by op."""
+    """Return a compiled step that calls a helper, which runs op by op."""
 
     def accumulate(micros: tuple[Tensor, ...]) -> Tensor:
         for micro in micros:
@@ -691,7 +693,7 @@ def in_a_helper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def of_many_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """In a while loop over a generator; checkpointed, by a criterion that is a module, with a scaler, and clipped."""
+    """Return a step with a while loop over a generator, checkpoints, a module as criterion, a scaler, and clipping."""
     criterion, scaler = nn.MSELoss(), torch.amp.GradScaler("cpu", init_scale=1.0, enabled=True)
 
     def step(x: Tensor) -> Tensor:
@@ -720,7 +722,7 @@ def test_loops_of_every_kind(kind: Loop) -> None:
 
 
 def test_two_models_in_a_loop() -> None:
-    """Each of three calls in a loop is compiled, and a step of each model begins once."""
+    """Each of three calls in a loop is compiled, and each call of the step is one step of each model."""
     torch.manual_seed(0)
     g, d = nn.Linear(32, 32), nn.Linear(32, 16)
     of_g, of_d = sgd(g), sgd(d)
@@ -745,7 +747,7 @@ def test_two_models_in_a_loop() -> None:
 
 
 class Broken(nn.Module):
-    """The graph breaks in a loop, and torch runs forward op by op. One layer is to be left alone."""
+    """A model whose graph breaks in a loop, so that torch runs its forward op by op; one layer is disabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -760,7 +762,7 @@ class Broken(nn.Module):
 
 
 def test_layers_of_a_forward_that_runs_op_by_op() -> None:
-    """They share compiled code. Nothing is compiled of what the user has switched compilation off for."""
+    """The layers share compiled code. Layers for which the user has disabled compilation are not compiled."""
     torch.manual_seed(0)
     model = Broken()
     optimizer = sgd(model)
@@ -769,7 +771,7 @@ def test_layers_of_a_forward_that_runs_op_by_op() -> None:
         losses = [step(batch(0)) for _ in range(3)]
     assert losses[2] < losses[0]
     assert len(fp8pass.state(model).slots) == 3 * 3
-    assert len(step.report.rewritten) == 2 + 3  # of the first layer, whose input needs no gradient, and of the others
+    assert len(step.report.rewritten) == 2 + 3  # the first layer's input needs no gradient
     assert re.search(r"forward \(test_train_step.py:\d+\) itself runs op by op", str(step.report))
     assert all("_compiled_call_impl" not in vars(m) for m in model.modules())
     filtered = Broken()
@@ -779,11 +781,11 @@ def test_layers_of_a_forward_that_runs_op_by_op() -> None:
 
 
 def test_a_step_that_is_all_compiled_catches_no_calls() -> None:
-    """Dynamo traces all of the call of a module that has hooks, and compiles anew if what is there changes."""
+    """Dynamo traces the whole call of a module that has hooks, and compiles anew if its hooks change."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     step = decorate(plain(model, sgd(model)))
-    for i in range(2):  # the second has scales, and is what is compiled
+    for i in range(2):  # the second step has scales, and is compiled
         step(batch(i))
     with mock.patch.object(Caught, "_catch") as caught:
         step(batch(2))
@@ -824,7 +826,7 @@ def test_batches_of_many_sizes() -> None:
         step = decorated(plain(model, optimizer))
         counters.clear()
         losses = [step(batch(i, rows, 32)) for i, rows in enumerate((16, 32, 48, 16, 64, 80, 16))]
-        assert counters["stats"]["unique_graphs"] <= 2 * 2 + 1  # a size that is fixed, and any size; one update
+        assert counters["stats"]["unique_graphs"] <= 2 * 2 + 1  # a fixed size, and any size; one update
         assert fp8pass.state(model).steps == 7
         return losses, everything(model, optimizer)
 
@@ -861,7 +863,7 @@ def test_clipping_and_a_schedule_compile_nothing_anew(foreach: bool) -> None:
 
 
 def test_a_teacher_that_follows() -> None:
-    """An EMA copy of the model, updated within the step; its FP8 copies follow, too."""
+    """An EMA copy of the model is updated within the step; its FP8 copies are updated, too."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(one_layer)
@@ -894,7 +896,7 @@ def test_a_teacher_that_follows() -> None:
     ids=str,
 )
 def test_other_recipes(recipe: Any) -> None:
-    """Copies are kept under delayed scaling; the others train as well."""
+    """Delayed scaling keeps copies of weights; other recipes train as well."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(one_layer)
@@ -931,7 +933,7 @@ def test_the_report_says_where_graphs_break_and_what_is_handed_over() -> None:
     assert by_line[5] is not None
     assert "backward" in by_line[5].reason
     assert "0.1 MB handed over; one graph more to call" in str(run.report)
-    assert "Optimizer.zero_grad" in str(run.report)  # it has nothing to compile in front of it
+    assert "Optimizer.zero_grad" in str(run.report)  # nothing before it is to be compiled
 
 
 def scaler_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Callable[[Tensor], Tensor]:
@@ -947,7 +949,7 @@ def scaler_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any)
 
 
 def test_a_gradient_scaler_that_skips() -> None:
-    """Also in the first call, which then updates nothing. The copy of a weight follows its scale, without an update."""
+    """The first call skips, too, and updates nothing. The copy of a weight follows its scale, without an update."""
 
     def scenario(decorated: Decorate) -> Any:
         model = make(one_layer)
@@ -965,10 +967,10 @@ def test_a_gradient_scaler_that_skips() -> None:
 @pytest.mark.variant
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("value", [math.nan])
-def test_a_step_with_bad_gradients_never_was(foreach: bool, value: float) -> None:
-    """Weights, moments and FP8 state are, after every good step, those of a run without the bad ones.
+def test_a_step_with_bad_gradients_leaves_no_trace(foreach: bool, value: float) -> None:
+    """Weights, moments and FP8 state are, after every good step, those of a run without the bad steps.
 
-    Every day, and after the last step: `test_skip_nonfinite.py`, test_as_if_the_batch_had_not_been.
+    test_as_if_the_batch_had_not_been in test_skip_nonfinite.py checks this every day, after the last step only.
     """
 
     def run(bad: tuple[int, ...]) -> tuple[list[Any], Any]:

@@ -1,4 +1,4 @@
-"""Function transforms of torch.func: what runs inside of one is declined, and nothing else."""
+"""Test function transforms of torch.func: matmuls inside of one are declined, and no others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VMAP = torch.func.vmap
 
 
 class Around(nn.Module):
-    """Two layers, and something in between that gets the output of the first and a weight."""
+    """Two layers, and a function in between that gets the output of the first and a weight."""
 
     def __init__(self, between: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class Around(nn.Module):
 
 
 def of_rows(h: Tensor, w: Tensor) -> Tensor:
-    """One row at a time, which is a vector by a matrix to those who look at it inside."""
+    """Multiply one row at a time, which inside of vmap looks as a vector by a matrix."""
     return VMAP(lambda row: row @ w)(h)
 
 
 def nested(h: Tensor, w: Tensor) -> Tensor:
-    """One in the other, and a matmul inside of the outer one after the inner one has ended."""
+    """Nest one transform in another, with a matmul inside of the outer one after the inner one has ended."""
     return VMAP(lambda x: VMAP(lambda row: row @ w)(x) @ w)(h.view(4, 4, 32)).view(16, 32)
 
 
@@ -82,7 +82,7 @@ def test_only_what_a_transform_holds_is_declined(case: str) -> None:
 
 
 def test_a_mask_made_by_vmap_declines_nothing() -> None:
-    """As transformers makes masks of attention."""
+    """transformers makes masks of attention so."""
     at = torch.arange(16)
 
     def masked(h: Tensor, w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Patterns that match nothing: an error with the nearest names, judged by the whole model; a warning where it is unknown."""
+"""Test patterns that match nothing: an error with the nearest names of the model, or a warning if it is unknown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, a norm and a head; a graph break before the head, if wanted."""
+    """Two blocks, a norm and a head; breaks: the graph breaks before the head."""
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_it_is_judged_before_a_step_is_trained() -> None:
 
 
 def test_all_that_a_graph_after_a_break_has_is_known_before() -> None:
-    """Modules without matmuls, slots by their numbers, and matmuls without parameters are there, too."""
+    """These are modules without matmuls, slots by their numbers, and matmuls without parameters."""
     patterns = {
         "filter": ["head", "norm", "head.bias"],
         "monitor": ["layers.1", "*.grad_output", "layers.0.up.input_1"],
@@ -163,5 +163,5 @@ def test_statistics_of_what_is_not_watched() -> None:
 
 
 def test_matmuls_are_called_by_their_spellings() -> None:
-    """The frame knows these names without the passes."""
+    """`matmul_calls` lists these names without importing the passes."""
     assert {s.name for s in vars(matmul_calls).values() if isinstance(s, matmul_calls.MatmulSignature)} == MATMULS

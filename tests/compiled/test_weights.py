@@ -1,4 +1,4 @@
-"""FP8 copies of weights: the numbers of a model that has none, and never those of a weight as it was."""
+"""Test that a model with FP8 copies of weights has the numbers of one without, and never uses a stale copy."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Compile = Callable[..., Any]
 
 
 def copies(model: nn.Module) -> list[Fp8Weight]:
-    """Of the weights of a model."""
+    """Return the copies of a model's weights."""
     return weight_cache.weights_of(list(model.parameters()))
 
 
 def compiling(cache: str, **options: Any) -> Compile:
-    """`torch.compile` with copies of weights."""
+    """Return a `torch.compile` with copies of weights."""
     options = {"min_speedup": 0, "lowering": "eager", "weight_cache": cache, **options}
     return lambda function: torch.compile(function, backend="fp8pass", options=options)
 
@@ -48,13 +48,13 @@ def loss_of(y: Tensor) -> Tensor:
 
 @dataclass
 class Trained:
-    """What became of a model."""
+    """Losses and model of a run."""
 
     losses: list[float]
     model: nn.Module
 
     def requantized(self) -> list[int]:
-        """How often each copy was made outside of an update."""
+        """Return how often each copy was made outside of an update."""
         assert all(w.is_fresh() or w.requantized == STEPS for w in copies(self.model))
         return [w.requantized for w in copies(self.model)]
 
@@ -69,7 +69,7 @@ def trained(
     shape: Sequence[int] = (16, 32),
     **options: Any,
 ) -> Trained:
-    """Trained by a compiled model, and an optimizer as it is. poke: what is done between steps."""
+    """Train a compiled model with an eager optimizer. poke: runs after each step."""
     model = make(kind, dtype)
     run, update = compiling(cache, **options)(model), optimizer(model.parameters())
     losses = []
@@ -84,7 +84,7 @@ def trained(
 
 
 def trained_in_one(cache: str, optimizer: Callable[..., Any], dtype: torch.dtype = F32, **options: Any) -> Trained:
-    """Trained by a step that is compiled with its update. As large as it takes to have tiles."""
+    """Train by a step that is compiled with its update. The model is large enough for quantization in tiles."""
     model = make(lambda: Block(64, 128), dtype)
     update = optimizer(model.parameters())
 
@@ -109,9 +109,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def check_same(wanted: Trained, got: Trained) -> None:
-    """Bit for bit, and none of it NaN."""
+    """Check that losses and weights are equal to the bit, and that the losses are no NaN."""
     assert got.losses == wanted.losses
-    assert len(set(wanted.losses)) == len(wanted.losses), "something is learnt"
+    assert len(set(wanted.losses)) == len(wanted.losses), "each step changes the loss"
     for a, b in zip(wanted.model.parameters(), got.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -124,7 +124,7 @@ THROUGH_INDUCTOR = "inductor", BF16, "fp8+transpose"
 def test_the_same_numbers_under_an_optimizer_that_is_not_compiled(
     lowering: str, dtype: torch.dtype, cache: str
 ) -> None:
-    """Which changes versions: copies are made anew before each forward, outside of the graph."""
+    """The optimizer increments versions: copies are made anew before each forward, outside of the graph."""
     wanted = trained("off", adamw, dtype=dtype, lowering=lowering)
     assert copies(wanted.model) == []
     got = trained(cache, adamw, dtype=dtype, lowering=lowering)
@@ -139,9 +139,9 @@ def test_the_same_numbers_under_an_optimizer_that_is_not_compiled(
 def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
     lowering: str, dtype: torch.dtype, cache: str
 ) -> None:
-    """In float32, every day: `test_any_update_writes_the_copies`.
+    """This runs in bfloat16; `test_any_update_writes_the_copies` runs in float32 every day.
 
-    Through Inductor: `test_train_step.py`, test_weights_that_are_changed_again_in_the_same_graph.
+    test_weights_that_are_changed_again_in_the_same_graph in `test_train_step.py` runs through Inductor.
     """
     wanted = trained_in_one("off", adamw, dtype, lowering=lowering)
     got = trained_in_one(cache, adamw, dtype, lowering=lowering)
@@ -151,14 +151,14 @@ def test_the_same_numbers_in_a_step_that_is_compiled_with_its_update(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_numbers_with_a_matmul_in_high_precision(kind: str) -> None:
-    """Which computes each product in several forms: only one of them gives the weight its gradient."""
+    """Such a product is computed in several forms, only one of which gives the weight its gradient."""
     recipe = DelayedScaling(high_precision=(kind,))
     check_same(trained("off", sgd, kind=Parts, recipe=recipe), trained("fp8+transpose", sgd, kind=Parts, recipe=recipe))
 
 
 UPDATES = [
     pytest.param(sgd, "fp8", id="SGD"),
-    pytest.param(Lion, "fp8+transpose", id="Lion", marks=VARIANT),  # every day: test_train_step.py, test_optimizers
+    pytest.param(Lion, "fp8+transpose", id="Lion", marks=VARIANT),  # test_train_step.py runs it every day
 ]
 
 
@@ -171,7 +171,7 @@ def test_any_update_writes_the_copies(optimizer: Callable[..., Any], cache: str)
 
 
 def load(model: nn.Module, i: int) -> None:
-    """Other weights, as from a checkpoint."""
+    """Load other weights, as from a checkpoint."""
     model.load_state_dict(make(Block, model.up.weight.dtype, seed=i + 5).state_dict())
 
 
@@ -187,12 +187,12 @@ def replace_memory(model: nn.Module, i: int) -> None:
 
 
 def replace_parameter(model: nn.Module, i: int) -> None:
-    """Which the optimizer does not know."""
+    """Replace a parameter by one that the optimizer does not know."""
     model.up.weight = nn.Parameter(model.up.weight.detach() * 2)
 
 
 def load_scales(model: nn.Module, i: int) -> None:
-    """Other scales and histories of the same weights."""
+    """Load other scales and histories for the same weights."""
     if i == 0:
         return
     saved = fp8pass.state(model).state_dict()
@@ -205,20 +205,20 @@ POKES = {f.__name__: f for f in (load, write, replace_memory, replace_parameter,
 
 @functools.cache
 def undisturbed() -> list[float]:
-    """The losses with which nothing is done between steps."""
+    """Return the losses of a run whose weights and scales nobody changes between steps."""
     return trained("off", sgd).losses
 
 
 @pytest.mark.parametrize("poke", POKES)
 def test_never_stale(poke: str) -> None:
-    """Whatever is done to weights and scales between steps, by whomever."""
+    """No copy is stale, whatever changes weights and scales between steps."""
     wanted = trained("off", sgd, poke=POKES[poke])
     check_same(wanted, trained("fp8+transpose", sgd, poke=POKES[poke]))
-    assert wanted.losses != undisturbed(), "it makes a difference"
+    assert wanted.losses != undisturbed(), "the change has an effect"
 
 
-def test_never_stale_behind_a_compiled_update() -> None:
-    """Whatever is done to weights and scales: each in turn, and a step behind it."""
+def test_never_stale_after_a_compiled_update() -> None:
+    """Each change of weights or scales comes after a compiled update, and a step after the change."""
     pokes = [load, write, replace_memory, load_scales]
 
     def run(cache: str) -> Trained:
@@ -241,7 +241,7 @@ def test_never_stale_behind_a_compiled_update() -> None:
 
 
 def test_memory_that_is_used_again_for_other_numbers() -> None:
-    """To half precision and back: another copy of the weight, which may have the address of the first."""
+    """A weight is cast to half precision and back: it is another tensor, which may have the address of the first."""
 
     def poke(model: nn.Module, i: int) -> None:
         for p in model.parameters():
@@ -254,7 +254,7 @@ def test_memory_that_is_used_again_for_other_numbers() -> None:
 
 
 def test_an_optimizer_is_still_one_graph() -> None:
-    """Whether or not there are copies to forget at its step, which Dynamo sees as a hook."""
+    """Copies are forgotten at an optimizer's step by a hook, which Dynamo sees and compiles."""
     model = make(Block)
     run, optimizer = compiling("fp8")(model), Lion(model.parameters())
     loss_of(run(batches(1, 16, 32)[0])).backward()
@@ -285,7 +285,7 @@ def test_two_instances_of_a_class() -> None:
 
 
 class Siblings(nn.Module):
-    """Read one tensor; merged, their weights are one."""
+    """Layers that read one tensor; merged, they have one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class Checkpointed(nn.Module):
 
 
 class CheckpointedReentrant(Checkpointed):
-    """In the older way."""
+    """The same with reentrant regions, torch's older kind."""
 
     reentrant = True
 
@@ -371,11 +371,11 @@ def test_gradient_accumulation() -> None:
 
     got = run("fp8+transpose")
     check_same(run("off"), got)
-    assert got.requantized() == [STEPS, STEPS], "once in a step, whatever the number of microbatches"
+    assert got.requantized() == [STEPS, STEPS], "once a step, for any number of microbatches"
 
 
 def test_a_copy_that_is_younger_than_the_history() -> None:
-    """A model that has trained without copies, and whose weights are then set to others: the history has the old."""
+    """A model trains without copies; then its weights are set to others, while its history has the old amaxes."""
 
     def losses(cache: str) -> list[float]:
         model = make(lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
@@ -395,7 +395,7 @@ def test_a_copy_that_is_younger_than_the_history() -> None:
 
 
 def test_memory() -> None:
-    """A byte for each element, two with the transposed copy, and nothing without."""
+    """A copy takes one byte for each element, two with the transposed copy; without the option, none."""
     elements = 2 * 32 * 56
     for cache, each in (("off", 0), ("fp8", 1), ("fp8+transpose", 2)):
         model = trained(cache, sgd).model
@@ -407,7 +407,7 @@ STORED = [("eager", F32), ("eager", BF16), *(pytest.param("inductor", dtype, mar
 
 @pytest.mark.parametrize(("lowering", "dtype"), STORED)
 def test_the_copy_is_that_of_the_weight_as_it_is_stored(lowering: str, dtype: torch.dtype) -> None:
-    """Bit for bit, and with the scale of the next step: of the largest amax that its forwards have seen."""
+    """It is equal to the bit, with the scale of the next step, which comes from the largest amax of its forwards."""
     model = make(lambda: nn.Linear(64, 128, bias=False), dtype)
     update = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
     compiled = compiling("fp8+transpose", lowering=lowering)
@@ -415,10 +415,10 @@ def test_the_copy_is_that_of_the_weight_as_it_is_stored(lowering: str, dtype: to
     amaxes = []
     for x in batches(STEPS, 16, 64, dtype=dtype):
         amaxes.append(model.weight.detach().float().abs().max())
-        loss_of(forward(x.requires_grad_())).backward()  # for which the transposed copy is kept
+        loss_of(forward(x.requires_grad_())).backward()  # this backward reads the transposed copy
         step()
     (w,) = copies(model)
-    assert w.requantized == 2 and w.is_fresh(), "the update has made it"
+    assert w.requantized == 2 and w.is_fresh(), "the update has written it"
     stored = model.weight.detach()
     scale = 448 / torch.stack(amaxes).max()
     assert torch.equal(w.x_q.float(), quantize(stored, scale, E4M3).float())
@@ -429,8 +429,8 @@ def test_the_copy_is_that_of_the_weight_as_it_is_stored(lowering: str, dtype: to
     torch.testing.assert_close(scale_inv, 1 / scale, rtol=1e-6, atol=0)
 
 
-def test_a_copy_of_parameters_that_are_gone_is_none_of_theirs() -> None:
-    """Something still holds the old copy, and a new parameter may have the id of one that is gone."""
+def test_a_copy_of_a_freed_parameter_is_not_used_for_another() -> None:
+    """Something may still hold the old copy, and a new parameter may have the id of a freed one."""
     model, x = make(lambda: nn.Linear(32, 32)), torch.randn(16, 32)
     compiling("fp8")(model)(x)
     (old,) = copies(model)

@@ -1,4 +1,4 @@
-"""The write_matmuls pass: products of matrices in other spellings become matmuls, and run in FP8."""
+"""Test the write_matmuls pass in compiled graphs: matrix products in other spellings become matmuls, and run in FP8."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_FP8 = [form for form in FORMS if form not in ("multi_dot of vectors", "matrix
     ids=len,
 )
 def test_they_run_in_fp8(forms: list[str]) -> None:
-    """In one graph, and as the annotated graph, run eagerly, computes it."""
+    """One graph has them all; results are those of the annotated graph, run eagerly."""
     inputs = [leaves(form) for form in forms]
 
     def function(inputs: list[list[Tensor]]) -> list[Tensor]:
@@ -67,7 +67,7 @@ def test_layers_keep_the_names_and_types_that_they_have_under_autocast() -> None
 
 
 def test_what_is_in_place_under_autocast_is_declined() -> None:
-    """Autocast would cast the operands of what takes its place."""
+    """Autocast would cast the operands of the matmul that replaces the op."""
 
     def function(y: Tensor, a: Tensor) -> Tensor:
         return y.clone().addmm_(a, a)
@@ -82,7 +82,7 @@ def test_what_is_in_place_under_autocast_is_declined() -> None:
     }
 
 
-def test_attention_of_torch_is_no_error_under_strict() -> None:
+def test_attention_of_torch_raises_nothing_under_strict() -> None:
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     with verdicts() as report:
         compiled(layer, strict=True)(torch.randn(2, 8, 32)).sum().backward()

@@ -109,7 +109,7 @@ def all_take_another_branch_later() -> Any:
 
 @on_ranks(2)
 def one_keeps_a_model() -> Any:
-    """Keep the model that was trained before on rank 0 only; the second time, in the middle of a step that never ends."""
+    """Keep the model that was trained before on rank 0 only; once in the middle of a step, which never ends."""
     found: list[Any] = []
     kept = []
     for ends in (True, False):
@@ -134,7 +134,7 @@ def one_keeps_a_model() -> Any:
 
 @on_ranks(2)
 def one_runs_another_model() -> Any:
-    """Run another model on rank 0 alone, with gradients, before the first and the second step, and keep one of the two."""
+    """Run another model on rank 0 alone, with gradients, before steps 1 and 2; rank 0 keeps one of the two."""
     model, others = make(Layers), []
     run, errors = compiled(model), []
     for i in range(3):
@@ -229,7 +229,7 @@ def one_comes_late() -> str:
 
 @on_ranks(2)
 def in_two_backwards() -> Any:
-    """Run two backwards of reentrant regions: the second repeats a forward while the reduction that the first has begun"""
+    """Run two backwards of reentrant regions: the second repeats a forward while the reduction after the first runs."""
     model, other = make(Layers), make(Layers)
     run, run_other = compiled(model), compiled(other)
     for i in range(3):
@@ -250,7 +250,7 @@ def one_does_not_come() -> str:
 
 @on_ranks(2)
 def after_a_fault() -> Any:
-    """Plant a fault into a pass that FP8 needs, on all ranks, and on rank 1 alone; then the same in a graph with collectives."""
+    """Plant a fault into a pass that FP8 needs, on all ranks or on rank 1 alone; then into a graph with collectives."""
     run, group = ScaledMM.run, dist.new_group(timeout=timedelta(seconds=2))
     found: list[str] = []
     with warnings.catch_warnings():

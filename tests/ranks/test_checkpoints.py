@@ -27,14 +27,14 @@ from fp8pass.recipes import DelayedScaling
 from tests.helpers.models import Block, make
 from tests.helpers.torchrun import before_launch, on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints that one process saves warn of this
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # when one process saves
 
 OPTIONS: dict[str, Any] = {"recipe": DelayedScaling(amax_history_len=4, margin=1), "lowering": "eager", "strict": True}
 """Gradients of a mean over a rank's part are larger on more ranks. With the margin, twice as large they still fit."""
 AT, STEPS = 3, 5
-"""When it is saved, and when a run ends."""
+"""The step after which a run is saved, and the one after which it ends."""
 BATCH = 4
-"""Of all ranks together."""
+"""Rows of a global batch, of all ranks together."""
 WAYS = ("ddp", "fsdp")
 FOLDER = "FP8PASS_TEST_CHECKPOINTS"
 """The environment variable that says where ranks find the checkpoints of one process, and write their own."""
@@ -100,7 +100,7 @@ class Run:
 
 
 def saved() -> Any:
-    """Train and save a run for each way of being parallel; return what was saved, and how the run goes on uninterrupted."""
+    """Train and save a run for each way of being parallel; return what was saved, and how each run goes on."""
     found = {}
     for way in WAYS:
         torch._dynamo.reset()
@@ -129,7 +129,7 @@ def ranks() -> int:
 @before_launch(2)
 @functools.cache
 def saved_on_one() -> Any:
-    with warnings.catch_warnings():  # as in `pytestmark`, which does not hold for tests of another file that start the ranks
+    with warnings.catch_warnings():  # as in `pytestmark`, for tests of other files that start the ranks
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         return saved()
 
@@ -156,7 +156,9 @@ def on_one() -> Any:
 
 
 def goes_on_alike(run: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Check that the FP8 state is the saved one, bit for bit. Losses differ by the order of sums: see `test_ddp.like_alone`."""
+    """Check that the FP8 state is the saved one, to the bit, and losses are close: their sums differ in order, as in
+    `test_ddp.like_alone`.
+    """
     assert run["at"] == reference["at"] == AT
     assert run["state"].keys() == reference["state"].keys() and len(run["state"]) == 2 * 3 * 3 + 2
     for key, value in reference["state"].items():

@@ -1,4 +1,4 @@
-"""Test delayed scaling on several ranks under DistributedDataParallel, against one process with the same global batch."""
+"""Test delayed scaling on several ranks under DistributedDataParallel, against one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def part(x: Tensor) -> Tensor:
 
 @functools.cache
 def scales_to_begin_with() -> dict[str, Tensor]:
-    """Return the scales of one process after a step. Without them, each rank would scale its first step by its own part."""
+    """Return the scales of one process after a step; without them, each rank scales its first step by its own part."""
     model = make(Model)
     compiled(model, reduce_amax=False)(data()[-1]).square().mean().backward()
     return fp8pass.state(model).state_dict()
@@ -153,7 +153,7 @@ def every_second_step() -> Any:
 
 @on_ranks(2)
 def microbatches() -> Any:
-    """Train steps of two microbatches, the first under `no_sync`; the same within `accumulate`; and as whole batches."""
+    """Train on steps of two microbatches, the first under `no_sync`; the same within `accumulate`; and undivided."""
     found = {}
     for how in ("no_sync", "accumulate", "whole"):
         model = make(Model)
@@ -202,7 +202,7 @@ def in_a_train_step() -> Any:
 
 @on_ranks(2)
 def loops() -> Any:
-    """Train on two microbatches, where DDP reduces gradients after the second: with the model called in the step itself,"""
+    """Train on two microbatches with one reduction of gradients; the step calls the model itself, or in a function."""
     found = {}
     for how in ("in the step", "in a function"):
         model = make(Block)
@@ -245,7 +245,7 @@ def like_alone(run: dict[str, Any]) -> None:
     """Check that losses, weights and scales are those of one process with the global batch.
 
     The gradients that a rank sees are those of the mean over its own part: larger by the number of ranks, a power of
-    two here, which changes no bit of an FP8 value. What is left are sums in another order, which push few values over
+    two here, which changes no bit of an FP8 value. Sums are in another order, though, which pushes some values over
     the border to the next one of FP8: at first none, then more in each step.
     """
     reference = alone()[0]
@@ -318,10 +318,10 @@ def test_a_loop_over_microbatches_in_a_train_step() -> None:
         same(in_step["state"], in_function["state"])
         same(in_step["weights"], in_function["weights"])
         assert in_step["summary"].startswith("6 of 6 matmuls in FP8")
-        assert (in_step["steps"], in_step["counts"][-1]) == (3, 2)  # one collective for DDP's one bucket, one for the amaxes
+        assert (in_step["steps"], in_step["counts"][-1]) == (3, 2)  # DDP's one bucket, and the amaxes
 
 
 def test_amaxes_are_reduced_once_per_step() -> None:
     for run in microbatches():
-        for how, found in run.items():  # one collective for the amaxes, one for DDP's bucket, of which there is one from the second step on
+        for how, found in run.items():  # the amaxes, and DDP's bucket: one from the second step on
             assert found["counts"][2:] == [2, 2, 2], how

@@ -134,7 +134,7 @@ def as_a_whole() -> Any:
 
 @on_ranks(2)
 def in_fp8() -> Any:
-    """Train; return also the number of collectives of a later step, the types of a parameter, and how a file saves it."""
+    """Train; return also the number of collectives of a later step, a parameter's types, and what a file has of it."""
     model = make(Model)
     names = enable_fp8_all_gather(model, filter=["head"])
     with verdicts() as report:
@@ -165,7 +165,7 @@ def in_fp8_through_inductor() -> Any:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     compile_blocks(model)
-    model.blocks[1].compile(backend="fp8pass", options={**OPTIONS, "lowering": "inductor"})  # instead of the lowering above
+    model.blocks[1].compile(backend="fp8pass", options={**OPTIONS, "lowering": "inductor"})  # instead of as above
     return trained(shard(model), model)
 
 
@@ -213,7 +213,7 @@ def what_travels() -> Any:
 
 @on_ranks(2)
 def after_assignment() -> Any:
-    """Assign weights instead of the parameters, before the first forward and after it; then load the same weights by copy.
+    """Assign weights instead of the parameters, before the first forward and after it; then load them by copy.
 
     Return the forwards' outputs with the dtypes that FSDP gathers, and the type of a parameter's shard.
     """
@@ -233,7 +233,7 @@ def after_assignment() -> Any:
 
 @on_ranks(2)
 def after_a_change_in_place() -> Any:
-    """Return the outputs of two second forwards: weights grew eightfold after the first one, or were so large all along."""
+    """Return the outputs of two second forwards: weights grew eightfold after the first, or were as large before."""
     found = []
     for factor, change in ((1, 8), (8, 1)):
         model = make(Model)
@@ -273,7 +273,7 @@ def in_two_meshes() -> Any:
 
 @on_ranks(2)
 def saved_of_gathered_weights() -> Any:
-    """Compile for a GPU, where transposed copies are made; return the shapes of the FP8 tensors saved for the backward."""
+    """Compile for a GPU, which has transposed copies; return the shapes of the FP8 tensors saved for the backward."""
     graphs: list[fx.Graph] = []
     kept = KernelPasses.__call__
 
@@ -323,7 +323,7 @@ def refused() -> list[str]:
 
 @on_ranks(2)
 def in_a_train_step() -> Any:
-    """Train one block, whose rows are divided unevenly, with both kinds of gathers; return the losses, and the errors of"""
+    """Return the losses of one block of unevenly divided rows with both gathers, and the errors of options."""
     if not COMPILES_FSDP_IN_A_STEP:
         return None
     found = []
@@ -353,7 +353,7 @@ def written_by_a_train_step() -> Any:
     """Return the output of each of five forwards, with its number of collectives.
 
     The first two come after a training step; the third after the scales and values that the step wrote were forgotten;
-    the fourth after somebody changed a weight since the step; the last after an optimizer's step outside of `train_step`.
+        the fourth after somebody changed a weight since the step; the last after a step of an optimizer outside of one.
     """
     if not COMPILES_FSDP_IN_A_STEP:
         return None

@@ -20,9 +20,9 @@ from tests.helpers import torchrun
 from tests.ranks.test_checkpoints import Run
 
 EVERY, KILLED_IN, STEPS = 2, 5, 8
-"""Steps between checkpoints; the step, from 0, that rank 1 does not complete; and where the run would have ended."""
+"""Steps between checkpoints; the step, from 0, in which rank 1 is killed; and the number of steps of a whole run."""
 SOON = 25
-"""Seconds that the other rank has. Less than `torchrun.TIMEOUT`, when gloo gives up waiting, and than the 30 after
+"""Seconds that the other rank has to end: less than `torchrun.TIMEOUT`, when gloo gives up, and than the 30 after
 which torchrun kills whoever does not heed its SIGTERM."""
 
 
@@ -47,7 +47,7 @@ def test_the_other_rank_ends_and_the_last_checkpoint_goes_on(tmp_path: Path) -> 
 
 
 def goes_on(folder: Path, losses: list[float]) -> None:
-    """Go on in one process with the same global batches, and compare the first loss with the run's own after its checkpoint."""
+    """Go on in one process with the same global batches; the first loss is that of the run after its checkpoint."""
     run = Run("ddp")
     run.load(folder)
     assert run.at == 4

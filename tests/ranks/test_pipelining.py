@@ -89,7 +89,7 @@ def states(modules: dict[int, Any]) -> dict[int, Any]:
 
 
 def one_process(count: int, replicas: int = 1, split: int = MICROBATCHES, rate: float = 0.05) -> dict[str, Any]:
-    """Train on the same microbatches, of all replicas, one after the other. Several replicas learn nothing: see `trained`."""
+    """Train one process on the microbatches of all replicas in turn. Several replicas learn nothing: see `trained`."""
     modules = {i: compiled(m, reduce_amax=False) for i, m in enumerate(layers(count))}
     model = nn.Sequential(*modules.values())
     optimizer = torch.optim.SGD(model.parameters(), lr=rate if replicas == 1 else 0)
@@ -131,7 +131,7 @@ def trained(
     """Train this rank's stages under a schedule. Losses are those of the last stage's rank.
 
     mesh: that of pipeline and data parallel; then the model learns nothing, for gradients are not averaged. Without it,
-        one pipeline spans all ranks. step: runs instead of the schedule's. kwargs: arguments of the stages.
+    one pipeline spans all ranks. step: runs instead of the schedule's. kwargs: arguments of the stages.
     """
     group = dist.group.WORLD if mesh is None else mesh.get_group("pipeline")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Test tensor and sequence parallel through DTensor, alone and with FSDP2: numbers against one process, and collectives."""
+"""Test tensor and sequence parallel through DTensor, alone and with FSDP2: numbers and collectives."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Checkpointed(Model):
 
 
 def parallel(model: Model, mesh: DeviceMesh, sequence: bool = False) -> Model:
-    """Divide the block over a mesh of one dimension. sequence: divide what is between the divided layers by rows, too."""
+    """Divide the block over a mesh of one dimension. sequence: divide also the rows between the divided layers."""
     if sequence:
         plan: dict[str, Any] = {
             "norm": SequenceParallel(),
@@ -294,7 +294,7 @@ def _fully_sharded(model: Model, both: DeviceMesh) -> Any:
 
 @on_ranks(4)
 def with_fsdp() -> Any:
-    """Train on a mesh of two dimensions, with only the block compiled; and, on the first rank, the same in one process."""
+    """Train on a mesh of two dimensions, with only the block compiled; and the same in one process, on rank 0."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallel(make(Model), both["tensor"])
     run = _fully_sharded(model, both)
@@ -370,7 +370,7 @@ def test_a_region_gathers_again() -> None:
     like_alone(sequence_parallel_in_a_region())
     run, straight = sequence_parallel_in_a_region()[0], sequence_parallel()[0]
     whole, gather = "float8_e4m3fn[32, 32]", "all_gather_into_tensor uint8[8, 4, 32]"
-    assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "only the layers outside of the region save theirs"
+    assert (straight["saved"].count(whole), run["saved"].count(whole)) == (5, 2), "only layers outside save theirs"
     assert (straight["collectives"].count(gather), run["collectives"].count(gather)) == (4, 5)
 
 
@@ -419,7 +419,7 @@ def test_with_fsdp_the_ranks_have_one_scale() -> None:
 
 
 def test_with_fsdp_divided_weights_travel_as_bytes() -> None:
-    """Each rank sends its quarter of "up" and "down", [64, 32] and [32, 64], and scales are their own from the first step on."""
+    """A rank sends its quarter of each weight, [64, 32] and [32, 64], whose scale is its own from the first step."""
     plain = with_fsdp()[0][0]["losses"]
     runs = with_fsdp_in_fp8()
     for run, names, slots, sent in runs:

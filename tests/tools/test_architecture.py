@@ -1,4 +1,4 @@
-"""The page on where things are: the drawing is that of the imports, and its walks are what a training step calls."""
+"""Test the page on where things are: its drawing shows the imports, and its walks name what a training step calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ WALKS = {
         "Loaded into a new model": "load",
     },
 }
-"""The parts of each walk, by their headings, and the parts of a training that they are about: see `train`."""
+"""The parts of each walk, by their headings, and the parts of a training that they tell: see `train`."""
 CONDITIONS = {"with Inductor": "inductor", "op by op": "eager"}
-"""What a step says of when it happens, and the lowering that it means."""
+"""The condition that a step names, and the lowering that it stands for."""
 
 
 def test_the_drawing_is_that_of_the_imports() -> None:
@@ -64,7 +64,7 @@ def test_each_arrow_leads_to_the_floor_below() -> None:
 
 
 class Named(NamedTuple):
-    """A function that a walk names. file: relative to the repository. condition: of its step; "" for always."""
+    """A function that a walk names. file: relative to the repository. condition: that of its step, "" for always."""
 
     file: str
     function: str
@@ -72,7 +72,7 @@ class Named(NamedTuple):
 
 
 def steps_of(text: str) -> list[list[Named]]:
-    """The functions that each numbered step of a text names, in its order."""
+    """Return the functions that each numbered step of a text names, in its order."""
     found = []
     for step in re.findall(r"^\d+\. (.*?)(?=^\d+\. |^\S|\Z)", text, re.MULTILINE | re.DOTALL):
         condition = re.search(r"\*\(([^)]*)\)\*", step)
@@ -84,7 +84,7 @@ def steps_of(text: str) -> list[list[Named]]:
 
 
 def part(text: str, level: str, heading: str) -> str:
-    """The text below a heading, up to the next one of its level or above it."""
+    """Return the text below a heading, up to the next one of its level or above it."""
     found = re.search(
         rf"^{level} {re.escape(heading)}\n(.*?)(?=^#{{1,{len(level)}}} |\Z)", text, re.MULTILINE | re.DOTALL
     )
@@ -93,14 +93,14 @@ def part(text: str, level: str, heading: str) -> str:
 
 
 def walk(name: str) -> dict[str, list[list[Named]]]:
-    """The steps of a walk, by its parts."""
+    """Return the steps of a walk, by its parts."""
     text = part(TEXT, "##", name)
     assert re.findall(r"^### (.*)", text, re.MULTILINE) == list(WALKS[name])
     return {heading: steps_of(part(text, "###", heading)) for heading in WALKS[name]}
 
 
 def functions(file: str) -> dict[int, str]:
-    """The functions of a file, by the line where their code begins: "Class.method", "function.inner"."""
+    """Return the functions of a file by the line where their code begins: "Class.method", "function.inner"."""
     found = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -109,7 +109,7 @@ def functions(file: str) -> dict[int, str]:
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 name = f"{prefix}{child.name}."
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                # with decorators, code begins at the first of them
+                # the code of a decorated function begins at its first decorator
                 found[min([child.lineno, *(d.lineno for d in child.decorator_list)])] = name.removesuffix(".")
             visit(child, name)
 
@@ -118,7 +118,7 @@ def functions(file: str) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_a_walk_names_what_exists(name: str) -> None:
+def test_a_walk_names_functions_that_exist(name: str) -> None:
     parts = walk(name)
     steps = [step for steps in parts.values() for step in steps]
     assert 8 <= len(steps) <= 15 and all(steps), "each step names a function"
@@ -149,7 +149,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is called inside."""
+        """Record the calls that are made inside."""
         before = sys.getprofile()
         sys.setprofile(self._on_event)
         try:
@@ -194,7 +194,7 @@ def train(recorder: Recorder, lowering: str) -> None:
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.variant)])
 def test_the_walks_are_what_a_training_calls(lowering: str) -> None:
-    """In the order of first calls, part by part."""
+    """The walks name functions in the order of first calls, part by part."""
     walks = [walk(name) for name in WALKS]
     wanted = {(n.file, n.function) for of in walks for steps in of.values() for step in steps for n in step}
     calls = ("fp8pass/runtime/compiled_graph.py", "CompiledGraph.__call__")

@@ -1,4 +1,4 @@
-"""torch's caches with fp8pass: what a second process finds there, and what it must not take for its own."""
+"""Test torch's caches with fp8pass: what a second process finds there, and what it must not take for its own."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ print(json.dumps([step(recipe) for recipe in sys.argv[1:]]))
 
 
 def started(folder: Path, *programs: tuple[Path, list[str]]) -> list[list[list[Any]]]:
-    """In a process of its own for each program: by recipe what the caches counted, and the gradients of two steps.
+    """Run each program in its own process; return, by recipe, what the caches counted, and the gradients of two steps.
 
-    folder: where caches are, and not a folder that Python finds another fp8pass in; programs: where fp8pass is, and the
-    recipes.
+    folder: that of the caches; it must not hold an fp8pass that Python would find. programs: the folder of fp8pass and
+    the recipes, for each.
     """
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # in an empty folder, trying the processor's vectors takes 20 seconds
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # with an empty folder, trying the processor's vectors takes 20 seconds
     }
     file = folder / "program.py"
     file.write_text(PROGRAM)
@@ -67,11 +67,11 @@ def started(folder: Path, *programs: tuple[Path, list[str]]) -> list[list[list[A
 
 
 def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
-    """Forward and backward: one graph of AOTAutograd's, two of Inductor's. Also of fp8pass in another place."""
+    """There is one graph of AOTAutograd's, and Inductor's of forward and backward. Another copy of fp8pass misses."""
     hits, misses = {"autograd_hit": 1, "fxgraph_hit": 2}, {"autograd_miss": 1, "fxgraph_miss": 2}
     folder, copy, changed = (tmp_path / name for name in ("caches", "copy", "changed"))
     folder.mkdir()
-    for target in copy, changed:  # as it is installed
+    for target in copy, changed:  # installed as a folder
         for source, package in (("fp8pass", "fp8pass"), ("passes", "fp8pass/passes")):
             ignored = shutil.ignore_patterns("__pycache__", "passes")
             shutil.copytree(ROOT / source, target / package, ignore=ignored)
@@ -89,7 +89,7 @@ def test_a_second_process_finds_what_is_its_own_and_nothing_else(tmp_path: Path)
 
 
 def test_what_a_graph_does_not_say_of_the_choices_is_in_the_key() -> None:
-    """Names of modules are no part of AOTAutograd's key; a recipe by module may treat two alike graphs differently."""
+    """AOTAutograd's key has no names of modules; a recipe by module may treat two equal graphs differently."""
 
     def uuid(**choice: Any) -> bytes:
         return Pipeline(make_config({}), [MatmulChoice("up", "model.py:1", **choice)]).uuid()
@@ -113,13 +113,13 @@ def test_what_the_processor_can_is_in_the_key(of: Any, monkeypatch: pytest.Monke
 
 
 def last(history: Tensor) -> Tensor:
-    """f32[H] -> f32[]: a function of the user's."""
+    """Return the last element: f32[H] -> f32[]. It stands for a function of the user's."""
     return history[0]
 
 
 @pytest.mark.parametrize("algo", ["max", last])
 def test_a_function_in_a_recipe_is_in_no_cache(algo: str | Callable[[Tensor], Tensor]) -> None:
-    """Graphs have only its name."""
+    """A graph has only the function's name."""
     recipe, known = DelayedScaling(amax_compute_algo=algo), []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:

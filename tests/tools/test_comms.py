@@ -1,4 +1,4 @@
-"""bench/comms.py: formulas against what runs in small worlds, and what follows from them in large ones."""
+"""Test bench/comms.py: formulas against the collectives of small worlds, and results for large ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLUSTER = comms.Cluster()
 
 @pytest.mark.parametrize("worlds", [2, pytest.param(len(comms.WORLDS), marks=pytest.mark.variant)])
 def test_formulas_have_what_runs(worlds: int) -> None:
-    """In a process of its own, for groups and slots of other tests would take part."""
+    """The check runs in its own process: groups and slots of other tests would take part in it."""
     command = [sys.executable, "bench/comms.py", "--check", "--worlds", str(worlds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_without_padding_gathers_are_of_the_parameters() -> None:
 
 
 def test_a_weight_of_fewer_rows_than_ranks_is_padded() -> None:
-    """Keys and values have 1024 rows, and 14336 are no multiple of 4096."""
+    """Keys and values have 1024 rows, and 14336 is not a multiple of 4096."""
     model, padding = MODELS["8B"], 4096 * (2 * (4096 - 1024) + 2 * (16384 - 14336))
     found = collectives(model, Layout(data=4096), BF16, 1, 8192)
     blocks = {c.elements for c, n in found.items() if n >= model.layers}
@@ -89,7 +89,7 @@ def test_fp8_is_half_of_what_is_gathered_and_nothing_of_what_is_reduced() -> Non
 
 
 def test_layers_too_small_to_pay_stay_in_bf16() -> None:
-    """Tensor parallel leaves 128 columns of keys and of values, for which what attention reads travels in BF16."""
+    """Tensor parallel leaves 128 columns of keys and values, too few for FP8; their input is gathered in BF16, too."""
     step = replace(STEP, layout=Layout(data=8, tensor=8))
     assert STEP.taken(FP8, CLUSTER.target) == FP8
     way = step.taken(FP8, CLUSTER.target)
@@ -121,7 +121,7 @@ def test_fsdp_is_hidden_and_tensor_parallel_is_not() -> None:
 @pytest.mark.parametrize("way", [BF16, FP8_MATMULS, FP8])
 @pytest.mark.parametrize("step", [STEP, replace(STEP, layout=Layout(data=64, tensor=8, recompute=True))])
 def test_so_many_tokens_hide_fsdp_and_fewer_do_not(step: comms.Step, way: Way) -> None:
-    """A step with them takes as long as what it sends: attention has so long a sequence, AdamW as many parameters."""
+    """Such a step computes as long as it sends, up to attention, which is longer, and AdamW, which is the same."""
     tokens = comms.hiding(replace(step, sequences=4, length=8192), CLUSTER, way)
     enough, fewer = (replace(step, length=n) for n in (tokens, tokens - comms.ROUNDED))
     for short, hidden in ((enough, True), (fewer, False)):
@@ -131,7 +131,7 @@ def test_so_many_tokens_hide_fsdp_and_fewer_do_not(step: comms.Step, way: Way) -
 
 
 def test_what_runs_again_is_quantized_again() -> None:
-    """For each GPU and linear layer, what a forward without backward has of matmuls and of quantizing."""
+    """Recomputation adds, for each GPU and linear layer, the matmuls of a forward and its quantization."""
     again = replace(STEP, layout=replace(STEP.layout, recompute=True))
 
     def more(way: Way) -> float:

@@ -1,4 +1,4 @@
-"""`fp8pass demo`, at a length that a test can afford."""
+"""Test `fp8pass demo` with few steps and small models."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fp8pass.report.report import Report
 from tests.helpers import torchrun
 
 STEPS = 3
-"""The first two compile, the third does not."""
+"""The number of steps: the first two compile, the third does not."""
 SIZES = {"WIDTH": 64, "LAYERS": 1, "CONTEXT": 32, "BATCH": 4, "VALIDATION_BATCHES": 2}
 LOSSES = re.compile(r"validation loss +BF16 (5\.\d+) +FP8 (5\.\d+)")
 REWRITTEN, DECLINED = (Gemm("output", "", 1, 1, 1, ("", "", ""), "", status=s) for s in ("rewritten", "declined"))
 
 
 def small(patch: pytest.MonkeyPatch, has_bf16: bool = True) -> None:
-    """Small models, without kernels: those of this one, in C++, take a minute. BF16 on a CPU without is slow."""
+    """Make models small, without kernels, whose C++ takes a minute to compile. BF16 is slow on a CPU without it."""
     for name, value in SIZES.items():
         patch.setattr(demo, name, value)
     patch.setenv("FP8PASS_LOWERING", "eager")
@@ -45,7 +45,7 @@ def small(patch: pytest.MonkeyPatch, has_bf16: bool = True) -> None:
 
 @functools.cache
 def run_alone() -> tuple[int, str, Path]:
-    """In this process: the exit status, what was printed, and the folder."""
+    """Run the demo in this process; return the exit status, what was printed, and the folder."""
     out, printed = Path(tempfile.mkdtemp()), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         small(patch)
@@ -61,7 +61,7 @@ def test_a_short_run_says_what_it_does_and_ends_with_what_comes_next() -> None:
     for title in ("fp8pass.explain", "steps 1 and 2, which compile", "training", "validation on 2"):
         assert re.search(rf"^{title}.* \.\.\.$", printed, re.MULTILINE), title
         assert re.search(rf"^{title}.*: \d+ s$", printed, re.MULTILINE), title
-    assert re.search(r"^  0 s$", printed, re.MULTILINE)  # from the thread, while it compiles
+    assert re.search(r"^  0 s$", printed, re.MULTILINE)  # the thread prints this while the demo compiles
     assert LOSSES.search(printed)
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert [f.name for f in out.iterdir()] == ["loss.png"]
@@ -74,7 +74,7 @@ def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
     result = torchrun.run(2, "-m", "tests.tools.test_demo", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("15 of 15 matmuls in FP8") == result.stdout.count("validation loss") == 1
-    assert "will be ignored" not in result.stderr  # Dynamo, on the range that an optimizer opens for the profiler
+    assert "will be ignored" not in result.stderr  # an optimizer opens a range for the profiler
     assert (tmp_path / "loss.png").exists()
     assert [(tmp_path / f"precision.{rank}").read_text() for rank in range(2)] == ["torch.bfloat16"] * 2
     alone, together = (LOSSES.search(printed) for printed in (run_alone()[1], result.stdout))
@@ -146,7 +146,7 @@ def test_the_model_computes_in_the_precision_that_was_chosen(dtype: torch.dtype)
 
 
 def stop_in(step: int, patch: pytest.MonkeyPatch) -> None:
-    """Models that train without computing, until somebody types Ctrl-C in the FP8 model's step."""
+    """Make models train without computing, until somebody types Ctrl-C in the FP8 model's step."""
 
     def taken(run: demo.Run, *_: Any) -> None:
         if run.name == "FP8" and len(run.losses) == step:
@@ -220,8 +220,8 @@ def test_in_a_terminal_a_bar_says_losses_and_time_left(monkeypatch: pytest.Monke
 
 
 def says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The line of a demo that ends before it makes a model; after "fp8pass demo: "."""
-    monkeypatch.setattr(demo, "load_text", None)  # not callable
+    """Return the line, after "fp8pass demo: ", of a demo that ends before it makes a model."""
+    monkeypatch.setattr(demo, "load_text", None)  # not callable: the demo ends before it loads text
     assert main(["demo", *arguments]) == 2
     printed = capsys.readouterr()
     assert not printed.out
@@ -332,7 +332,7 @@ def test_wrong_flags(arguments: list[str], message: str, capsys: pytest.CaptureF
 
 
 def on_a_rank(out: Path) -> int:
-    """The ranks would choose unlike precisions by themselves; each writes down what it got."""
+    """Run the demo as a rank. Ranks by themselves would choose unlike precisions; each writes down the one it got."""
     rank, choose, patch = os.environ["RANK"], demo.choose_precision, pytest.MonkeyPatch()
 
     def noted(device: str) -> tuple[torch.dtype, str]:

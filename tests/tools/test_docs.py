@@ -1,4 +1,4 @@
-"""The pages: what is made of the sources is up to date, and the site builds."""
+"""Test the pages: sections that are made from the sources are up to date, and the site builds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_pass_of_the_page_is_the_one_that_runs() -> None:
 
 
 def test_the_page_of_passes_has_every_list() -> None:
-    """With the folders, the context and examples of its passes."""
+    """The page has their folders, contexts and example passes, too."""
     tuples = {name: value for name, value in vars(pipeline).items() if isinstance(value, tuple)}
     lists = {name: passes for name, passes in tuples.items() if all(hasattr(p, "run") for p in passes)}
     text = page("add-a-pass.md")
@@ -84,7 +84,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What a code host and mkdocs name the headings."""
+    """Return the names that a code host and mkdocs give to the headings."""
     headings = re.findall(r"^#+ (.*)", without_code(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -131,7 +131,7 @@ def test_predictions_that_a_page_repeats_are_those_of_the_roofline() -> None:
 
 
 def rules() -> set[str]:
-    """The first argument of every `Reject` and `LeftOut`."""
+    """Return the first argument of every `Reject` and `LeftOut`."""
     files = [*ROOT.glob("fp8pass/**/*.py"), *ROOT.glob("passes/**/*.py")]
     calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     made = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("Reject", "LeftOut")]
@@ -154,7 +154,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
         path.name for path in tmp_path.glob("*.html")
     }
     loaded = {url for file in tmp_path.glob("*.html") for url in re.findall(r'src="(https?:[^"]*)', file.read_text())}
-    assert loaded == set(), "the pages need no network"
+    assert loaded == set(), "a page loads something over the network"
     assert 'href="train-step.html"' in (tmp_path / "index.html").read_text()
     assert 'href="passes/rewrite/scaled_mm.py"' in (tmp_path / "passes.html").read_text()
     assert (tmp_path / "passes/rewrite/scaled_mm.py").read_text() == (ROOT / "passes/rewrite/scaled_mm.py").read_text()

@@ -1,4 +1,4 @@
-"""`fp8pass env`: what a bug report needs, on this machine and on those that are pretended."""
+"""Test `fp8pass env`, which prints what a bug report needs, on this machine and on pretended ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NATIVE = {"delayed", "dynamic", "rowwise", "rowwise_gw_hp"}
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """{name: value}, of the lines that the command prints."""
+    """Return {name: value} of the lines that the command prints."""
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 30

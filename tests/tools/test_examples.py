@@ -1,4 +1,4 @@
-"""The examples run, and print what their pages say."""
+"""Test that the examples run, and print what their pages say."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.helpers import forked
 
 EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
 MARKERS = {"train": "example"}
-"""Their names in pages, where that is not their own."""
+"""The names of sections in pages, if they differ from the example's."""
 NOISY = ("divergence", "monitor")
-"""Those that print what is measured, in numbers of few digits, in lines that are sorted by it. They are variants: what
-they find is found by test_bisector.py and test_stats.py, too."""
+"""Examples that print measurements of few digits, in lines sorted by these. They are variants, for test_bisector.py
+and test_stats.py test what they find, too."""
 
 UNCACHED = {
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
 }
-"""Graphs are compiled anew: those from a cache come without their verdicts. The C++ of their kernels, which is known by
-its text, may be there; and what the processor says of its vectors is believed, which takes seconds to try."""
+"""Graphs are compiled anew, for cached ones come without verdicts. The C++ of their kernels may be cached, by its
+text; and the processor's vectors are not tried, which would take seconds."""
 
 
 def printed_in_page(name: str) -> str:
@@ -37,7 +37,7 @@ def printed_in_page(name: str) -> str:
 
 
 def without_numbers(text: str, name: str) -> list[str]:
-    """Lines, with what differs from one machine to another masked: losses, and all that is measured where NOISY."""
+    """Return lines with masked numbers: losses, and, if NOISY, all measurements, for they differ between machines."""
     number = r"-?\d[\d.]*(e[-+]?\d+)?%?" if name in NOISY else r"\d+\.\d+"
     lines = [" ".join(re.sub(number, "#", line).split()) for line in text.strip().splitlines()]
     return sorted(lines) if name in NOISY else lines
@@ -47,7 +47,7 @@ EVERY_DAY = [name for name in EXAMPLES if name not in NOISY]
 
 
 def ended(*names: str) -> dict[str, forked.Ended]:
-    """Op by op after the passes, which takes no compiler and prints the same; the gate runs README's, which is train.py, as it is."""
+    """Run examples op by op after the passes, which needs no compiler and prints the same. The gate compiles one."""
     environment = {**os.environ, "COLUMNS": "120", "FP8PASS_LOWERING": "eager", **UNCACHED}
     with tempfile.TemporaryDirectory() as folder:
         files = [readme.ROOT / "examples" / f"{name}.py" for name in names]

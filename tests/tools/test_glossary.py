@@ -1,4 +1,4 @@
-"""docs/glossary.md: the code uses every term, and neither the code nor the pages use a word that the glossary bans."""
+"""Test docs/glossary.md: the code uses every term, and neither the code nor the pages use a word that it bans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier code wrote, read by this code: a checkpoint, and a report's fields."""
+"""Test files that earlier code wrote, as this code reads them: a checkpoint, and a report's fields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("commit", ["2b879f7"])
 def test_a_run_goes_on_from_an_earlier_checkpoint(commit: str) -> None:
-    """The keys are the same, in order; the numbers are those of a run of today; and so are the next losses."""
+    """Keys are the same, in order; the numbers are close to those of a run of today, and so are the next losses."""
     saved = torch.load(GOLDEN / f"checkpoint_{commit}.pt", weights_only=True)
     losses = saved.pop("losses")
     today = Run()
@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(commit: str) -> None:
 
 
 def test_a_report_is_what_it_was() -> None:
-    """Every field of `explain`'s report, in order, and the fields of a row of `stats`."""
+    """Every field of `explain`'s report is there, in order, and each field of a row of `stats`."""
     then, now = json.loads((GOLDEN / "report.json").read_text()), report()
     assert json.dumps(now["explain"], indent=1) == json.dumps(then["explain"], indent=1)
     assert [list(row) for row in now["stats"]] == [list(row) for row in then["stats"]]

@@ -1,4 +1,4 @@
-"""bench/h200.py where there is no GPU: everything but CUDA's clock, on tiny sizes."""
+"""Test bench/h200.py without a GPU: all of it except for CUDA's timer, on tiny sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(tmp_path: Path, budget: float = 1000) -> h200.Bench:
 
 
 def dry_run(path: Path, sections: list[str], *options: str) -> dict[str, Any]:
-    """What a dry run of some sections writes; those sections are done, and all others say that they were left out."""
+    """Dry-run some sections; return what was written. These are done, and the others say that they were left out."""
     command = [sys.executable, h200.__file__, "--device", "cpu", "--quick", "--json", str(path), *options]
     done = subprocess.run([*command, "--sections", *sections], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +55,7 @@ Points = list[dict[str, Any]]
 
 
 def hold(points: Points, recipes: list[str], bounds: dict[str, h200.Bounds]) -> None:
-    """Every contender has a point, and is right or says why it is missing; fp8pass runs."""
+    """Check that every contender has a point, and is right or says why it is missing; fp8pass runs."""
     assert [p["recipe"] for p in points] == ["bf16", *recipes]
     for point in points:
         recipe, status = point["recipe"], point["status"]
@@ -154,7 +154,7 @@ time.sleep(60)
         (ModuleNotFoundError("No module named 'torchao'"), True, "skipped: No module named 'torchao'", False),
     ],
 )
-def test_what_a_point_raises_is_written_down(
+def test_an_exception_of_a_point_is_recorded(
     error: Exception, ours: bool, status: str, bad: bool, tmp_path: Path
 ) -> None:
     def measure() -> dict[str, Any]:

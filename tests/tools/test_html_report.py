@@ -1,4 +1,4 @@
-"""The HTML report: what is in it, and how it behaves in a browser."""
+"""Test the HTML report: the data in it, and how it behaves in a browser."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def embedded(text: str) -> Any:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """A transformer of two layers, of which one matmul is declined; for a GPU, so that there are predictions."""
+    """Return the report of a transformer of two layers, with one declined matmul; its GPU target gives predictions."""
     torch._dynamo.reset()
     model = nn.Sequential(make(Transformer), nn.Linear(32, 1))
     config = fp8pass.Config(target="h100", min_speedup=0, merge_siblings=False)
     return fp8pass.explain(model, torch.randn(2, 8, 32, requires_grad=True), config=config)
 
 
-# --- the data
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
 
 
 def test_pictures_know_what_became_of_each_matmul(report: Report) -> None:
@@ -80,7 +81,7 @@ def test_the_page_holds_the_report(report: Report, tmp_path: Path) -> None:
     assert first == ["0.layers.0.0.q", "output"]
 
 
-def test_names_can_do_no_harm() -> None:
+def test_names_are_escaped() -> None:
     gemm = Gemm("output", NASTY, 16, 16, 16, ("f32", "f32", "f32"), NASTY, rule=NASTY, reason=NASTY)
     written = page(Report([gemm], graphs=1, notes=[NASTY], error=NASTY))
     assert written.count("</script>") == 2  # the page's own
@@ -105,7 +106,7 @@ def test_numerics_are_made_charts() -> None:
 
 
 def test_kernels() -> None:
-    """Of every matmul the call that it is; of what is around it the code that computes it."""
+    """Each matmul has its call, and the ops around it have the code that computes them."""
 
     class Mlp(nn.Module):
         def __init__(self) -> None:
@@ -129,11 +130,12 @@ def test_kernels() -> None:
     assert any(op.kernel is not None for op in forward.ops if op.kind == "quantize")
 
 
-# --- in a browser
+# ---------------------------------------------------------------------------------------------------------------------
+# In a browser
 
 
 def many(layers: int = 200) -> Report:
-    """As of a large model: thousands of rows, and a graph with a few nodes for each."""
+    """Return a report as of a large model: thousands of rows, and a graph with a few nodes for each."""
     gemms, ops = [], [Op("primals_1", "primals_1", "input", "", "", "bf16[64, 64]", "", [])]
     for layer in range(layers):
         for name in ("q", "k", "v", "o", "up", "gate", "down"):
@@ -170,7 +172,7 @@ def many(layers: int = 200) -> Report:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A Chromium without a screen. Its absence is a fault where these tests are to run."""
+    """Yield a Chromium without a screen. It must not be missing in the gate."""
     if CHROMIUM is None and os.environ.get("CI") == "true":
         pytest.fail("no Chromium: .ci/chromium installs it")
     if CHROMIUM is None:
@@ -187,7 +189,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 class Page:
-    """A page in a window of its own, with what it said and what it asked for."""
+    """A page in its own window, with its console messages and its requests."""
 
     def __init__(self, browser: Any, file: Path, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> None:
         viewport = {"width": size[0], "height": size[1]}
@@ -244,7 +246,7 @@ def test_filters_and_order(browser: Any, large: Path) -> None:
         page.get_by_role("button", name="matmul").click()
         assert page.get_by_role("columnheader", name="matmul").get_attribute("aria-sort") == "ascending"
         names = page.locator(".row > span:first-child").all_text_contents()
-        assert names[:3] == ["layers.0.o", "layers.1.o", "layers.2.o"]  # 10 stands behind 9
+        assert names[:3] == ["layers.0.o", "layers.1.o", "layers.2.o"]  # natural order: 10 comes after 9
         page.click("#clear")
         gain = page.get_by_role("button", name="predicted")
         gain.click()
@@ -328,7 +330,7 @@ def test_charts_of_what_the_monitor_counted(browser: Any, tmp_path: Path) -> Non
         assert weight["step"] == [0, 1, 2] and weight["amax"] == [pytest.approx(amax, rel=1e-5)] * 3  # 6 digits
 
 
-def test_names_do_no_harm_in_a_browser(browser: Any, tmp_path: Path) -> None:
+def test_escaped_names_in_a_browser(browser: Any, tmp_path: Path) -> None:
     gemm = Gemm("output", NASTY, 16, 16, 16, ("f32", "f32", "f32"), NASTY, rule=NASTY, reason=NASTY)
     broken = Report([gemm], graphs=1, notes=[NASTY], error=NASTY)
     with Page(browser, broken.to_html(tmp_path / "nasty.html", [{"slot": NASTY, "step": 0, "amax": 1.0}])) as page:

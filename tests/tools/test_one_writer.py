@@ -1,4 +1,4 @@
-"""The state of an instance is three objects, and each of their fields is written in one file."""
+"""Test that each field of the three objects of an instance's state is written in one file."""
 
 from __future__ import annotations
 

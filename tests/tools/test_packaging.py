@@ -1,4 +1,4 @@
-"""What is installed is what is here."""
+"""Test what the package installs: entry points, public names, files, and which modules import what."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def imports(file: Path) -> set[str]:
 
 
 def torch_names(code: str) -> set[str]:
-    """What the code imports of torch, and the attributes that it spells out: {"torch.nn.Module", ...}."""
+    """Return what the code imports of torch, and the attributes that it spells out: {"torch.nn.Module", ...}."""
     nodes = list(ast.walk(ast.parse(code)))
     imported = {f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names}
     modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
@@ -64,7 +64,7 @@ def torch_names(code: str) -> set[str]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a part of it begins with an underscore. Operators are public, even `torch._scaled_mm`."""
+    """Return whether a part of the name begins with an underscore. Operators are public, even `torch._scaled_mm`."""
     _, first, *_ = name.split(".")
     return first != "ops" and not hasattr(torch.ops.aten, first) and re.search(r"\._(?!_)", name) is not None
 
@@ -100,7 +100,7 @@ def test_passes_know_the_frame_and_never_the_backend() -> None:
 
 
 def test_every_file_of_the_package_is_installed() -> None:
-    """setuptools takes Python files by itself, and others as they are listed. `.ci/wheel.py` looks into the archives."""
+    """setuptools finds Python files by itself, and other files by their list. `.ci/wheel.py` looks into archives."""
     settings = (ROOT / "pyproject.toml").read_text()
     for package, folder in (("fp8pass", "fp8pass"), ('"fp8pass.passes"', "passes")):
         listed = re.search(rf"^{package} = (\[.*\])$", settings, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Around the passes: order, dumps, caches, verification."""
+"""Test what is around the passes: order, dumps, caches, verification."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def pipeline(**options: Any) -> Pipeline:
 
 
 PARTS = {
-    "annotate": {"check", "quantize_call", "quantizers", "slow_matmuls"},  # the last warns, before all passes
-    "rewrite": {"batches", "epilogue", "layout", "operands", "row_scales"},  # of scaled_mm
+    "annotate": {"check", "quantize_call", "quantizers", "slow_matmuls"},  # the last one warns, before all passes
+    "rewrite": {"batches", "epilogue", "layout", "operands", "row_scales"},  # parts of scaled_mm
     "collectives": {"chains", "shared_scales"},
     "update": {"context", "find_moments", "written"},
 }
-"""The files of a folder that are not passes: what passes of that folder are made of."""
+"""The files of each folder that are not passes, but parts of passes."""
 LISTS: dict[str, Any] = {
     "annotate": DYNAMO,
     "update": UPDATE,
@@ -48,7 +48,7 @@ LISTS: dict[str, Any] = {
     "collectives": JOINT,
     "kernels": KERNELS,
 }
-"""Which list has the passes of a folder."""
+"""The list that has the passes of a folder."""
 
 
 @pytest.mark.parametrize("folder", sorted(LISTS))
@@ -65,7 +65,7 @@ TOGETHER = {
     "test_quantize_moments": {"read_moments", "write_moments"},
     "test_write_weights": {"expand_foreach", "take_states"},
 }
-"""Passes of one feature that a single file tests."""
+"""Files that test several passes of one feature."""
 
 
 @pytest.mark.parametrize("folder", sorted(LISTS))
@@ -85,7 +85,7 @@ def test_folders_and_lists_are_all() -> None:
 
 
 def test_torchs_list_of_disabled_passes_is_heeded() -> None:
-    """As is its provenance: see `GraphTransformObserver`. What others build upon runs all the same."""
+    """Each pass runs as torch's own do; passes that others depend on run anyway. See `GraphTransformObserver`."""
     x = torch.randn(16, 32)
     for disabled, found in (("", 2), ("SCALED_MM,list_matmuls", 0)):
         torch._dynamo.reset()
@@ -96,14 +96,14 @@ def test_torchs_list_of_disabled_passes_is_heeded() -> None:
 
 def test_the_cache_key() -> None:
     assert pipeline().uuid() == pipeline().uuid()
-    assert pipeline().uuid() == pipeline(dump_dir="/x", filter=["head"]).uuid()  # no part in what passes do
+    assert pipeline().uuid() == pipeline(dump_dir="/x", filter=["head"]).uuid()  # passes don't depend on these
     assert pipeline().uuid() != pipeline(strict=True).uuid()
     assert pipeline().uuid() != pipeline(target="sm_100").uuid()
     assert pipeline().uuid() != pipeline(recipe=None).uuid()
 
 
 def test_passes_about_kernels() -> None:
-    """Run over a graph, in order; a fault names the pass."""
+    """Kernel passes run over a graph, in order; a fault names the pass."""
 
     def function(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x_q = quantize(x, s, torch.float8_e4m3fn)
@@ -114,7 +114,7 @@ def test_passes_about_kernels() -> None:
     assert [n.target for n in module.graph.nodes].count(aten.cat.default) == 0
     made_by = {n.meta[MADE_BY] for n in module.graph.nodes if MADE_BY in n.meta}
     assert made_by == {"quantize_tiles", "materialize"}  # no amax is recorded here
-    assert kernels.uuid() == KernelPasses(Config(recipe=None)).uuid()  # of the sources alone
+    assert kernels.uuid() == KernelPasses(Config(recipe=None)).uuid()  # it depends on the sources alone
     broken = capture(function, torch.randn(64, 32), torch.tensor(2.0))
     for node in broken.graph.nodes:
         node.meta.pop("val", None)
@@ -123,7 +123,7 @@ def test_passes_about_kernels() -> None:
 
 
 class OfTheUser(CustomGraphPass):
-    """A pass that users have configured: counts the graphs that it sees, and those that ours have already changed."""
+    """A pass that users have configured: it counts the graphs that it sees, and those that our passes have changed."""
 
     def __init__(self) -> None:
         self.seen, self.changed = 0, 0
@@ -142,7 +142,7 @@ def test_passes_that_users_have_configured_run_before_ours(several: bool) -> Non
     own = {"joint_custom_pre_pass": joint, "post_grad_custom_pre_pass": kernels}
     with inductor_config.patch({k: [v, v] if several else v for k, v in own.items()}), verdicts() as report:
         run = compiled(make(layer), lowering="inductor")
-        for _ in range(2):  # the first step is not compiled, and the backward not before it runs
+        for _ in range(2):  # the first step is not compiled, and the backward is compiled when it runs
             run(torch.randn(16, 32)).sum().backward()
     assert len(report.rewritten) == 2
     assert (joint.seen, joint.changed) == (1 + several, 0)
@@ -150,7 +150,7 @@ def test_passes_that_users_have_configured_run_before_ours(several: bool) -> Non
 
 
 def test_passes_of_users_are_part_of_the_cache_key() -> None:
-    """What has no key can't be cached."""
+    """A pass without a key makes graphs that can't be cached."""
     own, ours = OfTheUser(), pipeline()
     assert append_pass(None, ours) is ours
     assert _Both(own, ours).uuid() != _Both(own, pipeline(strict=True)).uuid()
@@ -171,7 +171,7 @@ def test_a_warm_cache_gives_the_same_numbers(tmp_path: Path, monkeypatch: pytest
             run(x).sum().backward()
             y = run(x)
             y.sum().backward()
-        assert len(report.rewritten) == (0 if attempt else 2)  # what is taken from a cache has no verdicts
+        assert len(report.rewritten) == (0 if attempt else 2)  # graphs from a cache have no verdicts
         hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
         assert hits == (2 if attempt else 0)
         results.append([y.detach(), model.weight.grad])
@@ -190,7 +190,7 @@ def test_verify_finds_a_wrong_dtype() -> None:
 
 
 def test_verify_computes_no_value_again_that_was_computed_of_the_same() -> None:
-    """But what was changed since, or what it is made of."""
+    """A value is computed again if it or its inputs have changed since."""
     module = capture(lambda a: a + 1, torch.randn(4, 4))
     (add,) = (n for n in module.graph.nodes if n.target is aten.add.Tensor)
     computed: Computed = {}
@@ -234,7 +234,7 @@ def test_eager_lowering_and_inductor_agree() -> None:
 
 
 def test_symbolic_sizes_of_what_a_builder_makes_are_nodes() -> None:
-    """Code that is run op by op has no names for them: by itself, as stride, as a product, and of another tensor."""
+    """Code that runs op by op has no names for them: alone, as a stride, in a product, and of another tensor."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         return x.sin() + y.sum()

@@ -1,4 +1,4 @@
-"""The list of faults that bench/planted_faults.py plants keeps up with the code."""
+"""Test that the list of faults that bench/planted_faults.py plants keeps up with the code."""
 
 from __future__ import annotations
 

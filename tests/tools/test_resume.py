@@ -1,4 +1,4 @@
-"""Saving a run of `fp8pass.train_step` and going on with it, bit for bit; also where the process was killed."""
+"""Test that a saved run of `fp8pass.train_step` resumes bit for bit, also after its process was killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS, EVERY = 9, 3
 
 
 class Run:
-    """A model in training: AdamW, a schedule, clipping. Runs in this process or, as a script, in one of its own."""
+    """A model in training, with AdamW, a schedule and clipping. It runs in this process or, as a script, in another."""
 
     def __init__(self) -> None:
         model = self.model = make(Block)
@@ -54,17 +54,17 @@ class Run:
             self.at += 1
 
     def saved(self) -> dict[str, Any]:
-        """All that a run consists of."""
+        """Return all that a run consists of."""
         parts = (self.model, self.optimizer, self.schedule, fp8pass.state(self.model))
         return {"at": self.at, "losses": self.losses, "parts": [p.state_dict() for p in parts]}
 
     def save(self, file: Path) -> None:
-        """Write it under another name first: whoever is killed meanwhile leaves the older one."""
+        """Write under another name first: a process that is killed meanwhile leaves the older file."""
         torch.save(self.saved(), file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)
 
     def load(self, file: Path) -> None:
-        """Before the first step, or after some."""
+        """Load before the first step, or after some."""
         saved = torch.load(file, weights_only=True)
         self.at, self.losses = saved["at"], saved["losses"]
         parts: tuple[Any, ...] = (self.model, self.optimizer, self.schedule, fp8pass.state(self.model))
@@ -85,7 +85,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any], Path]:
-    """A run at its end, all that it consists of, and the file that it saved itself to after four steps."""
+    """Return a run at its end, all that it consists of, and the file that it saved after four steps."""
     file = tmp_path_factory.mktemp("run") / "run"
     with without_caches(share=True):
         run = Run()
@@ -97,7 +97,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[s
 
 @pytest.mark.shares_code
 def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted: tuple[Run, dict[str, Any], Path]) -> None:
-    """Back into the one that has gone on, and into a new model, which is compiled anew."""
+    """The file is loaded into the run that has gone on, and into a new model, which is compiled anew."""
     run, wanted, file = uninterrupted
     run.load(file)
     assert run.at == 4
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted: tuple[Run, dict[s
 
 @pytest.mark.shares_code
 def test_a_run_that_was_killed(tmp_path: Path, uninterrupted: tuple[Run, dict[str, Any], Path]) -> None:
-    """SIGKILL somewhere between two checkpoints, in a process of its own; the next one goes on from the last."""
+    """SIGKILL ends a process somewhere between two checkpoints; a new run goes on from the last one."""
     file, log = tmp_path / "run", tmp_path / "log"
     command = [sys.executable, "-m", "tests.tools.test_resume", str(file)]
     root = ROOT
@@ -136,5 +136,5 @@ if __name__ == "__main__":
         running.go_on(running.at + 1)
         if running.at % EVERY == 0:
             running.save(target)
-        time.sleep(0.2 if running.at >= EVERY else 0)  # so that whoever watches has the time to kill it
+        time.sleep(0.2 if running.at >= EVERY else 0)  # the test has the time to kill it
     time.sleep(60)

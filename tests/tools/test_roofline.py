@@ -1,4 +1,4 @@
-"""Predicted times, whether FP8 pays, and the script that compares them with published measurements."""
+"""Test predicted times, whether FP8 pays, and the script that compares predictions with published measurements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GRADIENTS = ("grad_input", "grad_weight")
 
 
 def test_a_matmul_is_as_long_as_its_arithmetic() -> None:
-    """1.1e12 operations at 64% of the peak."""
+    """1.1e12 operations take a time at 64% of the peak."""
     flops = 2 * SIDE**3
     args = (H100, SIDE, SIDE, SIDE)
     assert gemm_seconds(*args, BF16, 2) == pytest.approx(4e-6 + flops / (989e12 * 0.64))
@@ -65,7 +65,7 @@ def test_other_kernels() -> None:
     assert memory_seconds(H100, 1000) == 2e-6
 
 
-# Bytes per element of kernels in order, and of those that write a transposed copy, for input, weight, grad_output.
+# Bytes per element that each kernel moves for input, weight, grad_output; and kernels that write a transposed copy.
 MX, ROW, COLUMN = 3 + 1 / 32, [3, 2], [3]
 
 
@@ -109,7 +109,7 @@ def test_bytes_that_quantizing_moves(
 
 
 def test_the_prediction_by_hand() -> None:
-    """Delayed on an H100: three matmuls, of which one accumulates fast, and three tensors of 2 + 2 bytes."""
+    """Under delayed scaling on an H100, one of three matmuls accumulates fast, and three tensors move 2 + 2 bytes."""
     flops, elements = 2 * SIDE**3, SIDE**2
     high = 3 * (4e-6 + flops / (989e12 * 0.64))
     fp8 = 3 * 4e-6 + (1 + 2 * 1.15) * flops / (1979e12 * 0.64)
@@ -190,7 +190,7 @@ def test_large_weights_gain_more_with_more_rows(recipe: str) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("dynamic", "tensorwise"), ("rowwise", "rowwise")])
 def test_few_rows_do_not_pay_though_torchaos_filter_takes_them(ours: str, theirs: str) -> None:
-    """It looks at K and N only."""
+    """torchao's filter looks at K and N only."""
     utils = pytest.importorskip("torchao.float8.float8_linear_utils")
     wants = utils._auto_filter_for_recipe(theirs, [])
     assert wants(nn.Linear(8192, 8192, device="meta"), "up")
@@ -204,7 +204,7 @@ def test_few_rows_do_not_pay_though_torchaos_filter_takes_them(ours: str, theirs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Machine files.
+# Machine files
 
 
 def machine(path: Path, **changed: Any) -> Path:
@@ -256,7 +256,7 @@ def test_no_machine_file(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The report.
+# The report
 
 
 def test_the_report_has_the_prediction() -> None:
@@ -298,7 +298,7 @@ def test_on_a_cpu_nothing_is_predicted() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# bench/roofline.py.
+# bench/roofline.py
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,7 @@ def test_the_fitted_constants_are_the_best_around(bench: ModuleType) -> None:
         assert bench.error(times, H100.gemm_share + share, H100.gemm_start + start, False) >= best
 
 
-def test_measurements_of_ones_own(bench: ModuleType, tmp_path: Path) -> None:
+def test_measurements_of_the_user(bench: ModuleType, tmp_path: Path) -> None:
     row = {"m": SIDE, "k": SIDE, "n": SIDE, "gpu": "NVIDIA H200", "seconds_bf16": 3e-3, "seconds_fp8": 2e-3}
     rows = [{**row, "op": "gemm", "recipe": "rowwise"}, {**row, "op": "linear_fwd_bwd", "recipe": "delayed"}]
     (tmp_path / "h200.json").write_text(json.dumps(rows))

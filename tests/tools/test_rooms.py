@@ -1,4 +1,4 @@
-"""The rooms of the code: what each may import, how many files lie at the top, and names that would shadow public ones."""
+"""Test the rooms of the code: imports between them, few files at the top, and no names that shadow public ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLOORS = (
     ("demo",),
     ("cli",),
 )
-"""From the ground. A room imports from floors below its own alone, and nothing from beside it."""
+"""Rooms by floor, from the ground. A room imports only from floors below its own."""
 LAZY = {
     ("fp8pass.report.report", "fp8pass.report.html"): "`Report.to_html` is public, and the page is made of reports",
     ("fp8pass.report.report", "fp8pass.report.table"): "so is `Report.show`",
@@ -77,7 +77,7 @@ FOLDERS = sorted(r for r in {*rooms.between_rooms()} - {"fp8pass", "passes"} if 
 
 @pytest.mark.parametrize("room", FOLDERS)
 def test_a_room_says_what_lives_in_it(room: str) -> None:
-    """In its `__init__`, which holds nothing else."""
+    """Its `__init__` says so, and holds nothing else."""
     tree = ast.parse((rooms.ROOT / rooms.folder(room) / "__init__.py").read_text())
     said = ast.get_docstring(tree) or ""
     assert len(tree.body) == 1
@@ -85,12 +85,12 @@ def test_a_room_says_what_lives_in_it(room: str) -> None:
 
 
 def test_no_file_is_named_like_a_public_function() -> None:
-    """`fp8pass.state` is a function: a folder of that name could not be imported from."""
+    """`fp8pass.state` is a function: nothing could be imported from a folder of that name."""
     functions = {name for name in fp8pass.__all__ if not inspect.ismodule(getattr(fp8pass, name))}
     names = {part for module in rooms.modules() for part in module.split(".")[1:]}
     assert names & functions == set()
 
 
 def test_files_that_the_code_names_exist() -> None:
-    """By their paths, to tell frames of fp8pass apart: a moved file would be taken for the user's code."""
+    """Their paths tell frames of fp8pass from the user's; frames of a moved file would be taken for the user's code."""
     assert [path for path in RUNS_GRAPHS if PACKAGE in path and not Path(path).exists()] == []

@@ -1,4 +1,4 @@
-"""A torch that is newer or older than tested, or lacks a name."""
+"""Test a torch that is newer or older than the tested versions, or lacks a name."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_tested_versions_and_those_between_say_nothing(version: str, monkeypatch
 
 
 def without(module: str, name: str) -> mock._patch_dict:
-    """A stand-in for a module of torch, which lacks a name."""
+    """Return a stand-in for a module of torch that lacks a name."""
     whole = vars(sys.modules[module])
     less = type(sys)(module)
     vars(less).update({k: v for k, v in whole.items() if k != name})
     submodule = f"{module}.{name}"
-    hidden = {submodule: None} if submodule in sys.modules else {}  # where there is one, Python finds it by itself
+    hidden = {submodule: None} if submodule in sys.modules else {}  # if imported, Python finds it by itself
     return mock.patch.dict(sys.modules, {module: less, **hidden})  # type: ignore[dict-item]
 
 

@@ -1,4 +1,4 @@
-"""Plain words: a docstring begins with what a function does, and order and time are not told as space."""
+"""Test for plain words: a docstring begins with what a function does, and order and time are not told as space."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import rooms
 
 OPENINGS = ("What", "Of", "Whether", "And", "Not", "But", "See the function")
-"""How the first line of a function's docstring, or of a pass's, may not begin, for a verb is missing."""
+"""Openings that the first line of a function's docstring, or of a pass's, may not have, for a verb is missing."""
 IDIOMS = (r"behind", r"in front of", r"in the place of", r"is none of", r"(?<!there )(is|are) no\b(?! longer)")
-"""What no docstring, comment or message may say: say after, before, instead of, is not one of, is not."""
+"""Idioms that no docstring, comment or message may use: say after, before, instead of, is not one of, is not."""
 FIRST_LINES = ("of its own",)
-"""What a first line may not say: say "its own"."""
+"""Idioms that a first line may not use: say "its own"."""
 
 
 FILES = rooms.modules() | {f"bench.{file.stem}": file for file in sorted((rooms.ROOT / "bench").glob("*.py"))}
@@ -86,12 +86,12 @@ def test_no_text_says(idiom: str) -> None:
 
 
 def test_passes_are_found() -> None:
-    """Or nothing would hold their first lines, which the table of passes shows."""
+    """This holds, or else nothing would check their first lines, which the table of passes shows."""
     assert sum(kind == "pass" for _, kind, _ in DOCSTRINGS) >= 25
 
 
 def test_texts_are_found(tmp_path: Path) -> None:
-    """Docstrings, messages and comments; not names."""
+    """Texts are docstrings, messages and comments, and not names."""
     file = tmp_path / "a.py"
     file.write_text('"""One\n  two."""\nbehind = 1  # three\nraise ValueError(f"four {behind}")\n')
     assert sorted(texts(file)) == [(1, "One two."), (3, "# three"), (4, "four")]

@@ -1,4 +1,4 @@
-"""The zoo: a sample of its models every day, all of them with `run.sh all`."""
+"""Test the zoo: a sample of its models every day, all of them with `run.sh all`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zoo_timm import practised
 
 ENTRIES = catalogue()
 EVERY_DAY = ("nn.TransformerDecoderLayer", "nn.LSTM", "op.einsum", "AlbertForMaskedLM")
-"""They differ in the rules and the passes that they reach: attention that torch takes apart, recurrent layers that run
+"""These reach different rules and passes: attention that torch decomposes, recurrent layers that run
 outside, products of one dimension, layers that share their weights."""
 
 
@@ -41,7 +41,7 @@ def trained(name: str) -> None:
     assert row.status == "trains", (row.stage, row.error, row.frame)
 
 
-@pytest.mark.filterwarnings("ignore")  # of other people's models
+@pytest.mark.filterwarnings("ignore")  # other people's models warn
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_a_sample_trains(name: str) -> None:
     trained(name)
@@ -117,7 +117,7 @@ def test_the_page_says_what_fails_and_what_is_excused() -> None:
 
 
 class Cancels(nn.Module):
-    """The gradient of `shift` is a sum of which nothing is left: a softmax is the same for a row that is shifted."""
+    """The gradient of `shift` is a sum whose terms cancel: a softmax is the same for a row that is shifted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Cancels(nn.Module):
 
 
 def test_gradients_beside_eager() -> None:
-    """A wrong gradient is a fault; one that cancels out, and that FP8 turns in eager too, is none."""
+    """A wrong gradient is a fault; a gradient that cancels, and that FP8 turns in eager too, is not."""
     model, inputs = Cancels(), {"x": torch.randn(32, 64)}
     eager = eager_step(model, inputs, 0, Matmuls())
     rounded = eager_step(model, inputs, 0, Matmuls(rounds=True))
@@ -151,7 +151,7 @@ def test_gradients_beside_eager() -> None:
 
 
 def test_gradients_that_cancel() -> None:
-    """Weights that move by as little as float32 rounds move nothing else."""
+    """Changing weights by float32's rounding changes no other gradients."""
     model, inputs = Cancels(), {"x": torch.randn(32, 64) / 8}
     eager = eager_step(model, inputs, 0, Matmuls())
     model.load_state_dict(shaken(model.state_dict()))
@@ -160,7 +160,7 @@ def test_gradients_that_cancel() -> None:
 
 
 def test_rounding_goes_by_steps_before() -> None:
-    """The first by its own amax; what grows later is cut off there, as delayed scaling does."""
+    """The first step is rounded by its own amax; values that grow later saturate, as under delayed scaling."""
     amaxes: dict[tuple[int, int], torch.Tensor] = {}
     x, unit = torch.diag(torch.tensor([1.0, 0.5])), torch.eye(2)
     found = []
@@ -183,7 +183,7 @@ def test_bits_are_compared() -> None:
 
 
 def test_exact_sums_have_no_order() -> None:
-    """Nor do sums of sums, and FP8's matmuls are those of what is dequantized."""
+    """Sums of sums have none either, and FP8 matmuls are those of dequantized operands."""
     x = torch.randn(64, 48, 32)
     aten, flat = torch.ops.aten, x.reshape(-1, 32)
     assert not torch.equal(x.sum(1).sum(0), flat.double().sum(0).float())
@@ -211,7 +211,7 @@ def test_configurations_are_small() -> None:
 
 
 def test_a_third_is_of_each_kind() -> None:
-    """The cheapest that train."""
+    """They are the cheapest models that train."""
     entries = {
         n: Entry(n, "torch", n[0], lambda: Sample(nn.Linear(2, 2), {}, {})) for n in ("a1", "a2", "a3", "a4", "b")
     }
@@ -221,7 +221,7 @@ def test_a_third_is_of_each_kind() -> None:
 
 
 def test_rows_stay(tmp_path: Path) -> None:
-    """What is kept goes on in another checkout, under what is made there later, and a line has what it says alone."""
+    """Kept rows hold in another checkout until one is made there later; a line has only fields that say something."""
     rows = Rows(tmp_path / "made", tmp_path / "rows.jsonl")
     rows.file("", "eager").parent.mkdir(parents=True)
     assert rows.all("eager") == {} and rows.keep() == 0
