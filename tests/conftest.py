@@ -20,7 +20,7 @@ from tests.helpers.harness import without_caches
 from tests.helpers.torchrun import VARIANTS
 
 ORDER = ("ranks", "gpu_code", "tools", "inductor", "compiled", "passes")
-"""The tiers, which are folders. Long tests first, so that no worker is left alone with one at the end."""
+"""The tiers, which are folders. Long tests run first, so that no worker runs one alone at the end."""
 BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
     "passes": ((CompiledGraph, "__init__"), "this test compiles: it belongs to tests/compiled"),
     "compiled": ((GraphLowering, "run"), "this test reaches Inductor: it belongs to tests/inductor"),
@@ -32,7 +32,7 @@ GROUPS = (
     | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
     | {name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")}
 )
-"""Files whose tests share something slow (ranks, a fixture, a process that answers questions): one worker runs a group."""
+"""Files whose tests share something slow: ranks, a fixture, a process that they ask. One worker runs a whole group."""
 
 
 def stem(file: Path) -> str:
@@ -53,13 +53,15 @@ def group_of(file: Path) -> str:
 
 
 def shares_code(item: Any) -> bool:
-    """Return whether a test may use code compiled for other tests; a test that patches something or reads the log may not."""
+    """Return whether a test may use code compiled for others; one that patches something or reads the log may not."""
     alone = {"caplog", "monkeypatch"} & set(item.fixturenames)
     return bool(item.get_closest_marker("shares_code")) and not alone
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--variants", action="store_true", help="run variants too, each of which has a sister without")
+    parser.addoption(
+        "--variants", action="store_true", help="run variants too, each similar to a test that always runs"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "shares_code: uses code again that Dynamo has compiled for earlier tests of this file"
     )
-    config.addinivalue_line("markers", "variant: runs with --variants only; a sister of it runs every day")
+    config.addinivalue_line("markers", "variant: runs with --variants only; a similar test runs without it")
     os.environ["FP8PASS_ON_FAULT"] = "raise"  # the environment also reaches the processes that tests start
     if config.getoption("variants"):
         os.environ[VARIANTS] = "1"

@@ -1,4 +1,4 @@
-"""What Inductor is told of kernels that our passes made, and that it decides about all others by itself."""
+"""Choices for Inductor: fp8pass answers for kernels that its passes made, and Inductor decides about all others."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def ours() -> bool:
 
 
 def _unnumbered(code: str) -> str:
-    """Without the number of the compilation."""
+    """Return the code without its first line, which has the number of the compilation."""
     return code.partition("\n")[2]
 
 
 def test_code_without_fp8_is_inductors_own() -> None:
-    """And code that quantizes walks down columns: 64 of them, 64 rows at a time; not so the tail of the amax."""
+    """The code that quantizes has tiles of 64 columns by 64 rows; the last stage of its amax has none."""
     found = pretend("plain")
     assert len(found["inductor"]) == 5
     for theirs, code in zip(found["inductor"], found["fp8pass"], strict=True):
@@ -37,7 +37,7 @@ def test_code_without_fp8_is_inductors_own() -> None:
 
 
 def test_our_answers_end_with_the_compilation() -> None:
-    """In code that compiles, and in code that does not."""
+    """The choices are removed after a compilation that succeeds, and after one that fails."""
     seen: list[bool] = []
 
     def look(graph: fx.Graph) -> None:
@@ -47,7 +47,7 @@ def test_our_answers_end_with_the_compilation() -> None:
         raise ZeroDivisionError("on purpose")
 
     def function(x: Tensor) -> Tensor:
-        return x @ x  # no kernel of Inductor's, which would have to be compiled
+        return x @ x  # Inductor calls ATen's mm, so it has no kernel to compile
 
     with inductor_config.patch(post_grad_custom_post_pass=look):
         compiled(function, recipe=None, lowering="inductor")(torch.randn(8, 8))
@@ -71,7 +71,7 @@ def test_the_context_ends_with_an_exception() -> None:
 
 
 class _Graph:
-    """Of the graph that Inductor lowers: the node at hand."""
+    """Stands in for the graph that Inductor lowers; it has the current node only."""
 
     def __init__(self, **meta: Any) -> None:
         module = capture(lambda x: x.amax(), torch.randn(8, 8))
@@ -95,7 +95,7 @@ def test_reductions_of_ours_are_one_stage(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_minimum_and_maximum_are_compared_within_only() -> None:
-    """Outside, and for whoever else compiles in this process, Triton code is as torch has it."""
+    """Outside of `choices`, other compilations in this process get torch's own Triton code."""
     with choices():
         within = TritonOverrides.minimum("a", "b"), TritonOverrides.maximum("a", "b")
     outside = TritonOverrides.minimum("a", "b"), TritonOverrides.maximum("a", "b")

@@ -1,4 +1,4 @@
-"""Groups of small kernels, on nodes that only know what comes before them; and Inductor's own order of kernels."""
+"""Groups of small kernels, on nodes that only know their ancestors, and the restoring of Inductor's own groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8pass.inductor.combo_kernels import MAX_KERNELS_PER_LAUNCH, combining, gr
 
 @dataclass
 class Kernel:
-    """A scheduler node, as far as groups are concerned. operations: more than one in a kernel that was fused."""
+    """The parts of a scheduler node that grouping reads. operations: those fused into the kernel."""
 
     name: str
     ancestors: set[str] = field(default_factory=set)
@@ -32,7 +32,7 @@ Graph = tuple[list[Kernel], list[bool]]
 
 
 def graph(*lines: str) -> Graph:
-    """Kernels in order: "c: a b" waits for a and b. Names of large ones are capital letters."""
+    """Return kernels in order: "c: a b" waits for a and b. Large kernels have capital letters as names."""
     nodes = [Kernel(line.partition(":")[0], set(line.partition(":")[2].split())) for line in lines]
     return nodes, [n.name.islower() for n in nodes]
 
@@ -64,25 +64,28 @@ def test_a_diamond() -> None:
 
 
 def test_small_kernels_run_late_but_in_time() -> None:
-    assert grouped("a", "B", "c: B", "D: c B") == ["ac"]  # a waits for c, which nobody else makes wait
-    assert grouped("a", "B: a", "c: B a", "D: c B a") == ["a", "c"]  # B needs a before there is c
+    assert grouped("a", "B", "c: B", "D: c B") == ["ac"]  # a is delayed to c, since no other kernel needs it earlier
+    assert grouped("a", "B: a", "c: B a", "D: c B a") == ["a", "c"]  # B, which c waits for, needs a
     assert grouped("a", "B: a", "e", "c: B a", "D: c B a e") == ["a", "ec"]  # e is not needed before D
-    assert grouped("A", "a: A", "b: a A", "c: A", "D: A b a c") == ["a", "bc"]  # and no earlier than what reads it
+    assert grouped("A", "a: A", "b: a A", "c: A", "D: A b a c") == [
+        "a",
+        "bc",
+    ]  # kernels run in the latest group possible
 
 
-def test_a_reader_of_a_late_one_is_later() -> None:
+def test_a_reader_runs_after_what_it_reads() -> None:
     assert grouped("a", "b: a", "C", "d: C") == ["a", "bd"]
     assert grouped("a", "b", "c: a", "D: b", "e: D b") == ["ab", "ce"]
 
 
-def test_kernels_on_the_way_through_a_large_one() -> None:
-    """One that a large kernel waits for, and one that waits for it, would make a cycle as one."""
+def test_kernels_before_and_after_a_large_one() -> None:
+    """A kernel that a large one waits for can't be merged with one that waits for the large one: that is a cycle."""
     assert grouped("a", "B: a", "c: B a") == ["a", "c"]
     assert grouped("a", "B: a", "C: B a", "d: C B a", "e", "F: e") == ["ae", "d"]
 
 
 def test_what_was_fused_with_an_ancestor_comes_before_as_well() -> None:
-    """The set of `d` does not know of `a`: it was made when `b` was a kernel of its own."""
+    """The ancestors of `d` lack `a`, because they were collected when `b` was a separate kernel."""
     nodes = [Kernel("a"), Kernel("C", {"a"}, operations=("b",)), Kernel("d", {"b"})]
     assert found((nodes, [True, False, True])) == [[nodes[0]], [nodes[2]]]
 
@@ -94,7 +97,7 @@ def test_operations_of_one_kernel_that_need_each_other() -> None:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
-    """Kernels that wait for any before them; sets hold direct ancestors or all, as after fusion. Some are fused."""
+    """Draw kernels that wait for earlier ones; sets hold direct ancestors or all, as after fusion. Some are fused."""
     n, near = draw(st.integers(0, 16)), draw(st.integers(1, 16))
     everything: list[set[str]] = []
     nodes = []
@@ -107,7 +110,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 def before(nodes: list[Kernel]) -> dict[str, set[str]]:
-    """Of each kernel all that come before it, by name."""
+    """Return all ancestors of each kernel, by name."""
     found: dict[str, set[str]] = {}
     for node in nodes:
         found[node.name] = node.ancestors.union(*(found[a] for a in node.ancestors))
@@ -115,7 +118,7 @@ def before(nodes: list[Kernel]) -> dict[str, set[str]]:
 
 
 def is_acyclic(edges: set[tuple[str, str]]) -> bool:
-    """Whether there is an order in which the first of each pair comes before the second."""
+    """Return whether there is an order in which the first of each pair comes before the second."""
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for a, b in edges:
         sorter.add(b, a)
@@ -127,7 +130,7 @@ def is_acyclic(edges: set[tuple[str, str]]) -> bool:
 
 
 def levels(graph: Graph) -> dict[str, int]:
-    """Of each large kernel: how many follow each other on the longest way to it."""
+    """Return, for each large kernel, how many large kernels are on the longest path to it."""
     found: dict[str, int] = {}
     order = before(graph[0])
     for node in (n for n, small in zip(*graph, strict=True) if not small):
@@ -136,14 +139,14 @@ def levels(graph: Graph) -> dict[str, int]:
 
 
 def merged(nodes: list[Kernel], groups: list[list[Kernel]]) -> set[tuple[str, str]]:
-    """What has to come before what, when each group is one kernel."""
+    """Return pairs of which the first has to run before the second, when each group is one kernel."""
     of = {n.name: "+".join(m.name for m in group) for group in groups for n in group}
     return {(of.get(a, a), of.get(n.name, n.name)) for n in nodes for a in n.ancestors}
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=200)
 @given(graphs())
-def test_of_any_graph_the_groups_can_be_run(given: Graph) -> None:
+def test_the_groups_of_any_graph_can_be_run(given: Graph) -> None:
     """Every small kernel is in one group, no group is empty, and no kernel runs before what it needs."""
     nodes, small = given
     result = found(given)
@@ -155,7 +158,10 @@ def test_of_any_graph_the_groups_can_be_run(given: Graph) -> None:
 @settings(deadline=None, derandomize=True, database=None, max_examples=100)
 @given(graphs())
 def test_no_kernel_could_run_in_a_later_group(given: Graph) -> None:
-    """But for making that run earlier itself, ahead of a large kernel that waits for nothing in it."""
+    """Moving a kernel to a later group makes a cycle, unless the later group would then have to run earlier.
+
+    A group has to run before the first large kernel that waits for it.
+    """
     result, order, depths = found(given), before(given[0]), levels(given)
 
     def due(group: list[Kernel]) -> int:
@@ -171,7 +177,7 @@ def test_no_kernel_could_run_in_a_later_group(given: Graph) -> None:
 
 
 def test_thousands_of_kernels() -> None:
-    """A slot is an amax, whose tail is small; large kernels follow each other, and the last small one reads all."""
+    """Large kernels run in a chain; each has a small one after it, and a last small one reads all results."""
     nodes: list[Kernel] = []
     for i in range(1000):
         large = {n.name for n in nodes if n.name[0] == "L"}
@@ -198,7 +204,7 @@ def restored() -> Iterator[None]:
     triton_combo_kernel.set_custom_combo_kernel_horizontal_partition(parts_of)
 
 
-def test_inductor_has_its_own_groups_back(restored: None) -> None:
+def test_inductors_own_groups_are_restored(restored: None) -> None:
     own = of_inductor()
     with combining():
         assert all(a is not b for a, b in zip(of_inductor(), own, strict=True))

@@ -1,6 +1,6 @@
 """CUDA graphs: the state is where Inductor lets graphs write, stays at its address, and no step waits for the device.
 
-What Inductor decides at compile time is asked of its own functions, on the graphs for a pretended GPU.
+The tests call Inductor's own functions for what it decides at compile time, on graphs for a fake GPU.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def test_inductor_finds_no_reason_against_cuda_graphs(recipe: str, model: str) -
 @pytest.mark.parametrize(
     ("model", "parameters", "layers"), [("linear", 1, 1), pytest.param("block", 4, 2, marks=pytest.mark.variant)]
 )
-def test_nor_against_those_of_a_whole_step(model: str, parameters: int, layers: int) -> None:
-    """With copies of weights, counters and moments in FP8. The second update finds moments that are in FP8."""
+def test_inductor_finds_no_reason_against_those_of_a_whole_step(model: str, parameters: int, layers: int) -> None:
+    """The updates write FP8 copies of weights, counters and moments; the second finds moments that are in FP8."""
     forward, backward, *updates = pretend("cudagraphs", "step", model)
     assert len(updates) == 2
     for graph in forward, backward, *updates:
@@ -55,7 +55,7 @@ def test_nor_against_those_of_a_whole_step(model: str, parameters: int, layers: 
 
 
 def whole_step(model: nn.Module, **options: Any) -> Any:
-    """Of AdamW, decorated."""
+    """Return a decorated step that updates the model by AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
     @fp8pass.train_step(skip_nonfinite=True, **{"min_speedup": 0, **options})
@@ -70,7 +70,7 @@ def whole_step(model: nn.Module, **options: Any) -> Any:
 
 
 def test_state_stays_at_its_address() -> None:
-    """Each call passes other tensor objects; all that a recorded graph looks at are the addresses."""
+    """Each call passes other tensor objects, but a recorded graph depends on their addresses only."""
     models = [make(seed=seed) for seed in (0, 1)]
     runs = [compiled(model) for model in models]
     mine = {id(p) for model in models for p in model.parameters()}
@@ -84,14 +84,15 @@ def test_state_stays_at_its_address() -> None:
         assert now == pointers
     assert pointers is not None
     first, second = pointers
-    assert not set(first) & set(
-        second
-    )  # another instance has its own graph: torch records again where addresses change
+    # another instance has its own recorded graph, because torch records again where addresses change
+    assert not set(first) & set(second)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_repeats_a_forward_stays_at_its_address(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded graph is for the addresses of its state, and torch would record one for each repetition."""
+def test_the_state_of_a_repeated_forward_stays_at_its_address(
+    use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded graph depends on the addresses of its state: with new ones, torch would record repetitions again."""
     seen: list[tuple[int, ...]] = []
 
     def inputs(self: SlotTensors) -> list[Tensor]:
@@ -106,9 +107,11 @@ def test_what_repeats_a_forward_stays_at_its_address(use_reentrant: bool, monkey
             monkeypatch.setattr(SlotTensors, "inputs", inputs)
         y = checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant)
         y.square().mean().backward()
-        kept.append([torch.empty(6), torch.empty(4)])  # so that memory is not found again by chance
+        kept.append(
+            [torch.empty(6), torch.empty(4)]
+        )  # so that freed memory is not reused at the same address by chance
     assert len(seen) == 2 * 4
-    assert len(set(seen)) == 2  # of forwards, and of repetitions
+    assert len(set(seen)) == 2  # one set of addresses for forwards, one for repetitions
 
 
 def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +138,7 @@ def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPa
 
     for name in ("item", "tolist", "__bool__", "cpu", "numpy"):
         monkeypatch.setattr(Tensor, name, waits)
-    monkeypatch.setattr(torch, "tensor", waits)  # a copy from the CPU, and a wait for it
+    monkeypatch.setattr(torch, "tensor", waits)  # it copies from the CPU and waits for the copy
     for x in data[4:]:
         step(x)
         accumulated(x)
@@ -143,7 +146,7 @@ def test_after_warm_up_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_update_finds_everything_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that it is called with behind Dynamo's inputs: copies of weights, state, counters."""
+    """The inputs after Dynamo's keep their addresses: copies of weights, state, counters."""
     seen: list[list[int]] = []
 
     def inputs(self: UpdateGraph, *args: Any) -> list[Tensor]:
@@ -156,13 +159,13 @@ def test_an_update_finds_everything_at_its_address(monkeypatch: pytest.MonkeyPat
     step = whole_step(make(), lowering="eager")
     for x in batches(4, 16, 32):
         step(x)
-    assert len(seen) == 4 + 1  # and once to compile
+    assert len(seen) == 4 + 1  # one more call compiles
     assert all(pointers == seen[0] for pointers in seen) and len(seen[0]) > 2 * 2 + 4
 
 
 @pytest.mark.gpu
 def test_steps_under_cuda_graphs_are_those_without() -> None:
-    """Two instances of one compiled graph, evaluation in between; bit for bit."""
+    """Two instances of a graph, with evaluation in between, give the same bits with and without CUDA graphs."""
 
     def results(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()

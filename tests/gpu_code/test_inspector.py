@@ -1,4 +1,4 @@
-"""`fp8pass inspect`: what it says of small models, where every byte can be counted by hand."""
+"""`fp8pass inspect`: its numbers for small models, where every byte can be counted by hand."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.helpers.pretend_gpu import inspect_there, inspects_there, pretend
 
 H100 = TARGETS["h100"]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-ANY_SIZE: dict[str, Any] = {"min_speedup": 0}  # models this small gain nothing
+ANY_SIZE: dict[str, Any] = {"min_speedup": 0}  # models this small are not faster in FP8
 
 
 @pytest.fixture(scope="module")
 def linear() -> Inspection:
-    """x: bf16[512, 256], weight: bf16[1024, 256]."""
+    """Return the inspection of a layer with x: bf16[512, 256] and weight: bf16[1024, 256]."""
     return inspect_there(
         "tests.helpers.inspected:linear", recipe="dynamic", peer="torchao:tensorwise", ptx=True, options=ANY_SIZE
     )
@@ -52,7 +52,7 @@ def test_the_matmuls_of_bf16(linear: Inspection) -> None:
 
 
 def test_the_matmuls_of_fp8(linear: Inspection) -> None:
-    scales = 2 * 4  # f32[], one of each operand
+    scales = 2 * 4  # one f32[] for each operand
     assert sorted(matmuls(linear.run("fp8pass dynamic")), reverse=True) == [
         ("forward", "[512, 256] x [256, 1024] e4m3 x e4m3 tensorwise", M * K + K * N + scales, 2 * M * N),
         ("backward", "[512, 1024] x [1024, 256] e5m2 x e4m3 tensorwise", M * N + N * K + scales, 2 * M * K),
@@ -64,16 +64,18 @@ def quantizing(run: Run) -> list[Kernel]:
     return [k for k in run.kernels if k.what.startswith("quantize e4m3") and k.graph == "forward"]
 
 
-def test_what_quantizes_reads_once_and_writes_each_copy(linear: Inspection) -> None:
+def test_a_quantizing_kernel_reads_once_and_writes_each_copy(linear: Inspection) -> None:
     of_input, of_weight = quantizing(linear.run("fp8pass dynamic"))
-    assert of_input.what == of_weight.what == "quantize e4m3 x 2"  # as the forward multiplies them, and transposed
+    assert (
+        of_input.what == of_weight.what == "quantize e4m3 x 2"
+    )  # one copy as the forward multiplies it, one transposed
     assert (of_input.bytes_written, of_weight.bytes_written) == (2 * M * K, 2 * N * K)
     assert 0 < of_input.bytes_read - 2 * M * K <= 8  # its amax and scale
     assert 0 < of_weight.bytes_read - 2 * N * K <= 8
 
 
 def test_a_gradient_is_quantized_in_both_orientations_at_once(linear: Inspection) -> None:
-    """Its amax, which dynamic scaling needs first, is in no kernel with either."""
+    """The amax, which dynamic scaling needs first, is in another kernel."""
     kernels = [k for k in linear.run("fp8pass dynamic").kernels if "quantize e5m2" in k.what]
     assert [(k.what, k.bytes_written) for k in kernels] == [("quantize e5m2 x 2", 2 * M * N)]
 
@@ -120,18 +122,18 @@ def test_facts_of_machine_code() -> None:
         st.global.b8 [ %rd4 + 0 ], { %rs7 };"""
     assert widths(ptx) == ((128, 64, 16), (128, 8))
     report = (
-        "Function k:\n  REG:24 STACK:56 SHARED:1024 LOCAL:0 CONSTANT[0]:592 TEXTURE:0"  # 60 bytes spilled, says ptxas
+        "Function k:\n  REG:24 STACK:56 SHARED:1024 LOCAL:0 CONSTANT[0]:592 TEXTURE:0"  # ptxas reports 60 spilled bytes
     )
     assert resources(report) == (24, 56)
 
 
-def test_attention_is_that_of_the_gpu() -> None:
+def test_attention_is_the_gpus_kernel() -> None:
     found = inspect_there("tests.helpers.inspected:attention", run="bf16", options=ANY_SIZE).run("bf16").of("extern")
     q, k, log_sums = 2 * 8 * 128 * 32, 2 * 2 * 128 * 32, 2 * 8 * 128
     named = {k.name.removeprefix("aten."): k for k in found}
     forward = named["_scaled_dot_product_flash_attention"]
     assert forward.what == "scaled_dot_product_attention"
-    # the operands are views of one product, which counts as a whole for each
+    # the operands are views of one product, each of which counts as the whole product
     assert forward.bytes_written - 2 * q - 4 * log_sums <= 32
     backward = named["_scaled_dot_product_flash_attention_backward"]
     assert backward.bytes_written == 2 * (q + 2 * k)
@@ -160,7 +162,7 @@ def test_errors_are_one_line(spec: str, arguments: dict[str, Any], message: str)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_factory() -> None:
+def test_errors_about_factories() -> None:
     with pytest.raises(Fp8Error, match="not_a_factory is not callable: write module:factory"):
         _factory("tests.helpers.inspected:not_a_factory")
     with pytest.raises(Fp8Error, match=r"returned Linear: let it return a tuple \(model, \*inputs\)"):
@@ -186,8 +188,8 @@ def test_inspect_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         inspect("tests.helpers.inspected:linear")
 
 
-def test_passes_behind_the_partitioner_run_too() -> None:
-    """fp8pass may have some: what Inductor is configured with runs on each graph before code is made of it."""
+def test_passes_after_the_partitioner_run_too() -> None:
+    """Inductor's configured pass runs on each graph before code is generated; fp8pass may have such passes."""
     assert pretend("passes") == [2, 2, [1, 1]]
 
 
@@ -201,10 +203,10 @@ def test_errors_of_torch_are_one_line() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As users run it, with a process of its own.
+    """Run the command as users do, in a new process.
 
-    Operands are laid out alike on every GPU. cuBLASLt would multiply other layouts on sm_100; torch refuses them: then
-    nothing of this would compile.
+    Operands have the same layout on every GPU: cuBLASLt would take other layouts on sm_100, but torch refuses them, and
+    then nothing here would compile.
     """
     file = tmp_path / "found.json"
     command = [
@@ -234,7 +236,7 @@ def test_a_model_larger_than_memory(tmp_path: Path, capsys: pytest.CaptureFixtur
     with inspects_there():
         assert main(["inspect", "tests.helpers.inspected:large", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "fp8pass: a graph has no matmul in FP8" in printed  # of 16 rows none pays, is the prediction
+    assert "fp8pass: a graph has no matmul in FP8" in printed  # no matmul of 16 rows is predicted to pay
     assert f"forward   [16, {1 << 20}] x [{1 << 20}, {1 << 20}] bf16 " in printed
     runs = json.loads(file.read_text())["runs"]
     assert [run["name"] for run in runs] == ["fp8pass delayed", "bf16"]
@@ -251,7 +253,7 @@ def test_the_command_without_a_model(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.startswith("fp8pass inspect: 'model' does not name a model")
 
 
-def test_nothing_is_pretended_here(linear: Inspection) -> None:
+def test_nothing_is_faked_in_this_process(linear: Inspection) -> None:
     assert hardware.pretended_device is None
     assert not torch.cuda.is_initialized()
     assert linear.torch == torch.__version__

@@ -10,32 +10,32 @@ import torch
 from tests.helpers.pretend_gpu import pretend
 from tests.helpers.xla_rules import on_gpu
 
-# Strides of both scales, of the GEMMs of the forward and those of the backward.
+# Strides of both scales of each GEMM of the forward and of the backward.
 ONE: list[Any] = [[], []]
-BATCHED: list[Any] = [[1, 1], [1, 1]]  # elements of one vector, as [1, 1]
+BATCHED: list[Any] = [[1, 1], [1, 1]]  # each scale is an element of one vector, viewed as [1, 1]
 SCALES: dict[tuple[str, str], list[list[Any]]] = {
     ("delayed", "block"): [[BATCHED] * 2, [BATCHED] * 4],
     ("dynamic", "block"): [[ONE] * 2, [ONE] * 4],
-    ("rowwise", "block"): [  # [M, 1] and [1, N]; a width of 1000 needs padding, where it is N
+    ("rowwise", "block"): [  # [M, 1] and [1, N]; an N of 1000 is padded to 1008
         [[[1, 1], [1008, 1]], [[1, 1], [512, 1]]],
         [[[1, 1], [1008, 1]], [[1, 1], [1008, 1]], [[1, 1], [512, 1]], [[1, 1], [512, 1]]],
     ],
-    ("blockwise", "block"): [  # [M, K/128] by columns; 128x128 by columns, 1x128 of the second operand by rows
+    ("blockwise", "block"): [  # column-major [M, K/128] and 128x128; row-major for 1x128 of the second operand
         [[[1, 256], [1, 4]], [[1, 256], [1, 8]]],
         [[[1, 256], [1, 4]], [[1, 256], [1, 8]], [[1, 512], [1024, 1]], [[1, 1024], [512, 1]]],
     ],
-    ("mxfp8", "block"): [[[[1], [1]]] * 2, [[[1], [1]]] * 4],  # flat, in the order that kernels want
+    ("mxfp8", "block"): [[[[1], [1]]] * 2, [[[1], [1]]] * 4],  # 1-D, in the order that the kernels read
     ("dynamic", "layer"): [[ONE], [ONE] * 2],
     ("rowwise", "layer"): [[[[1, 1], [1008, 1]]], [[[1, 1], [512, 1]]] * 2],
     ("blockwise", "layer"): [[[[1, 256], [1, 4]]], [[[1, 256], [1, 8]], [[1, 1024], [512, 1]]]],
     ("mxfp8", "layer"): [[[[1], [1]]], [[[1], [1]]] * 2],
 }
 WHOLE = [case for case in SCALES if case[1] == "block" and case[0] != "delayed"]
-"""Variants: their recipes have one layer of a block every day, which has a norm, a bias and an activation."""
+"""Cases that are variants: without variants, their recipes run a layer, with a norm, a bias and an activation."""
 
 
 def _first_by_rows_second_by_columns(calls: list[list[Any]]) -> bool:
-    """What torch takes; rows begin at multiples of 16 bytes."""
+    """Return whether the strides are those that torch accepts, with rows that begin at multiples of 16 bytes."""
     return all(a[1] == b[0] == 1 and a[0] % 16 == b[1] % 16 == 0 for a, b, *_ in calls)
 
 
@@ -50,28 +50,28 @@ def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_ke
         assert sorted((call[2:] for call in calls), key=str) == sorted(scales, key=str)
         assert _first_by_rows_second_by_columns(calls)
     assert all(n > (5 if model == "block" else 2) for n in found["kernels"])
-    assert found["own_ops"] == 0  # all are generated code
+    assert found["own_ops"] == 0  # all of fp8pass's ops became generated code
     assert found["min_nan"] == 0  # triton-lang/triton#11111
 
 
 @pytest.mark.parametrize("model", ["linear", pytest.param("block", marks=pytest.mark.variant)])
 def test_every_kernel_of_a_whole_step_compiles(model: str) -> None:
-    """Also of the updates, the first and those with moments: they write FP8 weights, in both orientations, and moments."""
+    """The updates, the first and the one with FP8 moments, write FP8 weights, in both orientations, and moments."""
     found, layers = pretend("step", model), 1 if model == "linear" else 2
     assert [len(calls) for calls in found["strides"]] == [layers, 2 * layers, 0, 0]
     assert all(n > (5 if model == "block" else 1) for n in found["kernels"][:2])
     first, with_moments = found["kernels"][2:]
-    assert with_moments <= first  # what is done with a weight, and with its moments in FP8, is one kernel
+    assert with_moments <= first  # one kernel updates a weight and its moments in FP8
     assert found["own_ops"] == found["min_nan"] == 0
 
 
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.variant)])
 def test_experts_compile(layers: int) -> None:
-    """Forward, grad_input, grad_weight: rows by columns, of 500 tokens in 4 groups that are moved apart."""
+    """Output, grad_input and grad_weight multiply row-major by column-major, of 500 tokens in 4 groups with padding."""
     found = pretend("experts", str(layers))
     up, down = [[256, 1], [131072, 1, 256], [1], [512, 1]], [[512, 1], [131072, 1, 512], [1], [256, 1]]
     over_tokens = [[560, 1], [1, 560], [1], [1]]
-    if layers == 1:  # whose gradient goes back through it as tokens go through the second
+    if layers == 1:  # its grad_input has the strides of the second layer's output
         assert found["strides"] == [[up], [down, over_tokens]]
     else:
         assert found["strides"] == [[up, down], [up, down, over_tokens, over_tokens]]
@@ -96,22 +96,22 @@ def test_movement_compiles(which: str) -> None:
 READS = 2 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12) else 1
 """Kernels that read a large product to quantize it and for its amax: 2.11 splits the reduction by itself."""
 LARGE = {
-    "E7 amax and quantize, large": READS + 1,  # the tail of the amax
+    "E7 amax and quantize, large": READS + 1,  # one more for the last stage of the amax
     "E8 amax of the scaled, large": READS + 1,
-    "E9 own amax, large": 3,  # what it scales has to wait for it
+    "E9 own amax, large": 3,  # quantizing has to wait for the amax
     "E9 amax of rows, large": 1,
 }
 
 
 @pytest.mark.parametrize("which", EVERY)
 def test_epilogues_compile_and_what_stays_outside_the_matmul_is_one_kernel(which: str) -> None:
-    """XLA's rules about epilogues: nothing runs behind what was folded, and one kernel does all of the rest."""
+    """No kernel runs after a matmul whose epilogue was folded; otherwise one kernel runs all of the epilogue."""
     found = pretend("epilogues", which)
     small = {name: case for name, case in on_gpu(which).items() if name[0] == "E"}
     assert set(found) == {*small, *(name for name in LARGE if name.removesuffix(", large") in small)}
     for name, of in found.items():
         folded = name in small and (small[name].after in ((), ("view",)) or name == "E5 on CPU")
-        assert of["behind"] == LARGE.get(name, 0 if folded else 1), (name, of)
+        assert of["after"] == LARGE.get(name, 0 if folded else 1), (name, of)
         (calls,) = of["strides"]
         assert len(calls) == (small[name].calls if name in small else 1), name
         assert _first_by_rows_second_by_columns(calls), name

@@ -1,4 +1,4 @@
-"""`fp8pass.stats`: a divergence that is found by it, and where its rows go."""
+"""`fp8pass.stats`: it finds a divergence, and writes its rows as JSON lines, plots and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.helpers.models import Block, batches, make
 
 LAYERS = 1
 PLANTED = 12
-"""The step from which on one layer's activations are a million times as large."""
+"""From this step on, one layer's activations are a million times as large."""
 
 
 class Planted(nn.Module):
-    """A layer of a model, with a fault that comes later."""
+    """A layer of a model whose input is multiplied by `gain`, which a test raises later."""
 
     def __init__(self, layer: nn.Module, factor: float = 1e6) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Planted(nn.Module):
 
 @pytest.fixture(scope="module")
 def diverging() -> Stats:
-    """The demo's model, made small, trained with a fault in its layer."""
+    """Return the stats of the demo's model, made small, trained with a fault in its layer."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patched:
         for name, size in (("WIDTH", 32), ("LAYERS", LAYERS), ("HEADS", 2), ("CONTEXT", 32), ("BATCH", 4)):
@@ -61,7 +61,7 @@ def _diverging() -> Stats:
 
 
 def test_a_divergence_is_found(diverging: Stats) -> None:
-    """By slot, step and line; before that, nothing saturates."""
+    """The first saturated row names slot, step and line; nothing saturates before."""
     first = diverging.first_saturated()
     assert first is not None
     assert (first.slot, first.step, first.role) == ("blocks.0.down.layer.input", PLANTED, "input")
@@ -72,11 +72,11 @@ def test_a_divergence_is_found(diverging: Stats) -> None:
     assert [row.step for row in history] == list(range(PLANTED + 2))
     assert history[PLANTED].amax / history[PLANTED - 1].amax == pytest.approx(1e6, rel=0.5)
     assert history[PLANTED - 1].sqnr > 25 > 1 > history[PLANTED].sqnr
-    assert history[PLANTED + 1].scale < history[PLANTED].scale / 1e5, "the history has seen it by then"
+    assert history[PLANTED + 1].scale < history[PLANTED].scale / 1e5, "the scale does not follow the large amax"
 
 
 def test_every_quantized_tensor_has_a_row(diverging: Stats) -> None:
-    """An input, a weight and a gradient of each layer, in each step."""
+    """Each layer has rows for its input, weight and gradient in each step."""
     of_step = [row for row in diverging.rows if row.step == 1]
     assert len({row.slot for row in of_step}) == len(of_step) == 3 * (4 * LAYERS + 1)
     table = str(diverging).splitlines()
@@ -132,7 +132,7 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
 
 
 def test_tensorboard(tmp_path: Path, diverging: Stats) -> None:
-    """Read back by TensorBoard's own reader."""
+    """TensorBoard's own reader reads the written events."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

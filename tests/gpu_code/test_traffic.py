@@ -1,6 +1,6 @@
-"""What moves around the matmuls of known blocks, and in how many launches: the compiler's own count, to the byte.
+"""Memory traffic and kernel launches around the matmuls of known blocks, as `inspect` counts them, to the byte.
 
-A change that lowers a number lowers it here, too, and prints the tables of docs/inspect.md anew.
+A change that lowers a number also lowers it here, and updates the tables of docs/inspect.md.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from traffic import BLOCKS, around_matmuls
 from fp8pass.inspect.inspector import Run
 from tests.helpers.pretend_gpu import inspect_there
 
-# Of delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
+# Delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
 TRAFFIC = {
     "llama_mlp": (3_323_273_674, 14, 1),
     "llama_block": (4_968_694_792, 30, 2),
     "gpt2_mlp": (2_619_687_370, 14, 2),
 }
 
-ELSEWHERE = torch.__version__.startswith("2.11.")
-"""It fuses the shifts of the amax histories with other kernels than newer versions do."""
+IN_TORCH_2_11 = torch.__version__.startswith("2.11.")
+"""torch 2.11 fuses the shifts of the amax histories with other kernels than newer versions do."""
 
-# Of a whole step: with the update by AdamW, which writes the FP8 copies of the weights.
+# The same for a whole step, with the update by AdamW, which writes the FP8 copies of the weights.
 STEP = {
-    "llama_mlp": (5_437_424_274 + 30 * ELSEWHERE, 22, 1),
-    "llama_block": (7_586_563_716 + 60 * ELSEWHERE, 41, 2),
+    "llama_mlp": (5_437_424_274 + 30 * IN_TORCH_2_11, 22, 1),
+    "llama_block": (7_586_563_716 + 60 * IN_TORCH_2_11, 41, 2),
 }
 MLP = [4096 * 14336] * 3
 WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
-"""Numbers of elements."""
+"""Numbers of elements of each weight, by block."""
 
 
 STEPS = ["llama_mlp", pytest.param("llama_block", marks=pytest.mark.variant)]
 
 
 def inspected(block: str, **options: Any) -> Run:
-    """As fp8pass trains it."""
+    """Return the run of a block as fp8pass trains it with delayed scaling."""
     (run,) = inspect_there(f"bench.blocks:{block}", run="fp8pass delayed", **options).runs
     return run
 
@@ -53,7 +53,7 @@ def step(block: str) -> Run:
 
 @functools.cache
 def forward_and_backward(block: str) -> Run:
-    """Return the run of a block without an update; with the machine code of one."""
+    """Return the run of a block without an update; llama_mlp's run has machine code."""
     return inspected(block, ptx=block == "llama_mlp")
 
 
@@ -63,7 +63,7 @@ def test_traffic_and_launches(block: str) -> None:
 
 
 def test_one_launch_ends_the_amaxes_of_two_layers() -> None:
-    """The amaxes of each row or column in; two scales and records out, and the two scales of the next layer."""
+    """It reads amaxes of rows or columns, and writes two scales and records, and the two scales of the next layer."""
     group = next(k for k in forward_and_backward("llama_mlp").kernels if "last stage of amax" in k.what)
     assert sorted(group.what.split(", ")) == ["last stage of amax", "records", "scales", "scales"]
     assert {"norm", "gate+up"} <= set(group.modules.split(", "))
@@ -71,7 +71,7 @@ def test_one_launch_ends_the_amaxes_of_two_layers() -> None:
 
 
 def test_both_orientations_are_stored_16_bytes_at_once() -> None:
-    """A transposed copy that is scattered has stores of 8 bits: one FP8 number of a thread, each in another sector."""
+    """A scattered transposed copy would have stores of 8 bits, of single FP8 numbers, each to another sector."""
     both = [k for k in forward_and_backward("llama_mlp").kernels if re.search(r"quantize \w+ x \d", k.what)]
     assert len(both) == 5  # the norm, gate and up, down, and the gradients of the result and of SwiGLU
     for kernel in both:
@@ -87,20 +87,22 @@ def test_traffic_and_launches_of_a_step(block: str) -> None:
 
 @pytest.mark.parametrize("block", STEPS)
 def test_a_weight_and_its_state_are_read_once_in_the_update(block: str) -> None:
-    """bfloat16 parameter, gradient and moments in; parameter, moments and both FP8 copies out, 8 bytes each way."""
+    """It reads bfloat16 parameter, gradient, moments; it writes parameter, moments, FP8 copies: 8 bytes each way."""
     update = [k for k in step(block).kernels if k.graph == "update"]
     large = [k for k in update if k.bytes_read >= 2 * min(WEIGHTS[block])]
     assert all("write_weight" in k.what and "quantize e4m3 x 2" in k.what for k in large)
     assert sorted(round(k.bytes_read / 8, -3) for k in large) == sorted(round(n, -3) for n in WEIGHTS[block])
     for k in large:
-        assert 0 <= k.bytes_written - k.bytes_read < 1 << 17, "and the amax of each column of a tile"
+        assert 0 <= k.bytes_written - k.bytes_read < 1 << 17, (
+            "writes more than the amaxes of columns of tiles in addition"
+        )
     others = [k for k in update if k not in large]
     assert sum(k.bytes_moved for k in others) < 2 << 20
 
 
 @pytest.mark.parametrize("block", STEPS)
 def test_no_forward_or_backward_reads_a_weight_in_bfloat16(block: str) -> None:
-    """What quantizing the weights takes is gone: 2 bytes in and 2 out for each element, and their amaxes."""
+    """Without quantizing the weights, 2 bytes read and 2 written for each element are saved, and their amaxes."""
     kernels = [k for k in step(block).of("triton") if k.graph != "update"]
     others = [k for k in step(block).of("extern") if "attention" not in k.name]
     now, before = sum(k.bytes_moved for k in (*kernels, *others)), around_matmuls(forward_and_backward(block))[0]

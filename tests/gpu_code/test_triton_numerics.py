@@ -1,4 +1,4 @@
-"""The Triton code for sm_90 computes what its graph says, without a GPU: see triton_on_cpu.py."""
+"""The Triton code for sm_90 computes the same as its graph, without a GPU: see triton_on_cpu.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.helpers.asked import ask
 from tests.helpers.triton_on_cpu import convert_float
 
 MATMULS = {"block": [2, 4], "gated": [3, 6]}
-"""Of a model's forward and of its backward."""
+"""How many matmuls the forward and the backward of each model have."""
 
 
 def steps(model: str, *arguments: str) -> list[list[dict[str, Any]]]:
-    """For each call of a graph in training, the tensors that its code and the graph op by op were compared by."""
+    """Return comparisons of the code's tensors with those of the graph op by op, for each call of a graph."""
     calls: list[list[dict[str, Any]]] = ask("tests.helpers.triton_on_cpu", model, *arguments, TRITON_INTERPRET="1")
     for i, call in enumerate(calls):
         kinds = Counter(of["what"] for of in call)
@@ -47,14 +47,18 @@ interpreted = pytest.mark.skipif(
         pytest.param("gated", "delayed", 1, marks=pytest.mark.variant),
     ],
 )
-def test_with_the_rounding_of_single_ops_every_bit_is_that_of_the_graph(model: str, recipe: str, n: int) -> None:
-    """bfloat16: outputs, gradients, FP8 operands, scales and the state. Of delayed also a step that uses history."""
+def test_every_bit_is_the_graphs_if_each_op_rounds(model: str, recipe: str, n: int) -> None:
+    """Compare outputs, gradients, FP8 operands, scales, state in bfloat16; delayed has a second step, with history."""
     calls = steps(model, recipe, "bfloat16", str(n), "emulate")
     assert len(calls) == 2 * n
     for call in calls:
         for of in call:
-            if (of["what"], of["dtype"], of["shape"][1:]) == ("output", "float32", [1]):  # rsqrt of a mean of squares
-                assert of["error"] <= 2**-22, of  # one float32 step or two: sums have another order
+            if (of["what"], of["dtype"], of["shape"][1:]) == (
+                "output",
+                "float32",
+                [1],
+            ):  # differs in rsqrt of a mean of squares
+                assert of["error"] <= 2**-22, of  # sums in another order differ by one or two float32 steps
             else:
                 assert of["differing"] == 0, of
 
@@ -62,26 +66,26 @@ def test_with_the_rounding_of_single_ops_every_bit_is_that_of_the_graph(model: s
 @interpreted
 @pytest.mark.parametrize(("model", "layers"), [("one", 1), pytest.param("two", 2, marks=pytest.mark.variant)])
 def test_an_update_that_writes_fp8_weights_and_moments(model: str, layers: int) -> None:
-    """AdamW's, left out where a gradient isn't finite. Float32 differs by its rounding: products are joined with sums."""
+    """Compare AdamW's updates. Float32 differs by its rounding, because the code fuses products with sums."""
     updates = ask("tests.helpers.triton_on_cpu", model, "delayed", "float32", "2", "updates", TRITON_INTERPRET="1")
     written = [Counter(of["dtype"] for of in call if of["what"] == "input") for call in updates]
     assert [{k: n for k, n in of.items() if k != "float32"} for of in written] == [
-        {"float8_e4m3fn": 2 * layers, "int64": 1},  # weights in both orientations, before there are moments in FP8
+        {"float8_e4m3fn": 2 * layers, "int64": 1},  # weights in both orientations; moments in FP8 come later
         {"float8_e4m3fn": 2 * layers + layers, "float16": layers, "int64": 1},
     ]
     for call in updates:
         for of in call:
             if of["dtype"] == "float32":
                 assert of["error"] <= 4e-7, of
-            elif of["dtype"] == "float16":  # a step of it, where float32 rounding decides
+            elif of["dtype"] == "float16":  # a step of FP8, where float32 rounding decides a tie
                 assert of["error"] <= 2**-10 and of["differing"] < 1e-3, of
             else:
                 assert of["steps"] <= 1 and of["differing"] < 1e-3, of
 
 
 @interpreted
-def test_without_it_float32_differs_by_float32_rounding() -> None:
-    """The code as users get it. In bfloat16 it keeps more digits between ops than the graph, op by op, does."""
+def test_the_code_of_users_differs_by_float32_rounding() -> None:
+    """The code that users get keeps more digits between bfloat16 ops than the graph, run op by op, does."""
     calls = steps("block", "delayed", "float32", "2")
     assert len(calls) == 4
     for call in calls:
@@ -91,7 +95,7 @@ def test_without_it_float32_differs_by_float32_rounding() -> None:
             elif of["what"] == "scale":
                 assert of["error"] <= 2**-22, of
             else:
-                assert of["error"] <= 1e-6 or of["sqnr"] > 50, of  # a matmul sums what a step of FP8 changes
+                assert of["error"] <= 1e-6 or of["sqnr"] > 50, of  # matmuls sum operands that differ by a step of FP8
 
 
 BELOW_HALF = [2.0**-10, 1.5 * 2.0**-9, -0.0]
@@ -109,12 +113,14 @@ ROUNDED = {
 
 @pytest.mark.parametrize("target", CASES, ids=str)
 def test_casts_are_those_of_sm_90(target: Any) -> None:
-    """To nearest, ties to even, carries kept; FP8 saturates. Triton's interpreter casts otherwise."""
+    """Casts round to nearest even and keep carries, and FP8 saturates, unlike the casts of Triton's interpreter."""
     dtype, values = CASES[target]
     codes = convert_float(np.array(values, dtype=np.float32), tl.float32, target, None)
     back = torch.from_numpy(codes.view(np.uint8).copy()).view(dtype).double()
     expected = torch.tensor(ROUNDED[target], dtype=torch.float64)
     assert torch.equal(back.nan_to_num(-1), expected.nan_to_num(-1))
-    assert torch.equal(back.signbit(), expected.signbit() | back.isnan() & back.signbit())  # NaN has any sign
+    assert torch.equal(
+        back.signbit(), expected.signbit() | back.isnan() & back.signbit()
+    )  # the sign of NaN is not specified
     again = convert_float(codes.view(f"u{dtype.itemsize}"), target, tl.float32, None).view(np.float32)
     assert torch.equal(torch.from_numpy(again.copy()).double().nan_to_num(-1), expected.nan_to_num(-1))

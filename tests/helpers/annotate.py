@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fp8pass.graph.annotation import Annotation
 from fp8pass.options.config import Config
@@ -25,14 +25,3 @@ def annotation(function: Callable[..., Any], *inputs: Any, training: bool = True
         torch.compile(function, backend=backend, fullgraph=True)(*inputs)
     (only,) = made
     return only
-
-
-@torch.library.custom_op("fp8pass_test::bump", mutates_args={"x"})
-def bump(x: Tensor) -> None:
-    """Multiply `x` by 3 in place."""
-    x.mul_(3)
-
-
-@bump.register_fake
-def _(x: Tensor) -> None:
-    return None

@@ -13,7 +13,7 @@ from tests.helpers.harness import compiled, without_caches
 from tests.helpers.models import make
 
 FP8 = 0.3
-"""Of gradients of what was quantized twice or more."""
+"""The largest relative distance of gradients of tensors that were quantized twice or more."""
 
 
 def files(folder: Path, pattern: str = "*") -> list[str]:

@@ -21,7 +21,7 @@ LOWERINGS: dict[str, Any] = {
     "combine": (combo_kernels, "groups"),
     "fold_quantizes": (kernel_ops, "fp8_max"),
 }
-"""By the name of the pass that fails: the module and the name of the function that `planted` replaces."""
+"""The module and the name of the function that `planted` replaces, by the name of the pass that fails."""
 
 
 def a_layer() -> tuple[nn.Module, Tensor]:

@@ -7,11 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.harness import (
-    E4M3,
-    fp8,
-)
-
 H100 = {"target": "h100", "min_speedup": 0}
 
 
@@ -19,10 +14,10 @@ OFFS = torch.tensor([9, 9, 40, 57], dtype=torch.int32)
 """Ends of the groups of 64 rows: 9 tokens, 0, 31, 17; the last 7 rows belong to no expert."""
 
 
-def tokens(nobodys: float = 1.0) -> Tensor:
-    """Return 64 rows, of which the last 7, which belong to no expert, hold `nobodys`."""
+def tokens(unused: float = 1.0) -> Tensor:
+    """Return 64 rows, of which the last 7, which belong to no expert, hold `unused`."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
-    x[57:] = nobodys
+    x[57:] = unused
     return x.bfloat16().requires_grad_()
 
 
@@ -37,7 +32,3 @@ def trained(function: Any, experts: nn.Module, x: Tensor, offs: Tensor = OFFS) -
     for p in (x, *experts.parameters()):
         p.grad = None
     return found
-
-
-def of(m: int, k: int, g: int, n: int, dtype: torch.dtype = E4M3) -> list[Tensor]:
-    return [fp8(m, k, dtype=dtype), torch.rand(m, 1), fp8(g, k, n), torch.rand(g, 1, n)]

@@ -48,7 +48,9 @@ def noted_cuts() -> Iterator[list[Cut]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Partition, "__call__", noted)
-        patch.setattr(emulate_matmuls, "why_emulated", lambda *_: "")  # as on most CPUs; emulated matmuls would have other names
+        patch.setattr(
+            emulate_matmuls, "why_emulated", lambda *_: ""
+        )  # as on most CPUs; emulated matmuls would have other names
         yield found
 
 
@@ -60,7 +62,7 @@ def cuts() -> Iterator[list[Cut]]:
 
 
 def step(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
-    """Return the output and all gradients of the second training step, which has a history."""
+    """Return the output and all gradients of the second of two training steps, whose scales have a history."""
     run = compiled(model, min_speedup=0, **options)
     for _ in range(2):
         model.zero_grad()

@@ -1,6 +1,6 @@
 """Compile a training step for an sm_90 GPU on a machine that has none; run as a script, answers questions.
 
-`fp8pass.pretend` changes torch and Triton all over: a process of its own, which `pretend` asks.
+`fp8pass.pretend` patches many parts of torch and Triton, so it needs its own process, which `pretend` asks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ if TYPE_CHECKING:
 
 
 def pretend(*what: str) -> Any:
-    """What `answer` returns in the process that pretends."""
-    return ask("tests.helpers.pretend_gpu", *what, PYTHONHASHSEED="0")  # as `inspect` wants it
+    """Return what `answer` returns in the process with the fake GPU."""
+    return ask("tests.helpers.pretend_gpu", *what, PYTHONHASHSEED="0")  # the hash seed that `inspect` sets
 
 
 @contextlib.contextmanager
 def inspects_there(run: str = "") -> Iterator[None]:
-    """`fp8pass.inspect.inspector.inspect` for an H100 has no process of its own. run: the one that is made; all by default."""
+    """Let `fp8pass.inspect.inspector.inspect` ask the process with the fake H100 instead of starting one.
+
+    run: the name of the only run that is made; all by default.
+    """
 
     def asked(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         request, answer = command[-2:]
@@ -55,13 +58,13 @@ def inspects_there(run: str = "") -> Iterator[None]:
 
 
 def inspect_there(*arguments: Any, run: str = "", **named: Any) -> inspector.Inspection:
-    """Return what `inspect` does, see `inspects_there`."""
+    """Return the result of `inspect` within `inspects_there`."""
     with inspects_there(run):
         return inspector.inspect(*arguments, **named)
 
 
 def inspection(gpu: FakeCuda, request: str, answer: str, run: str) -> int:
-    """The process behind `inspect`, but for its start and the GPU. Returns its exit status."""
+    """Do what the process that `inspect` starts does, with a GPU that is already faked. Return its exit status."""
     ways = inspect_process._ways
 
     def chosen(*arguments: Any) -> list[Any]:
@@ -75,7 +78,7 @@ def inspection(gpu: FakeCuda, request: str, answer: str, run: str) -> int:
     ):
         try:
             inspect_process.main(json.loads(request), Path(answer))
-        except Exception as error:  # noqa: BLE001  # for the hook that it has installed
+        except Exception as error:  # noqa: BLE001  # goes to the hook that `main` has installed
             sys.excepthook(type(error), error, error.__traceback__)
             return 1
         finally:
@@ -88,14 +91,14 @@ def _is_comment(line: str) -> bool:
 
 
 def has_history(state: InstanceState) -> None:
-    """The first step, which would run eagerly, counts as done."""
+    """Treat the first step, which would run eagerly, as done, so that scales come from the history."""
     state.assume_scales()
 
 
 def generated(
     gpu: FakeCuda, function: Callable[..., Any], *inputs: Any, backward: bool = True, **options: Any
 ) -> list[str]:
-    """The generated code of `function(*inputs)`, and with `backward` of the backward of its sum."""
+    """Return the generated code of `function(*inputs)`, and with `backward` that of the backward of its sum."""
     with gpu.compiles() as found:
         result = torch.compile(function, backend="fp8pass", options=options)(*inputs)
         if backward:
@@ -104,19 +107,19 @@ def generated(
 
 
 EVALUATED = ("delayed", "rowwise")
-"""Recipes of which evaluation is compiled, too: with state and without."""
+"""Recipes whose evaluation is compiled, too: one with state and one without."""
 
 
 @dataclass
 class Graph:
-    """What is made of one graph: its code, and what Inductor decides about a CUDA graph of it."""
+    """The generated code of one graph, and what Inductor decides about a CUDA graph of it."""
 
     code: str
     decided: dict[str, Any]
 
 
 def model_of(of: str, width: int, hidden: int) -> nn.Module:
-    """Return a "block"; or a "layer" of it and what is around, or a "linear" one alone, whose kernels are fewer."""
+    """Return a "block", or with fewer kernels a "layer" between a norm and an activation, or a "linear" layer alone."""
     from tests.helpers.models import Block
 
     if of == "block":
@@ -128,12 +131,11 @@ def model_of(of: str, width: int, hidden: int) -> nn.Module:
 
 @functools.cache
 def graphs(gpu: FakeCuda, what: str, of: str) -> list[Graph]:
-    """Return what is made of a model's forward and backward, or of a whole step of it, compiled once for all questions.
+    """Return the graphs of a model's forward and backward, or of a decorated step, compiled once for all questions.
 
-    what: a recipe, evaluation comes last then; or "step", for one that is decorated, with its two updates, the first
-    and the one that finds moments in FP8. of: see `model_of`.
+    what: a recipe, whose evaluation comes last; or "step", for a decorated one, which has two updates: the first, and
+    the second, which finds moments in FP8. of: see `model_of`.
     """
-
     found: list[Graph] = []
 
     def inner(module: fx.GraphModule, inputs: list[Any], is_backward: bool = False, **kwargs: Any) -> Any:
@@ -143,7 +145,7 @@ def graphs(gpu: FakeCuda, what: str, of: str) -> list[Graph]:
         return returns(generated.outputs)
 
     blocks = what in ("blockwise", "mxfp8")
-    sizes = (1024, 2048) if what == "step" else (512, 1024 if blocks else 1000)  # a width that needs padding, or not
+    sizes = (1024, 2048) if what == "step" else (512, 1024 if blocks else 1000)  # a width of 1000 needs padding
     model = model_of(of, *sizes).bfloat16()
     x = torch.randn(256, sizes[0], dtype=torch.bfloat16, requires_grad=True)
     target = "sm_100" if what == "mxfp8" else "sm_90"
@@ -162,7 +164,7 @@ def graphs(gpu: FakeCuda, what: str, of: str) -> list[Graph]:
 
 
 def experts(gpu: FakeCuda, layers: str) -> list[str]:
-    """Forward and backward of one or two layers of experts; M is no multiple of 16."""
+    """Return the code of forward and backward of one or two layers of experts; M is not a multiple of 16."""
     from tests.helpers.models import Experts
 
     x = torch.randn(500, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -176,11 +178,11 @@ def experts(gpu: FakeCuda, layers: str) -> list[str]:
 
 
 def rules(gpu: FakeCuda, which: str) -> list[str]:
-    """Cases of XLA's rules that run on a GPU, in four graphs; but for epilogues, see `epilogues`. which: see `on_gpu`."""
+    """Return the code of XLA's rules' cases for a GPU, except `epilogues`, in four graphs. which: see `on_gpu`."""
     from tests.helpers.xla_rules import on_gpu
 
     chosen = [c for n, c in on_gpu(which).items() if n[0] != "E" and c.calls and c.target is None and not c.dynamic]
-    # one graph takes half as long again: Inductor looks at every pair of kernels whether to fuse them
+    # a single graph would take 1.5 times as long, because Inductor considers every pair of kernels for fusion
     return [code for i in range(4) for code in _together(gpu, chosen[i::4])]
 
 
@@ -208,14 +210,14 @@ def epilogues(gpu: FakeCuda, which: str) -> dict[str, dict[str, Any]]:
 
 
 def epilogue(gpu: FakeCuda, function: Callable[..., Any], *inputs: Any) -> dict[str, Any]:
-    """Return what `checked` says of the code, and as "behind" how many kernels run behind the last matmul."""
+    """Return the result of `checked`, and as "after" the number of kernels that run after the last matmul."""
     torch._dynamo.reset()
     (code,) = generated(gpu, function, *inputs, backward=False, recipe=None, target="sm_90")
-    return {"behind": code.rpartition("extern_kernels._scaled_mm(")[2].count(".run("), **checked(gpu, [code])}
+    return {"after": code.rpartition("extern_kernels._scaled_mm(")[2].count(".run("), **checked(gpu, [code])}
 
 
 def plain(gpu: FakeCuda) -> dict[str, list[str]]:
-    """The code of reductions without FP8, as Inductor generates it by itself and under fp8pass; and of one with FP8."""
+    """Return the code of functions without FP8, by backend (inductor, fp8pass), and as "both" that of one with FP8."""
     from fp8pass.scaling import amax, quantize
 
     def both(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -242,7 +244,7 @@ def plain(gpu: FakeCuda) -> dict[str, list[str]]:
 
 
 def passes_after(gpu: FakeCuda) -> list[Any]:
-    """How often a pass behind the partitioner ran, how many graphs there were, and a tensor that was made afterwards."""
+    """Return how often a post-grad pass ran, how many graphs there were, and a tensor that was made afterwards."""
     seen: list[int] = []
     options = {"post_grad_custom_post_pass": lambda graph: seen.append(len(graph.nodes))}
     with fakes(), gpu.compiles() as found:
@@ -254,8 +256,8 @@ def passes_after(gpu: FakeCuda) -> list[Any]:
 def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
-    what: "passes", "plain", "inspect"; "epilogues" or "rules", of which `on_gpu` says more; "experts", of so many layers;
-    "step" or a recipe, of a model that `model_of` knows, with "cudagraphs" before it or not.
+    what: "passes", "plain", "inspect"; "epilogues" or "rules", followed by `which` of `on_gpu`; "experts", followed by the
+    number of layers; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
     """
     if what == "inspect":
         return inspection(gpu, *of)
@@ -274,7 +276,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
 
 
 def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
-    """Compile all kernels. Returns how many each graph has, how its matmuls read memory, and what shouldn't be there."""
+    """Compile all kernels. Return how many each graph has, its matmuls' strides, and counts of unwanted code."""
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
@@ -308,7 +310,7 @@ def _decided(
     module: fx.GraphModule, lowering: GraphLowering, names: list[str], is_backward: bool, **kwargs: Any
 ) -> dict[str, Any]:
     mutated, static = list(lowering.mutated_input_idxs), list(kwargs["static_input_idxs"])
-    # behind a forward of several CUDA graphs, only what comes from outside of it counts as static
+    # after a forward of several CUDA graphs, only inputs from outside of it count as static
     ways = [static, inductor_utils.get_static_bw_input_idxs(module)] if is_backward and _HAS_PARTS else [static]
     reasons = [lowering.disable_cudagraphs_reason, inductor_utils.get_first_incompatible_cudagraph_node(module)]
     reasons.append(cudagraph_utils.check_lowering_disable_cudagraph(dict(lowering.device_node_mapping)))
@@ -331,7 +333,7 @@ _HAS_PARTS = hasattr(inductor_utils, "get_static_bw_input_idxs")
 
 
 def arguments(call: str) -> list[str]:
-    """The texts of the arguments of a call, given what follows its opening bracket."""
+    """Return the texts of the arguments of a call, given the code after its opening bracket."""
     found, depth = [""], 0
     for c in call:
         depth += (c in "([") - (c in ")]")
@@ -345,7 +347,7 @@ def arguments(call: str) -> list[str]:
 
 
 def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
-    """For every call of `_scaled_mm` or `_scaled_grouped_mm`, the strides of both operands and both scales."""
+    """Return, for every call of `_scaled_mm` or `_scaled_grouped_mm`, the strides of both operands and both scales."""
     before, *calls = re.split(r"extern_kernels\._scaled(?:_grouped)?_mm\(", code)
     found = []
     for call in calls:
@@ -355,14 +357,14 @@ def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
 
 
 def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
-    """Of a view, as it is written, or of a name, as it was made: last in `before`, or as an input. None: by an op."""
+    """Return the strides of a view, or of a name, last made in `before` or as an input; None if an op made it."""
     if not tensor.startswith("reinterpret_tensor("):
         pattern = rf"^ +{tensor} = ((?:empty_strided_cuda|reinterpret_tensor|rand_strided)\(|\w+; del)(.*)"
         made = re.findall(pattern, before, flags=re.MULTILINE) or re.findall(pattern, code, flags=re.MULTILINE)
         if not made:
             return None
         tensor = "".join(made[-1])
-        if "; del" in tensor:  # takes the memory of one that is done with
+        if "; del" in tensor:  # reuses the memory of a tensor that is no longer needed
             return _strides(tensor.partition(";")[0], before, code)
     called, _, rest = tensor.partition("(")
     strides: tuple[int, ...] = ast.literal_eval(arguments(rest)[2 if called == "reinterpret_tensor" else 1])

@@ -68,7 +68,7 @@ def _failure(output: str) -> str:
 
 
 _functions: dict[int, list[OnRanks]] = {}
-"""By number of ranks: the functions of all modules that have been imported."""
+"""The functions of all modules that have been imported, by number of ranks."""
 
 
 def on_ranks(ranks: int, variant: bool = False) -> Callable[[Callable[[], Any]], OnRanks]:
@@ -137,10 +137,12 @@ def main(ranks: int, folder: str, *modules: str) -> int:
 
 
 def _run_module(ranks: int, folder: str, module: str) -> bool:
-    """Fork into so many ranks, and wait until they end. Return whether a rank has failed; then the others are killed."""
+    """Fork into so many ranks, and wait for their ends. Return whether a rank has failed; then kill the others."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    os.environ.update(where, TORCHELASTIC_USE_AGENT_STORE="True")  # the store is in this process, as torchrun's is in torchrun
+    os.environ.update(
+        where, TORCHELASTIC_USE_AGENT_STORE="True"
+    )  # the store is in this process, as torchrun's is in torchrun
     running = {_forked(rank, folder, module) for rank in range(ranks)}
     failed = False
     while running:

@@ -2,7 +2,7 @@
 
 Needs TRITON_INTERPRET=1. A model is trained on the CPU, and each graph that Inductor would compile runs twice on the
 same inputs: op by op, and as the code for sm_90, whose kernels Triton's interpreter runs with their own grids and blocks.
-`torch._scaled_mm` is the CPU's in both. Patches torch and Triton all over: a process of its own.
+`torch._scaled_mm` is the CPU's in both. Because this patches many parts of torch and Triton, it needs its own process.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ DTYPES = {
 
 
 def convert_float(values: Any, source: Any, target: Any, _: Any) -> Any:
-    """The bits of floating-point numbers in another type, rounded to nearest even, as sm_90 does it.
+    """Return the bits of floating-point numbers in another type, rounded to nearest even, as sm_90 does it.
 
-    In place of the interpreter's own, which cuts bfloat16 off, rounds ties away from zero, and loses the carry of a
+    This replaces the interpreter's function, which truncates bfloat16, rounds ties away from zero, and loses the carry of a
     mantissa that rounds up to the next power of two: 31.64 becomes 16 in e4m3. The cast to FP8 saturates, as
     `cvt.rn.satfinite` does.
     """
@@ -62,9 +62,9 @@ def convert_float(values: Any, source: Any, target: Any, _: Any) -> Any:
 
 
 def reduce_by_halves(self: Any, tensors: Any) -> list[Any]:
-    """Reduces as a GPU does, half of the elements with the other half.
+    """Reduce as a GPU does, half of the elements with the other half.
 
-    In place of the interpreter's own, which calls the function for each single element: most of what the tests took.
+    This replaces the interpreter's function, whose calls for each single element took most of the tests' time.
     """
     found, axis = self.unravel(tensors, self.axis)
     parts = [np.moveaxis(t.handle.data, axis, 0) for t in found]
@@ -86,43 +86,43 @@ def reduce_by_halves(self: Any, tensors: Any) -> list[Any]:
 
 
 def power(x: Any, y: Any) -> Any:
-    """In place of the one that NVIDIA's library has."""
+    """Return x ** y, instead of the function of NVIDIA's library."""
     data = np.power(x.handle.data, y.handle.data)
     return tl.core.tensor(interpreter.TensorHandle(data, x.dtype.scalar), x.type)
 
 
 class Kernel:
-    """A generated kernel, with the first of its configurations."""
+    """A generated kernel, which runs with the first of its configurations."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
 
     def run(self, *args: Any, stream: int) -> None:
-        """What the generated code calls."""
+        """Launch the kernel, as generated code does."""
         function, choice = self.tuner.fn, self.tuner.configs[0]
         names = [name for name in function.arg_names if name not in choice.kwargs]
         given = dict(zip(names, args, strict=True))
         grid = triton_heuristics.GridExpr.from_meta(self.tuner.inductor_meta, choice).eval_slow(given)
-        # the interpreter patches Triton anew at each call of a function: once in a launch is enough
+        # the interpreter patches Triton at each call of a function; once in a launch is enough
         with mock.patch.object(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang)):
             function[grid](**given, **choice.kwargs)
 
 
 def load_kernel(gpu: FakeCuda, name: str, source: str, device_str: str) -> Kernel:
-    """In place of `AsyncCompile.triton`."""
+    """Load a kernel, instead of `AsyncCompile.triton`."""
     file = Path(tempfile.mkdtemp()) / f"{name}.py"
-    file.write_text(source)  # the interpreter reads it again
+    file.write_text(source)  # the interpreter reads the source from the file
     module = types.ModuleType(name)
     vars(module)["__file__"] = str(file)
     with gpu.there():
         exec(compile(source, file, "exec"), vars(module))
-    vars(module)["libdevice"] = tl.math  # NVIDIA's library of the same functions is none for the interpreter
+    vars(module)["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions
     return Kernel(getattr(module, name))
 
 
 @contextlib.contextmanager
 def on_cpu(gpu: FakeCuda) -> Iterator[None]:
-    """Within it, generated code loads, and its memory is the CPU's."""
+    """Let generated code load and run in the CPU's memory inside."""
     guards: Any = torch._C._dynamo.guards
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -131,7 +131,7 @@ def on_cpu(gpu: FakeCuda) -> Iterator[None]:
             (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
             (torch.cuda, "_DeviceGuard", lambda _: contextlib.nullcontext()),
             (torch.cuda, "set_device", lambda _: None),
-            (tl.math, "mul_rn", lambda x, y: x * y),  # rounded, as every product here
+            (tl.math, "mul_rn", lambda x, y: x * y),  # NumPy rounds every product
             (tl.math, "pow", power),
             (interpreter, "_convert_float", convert_float),
             (interpreter.ReduceOps, "generic_reduce", reduce_by_halves),
@@ -142,7 +142,7 @@ def on_cpu(gpu: FakeCuda) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor as the code for sm_90 makes it, against the same of the graph run op by op.
+    """A comparison of a tensor that the code for sm_90 makes with that of the graph run op by op.
 
     what: "output", "input" (state that the graph writes), "operand" or "scale" of a scaled matmul.
     error: the largest difference, relative to the largest element; sqnr: in dB, 300 for equal tensors.
@@ -172,7 +172,7 @@ def compare(what: str, wanted: Tensor, got: Tensor) -> Compared:
 
 
 def _place(x: Tensor) -> Tensor:
-    """Of FP8 numbers, their places among all of the format, in order; both zeros are 0."""
+    """Return the ranks of FP8 numbers among all values of the format, in order; both zeros are 0."""
     code = x.contiguous().view(torch.uint8).int()
     return torch.where(code < 128, code, 128 - code)
 
@@ -182,12 +182,12 @@ Matmul = tuple[Tensor, ...]
 
 
 def _matmul(args: Any) -> Matmul:
-    """One scale for an operand may have any number of dimensions."""
+    """Return copies of operands and scales, with a scale of one element as 0-dim, since its dimensions may differ."""
     return tuple(x.reshape(()).clone() if x.numel() == 1 else x.clone() for x in args[:4])
 
 
 class OpByOp(fx.Interpreter):
-    """Runs a graph, and keeps what its scaled matmuls are called with."""
+    """Runs a graph, and keeps the operands and scales of its scaled matmuls."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -200,7 +200,7 @@ class OpByOp(fx.Interpreter):
 
 
 def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterator[Compared]:
-    """Each call of the one with the call of the other that is nearest to it: their order is up to Inductor."""
+    """Compare each matmul of the graph with the nearest one of the code, because Inductor may reorder them."""
     left = list(got)
     for of_graph in wanted:
         shapes = [x.shape for x in of_graph]
@@ -219,7 +219,7 @@ def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterato
 
 
 def run_code(gpu: FakeCuda, code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
-    """Call generated code; returns its outputs and what its scaled matmuls were called with."""
+    """Call generated code. Return its outputs, and the operands and scales of its scaled matmuls."""
     matmuls: list[Matmul] = []
     kernels: Any = select_algorithm.extern_kernels
     real = kernels._scaled_mm
@@ -233,7 +233,10 @@ def run_code(gpu: FakeCuda, code: Callable[[list[Any]], Any], inputs: list[Any])
 
 
 def _written(module: fx.GraphModule) -> list[int]:
-    """The inputs that a graph writes. Others its code may overwrite, once done with them: tensors saved for it alone."""
+    """Return the positions of inputs that a graph writes.
+
+    The code may also overwrite other inputs that it no longer needs: tensors that were saved for it alone.
+    """
     nodes = list(module.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     written = {n.args[0] for n in nodes if n.target in (torch.ops.aten.copy_.default, WRITE)}
@@ -244,7 +247,10 @@ def _written(module: fx.GraphModule) -> list[int]:
 def both(
     gpu: FakeCuda, found: list[list[Compared]], module: fx.GraphModule, inputs: list[Any], is_backward: bool
 ) -> Any:
-    """Inductor's inner_compile: what runs the graph op by op and its code, compares, and appends to `found`."""
+    """Stand in for Inductor's inner_compile: return a callable that runs the graph op by op and its code.
+
+    It appends the comparisons of each call to `found`, and returns the graph's outputs.
+    """
     graph = copy.deepcopy(module)
     generated = gpu.generate(module, inputs, is_backward)
     with on_cpu(gpu):
@@ -252,7 +258,7 @@ def both(
 
     def call(args: list[Any]) -> Any:
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in args]
-        copies = copy.deepcopy(inputs)  # what shares memory shares it there, too
+        copies = copy.deepcopy(inputs)  # inputs that share memory share it in the copies, too
         outputs, matmuls = run_code(gpu, code, list(copies))
         reference = OpByOp(graph)
         wanted = reference.run(*inputs)
@@ -267,7 +273,7 @@ def both(
 
 
 class Gated(nn.Module):
-    """So large that there are tiles: weights with one input, merged, a residual stream that the backward reads, a bias."""
+    """A gated MLP large enough for tiles: merged weights with one input, a saved residual stream, and a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,10 +292,10 @@ class Gated(nn.Module):
 def train(
     gpu: FakeCuda, name: str, recipe: str, dtype: torch.dtype, steps: int, updates: bool = False
 ) -> list[list[Compared]]:
-    """Steps of a model; for each call of a graph, what was compared.
+    """Train a model. Return the comparisons of each call of a graph.
 
     name: "block", with a bias, an odd width and a residual; "gated"; "one" or "two" layers, large enough for tiles.
-    updates: only those of AdamW, which write FP8 weights and moments, and are left out where a gradient isn't finite.
+    updates: compare only AdamW's updates, which write FP8 weights and moments and skip a step with a nonfinite gradient.
     """
     from tests.helpers.models import Block
 
@@ -333,7 +339,7 @@ def train(
 
 
 def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
-    """As `train`. how: "updates"; "emulate" rounds after each op, as the graph does."""
+    """Return what `train` returns. how: "updates"; "emulate" rounds after each op, as the graph does."""
     with config.patch(emulate_precision_casts="emulate" in how):
         found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how)
     return [[asdict(c) for c in call] for call in found]
@@ -341,5 +347,5 @@ def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: 
 
 if __name__ == "__main__":
     registry.on_new.append(has_history)
-    torch.backends.mkldnn.set_flags(False)  # whose FP8 matmuls some CPUs take minutes for
+    torch.backends.mkldnn.set_flags(False)  # some CPUs take minutes for oneDNN's FP8 matmuls
     answer_all(functools.partial(answer, FakeCuda(TARGETS["h100"])))

@@ -24,10 +24,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """One program. calls: how many `_scaled_mm` it becomes, 0 if it is declined; why: how the reason begins to read.
+    """One program. calls: how many `_scaled_mm` it becomes, 0 if it is declined; why: how the reason begins.
 
-    copies: FP8 tensors that are laid out anew, if the rule is about that. after: the ops on whole matrices
-    that stay after the kernel, if it is about those. note: what the report says of one that stayed.
+    copies: how many FP8 tensors are copied to another layout, if the rule is about that. after: the ops on whole matrices
+    that stay after the kernel, if it is about those. note: what the report says of an op that stayed.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rule:
-    """xla: its verdict. ours: in words. cases: what shows it; none where torch has nothing that corresponds."""
+    """xla: XLA's verdict. ours: fp8pass's, in words. cases: programs that show it; none if torch has no such program."""
 
     number: str
     what: str
@@ -55,28 +55,28 @@ class Rule:
 
 
 def q(*shape: int, dtype: torch.dtype = E4M3, gain: float = 1.0) -> Tensor:
-    """An FP8 tensor."""
+    """Return an FP8 tensor."""
     generator = torch.Generator().manual_seed(sum(shape))
     return (torch.randn(shape, generator=generator) * gain).to(dtype)
 
 
 def s(value: float = 0.25, dtype: torch.dtype = F32) -> Tensor:
-    """A scale."""
+    """Return a scale."""
     return torch.tensor(value, dtype=dtype)
 
 
 def wide(*shape: int, dtype: torch.dtype = F32) -> Tensor:
-    """A high-precision tensor."""
+    """Return a high-precision tensor."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def product(a: Tensor, b: Tensor, sa: Any = 0.5, sb: Any = 0.25, dtype: torch.dtype = F32) -> Tensor:
-    """Two dequantizes and a matmul."""
+    """Dequantize two tensors and multiply them."""
     return (a.to(dtype) * sa) @ (b.to(dtype) * sb)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`product`, in float32."""
+    """Return the `product` in float32."""
     return product(a, b)
 
 
@@ -85,19 +85,19 @@ BT = q(48, 64)
 
 
 def quantized(y: Tensor, scale: Any, dtype: torch.dtype = E4M3, limit: float | None = None) -> Tensor:
-    """Clamped and cast, as XLA wants to see it."""
+    """Quantize with a clamp and a cast, the pattern that XLA matches."""
     limit = torch.finfo(dtype).max if limit is None else limit
     return (y * scale).clamp(-limit, limit).to(dtype)
 
 
 def moving(move: Callable[..., Tensor], *inputs: Any, **expected: Any) -> Case:
-    """A case with movement on the first operand."""
+    """Return a case with movement on the first operand."""
     name = expected.pop("name")
     return Case(name, lambda a, b, *rest: move(a.float() * 0.5, *rest) @ (b.float() * 0.25), inputs, **expected)
 
 
 def following(name: str, epilogue: Callable[..., Any], *rest: Any, dtype: torch.dtype = BF16, **expected: Any) -> Case:
-    """A case with an epilogue."""
+    """Return a case with an epilogue."""
     return Case(name, lambda a, b, *rest: epilogue(product(a, b, dtype=dtype), *rest), (A, B, *rest), **expected)
 
 
@@ -428,7 +428,7 @@ for free.
 
 
 def page() -> str:
-    """The text of `docs/xla-rules.md`."""
+    """Return the text of `docs/xla-rules.md`."""
     rows = []
     for rule in RULES:
         shown = ", ".join(case.name for case in rule.cases) or "-"

@@ -1,6 +1,6 @@
-"""Async tensor parallel: what Inductor makes one op of in BF16, a matmul and its collective, it does in FP8 as well.
+"""Async tensor parallel: Inductor fuses a matmul and its collective into one op in FP8 as it does in BF16.
 
-The ops exist on CUDA alone, so nothing is run: these are the graphs behind Inductor's pass, forward and backward.
+The ops exist on CUDA alone, so nothing is run: the tests read the graphs after Inductor's pass, forward and backward.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 def parallel(mesh: DeviceMesh, dim: int) -> nn.Module:
-    """With the sequence, dimension `dim` of its input, divided."""
+    """Return a parallelized `Block` whose sequence, dimension `dim` of its input, is sharded."""
     plan = {
         "norm": SequenceParallel(sequence_dim=dim),
         "mlp": PrepareModuleInput(input_layouts=(Shard(dim),), desired_input_layouts=(Replicate(),)),
@@ -75,7 +75,7 @@ def parallel(mesh: DeviceMesh, dim: int) -> nn.Module:
 
 
 def fused(mesh: DeviceMesh, dim: int, **how: Any) -> list[list[str]]:
-    """For forward and backward: the collectives that are left, and the ops that have them in them."""
+    """Return, for forward and backward, the collectives that are left and the ops that contain one."""
     graphs: list[list[str]] = []
 
     def look(graph: fx.Graph) -> None:
@@ -89,7 +89,7 @@ def fused(mesh: DeviceMesh, dim: int, **how: Any) -> list[list[str]]:
     settings = {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": look, "fx_graph_cache": False}
     ahead = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
     patches = torch._inductor.config.patch(settings), torch._functorch.config.patch(ahead)
-    # it can't be run, where it is, so nothing is generated: C++ would take most of the time
+    # the code can't run on a CPU, so none is generated: compiling C++ would take most of the time
     lowered = mock.patch.object(GraphLowering, "compile_to_module", nothing_generated)
     with _test_mode(), patches[0], patches[1], lowered, suppress(NotRun):
         torch.compile(model, fullgraph=True, **how)(x)
@@ -102,7 +102,7 @@ def nothing_generated(lowering: GraphLowering) -> Any:
 
 
 class NotRun(Exception):
-    """Instead of what a graph would compute."""
+    """Raised instead of running a graph."""
 
 
 def not_run(*_: Any) -> NoReturn:
@@ -116,7 +116,7 @@ def plain(mesh: DeviceMesh, dim: int) -> list[list[str]]:
 
 @pytest.mark.parametrize(("recipe", "dim"), [("delayed", 0), ("delayed", 1), ("dynamic", 1)])
 def test_one_op_with_the_collective(mesh: DeviceMesh, dim: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that Inductor fuses in BF16: gathers with the matmuls behind them, a matmul with the scatter of its sum."""
+    """FP8 has all of BF16's fusions: gathers with the matmuls after them, and a matmul with the scatter of its sum."""
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("fp8pass.passes.kernels.emulate_matmuls.why_emulated", lambda *_: "")
     assert plain(mesh, dim) == [

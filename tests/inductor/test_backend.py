@@ -1,4 +1,4 @@
-"""End to end: what `torch.compile(model, backend="fp8pass")` trains, against the annotated graph run eagerly."""
+"""End to end: training by `torch.compile(model, backend="fp8pass")` through Inductor, against the annotated graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINEAR = partial(nn.Linear, 32, 32)
 
 @pytest.fixture(autouse=True, scope="module")
 def _legal_on_cuda() -> Iterator[None]:
-    """Whatever a test of this file compiles must be legal on CUDA."""
+    """Check that all matmuls that tests of this file compile are legal on CUDA."""
     run = Pipeline.__call__
 
     def checked(self: Pipeline, graph: torch.fx.Graph) -> None:
@@ -44,9 +44,9 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], decibels: fl
         assert sqnr(value, actual[name]) > decibels, f"{name}: {sqnr(value, actual[name]):.1f} dB"
 
 
-# float32 operands dequantize exactly, so the compiled graph and the reference differ by the order of sums alone, until
-# that makes a value round to the other FP8 neighbour. Which processor sums in which order is not ours. Of the reference
-# with data that differs by 1e-7 from itself, single tensors have come out with 15 dB, all gradients together with 35.
+# FP8 operands dequantize exactly to float32, so the compiled graph and the reference differ by the order of sums alone,
+# which depends on the processor, until a value rounds to the other FP8 neighbour. When the reference ran with data that
+# differed by 1e-7, single tensors differed from its own results by 15 dB, and all gradients together by 35 dB.
 @pytest.mark.parametrize(
     ("recipe", "lowering", "kind"),
     [
@@ -59,7 +59,7 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], decibels: fl
     ],
 )
 def test_twenty_steps_against_the_reference(recipe: str, lowering: str, kind: Callable[[], nn.Module]) -> None:
-    """Inductor, which takes long, compiles one layer; an MLP, and each kind of layer, in variants."""
+    """Inductor, which takes long, compiles one linear layer; variants compile an MLP and a transformer layer."""
     data, model, twin = batches(20, 4, 8, 32), make(kind), make(kind)
     ours = train(model, compiled(model, recipe=recipe, lowering=lowering, strict=True), data)
     reference = train(twin, annotated(twin, recipe=recipe), data)
@@ -75,11 +75,10 @@ def test_twenty_steps_against_the_reference(recipe: str, lowering: str, kind: Ca
         torch.testing.assert_close(value, other[key], rtol=0.02, atol=1e-6, msg=key)
 
 
-# Shapes and strides
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_unaligned_outputs_have_the_usual_strides(lowering: str) -> None:
     layer, inner = nn.Linear(32, 10, bias=False), nn.Linear(32, 10, bias=False)
-    recipe = "delayed" if lowering == "eager" else "dynamic"  # of which the first step is compiled, too
+    recipe = "delayed" if lowering == "eager" else "dynamic"  # dynamic scaling compiles the first step, too
     run = compiled(lambda x: (layer(x), inner(x).view(-1) * 2), recipe=recipe, lowering=lowering)
     for _ in range(2):
         x = torch.randn(8, 32)

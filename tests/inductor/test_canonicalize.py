@@ -1,4 +1,4 @@
-"""FP8 quantize and dequantize ops of other libraries, in graphs that torch.export made."""
+"""FP8 quantize and dequantize ops of other libraries, in exported graphs that Inductor compiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.harness import BF16, compiled, sqnr, verdicts
 
 @pytest.mark.parametrize("chosen", [[0, 3, 4, 7], pytest.param(range(8), marks=pytest.mark.variant)], ids=len)
 def test_compiled_by_inductor(chosen: Sequence[int]) -> None:
-    """The above in one graph, every day some of each kind."""
+    """Compile modules with the ops in one graph. The variant compiles all of them."""
     overloads, dtypes, shapes = ("default", "tensor"), (torch.float32, BF16), ((1,), (1, 1))
     modules: list[nn.Module] = [Exported(o, dtype=dtype) for o in overloads for dtype in dtypes]
     modules += [TorchAO(general, shape, shape) for general in (False, True) for shape in shapes]

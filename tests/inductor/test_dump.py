@@ -1,4 +1,4 @@
-"""`FP8PASS_DUMP`: what is written, that it runs, that it says the same before and after a pass, and what goes wrong."""
+"""`FP8PASS_DUMP`: the files that a training step writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.dump import of_block as of_block
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_what_is_written(lowering: str, tmp_path: Path, of_block: Path) -> None:
+def test_written_files(lowering: str, tmp_path: Path, of_block: Path) -> None:
     """Inductor, which takes long, compiles one layer."""
     layer, x = nn.Linear(32, 48), torch.randn(16, 32)
     of_run, n = (of_block, 6) if lowering == "eager" else (dumped(layer, x, tmp_path, lowering=lowering), 2)

@@ -1,4 +1,4 @@
-"""`fp8pass.explain` and the report that it returns."""
+"""`fp8pass.explain` of a function that AOTAutograd or Inductor can't compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8pass._torch import inductor_lowering
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_a_model_that_can_not_be_compiled(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In AOTAutograd, by a function of the user's; with kernels, in Inductor: by an op that it has to lower."""
+    """AOTAutograd fails on a user's autograd function; with kernels, Inductor fails on an op that it has to lower."""
     if kernels:
         broken = inductor_lowering.lowerings.copy()
 

@@ -1,4 +1,4 @@
-"""A fault of fp8pass, planted into every pass and lowering, one at a time, ends no training: it goes on without that."""
+"""A fault in code that fp8pass adds to Inductor: code is generated without that part, and a warning names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.faults import LOWERINGS, planted
 
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each fault warned of anew."""
+    """Forget which faults have been warned about."""
     monkeypatch.setattr(faults, "_told", set())
 
 

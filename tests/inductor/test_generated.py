@@ -1,4 +1,4 @@
-"""Random programs: what must be found is found, nothing is declined without a word, and all of it is right."""
+"""Random programs compute through Inductor what they compute in float64."""
 
 from __future__ import annotations
 

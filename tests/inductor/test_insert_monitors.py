@@ -1,4 +1,4 @@
-"""The watch pass: what is counted, against float64; that no number of the model changes; steps, and what repeats them."""
+"""The insert_monitors pass: Inductor's code counts what the graph, run op by op, counts."""
 
 from __future__ import annotations
 

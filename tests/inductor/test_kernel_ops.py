@@ -1,4 +1,4 @@
-"""Ops of the kernel passes: what Inductor generates is their formula."""
+"""Ops of the kernel passes: the code that Inductor generates computes their formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.kernel_ops import CASES
 
 @functools.cache
 def generated() -> dict[str, torch.Tensor]:
-    """The results of all cases, compiled as one program."""
+    """Return the results of all cases, compiled as one program."""
     functions = [function for function, _ in CASES.values()]
 
     def everything(inputs: list[tuple[Any, ...]]) -> list[torch.Tensor]:

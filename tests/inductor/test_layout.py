@@ -1,4 +1,4 @@
-"""FP8 operands as `_scaled_mm` takes them."""
+"""FP8 operands in the layout that `_scaled_mm` takes, with symbolic sizes and reshapes that Inductor compiles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ COPYING_RESHAPES: list[tuple[Callable[..., Tensor], tuple[int, ...]]] = [
 def test_reshapes_that_copy_compile(every: int) -> None:
     """Inductor keeps such a reshape as a view, and copies it in a layout that `_scaled_mm` refuses.
 
-    Also that of an annotated layer, in the same graph. every: the first and the last take half of the time.
+    An annotated layer with such a reshape is in the same graph. every: with 4, the first and the last run, in half of the
+    time.
     """
     reshapes = COPYING_RESHAPES[::every]
 

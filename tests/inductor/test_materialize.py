@@ -1,4 +1,4 @@
-"""The make_once pass: vectors of slots, and operands of several matmuls."""
+"""The materialize pass: a user's own vectors, which it may take for vectors of slots, compile in Inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cut between forward and backward: what is saved, and that nothing else changes."""
+"""The cut between forward and backward, with a user's own partitioner."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_a_partitioner_of_the_users_own(cuts: list[Cut]) -> None:
         run = compiled(nn.Linear(32, 48, bias=False).bfloat16(), recipe="dynamic", lowering="inductor", min_speedup=0)
         run(x.requires_grad_())
     (cut,) = cuts
-    assert own.outputs == [1 + 2]  # the copies pose as outputs
+    assert own.outputs == [1 + 2]  # fp8pass adds the two copies to the outputs that the partitioner sees
     assert (len(cut.outputs), cut.marked) == (1, [[32, 64], [32, 48]])
     assert len([n for n in cut.saved if is_fp8(n)]) == 2

@@ -1,4 +1,4 @@
-"""The quantize_moments pass: which tensors are moments, how they are read and written, and what numbers come of it."""
+"""Training with moments in FP8, against the formulas in float64."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from fp8pass.quant.moments import Fp8Moment
 from tests.helpers.quantize_moments import BOTH, power_of_2, read, stored
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
 class Product(nn.Module):
-    """Whose weight has the gradient that it is given."""
+    """A model whose weight has its input as gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +26,7 @@ class Product(nn.Module):
 
 
 class Oracle:
-    """The formulas, in float64. `names` of moments by kind."""
+    """The formulas of optimizers and stored moments, in float64. kinds: of the moments, by name."""
 
     def __init__(self, w: Tensor, kinds: dict[str, str]) -> None:
         self.w, self.kinds, self.steps = w.detach().double(), kinds, 0
@@ -40,7 +38,7 @@ class Oracle:
     def store(self) -> None:
         for name, kind in self.kinds.items():
             x, first = self.moments[name], kind == "first"
-            if not self.steps:  # as it is best stored
+            if not self.steps:  # the first step stores with the scale of its own amax
                 root = float((x if first else x.sqrt()).abs().max())
                 scale = power_of_2(448 if first else 65504, root)
             else:
@@ -79,7 +77,7 @@ TRAINED: dict[str, tuple[Callable[..., Any], dict[str, str], Callable[[Oracle, T
 
 
 RANGES = [1.0, 1.5, 0.5, 40.0, 1.0, 1e-3, 0.0, 1.0]
-"""Of gradients: also such that a first moment saturates, and such that others become small."""
+"""Factors of the gradients. Some make a first moment saturate, and some make moments small."""
 
 
 SKIPS: dict[str, Any] = {"skip_nonfinite": True}
@@ -114,9 +112,11 @@ def test_training_by_the_formulas(case: str, config: dict[str, Any]) -> None:
         torch.testing.assert_close(of.w.detach().double(), oracle.w, rtol=0, atol=2e-4)
         for name, kind in kinds_.items():
             got = optimizer.state[of.w][name]
-            if name == "momentum_buffer" and oracle.steps == 1:  # it is the gradient, and no update has read it
+            if (
+                name == "momentum_buffer" and oracle.steps == 1
+            ):  # after one step it is the gradient, which no update has quantized
                 continue
             assert isinstance(got, Fp8Moment) and got.kind == kind
             assert float(got.moment_scales[0, got.column]) == 1 / oracle.scales[name], name
             differ = (got.x_q.float() != oracle.x_q[name].float()).float().mean()
-            assert differ < 0.01, "where float32 rounds to the other side"
+            assert differ < 0.01, "more than values that float32 rounds to the other side"

@@ -1,4 +1,4 @@
-"""A scale for each row: where it may stand, when it can be taken out of the sum, and what becomes of it."""
+"""Matmuls with a scale for each row compile in Inductor and compute the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.row_scales import TAKEN
     ids=str,
 )
 def test_taken_compiled_by_inductor(dtype: torch.dtype, every: int) -> None:
-    """Cases in one graph; strict, so that each is rewritten in it. every: one of rows and one of batches take less time."""
+    """Compile cases in one graph; strict makes sure that each is rewritten. every: 12 runs two cases, to save time."""
     chosen = dict(list(TAKEN.items())[::every])
     functions = [function for function, _ in chosen.values()]
 

@@ -1,4 +1,4 @@
-"""`in_qdq`, `out_qdq` and `ScaleState`: the same numbers and state eagerly and under every backend."""
+"""`in_qdq`, `out_qdq` and `ScaleState`: a step's numbers eagerly and under every backend, against the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.shares_code
 
 @pytest.mark.parametrize("how", [*HOW[:-1], EVERY_DAY[-1]], ids=lambda f: f.__name__)
 def test_the_numbers_that_a_step_uses(how: Callable[..., Any]) -> None:
-    """Step k is scaled by the amaxes before k, forward and backward: against the oracle, in float64."""
+    """Step k uses scales from the amaxes before k, forward and backward, as the oracle in float64 does."""
     model = Product(amax_history_len=4)
     run = how(model)
     slots = oracle.Slot("e4m3", 4), oracle.Slot("e5m2", 4)

@@ -1,4 +1,4 @@
-"""Delayed-scaling state: api.md, "Delayed scaling, exactly", line by line; and whose it is."""
+"""The lifetime of delayed-scaling state: compiled code keeps no model alive, and no batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.shares_code
     "how", ["lowered op by op", "lowered by Inductor", "by a schedule", "after an error in a backward"]
 )
 def test_code_that_is_kept_keeps_neither_the_model_nor_the_batch_that_it_was_compiled_for(how: str) -> None:
-    torch._dynamo.reset()  # or it was compiled for another test's
+    torch._dynamo.reset()  # otherwise the code may have been compiled for another test's model
     model, batches = make(), [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
     options_of: dict[str, dict[str, Any]] = {
         "lowered by Inductor": {"lowering": "inductor"},

@@ -1,4 +1,4 @@
-"""What XLA finds, fp8pass finds: every case of `xla_rules.py`, and the page made of them."""
+"""Cases of `xla_rules.py` compile in Inductor and compute what eager computes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ ALIKE = {
     "E18": ("E15", "E16", "E17", "E19"),
     "E22": ("E21", "E23", "E24"),
 }
-"""Rules, and others for whose first case Inductor has nothing to generate that it has not for theirs."""
+"""Rules, each with others for whose first case Inductor generates no code that it does not generate for the rule's."""
 
 
 def runnable(letters: str, every: bool) -> list[Case]:
-    """Cases of rules with these letters that this machine can run: every one, or the first of each that isn't `ALIKE`."""
+    """Return cases of rules with these letters that a CPU can run: all, or the first of each rule not in `ALIKE`."""
     names = [name for name, c in CASES.items() if c.device == "cpu" and c.target is None and not c.dynamic]
     names = [name for name in names if name[0] in letters]
     first = {name.split()[0]: name for name in reversed(names) if CASES[name].calls}
@@ -60,7 +60,7 @@ def tensors(values: Any) -> list[Tensor]:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.variant)])
 @pytest.mark.parametrize("letters", ["P", "M", "S", "L", "T", "E"])
 def test_compiled_by_inductor(letters: str, every: bool) -> None:
-    """Whatever is rewritten also compiles, and computes what eager computes."""
+    """A matmul that is rewritten also compiles, and computes what eager computes."""
     chosen = runnable(letters, every)
     functions, inputs = [c.function for c in chosen], [c.inputs for c in chosen]
     emulated = why_emulated(torch.device("cpu"), E4M3, E4M3)
@@ -68,7 +68,7 @@ def test_compiled_by_inductor(letters: str, every: bool) -> None:
     def everything(inputs: list[tuple[Any, ...]]) -> list[Any]:
         return [f(*i) for f, i in zip(functions, inputs, strict=True)]
 
-    matmuls = sum(c.calls > 0 for c in chosen) + sum(c is CASES["L8 square"] for c in chosen)  # which has two
+    matmuls = sum(c.calls > 0 for c in chosen) + sum(c is CASES["L8 square"] for c in chosen)  # it has two
     with verdicts() as report:
         actual = compiled(everything, recipe=None, lowering="inductor")(inputs)
     assert len(report.rewritten) == matmuls
@@ -77,10 +77,10 @@ def test_compiled_by_inductor(letters: str, every: bool) -> None:
         dtype = wanted.dtype
         assert torch.equal(wanted.float().isfinite(), got.float().isfinite())
         wanted, got = wanted.float().nan_to_num(0, 0, 0), got.float().nan_to_num(0, 0, 0)
-        if dtype.itemsize == 1:  # Inductor does not round to bfloat16 in between: now and then the next FP8 value
+        if dtype.itemsize == 1:  # Inductor does not round to bfloat16 in between, so some FP8 values are neighbours
             assert (wanted != got).float().mean() < 0.1
-            # where a CPU emulates matmuls, Inductor does not round their results either: 2**-8, where they are 1 to 2,
-            # which is all that is left of them where what is added takes the rest away
+            # where a CPU emulates matmuls, Inductor does not round their results either: an error of 2**-8 for
+            # results of 1 to 2, which stays where an added term cancels the rest
             torch.testing.assert_close(got, wanted, rtol=1 / 7, atol=2**-7 if emulated else 2**-9)
         elif wanted.numel():
             assert sqnr(wanted, got) > (90 if dtype == torch.float32 and not emulated else 45)

@@ -1,4 +1,4 @@
-"""Public functions that are called with what they can't take: one line that says what to pass."""
+"""Public functions with wrong arguments raise an error of one line that says what to pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FP8 = "choose one of torch.float8_e4m3fn, torch.float8_e5m2$"
 
 
 def nothing() -> None:
-    """Do as a step does that is never run."""
+    """Stand in for a step that is never run."""
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -137,7 +137,7 @@ def test_one_line_says_what_to_pass(what: str) -> None:
 
 
 def test_straight_through_gradients_have_derivatives() -> None:
-    """The gradient passes as it is, so that of the gradient does."""
+    """The gradient passes unchanged, and so does the gradient of the gradient."""
     state = ScaleState()
     for qdq_ in (lambda x: qdq(x, 2.0, E4M3), lambda x: in_qdq(x, state)):
         x = X.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Options: valid ones are taken, wrong ones are named."""
+"""Options: valid ones are accepted, and errors name wrong ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8pass.recipes import ByModule, DelayedScaling, DynamicScaling, RowwiseSca
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FP8PASS_ON_FAULT")  # which tests/conftest.py sets
+    monkeypatch.delenv("FP8PASS_ON_FAULT")  # tests/conftest.py sets it
     config = make_config()
     assert config == Config()
     assert config.recipe == DelayedScaling()
@@ -81,7 +81,7 @@ def test_each_field_of_options_has_a_rule() -> None:
         assert all(RULE in field.metadata for field in fields(kind)), kind
 
 
-def test_numbers_of_numpy_are_as_good_as_pythons() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     config = Config(strict=np.True_, min_speedup=np.float32(2), monitor_interval=np.int64(3), dump_dir=Path("x"))
     kept = config.strict, config.min_speedup, config.monitor_interval, config.dump_dir
     assert kept == (True, 2.0, 3, "x") and [type(x) for x in kept] == [bool, float, int, str]
@@ -170,14 +170,14 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FP8PASS_STRICT", text)
         monkeypatch.setenv("FP8PASS_MONITOR", text)
         assert make_config().strict is make_config().monitor is True
-    monkeypatch.setenv("FP8PASS_STRICT", "")  # is none
+    monkeypatch.setenv("FP8PASS_STRICT", "")  # counts as unset
     assert make_config().strict is False
     monkeypatch.setenv("FP8PASS_MIN_SPEEDUP", "fast")
     with pytest.raises(ValueError, match="FP8PASS_MIN_SPEEDUP='fast': a ratio of times"):
         make_config()
 
 
-def test_an_unknown_variable_is_told_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_names_an_unknown_variable_and_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8PASS_RECPIE", "rowwise")
     with pytest.warns(UserWarning, match="FP8PASS_RECPIE is unknown, and ignored; did you mean 'FP8PASS_RECIPE'"):
         make_config()
@@ -206,7 +206,7 @@ def test_filter_patterns(patterns: list[str], fqn: str, out: bool) -> None:
 
 @pytest.mark.variant
 def test_the_backend_is_found_without_importing_fp8pass() -> None:
-    """As test_versions.py has it every day, of a torch that says it is newer; here in a process of its own."""
+    """Without variants, test_versions.py tests this, with a torch that claims to be newer; this runs a new process."""
     code = "import torch; torch.compile(torch.nn.Linear(16, 16), backend='fp8pass', options={'lowering': 'eager'})(torch.ones(4, 16))"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,4 +1,4 @@
-"""Targets, and what the CPU is known for."""
+"""Targets, and the key of what the CPU's kernels depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops of the kernel passes: what Inductor generates is their formula."""
+"""Ops of the kernel passes: their formulas, and the metadata of their nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.kernel_ops import CASES
 
 
 def test_formulas() -> None:
-    """What the ops are, said in another way."""
+    """The ops compute these examples."""
     a, b = torch.tensor([1.0, -0.0]), torch.tensor([[float("nan"), 2.0, 3.0]])
     torch.testing.assert_close(ROWS([a, b]), torch.tensor([[1, 0, 0], [float("nan"), 2, 3]]), equal_nan=True)
     torch.testing.assert_close(JOINED([a, b]), torch.tensor([1, 0, float("nan"), 2, 3]), equal_nan=True)
@@ -27,7 +27,7 @@ def test_formulas() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_they_say_of_themselves(case: str) -> None:
+def test_metadata(case: str) -> None:
     function, inputs = CASES[case]
     module = capture(function, *inputs)
     wanted = function(*inputs)

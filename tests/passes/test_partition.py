@@ -1,4 +1,4 @@
-"""The cut between forward and backward: what is saved, and that nothing else changes."""
+"""The cut between forward and backward: the order of the forward's outputs, and the cache key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.partition import Cut, Own
 from tests.helpers.partition import delayed as delayed
 
 
-def test_outputs_and_what_is_said_of_them(delayed: tuple[list[Tensor], Cut]) -> None:
+def test_outputs_and_their_descriptions(delayed: tuple[list[Tensor], Cut]) -> None:
     """The caller's outputs come first, and there is one description for each."""
     _, cut = delayed
     output = cut.forward.graph.output_node()

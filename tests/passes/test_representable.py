@@ -1,4 +1,4 @@
-"""On inputs that FP8 represents, FP8 differs from high precision by nothing but how sums are added up."""
+"""`cast_to_representable` rounds to values that FP8 represents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.harness import E4M3, E5M2, F32
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_cast(dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    """Nearest representable values; what is representable stays, at that scale or no scale at all."""
+    """The cast gives the nearest representable values, and a second cast does not change them."""
     x = torch.randn(64, 64).to(x_dtype)
     y = cast_to_representable(x, 16.0, dtype)
     assert y.dtype == x_dtype and not torch.equal(x, y)

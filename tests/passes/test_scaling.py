@@ -31,7 +31,7 @@ def test_quantize_rounds_to_nearest_even_and_saturates(fmt: str, values: list[fl
 @pytest.mark.parametrize(
     ("fmt", "x", "expected"),
     [
-        ("e4m3", 2.0**-10, 0.0),  # half of the smallest subnormal: a tie, to even
+        ("e4m3", 2.0**-10, 0.0),  # half of the smallest subnormal is a tie, which rounds to even
         ("e4m3", 3 * 2.0**-10, 2.0**-8),
         ("e4m3", 17.0, 16.0),
         ("e4m3", 19.0, 20.0),
@@ -74,7 +74,7 @@ def test_amax_is_exact_and_shows_nan(shape: tuple[int, ...]) -> None:
     assert scaling.amax(x).isnan()
 
 
-def test_what_is_empty_has_seen_nothing() -> None:
+def test_the_amax_of_an_empty_tensor() -> None:
     assert scaling.amax(torch.empty(0, 16)).item() == scaling.NOTHING
     for dims, shape in (((0,), (1, 16)), ((1,), (0, 1))):
         assert torch.equal(scaling.amax_along(torch.empty(0, 16), dims), torch.full(shape, scaling.NOTHING))
@@ -116,7 +116,7 @@ def test_amax_compute_algo(algo: object) -> None:
     assert scale.item() == {"max": 112.0, "most_recent": 224.0}.get(str(algo), 448 / 1.75)
 
 
-def test_an_unused_slot_is_left_alone() -> None:
+def test_an_unused_slot_does_not_change() -> None:
     scale, history = torch.tensor([3.0, 3.0]), torch.ones(2, 2)
     limits = torch.tensor([448.0, 448.0])
     scale, history = scaling.roll_history(scale, history, torch.tensor([2.0, -1.0]), limits)

@@ -1,4 +1,4 @@
-"""What XLA finds, fp8pass finds: every case of `xla_rules.py`, and the page made of them."""
+"""fp8pass finds what XLA finds: every case of `xla_rules.py`, rewritten or declined, and the page of the rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_case(name: str) -> None:
     assert count(module, aten._scaled_mm.default) == case.calls, [g.reason for g in gemms]
     if not case.calls:
         assert text(module) == text(capture(case.function, *case.inputs))
-        assert gemms or notes, "declined without a word"
+        assert gemms or notes, "declined without a reason"
         assert all(g.status == "declined" and re.search(case.why, g.reason) for g in gemms), gemms
         assert_notes(case, notes)
         return
@@ -67,7 +67,7 @@ def tensors(values: Any) -> list[Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_on_a_gpu(lowering: str) -> None:
-    """Every case, against the CPU's eager result: GPUs have no float8 matmul to compare P1 with."""
+    """Compare every case with the CPU's eager result, because GPUs have no eager float8 matmul for P1."""
     wrong = []
     for name, case in CASES.items():
         torch._dynamo.reset()
@@ -94,7 +94,7 @@ def _compare(case: Case, module: fx.GraphModule) -> None:
     for wanted, got in zip(results(case.function(*case.inputs)), results(module(*case.inputs)), strict=True):
         assert (wanted.dtype, wanted.shape, wanted.stride()) == (got.dtype, got.shape, got.stride())
         if wanted.dtype.itemsize == 1:
-            assert (wanted.float() != got.float()).float().mean() < 0.01  # ties that the order of the sum decides
+            assert (wanted.float() != got.float()).float().mean() < 0.01  # the order of the sum decides ties
         elif exact:
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
         else:
@@ -102,12 +102,12 @@ def _compare(case: Case, module: fx.GraphModule) -> None:
 
 
 def _copies(module: fx.GraphModule) -> int:
-    """FP8 tensors written, other than by quantizing."""
+    """Return how many FP8 tensors are written other than by quantizing."""
     return sum(n.target is aten.clone.default and n.meta["val"].dtype.itemsize == 1 for n in module.graph.nodes)
 
 
 def _after(module: fx.GraphModule) -> tuple[str, ...]:
-    """The ops on what the kernels compute; without casts from one high-precision type to another."""
+    """Return the ops after the kernels, without casts between high-precision types."""
     after: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is aten._scaled_mm.default:
@@ -118,7 +118,7 @@ def _after(module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def test_every_rule_is_there() -> None:
-    """The 71 rules of XLA, and the table of types; those without a case say why, or which file has theirs."""
+    """The page has XLA's 71 rules and the table of types; a rule without a case says why, or names a file with one."""
     numbers = [rule.number for rule in RULES]
     counts = {"P": 15, "M": 13, "S": 7, "L": 11, "T": 4, "E": 25}
     assert numbers == [f"{letter}{i}" for letter, n in counts.items() for i in range(1, n + 1)]
@@ -129,5 +129,5 @@ def test_every_rule_is_there() -> None:
     assert len(CASES) == sum(len(rule.cases) for rule in RULES)
 
 
-def test_the_page_is_made_of_this() -> None:
+def test_the_page_is_up_to_date() -> None:
     assert xla_rules.PAGE.read_text() == xla_rules.page(), "run python -m tests.helpers.xla_rules"

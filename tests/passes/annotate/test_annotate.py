@@ -1,4 +1,4 @@
-"""The annotate pass: the graph it makes, what it refuses, and its numbers against the oracle."""
+"""The annotate pass: the graphs it makes, the matmuls it declines, and its numbers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,24 @@ from tests.helpers.harness import annotated, expect_graph, sqnr
 from tests.helpers.models import Attention, Block, Decorated, make
 
 
+@torch.library.custom_op("fp8pass_test::bump", mutates_args={"x"})
+def bump(x: Tensor) -> None:
+    """Multiply `x` by 3 in place."""
+    x.mul_(3)
+
+
+@bump.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
 def names(a: Annotation) -> list[str]:
     (table,) = a.tables
     return list(table.names)
 
 
-# 1. Graph
-def test_inputs_may_stand_behind_calls() -> None:
-    """As what a hook reads does in a graph of torch 2.11."""
+def test_inputs_may_come_after_calls() -> None:
+    """A graph of torch 2.11 may have an input after calls, if a hook reads it."""
     made: list[Annotation] = []
 
     def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -186,7 +196,7 @@ def test_dynamos_own_graph_is_not_touched() -> None:
     assert before
 
 
-# 2. Refusals: see test_backend.DECLINED for what users meet; here, that nothing is inserted
+# DECLINED in tests/compiled/test_backend.py has the reasons that users meet; here nothing may be inserted.
 @pytest.mark.parametrize(
     ("function", "inputs", "reason"),
     [
@@ -217,13 +227,13 @@ def test_power_of_2_scales() -> None:
 
 @pytest.mark.parametrize("kind", [Block, Attention])
 def test_without_quantizers_nothing_changes(kind: type[nn.Module]) -> None:
-    """Everything but the rounding is as before: with all matmuls left out, bit for bit."""
+    """With all matmuls left out, the annotated graph computes the same bits as the model."""
     model, x = make(kind), torch.randn(2, 8, 32)
     assert torch.equal(annotated(model, filter=lambda *_: False)(x), model(x))
 
 
 def test_a_graph_without_parameters_or_buffers_is_scaled_dynamically() -> None:
-    """It has no instance to keep state for: two such modules may share its code."""
+    """Two modules without parameters or buffers may share code, so there is no instance to keep state for."""
     a = annotation(lambda a, b: a @ b, torch.randn(8, 8), torch.randn(8, 8))
     assert not a.tables
     assert [c.scaling for c in a.choices] == ["dynamic"]
@@ -270,7 +280,7 @@ def test_paths_with_numbers() -> None:
         lambda x: F.embedding_bag(torch.arange(8).view(4, 2), x, max_norm=0.5),
     ],
 )
-def test_what_was_quantized_is_not_used_after_it_changed_in_place(change: Callable[[Tensor], Any]) -> None:
+def test_a_tensor_is_quantized_again_after_an_in_place_change(change: Callable[[Tensor], Any]) -> None:
     weight = torch.randn(32, 32)
 
     def twice(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The inline pass: composite functions become what they are made of."""
+"""The inline_composites pass: composite functions are replaced by the calls that they consist of."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_nothing_to_inline() -> None:
 
 
 def test_graph() -> None:
-    """The matmuls that come out, and where their parameters are."""
+    """The matmuls that attention consists of, with the shapes of their results."""
     found: list[str] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The inline_regions pass: models with `torch.compiler.nested_compile_region` are, and train as, those without the mark."""
+"""The inline_regions pass: models with `torch.compiler.nested_compile_region` have the graphs of those without it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def around_a_checkpoint(mark: Any) -> nn.Module:
 
 
 def of_two_layers(mark: Any) -> nn.Module:
-    """A body that is handed both, in another order: of both it has to be told which is which."""
+    """Return a model that calls one body with its two layers in both orders, so that each call has other parameters."""
     model = Model(lambda layer, x: layer(x))
     both = mark(lambda a, b, x: b(a(x)).relu())
     model.forward = lambda x: both(model.layers[1], model.layers[0], both(model.layers[0], model.layers[1], x))  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ PROGRAMS = [of_a_method, of_a_function, within_a_region, in_a_checkpoint, around
 
 
 def text(module: fx.GraphModule, inputs: list[str]) -> list[str]:
-    """What a graph computes, and in which modules. inputs: what its own are called."""
+    """Return the calls of a graph, with the modules that they are in. inputs: names of the graph's inputs."""
     nodes, found = list(module.graph.nodes), []
     names = dict(zip((n for n in nodes if n.op == "placeholder"), inputs, strict=True))
     for node in nodes:
@@ -88,7 +88,7 @@ def of_the_graph(program: Callable[[Any], nn.Module], mark: Any) -> list[str]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_graph_is_that_of_the_unmarked_model(program: Callable[[Any], nn.Module]) -> None:
-    """Ops, what they read, and the modules that they are named after."""
+    """The ops, their arguments, and the modules that they are named after are the same."""
     found = of_the_graph(program, marked)
     assert len(found) >= 8
     assert found == of_the_graph(program, unmarked)

@@ -1,4 +1,4 @@
-"""The watch pass: what is counted, against float64; that no number of the model changes; steps, and what repeats them."""
+"""The insert_monitors pass: its graph, and its counts against float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("fmt", ["e4m3", E5M2])
 def test_against_float64(fmt: str) -> None:
-    """Small and large elements, zeros of both signs, NaN, infinities; numbers that are about to overflow."""
+    """Count small and large elements, zeros of both signs, NaN, infinities, and numbers that almost overflow."""
     dtype = torch.float8_e4m3fn if fmt == "e4m3" else torch.float8_e5m2
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 32, generator=generator) * torch.exp2(torch.randint(-20, 12, (64, 1), generator=generator))

@@ -1,4 +1,4 @@
-"""The pass on Dynamo's graph. What it does to the numbers is in test_scale_state.py."""
+"""The lift_scale_states pass on Dynamo's graph. The files test_scale_state.py test its numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.models import make
 
 
 def lifted(function: Callable[..., Any], *inputs: Tensor, config: Config) -> tuple[fx.GraphModule, Annotation]:
-    """Dynamo's graph, and what becomes of it."""
+    """Return Dynamo's graph of `function`, and its annotation."""
     found: list[tuple[fx.GraphModule, Annotation]] = []
 
     def backend(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def lifted(function: Callable[..., Any], *inputs: Tensor, config: Config) -> tup
 
 
 class Attention(nn.Module):
-    """`x @ x.mT` by hand: one state for both operands, and one for the gradient."""
+    """`x @ x.mT`, quantized with one state for both operands and one for the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ def _is_gradient_by_state(node: fx.Node) -> bool:
     return node.target is ops.qdq_gradient and isinstance(node.args[1], scale_state.ByState)
 
 
-def test_a_graph_without_states_is_left_alone() -> None:
+def test_a_graph_without_states_does_not_change() -> None:
     module, annotation = lifted(make(), torch.randn(16, 32), config=Config(recipe=None))
     assert annotation.module.code == module.code
     assert annotation.backward_amax_inputs == []
 
 
-def test_evaluation_is_left_alone() -> None:
+def test_an_evaluation_graph_does_not_change() -> None:
     with torch.no_grad():
         module, annotation = lifted(Attention(), torch.randn(16, 32), config=Config(recipe=None))
     assert annotation.module.code == module.code

@@ -1,4 +1,4 @@
-"""The merge_siblings pass: linear layers that read one tensor become one."""
+"""The merge_siblings pass: linear layers that read the same tensor become one layer."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ return (mul,)
     )
 
 
-def test_where_in_the_model_it_is() -> None:
-    """As `fp8pass inspect` says of kernels."""
+def test_the_module_of_a_merged_layer() -> None:
+    """The merged layer has a module path of its parts' names, which `fp8pass inspect` prints for kernels."""
     a = annotation(nn.Sequential(Attention()), recipe=DelayedScaling())
     nodes = [n for n in a.module.graph.nodes if n.target in (torch.cat, torch._C._nn.linear)]
     innermost = [list(n.meta["nn_module_stack"].values())[-1][0] for n in nodes]
@@ -59,7 +59,7 @@ def test_where_in_the_model_it_is() -> None:
 
 
 class Different(nn.Module):
-    """Two layers of one input, of which something is different."""
+    """Two layers of one input that differ in one respect, `how`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ SEPARATE = ["bias", "width", "frozen", "dtype", "written", "grad mode", "one wei
 
 
 @pytest.mark.parametrize("how", SEPARATE)
-def test_what_stays_separate(how: str) -> None:
+def test_different_layers_stay_separate(how: str) -> None:
     assert not any("+" in name for name in called(annotation(Different(how), recipe=DynamicScaling())))
 
 
-def test_what_is_the_same_is_merged() -> None:
-    """The test above can fail."""
+def test_equal_layers_are_merged() -> None:
+    """Without a difference the layers are merged, so that the test above can fail."""
     assert called(annotation(Different(""), recipe=DynamicScaling())) == ["a+b"]
 
 
@@ -121,14 +121,14 @@ def test_under_a_transform_nothing_is_merged() -> None:
     assert called(a) == ["layers.0", "layers.1"]
 
 
-def test_what_the_filter_leaves_out_is_not_merged() -> None:
+def test_a_layer_that_the_filter_leaves_out_is_not_merged() -> None:
     a = annotation(Siblings(lambda a, b, c: a.sin() + b.sin() + c.sin(), (48, 48, 48)), recipe="delayed", filter="*.1")
     assert called(a) == ["layers.0+2", "layers.1"]
     assert a.choices[1].rule == "filter"
 
 
-def test_where_it_pays() -> None:
-    """Merged, keys and values of 256 run in FP8, in which they would be too slow by themselves."""
+def test_merged_layers_pay() -> None:
+    """Merged with q, the layers k and v of width 256 run in FP8; alone they would be too slow in it."""
     x = torch.randn(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16()
     for name in ("q", "k", "v"):
@@ -141,7 +141,7 @@ def test_where_it_pays() -> None:
 
 
 def test_prediction() -> None:
-    """By hand: of two layers one launch of each matmul is saved, and one reading of a gradient of the input."""
+    """Two layers save at least one launch of each of three matmuls, and one read of the input's gradient."""
     h100, recipe = TARGETS["h100"], DelayedScaling(fast_accum=("output", "grad_input", "grad_weight"))
     m, k, n = 8192, 4096, 14336
     saved = merged_seconds_saved(h100, m, k, [n, n], recipe, 2)
@@ -150,8 +150,8 @@ def test_prediction() -> None:
     assert merged_seconds_saved(h100, m, k, [n], recipe, 2) == pytest.approx(0, abs=1e-12)
 
 
-def test_of_several_scales_the_smallest_saturates_nothing() -> None:
-    """But for those of layers that have none yet, which is 0."""
+def test_the_smallest_of_several_scales_saturates_nothing() -> None:
+    """The merged scale is the smallest one, except for 0, the scale of a layer without history."""
     scales, history = [4.0, 0.5, 0.0], torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 0.0]])
     found = _together(
         [{"scale": torch.tensor(s), "amax_history": h, "amax": h[0]} for s, h in zip(scales, history, strict=True)]

@@ -1,4 +1,4 @@
-"""Which quantizers a recipe puts around a matmul, and their numbers against the float64 oracle."""
+"""The quantizers that a recipe puts around a matmul, and their numbers against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.passes.annotate.quantizers import is_uniform
+from fp8pass.passes.annotate.quantizers import is_uniform, quantizers
+from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops
 from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8pass.scaling import E4M3, E5M2
 from tests.helpers import oracle
 from tests.helpers.harness import annotated
-from tests.helpers.quantizers import found
+from tests.helpers.quantizers import ALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8pass. (blockwise|mxfp8) kernels exist")
 
 
-# 1. Which
+LINEAR = Dims(("b", "s", "k"), ("n", "k"), ("b", "s", "n"))
+
+
+def found(recipe: Recipe, dims: Dims = LINEAR, **shapes: tuple[int, ...]) -> dict[Any, Any]:
+    sizes = {"input": (4, 32, 256), "weight": (128, 256), "grad_output": (4, 32, 128), **shapes}
+    tensors: Any = {role: torch.empty(shape) for role, shape in sizes.items()}
+    return {kind: quantizers(recipe, kind, dims, tensors, record=True) for kind in ALL}
+
+
 def test_tensorwise_recipes_quantize_a_tensor_in_one_way() -> None:
     for recipe in (DynamicScaling(), DelayedScaling()):
         pairs = found(recipe)
@@ -31,7 +40,7 @@ def test_tensorwise_recipes_quantize_a_tensor_in_one_way() -> None:
         assert [q.dtype for q in found(type(recipe)(fp8_format="e4m3"))["grad_input"]] == [E4M3, E4M3]
 
 
-def test_rows_lie_along_what_each_matmul_sums() -> None:
+def test_rows_lie_along_the_dimension_that_each_matmul_sums() -> None:
     recipe = RowwiseScaling()
     pairs = found(recipe)
     assert not is_uniform(pairs, trains=True)
@@ -70,7 +79,9 @@ def test_blocks_of_weights_are_square_and_serve_twice() -> None:
         (MXFP8Scaling(), {"weight": (128, 40), "input": (4, 32, 40)}, {"output"}, r"mxfp8 scales blocks of 32, and input \[4, 32, 40\] has 40 elements"),
     ],
 )  # fmt: skip
-def test_blocks_that_do_not_come_out_even(recipe: Recipe, shapes: dict[str, Any], kinds: set[str], reason: str) -> None:
+def test_sizes_that_are_not_multiples_of_blocks(
+    recipe: Recipe, shapes: dict[str, Any], kinds: set[str], reason: str
+) -> None:
     import re
 
     rejects = {k: r for k, r in found(recipe, **shapes).items() if isinstance(r, Reject)}
@@ -93,7 +104,7 @@ def test_powers_of_2_are_a_choice(pow2: bool) -> None:
 
 @pytest.mark.parametrize("name", ["dynamic", "rowwise", "blockwise", "mxfp8"])
 def test_nan_and_inf_are_never_hidden(name: str) -> None:
-    """In the row that holds one, or everywhere if there is one scale."""
+    """The row that holds one becomes NaN, or everything if there is a single scale."""
     run = annotated(lambda a, b: a @ b, recipe=name)
     for value in (math.nan, math.inf, -math.inf):
         x = torch.randn(16, 256)
@@ -109,7 +120,7 @@ def test_e8m0_codes(amax: float) -> None:
 
 
 def test_e8m0_codes_of_subnormal_numbers() -> None:
-    """amax / 448 is subnormal or 0 in float32: the smallest codes there are, and no element saturates."""
+    """Where amax / 448 is subnormal or 0 in float32, the codes are the smallest ones, and no element saturates."""
     amaxes = torch.tensor([2.0**-126, 1e-40, 1e-45])
     assert scaling.e8m0_from_amax(amaxes, 448.0).tolist() == [1, 1, 0]
 
@@ -130,7 +141,7 @@ EMPTY: dict[str, tuple[ops.Quantizer, tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_a_tensor_without_rows(name: str) -> None:
-    """As an expert without tokens has it. It records nothing."""
+    """An expert without tokens has such a tensor. It records nothing."""
     quantizer, state = EMPTY[name]
     before = [t.clone() for t in state]
     x = torch.empty(0, 128, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The write_matmuls pass: products of matrices in other spellings become matmuls, and run in FP8."""
+"""The write_matmuls pass: products of matrices in other spellings become matmuls with the same numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.write_matmuls import FORMS, WRITTEN, leaves, total
 
 
 def grads(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The output, summed up, and all gradients."""
+    """Return the `total` of the outputs, and the gradients of all inputs."""
     y = total(function(*inputs))
     return [y.detach(), *torch.autograd.grad(y, inputs)]
 

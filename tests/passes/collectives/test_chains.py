@@ -1,4 +1,4 @@
-"""Capture around collectives: what is read of the whole, and what of parts; which ops bring a tensor to FP8."""
+"""Capture around collectives: the readers of a collective's result, and the ops that quantize or dequantize it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def collective(function: Callable[..., object], *inputs: Tensor) -> fx.Node:
     return node
 
 
-def test_what_is_read_behind_a_collective() -> None:
+def test_readers_after_a_collective() -> None:
     def function(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
-        turned = scaling.quantize(whole.t(), scale, E4M3)
-        return scaling.quantize(whole, scale, E4M3), turned, scaling.amax(whole), whole.view(4, 8, 32).sum((0, 1))
+        transposed = scaling.quantize(whole.t(), scale, E4M3)
+        return scaling.quantize(whole, scale, E4M3), transposed, scaling.amax(whole), whole.view(4, 8, 32).sum((0, 1))
 
     found = capture_gathered(collective(function, X, SCALE), {})
     assert found is not None
@@ -47,7 +47,7 @@ def test_what_is_read_behind_a_collective() -> None:
     assert all(q.ops[-1].meta["val"].dtype == E4M3 for q in found.quantizes)
     assert [str(n.meta["val"].shape) for n in (*found.amaxes, *found.sums)] == ["torch.Size([])", "torch.Size([32])"]
     assert {n.op for q in found.quantizes for n in scales_of(q.ops)} == {"placeholder"}
-    assert found.wait in found.moved and len(found.moved) == 3  # turned, and cut in four
+    assert found.wait in found.moved and len(found.moved) == 3  # also the transpose and the view as four parts
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_is_read_behind_a_collective() -> None:
     ],
 )
 def test_other_readers(read: Callable[[Tensor], Tensor], reader: str) -> None:
-    """Are against it, if it is quantized as well."""
+    """Other readers of a result that is quantized as well are a reason to decline."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
@@ -71,7 +71,7 @@ def test_other_readers(read: Callable[[Tensor], Tensor], reader: str) -> None:
 
 
 def test_the_amax_of_a_part() -> None:
-    """Is against it for a reason of its own."""
+    """The amax of a part is another reason to decline."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
@@ -82,7 +82,7 @@ def test_the_amax_of_a_part() -> None:
     assert error.value.rule == "part"
 
 
-def test_in_front_of_a_collective() -> None:
+def test_ops_before_a_collective() -> None:
     def function(x_q: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         return (gather(scaling.dequantize(x_q, scale, BF16).view(4, 64)),)
 

@@ -1,4 +1,4 @@
-"""The quantize_collectives pass: graphs, numbers on ranks that one process plays, refusals."""
+"""The quantize_collectives pass: graphs, numbers on ranks that one process simulates, and reasons to decline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANKS = 4
 
 
 WORLD, HALF = "world", "half"
-"""Names of groups, as the functions below say them: those of torch are known when the groups are made."""
+"""The functions below use these names of groups, because torch's names are known only after the groups are made."""
 
 
 GROUPS: dict[str, str] = {}
@@ -67,7 +67,7 @@ def shared(scales: Tensor, group: str = WORLD) -> Tensor:
 
 
 def on_ranks(module: fx.GraphModule, inputs: list[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
-    """What the graph computes on each rank, all of them in step; `inputs` are theirs."""
+    """Run the graph on all ranks, node by node, and return each rank's outputs. inputs: those of each rank."""
     module.recompile()
     env: dict[fx.Node, list[Any]] = {}
     feeds = iter(zip(*inputs, strict=True))
@@ -88,7 +88,7 @@ def on_ranks(module: fx.GraphModule, inputs: list[tuple[Any, ...]]) -> list[tupl
 
 
 def collective(target: Any, args: list[Any]) -> list[Tensor]:
-    """Of all ranks."""
+    """Return the results of a collective on all ranks, given each rank's arguments."""
     xs = [a[0] for a in args]
     assert all(x.is_contiguous() for x in xs)
     if target is c10d.wait_tensor.default:
@@ -106,7 +106,7 @@ def collective(target: Any, args: list[Any]) -> list[Tensor]:
 
 
 def data(*shape: int, dtype: torch.dtype = BF16) -> list[Tensor]:
-    """Of each rank, each with another range."""
+    """Return a tensor for each rank, each with another range."""
     return [torch.randn(shape).mul(3**r).to(dtype) for r in range(RANKS)]
 
 
@@ -121,18 +121,21 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, to change: capturing it once more takes longer."""
+    """Return a copy of the graph, because capturing it again takes longer."""
     return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def rewritten(function: Function, *inputs: Tensor, times: int = 1) -> tuple[fx.GraphModule, fx.GraphModule, Context]:
-    """The graph before and after; `times` collectives are found. A second run finds none."""
+    """Rewrite `function`'s graph. Return the graph before and after, and the context.
+
+    Check that `times` collectives are rewritten, and that a second run rewrites none.
+    """
     before = capture(function, *inputs)
     after = copied(before)
     context = Context(Config(recipe=None))
     assert QuantizeCollectives().run(after.graph, context) == times, context.notes
     assert len(context.notes) == 1 and context.notes[0].startswith(f"{times} collectives bring FP8, ")
-    run(after)  # verifies
+    run(after)  # verifies the graph
     once = text(after)
     again = Context(Config(recipe=None))
     assert QuantizeCollectives().run(after.graph, again) == 0 and not again.notes
@@ -141,14 +144,13 @@ def rewritten(function: Function, *inputs: Tensor, times: int = 1) -> tuple[fx.G
 
 
 def sent(module: fx.GraphModule) -> list[str]:
-    """What the collectives bring."""
+    """Return the names of the collectives, with the dtypes that they send."""
     nodes = [n for n in module.graph.nodes if str(n.target).startswith("_c10d") and "wait" not in str(n.target)]
     return [f"{str(n.target).split('.')[1]} {str(n.meta['val'].dtype)[6:]}" for n in nodes]
 
 
-# 1. Graphs
 def delayed(move: Callable[[Tensor], Tensor], dtype: torch.dtype = BF16) -> Function:
-    """As `ops.Delayed` writes it: what is made of a tensor, and its amax."""
+    """Return a function that quantizes the collective's result and records its amax, as `ops.Delayed` does."""
 
     def function(x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         whole = move(x)
@@ -164,7 +166,7 @@ def of_delayed(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
     return torch.randn(8, 32).to(dtype), torch.tensor([2.0, 1.0]), torch.full((2,), -1.0)
 
 
-def test_graph_of_a_quantize_behind_an_all_gather() -> None:
+def test_graph_of_a_quantize_after_an_all_gather() -> None:
     _, module, context = rewritten(delayed(gather), *of_delayed())
     assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"]
     expect_graph(
@@ -208,7 +210,7 @@ def static(move: Callable[[Tensor], Tensor]) -> Function:
     return function
 
 
-def test_graph_of_a_quantize_behind_an_all_to_all() -> None:
+def test_graph_of_a_quantize_after_an_all_to_all() -> None:
     expect_graph(
         rewritten(static(exchange), torch.randn(8, 32))[1],
         """\
@@ -226,7 +228,7 @@ return (view_dtype_1,)
     )
 
 
-def test_graph_of_a_quantize_behind_a_broadcast() -> None:
+def test_graph_of_a_quantize_after_a_broadcast() -> None:
     expect_graph(
         rewritten(static(bring), torch.randn(8, 32))[1],
         """\
@@ -244,7 +246,7 @@ return (view_dtype_1,)
     )
 
 
-def test_graph_of_a_dequantize_in_front_of_an_all_gather() -> None:
+def test_graph_of_a_dequantize_before_an_all_gather() -> None:
     def function(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         return (gather(scaling.dequantize(x_q, shared(scales).reciprocal(), BF16).view(4, 64)),)
 
@@ -269,7 +271,7 @@ return (convert_element_type_default_1,)
 
 
 def test_graph_of_a_scale_that_follows_from_what_is_gathered() -> None:
-    """It is computed behind the collective, and moves in front of it."""
+    """The scale is computed after the collective, and moves before it."""
     expect_graph(
         rewritten(dynamic(gather), torch.randn(8, 32))[1],
         """\
@@ -326,7 +328,6 @@ def dynamic(move: Callable[[Tensor], Tensor]) -> Function:
     return function
 
 
-# 2. Numbers
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("mover", MOVERS)
 def test_delayed_scaling_has_the_same_bits(mover: str, dtype: torch.dtype) -> None:
@@ -337,7 +338,9 @@ def test_delayed_scaling_has_the_same_bits(mover: str, dtype: torch.dtype) -> No
     for a, b in zip(wanted, got, strict=True):
         same_bits(a[:1], b[:1])
     recorded = torch.stack([b[1] for b in got])
-    assert torch.equal(recorded.amax(0), torch.stack([a[1] for a in wanted]).amax(0)), "what the step's reduction gives"
+    assert torch.equal(recorded.amax(0), torch.stack([a[1] for a in wanted]).amax(0)), (
+        "the maximum over ranks, which the step's reduction computes, differs"
+    )
     mine = torch.stack([x[0].abs().amax().float() for x in inputs])
     assert torch.equal(recorded[:, 1], mine[[1] * 4] if mover == "broadcast" else mine)
     assert sent(after)[-1].endswith("uint8")
@@ -345,7 +348,7 @@ def test_delayed_scaling_has_the_same_bits(mover: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("shape", [(0, 32), (0, 4, 32)])
 def test_a_rank_that_sends_nothing_records_nothing(shape: tuple[int, ...]) -> None:
-    """And has the collective in FP8, as those have it that send something."""
+    """It still has the collective in FP8, as ranks that send something have it."""
 
     def receive(x: Tensor) -> Tensor:
         brought = c10d.all_to_all_single(x, [2] * RANKS, [0] * RANKS, GROUPS[WORLD])
@@ -358,7 +361,7 @@ def test_a_rank_that_sends_nothing_records_nothing(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_what_is_not_finite_is_nan_after(mover: str) -> None:
+def test_nonfinite_elements_are_nan_afterwards(mover: str) -> None:
     before, after, _ = rewritten(delayed(MOVERS[mover]), *of_delayed())
     parts = data(8, 32)
     moved = capture(lambda x: (MOVERS[mover](x),), parts[0])
@@ -369,14 +372,14 @@ def test_what_is_not_finite_is_nan_after(mover: str) -> None:
         assert any(not x.isfinite().all() for x in brought)
         wanted, got = on_ranks(before, inputs), on_ranks(after, inputs)
         for a, b, x in zip(wanted, got, brought, strict=True):
-            assert bool(a[0].isnan().all()) == (not x.isfinite().all()), f"the reference, {bad}"
+            assert bool(a[0].isnan().all()) == (not x.isfinite().all()), f"the reference is not all NaN, {bad}"
             assert torch.equal(b[0].isnan(), ~x.isfinite()), bad
         recorded = torch.stack([b[1] for b in got])[:, 1]
-        assert recorded[1] == 0, f"evicted, {bad}"
+        assert recorded[1] == 0, f"the rank's amax is not evicted, {bad}"
         finite = max(float(x.abs().max()) for r, x in enumerate(parts) if r != 1)
-        assert recorded.max() == (0 if mover == "broadcast" else finite), "as in data parallel, not as in one process"
+        assert recorded.max() == (0 if mover == "broadcast" else finite), "the amaxes of other ranks are lost"
         if mover != "all-to-all":
-            assert max(float(a[1][1]) for a in wanted) == 0, "the annotated graph evicts it on all ranks"
+            assert max(float(a[1][1]) for a in wanted) == 0, "the annotated graph records it on a rank"
 
 
 @pytest.mark.parametrize("mover", ["all-gather", "broadcast"])
@@ -396,7 +399,7 @@ def test_dynamic_scaling_has_the_same_bits(mover: str) -> None:
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_a_scale_that_is_a_number_saturates_what_is_infinite_as_before(mover: str) -> None:
+def test_a_scale_that_is_a_number_still_saturates_infinities(mover: str) -> None:
     before, after, _ = rewritten(static(MOVERS[mover]), torch.randn(8, 32))
     parts = data(8, 32, dtype=F32)
     parts[1][3, 5], parts[1][2, 2] = float("inf"), float("nan")
@@ -414,18 +417,18 @@ def dq(x_q: Tensor) -> Tensor:
 
 
 def columns(x: Tensor) -> Tensor:
-    """Gathered by columns, as DTensor does it."""
+    """Gather by columns, as DTensor does it."""
     return torch.cat(gather(x).split(len(x)), 1)
 
 
-BEHIND: dict[str, Function] = {
+AFTER: dict[str, Function] = {
     "to FP8": lambda x: (gather(x).to(E4M3),),
     "div": lambda x: ((gather(x).float() / 3.0).clamp(-448, 448).to(E4M3),),
     "mul, the other way round": lambda x: ((torch.full((1, 1), 0.5) * gather(x).float()).clamp(-448, 448).to(E4M3),),
     "mul in bfloat16": lambda x: ((gather(x) * 0.3).clamp(-448, 448).to(E4M3),),
     "reshape": lambda x: (q(gather(x).view(4, 8, 32).reshape(32, 4, 8)),),
     "permute": lambda x: (q(gather(x).t()),),
-    "permute, behind": lambda x: (q(gather(x)).t().contiguous(),),
+    "permute, after": lambda x: (q(gather(x)).t().contiguous(),),
     "slice": lambda x: (q(gather(x)[3:, :16]),),
     "expand": lambda x: (q(gather(x).unsqueeze(1).expand(32, 2, 32)),),
     "copy": lambda x: (q(gather(x).t().contiguous()),),
@@ -441,42 +444,42 @@ def both(x: Tensor) -> tuple[Tensor, ...]:
     return q(x), q(x.t()), dq(q(x[:7]))
 
 
-@pytest.mark.parametrize("case", BEHIND)
+@pytest.mark.parametrize("case", AFTER)
 def test_quantized_after(case: str) -> None:
     parts = data(8, 32)
-    before, after, _ = rewritten(BEHIND[case], parts[0], times=2 if case == "two of a kind" else 1)
+    before, after, _ = rewritten(AFTER[case], parts[0], times=2 if case == "two of a kind" else 1)
     assert set(sent(after)) == {"all_gather_into_tensor uint8"}
     inputs = [(x,) for x in parts]
     for a, b in zip(on_ranks(before, inputs), on_ranks(after, inputs), strict=True):
         same_bits(a, b)
 
 
-FRONT: dict[str, Function] = {
+BEFORE: dict[str, Function] = {
     "from FP8": lambda x_q: (gather(x_q.float()),),
     "div": lambda x_q: (gather((x_q.float() / 3.0).to(BF16)),),
     "mul, the other way round": lambda x_q: (gather(torch.full((1,), 0.5) * x_q.float()),),
     "reshape": lambda x_q: (gather(dq(x_q).view(16, 16)),),
     "permute, copy": lambda x_q: (gather(dq(x_q.t()).contiguous()),),
     "slice": lambda x_q: (gather(dq(x_q[:, :16])),),
-    "slice, behind": lambda x_q: (gather(dq(x_q)[2:4]),),
+    "slice, after": lambda x_q: (gather(dq(x_q)[2:4]),),
     "expand": lambda x_q: (gather(dq(x_q.unsqueeze(1).expand(8, 2, 32)) + 0.0),),
     "pad": lambda x_q: (gather(aten.constant_pad_nd(dq(x_q), [0, 0, 0, 2])),),
     "exchange": lambda x_q: (exchange(dq(x_q)),),
     "broadcast": lambda x_q: (bring(dq(x_q)),),
     "read elsewhere": lambda x_q: two(dq(x_q)),
-    "one collective behind another": lambda x_q: (bring(gather(dq(x_q))),),
+    "one collective after another": lambda x_q: (bring(gather(dq(x_q))),),
 }
 
 
 def two(x: Tensor) -> tuple[Tensor, ...]:
-    """In high precision too, on both sides."""
+    """Return the collective's result, and another reader of its argument in high precision."""
     return gather(x), x + 1
 
 
-@pytest.mark.parametrize("case", FRONT)
-def test_dequantized_in_front(case: str) -> None:
+@pytest.mark.parametrize("case", BEFORE)
+def test_dequantized_before(case: str) -> None:
     parts = [fp8(8, 32) for _ in range(RANKS)]
-    before, after, _ = rewritten(FRONT[case], parts[0], times=2 if "another" in case else 1)
+    before, after, _ = rewritten(BEFORE[case], parts[0], times=2 if "another" in case else 1)
     assert {s.split()[1] for s in sent(after)} == {"uint8"}
     inputs = [(x,) for x in parts]
     for a, b in zip(on_ranks(before, inputs), on_ranks(after, inputs), strict=True):
@@ -494,7 +497,7 @@ def test_a_collective_permute_is_an_all_to_all() -> None:
     assert node.meta["val"].dtype == torch.uint8 and node.args[1:3] == ([0, 0, 0, 64], [0, 64, 0, 0])
 
 
-def test_quantized_behind_two_collectives() -> None:
+def test_quantized_after_two_collectives() -> None:
     parts = data(8, 32)
     before, after, _ = rewritten(lambda x: (q(bring(gather(x))),), parts[0], times=2)
     assert sent(after) == ["all_gather_into_tensor uint8", "broadcast uint8"]
@@ -504,8 +507,8 @@ def test_quantized_behind_two_collectives() -> None:
 
 
 @pytest.mark.parametrize("order", ["gather, broadcast", "broadcast, gather", "gather, exchange"])
-def test_delayed_scaling_behind_two_collectives(order: str) -> None:
-    """The first of which is reached through the mark that the second made."""
+def test_delayed_scaling_after_two_collectives(order: str) -> None:
+    """The pass reaches the first collective through the mark that it has made at the second."""
     orders: dict[str, Callable[[Tensor], Tensor]] = {
         "gather, broadcast": lambda x: bring(gather(x)),
         "broadcast, gather": lambda x: gather(bring(x)),
@@ -529,7 +532,7 @@ def test_delayed_scaling_behind_two_collectives(order: str) -> None:
 
 
 def test_a_weight_that_was_quantized_in_the_graph() -> None:
-    """Its scale_inv is NaN for what this rank has; behind the collective that travels by itself."""
+    """Its scale_inv is NaN for a part of this rank that isn't finite; after the collective, elements carry the NaN."""
 
     def function(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         new, scale = scaling.amax(x), shared(scales)
@@ -578,7 +581,7 @@ def test_a_slot_without_history_is_scaled_by_the_amax_of_the_whole(mover: str) -
 
 
 def test_a_weight_that_is_gathered_twice() -> None:
-    """In forward and in backward; and its scale has another shape."""
+    """It is gathered in the forward and in the backward, and its scale_inv has another shape."""
 
     def function(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         new, scale = scaling.amax(x), shared(scales)
@@ -601,7 +604,7 @@ def test_a_weight_that_is_gathered_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_the_gradient_of_a_bias(dtype: torch.dtype) -> None:
-    """No worse than the sum of what was gathered; against float64."""
+    """The sum over ranks is as close to float64 as the sum of the gathered tensor."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         whole = columns(x).view(2, 4, 128)
@@ -612,7 +615,9 @@ def test_the_gradient_of_a_bias(dtype: torch.dtype) -> None:
         return q(whole), whole.view(2, 16, 32).sum([0, 1], keepdim=True)
 
     refused = capture(function, data(8, 32)[0])
-    assert not QuantizeCollectives().run(refused.graph, Context(Config(recipe=None))), "other columns than the ranks'"
+    assert not QuantizeCollectives().run(refused.graph, Context(Config(recipe=None))), (
+        "a sum over other columns than those of the ranks is rewritten"
+    )
     parts = data(8, 32, dtype=dtype)
     before, after, _ = rewritten(rows, parts[0])
     assert sent(after) == ["all_gather_into_tensor uint8", "all_reduce float32"]
@@ -624,7 +629,7 @@ def test_the_gradient_of_a_bias(dtype: torch.dtype) -> None:
         torch.testing.assert_close(b[1].double().view(32), exact, rtol=2**-8 if dtype == BF16 else 1e-5, atol=1e-5)
 
 
-def test_whoever_else_reads_the_amax_gets_that_of_the_whole() -> None:
+def test_other_readers_of_the_amax_get_that_of_the_whole() -> None:
     def function(x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
         new, scale = scaling.amax(whole), shared(scales)
@@ -645,8 +650,8 @@ def test_whoever_else_reads_the_amax_gets_that_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("reader", ["read", "scaled otherwise", "hidden"])
-def test_what_is_not_poisoned_for_all_readers_is_not_marked(reader: str) -> None:
-    """The FP8 values are those of the annotated graph, for whoever reads them."""
+def test_values_that_are_not_poisoned_for_all_readers_are_not_marked(reader: str) -> None:
+    """All readers get the FP8 values of the annotated graph."""
 
     def function(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
@@ -667,7 +672,7 @@ def test_what_is_not_poisoned_for_all_readers_is_not_marked(reader: str) -> None
     assert sent(after) == ["all_reduce int32", "all_gather_into_tensor uint8"]
 
 
-def test_an_amax_that_is_recorded_for_no_scale_of_all_ranks_is_that_of_the_whole() -> None:
+def test_an_amax_whose_slot_scales_nothing_is_that_of_the_whole() -> None:
     def function(x: Tensor, amax: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
         return q(whole), ops.record(amax, scaling.amax(whole), 0, "evict")
@@ -696,7 +701,7 @@ def test_powers_of_two() -> None:
 
 
 def test_a_format_in_keywords_is_a_format() -> None:
-    """As casts are spelled before they are decomposed: two of them that differ in nothing else."""
+    """Two casts before decomposition differ only in a keyword, their dtype."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
         whole = gather(x)
@@ -713,7 +718,7 @@ def test_a_format_in_keywords_is_a_format() -> None:
 
 
 def test_one_is_refused_and_another_is_not() -> None:
-    """What can't be rewritten keeps its collective, whatever its neighbours do."""
+    """A collective that can't be rewritten stays, whether or not others are rewritten."""
 
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         whole = gather(y)
@@ -727,7 +732,6 @@ def test_one_is_refused_and_another_is_not() -> None:
     assert [n.split(": ")[-1].split()[0] for n in context.notes] == ["cos", "1"]
 
 
-# 3. Refusals
 def per_row(x: Tensor) -> tuple[Tensor, ...]:
     whole = gather(x)
     scale = 448.0 / whole.abs().amax(1, keepdim=True).float()
@@ -771,15 +775,15 @@ def plain(x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     return (scaling.quantize(gather(x), scales[0], E4M3),)
 
 
-def plain_in_front(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+def plain_before(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     return (gather(scaling.dequantize(x_q, scales[0], BF16)),)
 
 
-def half_in_front(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+def half_before(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     return (gather(scaling.dequantize(x_q, shared(scales, HALF).reciprocal(), BF16)),)
 
 
-def rows_in_front(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+def rows_before(x_q: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
     return (gather(scaling.dequantize(x_q, scales.expand(8).unsqueeze(1), BF16)),)
 
 
@@ -810,7 +814,7 @@ def chosen_too(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
     return q(whole), torch.where(whole > 0, y, z).to(E4M3)
 
 
-def chosen_in_front(x_q: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+def chosen_before(x_q: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return (gather(torch.where(y > 0, dq(x_q), y)),)
 
 
@@ -949,22 +953,22 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
         (X,),
         "full after all_gather_into_tensor has 3 dimensions, more than what it scales",
     ),
-    "in front: a plain input": (
-        plain_in_front,
+    "before: a plain input": (
+        plain_before,
         (fp8(8, 32), SCALES),
         "select before all_gather_into_tensor may differ between ranks",
     ),
-    "in front: a smaller group": (
-        half_in_front,
+    "before: a smaller group": (
+        half_before,
         (fp8(8, 32), SCALES),
         "reciprocal before all_gather_into_tensor may differ between ranks",
     ),
-    "in front: rows": (
-        rows_in_front,
+    "before: rows": (
+        rows_before,
         (fp8(8, 32), SCALES),
         "unsqueeze before all_gather_into_tensor is not one scale for all of it",
     ),
-    "in front: padding": (
+    "before: padding": (
         padded_by_one,
         (fp8(8, 32),),
         "constant_pad_nd before all_gather_into_tensor adds what is not 0 in FP8",
@@ -994,7 +998,7 @@ REFUSED: dict[str, tuple[Function, tuple[Tensor, ...], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
-    """With a reason; and nothing is changed, but for `ops.shared`, which is gone."""
+    """The note has the reason, and the graph does not change, except that `ops.shared` is removed."""
     function, inputs, reason = REFUSED[case]
     module = capture(function, *inputs)
     reference = text(without_shared(copied(module)))
@@ -1022,14 +1026,14 @@ SILENT: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "a choice of numbers": (chosen, (X, torch.randn(()), torch.randn(()))),
     "a choice of elements": (chosen, (X, torch.randn(32, 32), torch.randn(32, 32))),
     "a choice of constants": (lambda x: (torch.where(gather(x) > 0, 1.0, 2.0).to(E4M3),), (X,)),
-    "a choice, in front": (chosen_in_front, (fp8(8, 32), X)),
+    "a choice, before": (chosen_before, (fp8(8, 32), X)),
     "a mask of FP8": (lambda x: (gather(torch.where(x.float() > 0, 1.0, 2.0)),), (fp8(8, 32),)),
     "a sum": (lambda x: (q(c10d.wait_tensor(c10d.all_reduce(x, "sum", GROUPS[WORLD]))),), (X,)),
 }
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_of_what_is_not_quantized_nothing_is_said(case: str) -> None:
+def test_collectives_that_are_not_quantized_have_no_note(case: str) -> None:
     function, inputs = SILENT[case]
     module = capture(function, *inputs)
     before, context = text(module), Context(Config(recipe=None))
@@ -1037,7 +1041,7 @@ def test_of_what_is_not_quantized_nothing_is_said(case: str) -> None:
     assert text(module) == before and not context.notes
 
 
-def test_what_is_read_in_high_precision_may_have_been_fp8_before() -> None:
+def test_a_result_read_in_high_precision_may_have_been_fp8_before() -> None:
     def function(x_q: Tensor) -> tuple[Tensor, ...]:
         whole = gather(dq(x_q))
         return q(whole), whole.cos()
@@ -1058,4 +1062,6 @@ def test_symbolic_sizes() -> None:
     assert QuantizeCollectives().run(module.graph, context) == 1, context.notes
     run(module)
     assert [s for s in sent(module) if "gather" in s] == ["all_gather_into_tensor uint8"]
-    assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"], "at the sizes traced"
+    assert context.notes == ["1 collectives bring FP8, 0.00102 MB instead of 0.00205 MB"], (
+        "the sizes are not those of tracing"
+    )

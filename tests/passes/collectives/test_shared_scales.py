@@ -1,4 +1,4 @@
-"""What is known to be the same on all ranks of a group, and what is not."""
+"""Analysis of scales: which are known to be the same on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_poison_is_taken_off() -> None:
 
 
 def test_marks_are_known() -> None:
-    """NaN for infinities, and nothing else."""
+    """The mark for infinities is NaN, and no other choice of NaN is taken for it."""
     x = torch.tensor([1.0, -2.0, float("inf"), -float("inf"), float("nan")])
     assert marked(x).isnan().tolist() == [False, False, True, True, True]
     node = as_node(result(lambda x: marked(x + 1)))

@@ -35,5 +35,5 @@ def test_mutates(case: str) -> None:
 
 
 def test_python_assigns_the_product() -> None:
-    """Or the case "x @= y" would write."""
+    """If tensors had `__imatmul__`, the case "x @= y" would write."""
     assert not hasattr(torch.Tensor, "__imatmul__")

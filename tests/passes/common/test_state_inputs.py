@@ -1,4 +1,4 @@
-"""State as inputs of the annotated graph: which there are, in which order, and inside regions."""
+"""State as inputs of the annotated graph: which inputs there are, their order, and those of regions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_recipe_without_state_has_no_inputs() -> None:
         assert (a.tables, state_inputs(a.module.graph)) == ([], [])
 
 
-def test_each_recipe_has_inputs_of_its_own() -> None:
+def test_each_recipe_has_its_own_inputs() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     a = annotation(model, {"0": DelayedScaling(margin=1), "1": DelayedScaling(), "*": None})
     names = [f"fp8pass_{n}" for n in ops.INPUTS]
@@ -50,7 +50,7 @@ def test_each_recipe_has_inputs_of_its_own() -> None:
     assert {n.args[0] for n in steps} == {DelayedScaling(margin=1), DelayedScaling()}
 
 
-def test_a_region_gets_what_is_read_in_it() -> None:
+def test_a_region_gets_the_inputs_that_it_reads() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ def test_a_region_gets_what_is_read_in_it() -> None:
 
 
 def test_slots_without_history_are_usable() -> None:
-    """Scaled by 1, all by one op; where the graph is bootstrapped, by their own amax instead, which reads the 0."""
+    """One op turns all their scales into 1; a bootstrapped graph reads the 0 and scales by the tensor's amax."""
     scales = torch.tensor([0.0, 2.0, float("nan"), float("inf")])
     wanted = torch.tensor([1.0, 2.0, float("nan"), float("inf")])
     torch.testing.assert_close(ops.scales_or_one(scales), wanted, rtol=0, atol=0, equal_nan=True)
@@ -93,5 +93,5 @@ def test_static_scales_and_frozen_weights() -> None:
     assert state_inputs(a.module.graph) == ["fp8pass_scales", "fp8pass_frozen_0"]
     assert a.frozen == [FrozenWeightInput(position=0, table=0, slot=1, by_columns=False)]
     training = annotation(nn.Linear(32, 48), StaticScaling(scales))
-    assert training.frozen == []  # weights change
+    assert training.frozen == []  # training changes weights, so they are not frozen
     assert state_inputs(training.module.graph) == ["fp8pass_scales"]

@@ -13,7 +13,7 @@ from fp8pass.passes.common import view_ops
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.variant) for n in range(10, 40))])
 def test_which_reshapes_are_views(seed: int) -> None:
-    """Fake tensors against real ones: any permutation, slices, expansions and sizes of 1."""
+    """`is_view` of a fake tensor agrees with a real one, for permutations, slices, expansions and sizes of 1."""
     random = Random(seed)
     for _ in range(50):
         x = torch.empty([random.choice([1, 2, 3, 4]) for _ in range(random.randint(1, 4))])

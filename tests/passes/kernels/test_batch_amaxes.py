@@ -1,4 +1,4 @@
-"""The batch_amaxes pass: last stages of amaxes, with the scales that need them, and their records."""
+"""The batch_amaxes pass: last stages of amaxes, their scales and their records become groups."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tests.helpers.harness import BF16, E4M3, apply, aten, capture, count
 
 
 def step(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Two layers, of which the second waits for the first, and the records of their four operands."""
+    """Run two layers, of which the second waits for the first, and record the amaxes of their four operands."""
     return _step(x, w, h, v, scales, amaxes, (0, 1, 2, 3))
 
 
 def crossed(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with other slots: 0 and 2 belong together."""
+    """Run `step` with other slots: 0 and 2 belong to the same layer."""
     return _step(x, w, h, v, scales, amaxes, (0, 2, 1, 3))
 
 
 def recorded_early(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `crossed`, with a record that stands before the second matmul, as a backward has it."""
+    """Run `crossed` with a record before the second matmul, as in a backward."""
     return _step(x, w, h, v, scales, amaxes, (0, 2, 1, 3), early=True)
 
 
 def read_early(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Two layers, of which the second waits for its own weight, too: that is dequantized for what it multiplies."""
+    """Run two layers, of which the second's input also depends on its own dequantized weight."""
     return _step(x, w, h, v, scales, amaxes, (0, 1, 2, 3), dequantized=True)
 
 
 def returned(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Records of what a forward only quantizes, for the backward: nothing but the output reads the inverse scales."""
+    """Quantize and record in a forward for the backward: only the output reads the inverse scales."""
     (h_q, s_h), a_h = _operand(h, scales[0])
     (v_q, s_v), a_v = _operand(v, scales[1])
     amaxes.copy_(scaling.merge_amax(amaxes, torch.stack([a_h, a_v, a_h, a_v]), "evict"))
@@ -90,7 +90,7 @@ def inputs(bad: float | None = None) -> tuple[Tensor, ...]:
 def captured(function: Callable[..., Any] = step) -> fx.GraphModule:
     module = capture(function, *inputs())
     (copy,) = (n for n in module.graph.nodes if n.target is aten.copy_.default)
-    copy.args[1].meta[RECORDED] = "evict"  # as batch_records leaves it
+    copy.args[1].meta[RECORDED] = "evict"  # the mark that batch_records sets
     return module
 
 
@@ -99,11 +99,11 @@ def slots(module: fx.GraphModule) -> list[Slot]:
     return found.slots
 
 
-def test_a_weight_goes_with_what_it_is_multiplied_with() -> None:
+def test_a_weight_is_in_the_group_of_its_matmul() -> None:
     module = captured()
     groups = _groups(module.graph, slots(module))
     assert [[slot.index for slot in group] for group in groups] == [[0, 1], [2, 3]]
-    assert [slot.depth for slot in slots(module)] == [0, 0, 0, 0]  # before it is asked
+    assert [slot.depth for slot in slots(module)] == [0, 0, 0, 0]  # slots of a new match have no depth yet
 
 
 def test_one_stage_and_one_record_for_each_group() -> None:
@@ -128,7 +128,7 @@ def test_same_bits(bad: float | None) -> None:
 @pytest.mark.parametrize("bad", [None, float("nan")])
 @pytest.mark.parametrize("function", [crossed, recorded_early], ids=lambda f: f.__name__)
 def test_a_group_of_slots_that_do_not_follow_one_another(function: Callable[..., Any], bad: float | None) -> None:
-    """A model that is called twice: its first layer has the slots 0 and 2. One record writes them all."""
+    """A model that is called twice has such slots: its first layer has 0 and 2. One record writes them all."""
     module = captured(function)
     apply(module, BatchAmaxes())
     assert count(module, aten.copy_.default) == 1
@@ -137,8 +137,8 @@ def test_a_group_of_slots_that_do_not_follow_one_another(function: Callable[...,
 
 
 @pytest.mark.parametrize("function", [read_early, returned], ids=lambda f: f.__name__)
-def test_what_reads_an_inverse_scale_first(function: Callable[..., Any]) -> None:
-    """It may be no matmul, and stand before what the other amaxes of a depth are taken of; or be the output alone."""
+def test_the_first_reader_of_an_inverse_scale(function: Callable[..., Any]) -> None:
+    """It may be an op other than a matmul, before the tensors of other amaxes of that depth, or only the output."""
     module = captured(function)
     apply(module, BatchAmaxes())
     check_bits(module, function)
@@ -152,7 +152,7 @@ def check_bits(module: fx.GraphModule, function: Callable[..., Any], bad: float 
         assert torch.equal(got.isnan(), want.isnan())
 
 
-def test_what_is_no_record_stays() -> None:
+def test_updates_without_the_mark_stay() -> None:
     module = capture(step, *inputs())
     before = module.code
     apply(module, BatchAmaxes())
@@ -160,12 +160,12 @@ def test_what_is_no_record_stays() -> None:
 
 
 def vectors(module: fx.GraphModule) -> list[fx.Node]:
-    """The scales of groups."""
+    """Return the nodes with the scales of groups."""
     return [n for n in module.graph.nodes if n.target is FORCE_STRIDE_ORDER]
 
 
 def test_kernels_of_equal_layers_have_equal_indices() -> None:
-    """The second group reads elements 0 and 1 of a vector of its own, not 2 and 3 of that of all slots."""
+    """The second group reads elements 0 and 1 of its own vector, not 2 and 3 of the vector of all slots."""
     module = captured()
     wanted = module(*inputs())
     apply(module, BatchAmaxes())
@@ -176,8 +176,8 @@ def test_kernels_of_equal_layers_have_equal_indices() -> None:
     assert all(torch.equal(a, b) for a, b in zip(wanted, module(*inputs()), strict=True))
 
 
-def test_scales_of_this_step_are_not_waited_for() -> None:
-    """A slot without history: its scale is that of its own amax."""
+def test_kernels_do_not_wait_for_scales_of_this_step() -> None:
+    """A slot without history has a scale of its own amax, which no vector of a group holds."""
 
     def function(x: Tensor, w: Tensor, h: Tensor, v: Tensor, scales: Tensor, amaxes: Tensor) -> tuple[Tensor, ...]:
         own = scaling.scale_from_amax(scaling.amax(v), 448.0, 1.0)
@@ -186,7 +186,7 @@ def test_scales_of_this_step_are_not_waited_for() -> None:
     module = capture(function, *inputs())
     (copy,) = (n for n in module.graph.nodes if n.target is aten.copy_.default)
     copy.args[1].meta[RECORDED] = "evict"
-    for node in list(module.graph.nodes):  # as it is where each scale is chosen by itself
+    for node in list(module.graph.nodes):  # as in graphs that choose each slot's scale separately
         if node.target is aten.select.int:
             with module.graph.inserting_before(node.next):
                 chosen = module.graph.call_function(aten.clone.default, (node,))

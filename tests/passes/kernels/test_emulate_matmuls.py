@@ -36,7 +36,7 @@ ICE_LAKE = {"amx_int8": False, "amx_fp16": False}
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says what the passes take the processor for, and whether oneDNN may use all of it."""
+    """Return a function that sets the processor that the passes see, and oneDNN's limit."""
 
     def be(can: dict[str, bool], limited: bool = False) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
@@ -81,7 +81,7 @@ return convert_element_type_default_3
 
 @pytest.mark.parametrize("can", [SAPPHIRE_RAPIDS, GRANITE_RAPIDS, ICE_LAKE, {}])
 @pytest.mark.parametrize(("a", "b"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
-def test_only_what_the_processor_has_no_kernel_for(processor: Any, can: Any, a: torch.dtype, b: torch.dtype) -> None:
+def test_only_matmuls_without_a_kernel_are_emulated(processor: Any, can: Any, a: torch.dtype, b: torch.dtype) -> None:
     processor(can)
     module = capture(linear, *operands(a, b))
     apply(module, EmulateMatmuls())
@@ -101,7 +101,7 @@ def test_only_what_the_processor_has_no_kernel_for(processor: Any, can: Any, a: 
 def test_a_limit_of_onednn_counts_where_torch_calls_it(
     processor: Any, can: Any, a: torch.dtype, b: torch.dtype, why: str
 ) -> None:
-    """Torch asks the processor, not oneDNN, before it calls it."""
+    """Before torch calls oneDNN it checks the processor, but not oneDNN's limit."""
     processor(can, limited=True)
     said = hardware.why_emulated(torch.device("cpu"), a, b)
     assert why in said and bool(said) == bool(why)
@@ -130,7 +130,7 @@ def test_the_numbers_are_those_of_the_op(processor: Any, dtype: torch.dtype) -> 
 
 
 def test_fp8_results_stay(processor: Any) -> None:
-    """A user's own: what happens at the end of the type's range is the kernel's affair."""
+    """A user's own matmul with an FP8 result stays, because only the kernel defines what happens beyond the range."""
     processor(SAPPHIRE_RAPIDS)
     module = capture(
         lambda a, b, s: torch._scaled_mm(a, b.t(), s, s, out_dtype=E4M3), fp8(32, 64), fp8(48, 64), scale()

@@ -1,4 +1,4 @@
-"""The fold_quantizes pass: the steps of quantizing as one node."""
+"""The fold_quantizes pass: the steps of quantizing become one node."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_same_bits(case: str, dtype: torch.dtype) -> None:
     assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
     before = text(module)
     apply(module, FoldQuantizes())
-    assert text(module) == before, "a second run finds nothing"
+    assert text(module) == before, "a second run finds something"
 
 
 def test_the_cast_to_float32_may_have_other_readers() -> None:
@@ -120,7 +120,7 @@ UNTOUCHED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNTOUCHED)
-def test_what_is_something_else_is_untouched(case: str) -> None:
+def test_other_patterns_do_not_change(case: str) -> None:
     function, inputs = UNTOUCHED[case]
     module = capture(function, *inputs)
     before = text(module)

@@ -1,4 +1,4 @@
-"""The make_once pass: vectors of slots, and operands of several matmuls."""
+"""The materialize pass: vectors of slots and operands of several matmuls are stored once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.harness import BF16, E4M3, apply, aten, capture, count, expec
 
 
 def begin(buffer: Tensor, forward: Tensor, backward: Tensor) -> tuple[Tensor, Tensor]:
-    """As a step begins: the scales are made of the amaxes of forward and backward, written back, and read by slot."""
+    """Begin a step: compute scales from the amaxes of forward and backward, write them back, and read two slots."""
     scales = 448 / torch.cat([forward, backward])
     buffer.copy_(scales)
     return scales[0], scales[2]
@@ -131,7 +131,7 @@ def test_same_bits(case: str) -> None:
     before = text(module)
     assert Materialize().run(module.graph, Context(Config(recipe=None))) == 0
     module.recompile()
-    assert text(module) == before, "a second run finds nothing"
+    assert text(module) == before, "a second run finds something"
 
 
 UNTOUCHED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -153,7 +153,7 @@ UNTOUCHED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNTOUCHED)
-def test_what_gains_nothing_is_untouched(case: str) -> None:
+def test_graphs_that_would_gain_nothing_do_not_change(case: str) -> None:
     function, inputs = UNTOUCHED[case]
     module = capture(function, *inputs)
     before = text(module)
@@ -162,15 +162,15 @@ def test_what_gains_nothing_is_untouched(case: str) -> None:
     assert text(module) == before
 
 
-def test_symbolic_sizes_are_untouched() -> None:
+def test_graphs_with_symbolic_sizes_do_not_change() -> None:
     module = capture(lambda a, b: torch.cat([a, b]).exp()[1:], torch.rand(3), torch.rand(2), dynamic=True)
     before = text(module)
     apply(module, Materialize())
     assert text(module) == before
 
 
-def test_amaxes_that_are_to_be_one_launch() -> None:
-    """Of a history, and of the amaxes of rows; not of a tensor of a model."""
+def test_amaxes_that_must_be_one_launch() -> None:
+    """The amax of a history and that of the amaxes of rows are marked; that of a model's tensor is not."""
 
     def function(history: Tensor, rows: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         return history.amax(0), rows.amax(), x.amax(1), rows.view(8, -1).sum(1)
@@ -182,7 +182,7 @@ def test_amaxes_that_are_to_be_one_launch() -> None:
     assert not any(ONE_STAGE in n.meta for n in amaxes if n.target is not aten.amax.default)
 
 
-def test_an_expanded_number_of_which_parts_are_read_is_not_laid_out() -> None:
+def test_an_expanded_number_whose_parts_are_read_is_not_stored() -> None:
     def gradient_of_a_sum_of_a_cat(g: Tensor) -> tuple[Tensor, Tensor]:
         expanded = (g * 2).expand(8)
         return expanded[:3] + 1, expanded[3:] + 1

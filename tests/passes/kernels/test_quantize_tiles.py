@@ -23,14 +23,14 @@ from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, apply, aten, count
 
 
 def capture(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
-    """As the pass before it leaves the graph."""
+    """Capture a graph and run fold_quantizes, the pass before this one."""
     module = harness.capture(function, *inputs, dynamic=dynamic)
     apply(module, FoldQuantizes())
     return module
 
 
 def both(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix quantized, in both orientations."""
+    """Quantize a matrix, and return both orientations."""
     x_q = scaling.quantize(x, s, E4M3)
     return x_q, x_q.t().contiguous()
 
@@ -40,7 +40,7 @@ def with_amax(x: Tensor, s: Tensor) -> tuple[Tensor, ...]:
 
 
 def gradient(x: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """What becomes of the gradient of a layer with a bias."""
+    """Return amax, quantized copies and column sums, as the backward of a layer with a bias computes them."""
     return *with_amax(x, s), x.sum(0)
 
 
@@ -96,8 +96,8 @@ return (convert_element_type, reshape_default_3, reshape_default_2, convert_elem
     assert len(quantized) == 2
 
 
-def test_graph_of_what_has_no_tiles() -> None:
-    """The copy is made where the tensor is quantized, whose rows are no multiple of 64."""
+def test_graph_without_tiles() -> None:
+    """The number of rows is not a multiple of 64, so the copy is made right after the tensor is quantized."""
     module = capture(with_amax, torch.randn(60, 32, dtype=BF16), scale())
     apply(module, QuantizeTiles())
     expect_graph(
@@ -172,16 +172,16 @@ def test_same_bits(case: str) -> None:
         assert torch.equal(a.float(), b.float())
     before = text(module)
     apply(module, QuantizeTiles())
-    assert text(module) == before, "a second run finds nothing"
+    assert text(module) == before, "a second run finds something"
 
 
 DECLINED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "rows no multiple of 64": (both, (torch.randn(96, 32), scale())),
+    "rows not a multiple of 64": (both, (torch.randn(96, 32), scale())),
     "statistics of rows on the way": (
         lambda x, s: both(x * x.square().mean(-1, keepdim=True).rsqrt(), s),
         (torch.randn(128, 32), scale()),
     ),
-    "behind a cast and a view": (
+    "after a cast and a view": (
         lambda x, s: both((x / x.abs().amax(-1, keepdim=True)).to(BF16).view(128, 32), s),
         (torch.randn(2, 64, 32), scale()),
     ),
@@ -190,22 +190,22 @@ DECLINED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DECLINED)
-def test_without_tiles_the_copy_is_made_where_its_tensor_is_quantized(case: str) -> None:
+def test_without_tiles_the_copy_comes_right_after_the_quantize(case: str) -> None:
     function, inputs = DECLINED[case]
     module = capture(function, *inputs)
     wanted = module(*inputs)
     apply(module, QuantizeTiles())
     quantize = next(n for n in module.graph.nodes if n.meta["val"].dtype == E4M3)
     assert (quantize.next.target, quantize.next.next.target) == (aten.permute.default, aten.clone.default)
-    assert list(quantize.meta["val"].shape) == list(wanted[0].shape), "no tiles"
+    assert list(quantize.meta["val"].shape) == list(wanted[0].shape), "has tiles"
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, module(*inputs), strict=True))
     before = text(module)
     apply(module, QuantizeTiles())
-    assert text(module) == before, "a second run finds nothing"
+    assert text(module) == before, "a second run finds something"
 
 
 def padded(x: Tensor, s: Tensor) -> Tensor:
-    """The copy is of the padded tensor, which is another."""
+    """Return a copy of the padded tensor, not of the quantized one."""
     return torch.nn.functional.pad(scaling.quantize(x, s, E4M3).view(torch.uint8), (0, 8)).view(E4M3).t().contiguous()
 
 
@@ -225,7 +225,7 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_what_is_no_such_copy_is_untouched(case: str) -> None:
+def test_other_copies_do_not_change(case: str) -> None:
     function, inputs = UNKNOWN[case]
     module = capture(function, *inputs)
     before = text(module)
@@ -234,22 +234,22 @@ def test_what_is_no_such_copy_is_untouched(case: str) -> None:
     assert text(module) == before
 
 
-def test_symbolic_sizes_are_untouched() -> None:
+def test_graphs_with_symbolic_sizes_do_not_change() -> None:
     module = capture(both, torch.randn(128, 32), scale(), dynamic=True)
     before = text(module)
     apply(module, QuantizeTiles())
     assert text(module) == before
 
 
-def test_of_nothing() -> None:
-    """No rows, which are a multiple of 64."""
+def test_a_matrix_without_rows() -> None:
+    """0 rows are a multiple of 64."""
     module = capture(both, torch.randn(0, 32), scale())
     apply(module, QuantizeTiles())
     assert [list(x.shape) for x in module(torch.randn(0, 32), scale())] == [[0, 32], [32, 0]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_amax_of_what_is_not_finite(bad: float) -> None:
+def test_amax_of_nonfinite_elements(bad: float) -> None:
     x = torch.randn(128, 32, dtype=BF16)
     x[70, 3] = bad
     module = capture(with_amax, x, scale())
@@ -273,7 +273,7 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", SUMS)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 def test_column_sums_are_exact_up_to_the_last_rounding(case: str, dtype: torch.dtype) -> None:
-    """The gradient of a bias: in float32 over all tiles, rounded once."""
+    """The gradient of a bias is summed in float32 over all tiles, and rounded once."""
     x = (torch.randn(1024, 32) + 0.5).to(dtype)
     module = capture(lambda x, s: (*with_amax(x, s), SUMS[case](x)), x, scale())
     apply(module, QuantizeTiles())
@@ -286,7 +286,7 @@ def test_column_sums_are_exact_up_to_the_last_rounding(case: str, dtype: torch.d
     assert error.max() < 2**-20 + torch.finfo(got.dtype).eps / 2
 
 
-def test_sums_that_are_none_of_columns_in_float32_stay() -> None:
+def test_sums_other_than_of_columns_in_float32_stay() -> None:
     def function(x: Tensor, s: Tensor) -> tuple[Tensor, ...]:
         return *both(x, s), x.sum(1), x.sum(0, dtype=torch.float64), x.sum([0, 1], keepdim=True)
 
@@ -304,7 +304,7 @@ def test_sums_that_are_none_of_columns_in_float32_stay() -> None:
 
 
 def test_sums_over_more_elements_than_a_tile_has() -> None:
-    """Few chunks where there are many columns: each as high as can be."""
+    """Each sum runs over the rows of a chunk; the more columns a matrix has, the fewer chunks it is cut into."""
     for rows, columns, chunks in (
         (64, 16, 1),
         (1024, 16, 16),
@@ -320,8 +320,8 @@ def test_sums_over_more_elements_than_a_tile_has() -> None:
 
 
 @pytest.mark.parametrize(("own", "waiting"), [(True, 0), (False, 2)])
-def test_what_is_scaled_by_its_own_amax_does_not_wait_for_it(own: bool, waiting: int) -> None:
-    """Dynamic scaling: both orientations are one kernel behind the amax. Delayed: one kernel with it."""
+def test_a_quantize_with_its_own_amax_is_not_marked(own: bool, waiting: int) -> None:
+    """Dynamic scaling writes both orientations in one kernel after the amax; delayed, in one kernel with the amax."""
 
     def both(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         amax = scaling.amax(x)
@@ -334,13 +334,13 @@ def test_what_is_scaled_by_its_own_amax_does_not_wait_for_it(own: bool, waiting:
 
 
 def gradients_of_swiglu(dy: Tensor, gate: Tensor, up: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """Of gate and up, which are one layer: made of the same tensors."""
+    """Return the gradient of gate and up as one layer; both parts are computed from the same tensors."""
     sigmoid = torch.sigmoid(gate)
     return gradient(torch.cat([dy * up * (sigmoid * (1 + gate * (1 - sigmoid))), dy * gate * sigmoid], -1), s)
 
 
 def gradients_of_others(dy: Tensor, gate: Tensor, up: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """Nothing is read for both."""
+    """Return a gradient whose two parts read different tensors."""
     return gradient(torch.cat([gate.exp(), up.exp()], -1), s)
 
 
@@ -349,7 +349,7 @@ def parts(rows: int = 128) -> tuple[Tensor, ...]:
 
 
 def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Element by element, as Inductor does a cat, what gate and up have in common would be read twice."""
+    """Inductor computes a cat element by element, which would read the inputs common to gate and up twice."""
     monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
     inputs = parts()
     module = capture(gradients_of_swiglu, *inputs)
@@ -357,7 +357,7 @@ def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.Monkey
     apply(module, QuantizeTiles())
     made = [n for n in module.graph.nodes if n.target is CONCATENATED]
     shapes = sorted((list(n.meta["val"].shape), len(n.args[0])) for n in made)
-    # the sums and the amaxes of the columns of two tiles; by rows and transposed
+    # sums and amaxes of the columns of two tiles; the quantized tensor and its transpose
     assert shapes == [([2, 64], 2), ([2, 64], 2), ([2, 64, 64], 2), ([64, 2, 64], 2)]
     assert count(module, aten.cat.default) == 0
     for a, b in zip(wanted, module(*inputs), strict=True):
@@ -365,10 +365,10 @@ def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.Monkey
         torch.testing.assert_close(a.float(), b.float(), rtol=1e-2 * (a is wanted[-1]), atol=1e-2 * (a is wanted[-1]))
     before = text(module)
     apply(module, QuantizeTiles())
-    assert text(module) == before, "a second run finds nothing"
+    assert text(module) == before, "a second run finds something"
 
 
-def test_weights_one_below_the_other_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_joined_by_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
     inputs = torch.randn(64, 32, dtype=BF16), torch.randn(128, 32, dtype=BF16) * 3, scale(8.0)
     module = capture(lambda q, k, s: with_amax(torch.cat([q, k]), s), *inputs)
@@ -380,8 +380,8 @@ def test_weights_one_below_the_other_are_read_where_they_are(monkeypatch: pytest
 
 WHOLE: dict[str, Callable[..., Any]] = {
     "nothing in common": gradients_of_others,
-    "one below the other": lambda dy, gate, up, s: gradient(torch.cat([dy * gate, dy * up]), s),
-    "a part that is no matrix of its own": lambda dy, gate, up, s: gradient(torch.cat([dy[:, :16], (dy * up)], -1), s),
+    "rows below each other": lambda dy, gate, up, s: gradient(torch.cat([dy * gate, dy * up]), s),
+    "a part that is a view": lambda dy, gate, up, s: gradient(torch.cat([dy[:, :16], (dy * up)], -1), s),
 }
 
 

@@ -1,4 +1,4 @@
-"""The split_foreach pass: which tensors of an optimizer's `_foreach_` ops get ops of their own."""
+"""The split_foreach pass: large tensors of an optimizer's `_foreach_` ops get separate ops."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fp8pass.passes.kernels.split_foreach import SplitForeach, match
 from tests.helpers.harness import BF16, E4M3, F32, apply, aten, capture, expect_graph, scale, text
 
 ROUNDS_TWICE = torch.__version__.startswith("2.11.")
-"""It decomposes a product that is added to something into two ops, where its kernels, and newer versions, round once."""
+"""torch 2.11 decomposes a product plus a tensor into two ops, where its kernels and newer versions round once."""
 LARGE, LITTLE = (1024, 300), (8,)
-"""Of float32: more than `SMALL_KERNEL_BYTES` bytes, and less."""
+"""Shapes of float32 tensors with more than `SMALL_KERNEL_BYTES` bytes, and with less."""
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of lists of a large and a small tensor each; the first large result is quantized."""
+    """Return a function that calls `function` with lists of a large and a small tensor; quantize the large result."""
 
     def update(s: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         results = function(*([flat[i], flat[i + 1]] for i in range(0, len(flat), 2)))
@@ -35,12 +35,12 @@ def both(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inputs(lists: int, dtype: torch.dtype = F32) -> tuple[Tensor, ...]:
-    """A scale, and lists of a large and a small tensor, all positive."""
+    """Return a scale, and the tensors of lists of a large and a small tensor, all positive."""
     return scale(), *((torch.rand(shape) + 0.5).to(dtype) for _ in range(lists) for shape in (LARGE, LITTLE))
 
 
 def sizes(module: fx.GraphModule) -> list[list[int]]:
-    """Of each `_foreach_` op, the numbers of elements that it computes."""
+    """Return, for each `_foreach_` op, the numbers of elements of its results."""
     lists = (n for n in module.graph.nodes if "_foreach_" in str(n.target))
     return [sorted(u.meta["val"].numel() for u in n.users) for n in lists]
 
@@ -144,9 +144,9 @@ def test_every_op_has_a_case() -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(case: str, dtype: torch.dtype) -> None:
-    """As torch's own op computes it; the large tensor is apart, the small one where it was."""
+    """The results are those of torch's op; the large tensor has a separate op, the small one stays in the list."""
     lists, op = CASES[case]
-    rows = 2 if dtype == BF16 else 1  # as many bytes
+    rows = 2 if dtype == BF16 else 1  # as many bytes as in float32
     s, *tensors = inputs(lists, dtype)
     tensors = [x.repeat(rows, 1) if x.dim() == 2 else x for x in tensors]
     module = capture(both(op), s, *tensors)
@@ -164,11 +164,11 @@ def test_same_bits(case: str, dtype: torch.dtype) -> None:
         else:
             assert torch.equal(a.float(), b.float())
     before = text(module)
-    assert SplitForeach().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds nothing"
+    assert SplitForeach().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
     assert text(module) == before
 
 
-def test_if_all_are_large_nothing_is_left_of_the_op() -> None:
+def test_an_op_on_large_tensors_alone_is_removed() -> None:
     def update(s: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         x, y = torch._foreach_mul([a, b], [2.0, 3.0])
         return x, y, scaling.quantize(y, s, E4M3)
@@ -181,8 +181,8 @@ def test_if_all_are_large_nothing_is_left_of_the_op() -> None:
     assert torch.equal(x, a * 2) and torch.equal(y, b * 3)
 
 
-def test_positions_of_what_stays() -> None:
-    """The small ones keep their numbers, though those before them are gone."""
+def test_positions_of_small_tensors() -> None:
+    """Small tensors keep their numbers, although large ones before them leave the list."""
 
     def update(s: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         results = torch._foreach_mul(xs, [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -196,7 +196,7 @@ def test_positions_of_what_stays() -> None:
 
 
 def test_a_large_argument_counts_as_well() -> None:
-    """float32 state of a bfloat16 parameter."""
+    """A small bfloat16 parameter with large float32 state is split off."""
     shape = SMALL_KERNEL_BYTES // 4 + 1, 1
     p, m = torch.randn(shape, dtype=BF16), torch.randn(shape)
 
@@ -236,7 +236,7 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("case", UNTOUCHED)
-def test_untouched(case: str) -> None:
+def test_other_ops_do_not_change(case: str) -> None:
     module = capture(UNTOUCHED[case], scale(), torch.randn(1024, 300), torch.randn(1024, 300))
     assert any("_foreach_" in str(n.target) for n in module.graph.nodes)
     before = text(module)
@@ -246,7 +246,7 @@ def test_untouched(case: str) -> None:
 
 
 def test_match() -> None:
-    """A tensor with a number for each is no argument of one of them."""
+    """Ops that take a tensor with a number for each list element are not split."""
     graph = fx.Graph()
     x, numbers = graph.placeholder("x"), graph.placeholder("numbers")
     calls = [

@@ -1,4 +1,4 @@
-"""The update_tiles pass: graphs of updates, which must write the same bits into the same inputs."""
+"""The update_tiles pass: graphs of updates write the same bits into the same inputs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.helpers.harness import BF16, E4M3, F32, apply, capture, count, scale,
 
 
 def both(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix quantized, in both orientations."""
+    """Quantize a matrix, and return both orientations."""
     x_q = scaling.quantize(x, s, E4M3)
     return x_q, x_q.t().contiguous()
 
 
 def momentum(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """The new parameter and state."""
+    """Return the new parameter and state."""
     new = m * 0.9 + g
     return p - 0.1 * new, new
 
 
 def of_the_old(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """The state is made of the parameter as it was, and is written after it."""
+    """Compute the state from the old parameter; it is written after the parameter."""
     new = p - 0.1 * g
     return new, new - p
 
@@ -38,8 +38,8 @@ def average_of_the_old(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]
     return p - 0.1 * g, m.lerp(p, 0.5)
 
 
-def turned(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """A view that has the parameter's shape, and is no view of its tiles."""
+def transposed(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    """Read a view with the parameter's shape, which can't be viewed as tiles."""
     return p - 0.1 * g.t(), m + g
 
 
@@ -48,7 +48,7 @@ def by_columns(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_rows(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """A number for each row, which is none for each row of a tile."""
+    """Read a number for each row, which tiles read in parts."""
     return p - 0.1 * g, g / g.square().mean(1, keepdim=True)
 
 
@@ -60,13 +60,13 @@ def flat(p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     return p - 0.1 * (g.view(-1) * 2).view(p.shape), (m.view(-1) + g.view(-1)).view(m.shape)
 
 
-UPDATES = momentum, of_the_old, average_of_the_old, turned, by_columns, by_rows, expanded, flat
+UPDATES = momentum, of_the_old, average_of_the_old, transposed, by_columns, by_rows, expanded, flat
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("rule", UPDATES, ids=lambda f: f.__name__)
 def test_updates_write_tiles(rule: Callable[..., Any], dtype: torch.dtype) -> None:
-    """Of a parameter, what is made of it and of what it is made of, and both of its FP8 copies: the same bits."""
+    """The parameter, its state, and both of its FP8 copies are written by tiles, with the same bits."""
 
     def update(p: Tensor, g: Tensor, m: Tensor, x_q: Tensor, x_t: Tensor, made: Tensor, s: Tensor) -> None:
         new, state = rule(p, g, m)
@@ -90,12 +90,12 @@ def test_updates_write_tiles(rule: Callable[..., Any], dtype: torch.dtype) -> No
         assert torch.equal(a.float(), before.float()) == (before is g or before is inputs[-1])
     before_ = text(module)
     apply(module, UpdateTiles())
-    assert text(module) == before_, "a second run finds nothing"
+    assert text(module) == before_, "a second run finds something"
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
 def test_an_amax_of_the_state_that_is_taken_before_the_parameter_is_known(foreach: bool) -> None:
-    """As a moment's is, that is stored in FP8; the rate is computed after it. Small tensors' ops on lists stay."""
+    """A moment in FP8 has such an amax; the rate is computed after it. Ops on lists of small tensors stay."""
 
     def update(p: Tensor, g: Tensor, m: Tensor, t: Tensor, x_q: Tensor, x_t: Tensor, made: Tensor, s: Tensor) -> None:
         new = m * 0.9 + g
@@ -113,6 +113,6 @@ def test_an_amax_of_the_state_that_is_taken_before_the_parameter_is_known(foreac
     wanted, got = ([x.clone() for x in inputs] for _ in range(2))
     module(*wanted)
     apply(module, UpdateTiles())
-    assert count(module, WRITE) == 4 - 2 * foreach, "of x_q, x_t and what is elementwise"
+    assert count(module, WRITE) == 4 - 2 * foreach, "writes other than of x_q, x_t, and elementwise results"
     module(*got)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(wanted, got, strict=True))

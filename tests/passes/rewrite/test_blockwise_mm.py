@@ -1,7 +1,7 @@
-"""Scales for blocks: what is rewritten for which GPU, the layouts of the scales, and the numbers.
+"""The blockwise_mm pass: which GPUs get a kernel with scales for blocks, the layouts of the scales, and the numbers.
 
-No CPU can run these kernels: their calls are repeated on fake CUDA tensors, and a stand-in reads the layouts as
-cuBLASLt's documentation has them.
+No CPU can run these kernels: their calls are repeated on fake CUDA tensors, and a stand-in reads the layouts by
+cuBLASLt's documentation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def quantizer(recipe: Any, dim: int, square: bool = False) -> ops.Blockwise:
 
 
 def product(of_a: ops.Blockwise, of_b: ops.Blockwise, b_is_rows: bool) -> Any:
-    """[M, K] by [K, N], of which b is given as [N, K] if `b_is_rows`."""
+    """Return a function that multiplies a: [M, K] by b: [K, N], which is given as [N, K] if `b_is_rows`."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         b_ = of_b(b)
@@ -54,13 +54,13 @@ CASES: dict[str, tuple[Any, bool, tuple[int, int, int], torch.dtype]] = {
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decide for the target's kernels, although the graph is captured on CPU."""
+    """Decide by the target's kernels, although the graph is captured on a CPU."""
 
     def why(recipe: str, _: torch.device, target: Any) -> str:
         return hardware.why_no_block_kernel(recipe, torch.device("cuda"), target)
 
     monkeypatch.setattr("fp8pass.passes.rewrite.blockwise_mm.why_no_block_kernel", why)
-    monkeypatch.setattr("torch.version.cuda", None)  # whatever this torch was built with
+    monkeypatch.setattr("torch.version.cuda", None)  # whatever CUDA version this torch was built with
 
 
 def rewritten(case: str) -> tuple[fx.GraphModule, list[Any], tuple[Tensor, Tensor], Any]:
@@ -94,10 +94,10 @@ def test_rewritten_for_the_gpu_that_has_the_kernel(case: str) -> None:
 
 
 def stand_in(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Any) -> Tensor:
-    """`_scaled_mm` in float64, scales read by their layouts: f32 per block, or e8m0 in tiles."""
+    """Compute `_scaled_mm` in float64, with scales read by their layouts: f32 for each block, or e8m0 in tiles."""
 
     def spread(scale: Tensor, rows: int, k: int) -> Tensor:
-        """[rows, k] of scales; for b of what is transposed."""
+        """Return the scales as [rows, k]; b's are those of its transpose."""
         if scale.dtype == torch.float8_e8m0fnu:
             codes, wide = scale.view(torch.uint8).tolist(), -(-k // 128)
             at = lambda r, c: (r // 128 * wide + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4  # noqa: E731
@@ -111,7 +111,7 @@ def stand_in(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: Any)
 
 
 class WithStandIn(fx.Interpreter):
-    """Runs a graph, its scaled matmuls by the stand-in."""
+    """Runs a graph, with the stand-in instead of its scaled matmuls."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         target = stand_in if target is aten._scaled_mm.default else target
@@ -134,9 +134,6 @@ def test_tiles() -> None:
     assert flat.shape == (384 * 12,)
     for r, c in ((0, 0), (1, 0), (31, 3), (32, 0), (127, 3), (128, 4), (299, 8)):
         assert flat[(r // 128 * 3 + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] == codes[r, c]
-
-
-# Refusals
 
 
 @pytest.mark.parametrize("case", ["1x128 by 128x128", "1x32 by 1x32"])
@@ -172,7 +169,7 @@ REFUSALS: dict[str, tuple[Any, tuple[tuple[int, int], tuple[int, int]], str, str
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals_leave_the_graph_alone(case: str) -> None:
+def test_a_declined_matmul_does_not_change_the_graph(case: str) -> None:
     function, shapes, reason, target = REFUSALS[case]
     inputs = [torch.randn(shape) for shape in shapes]
     before = text(capture(function, *inputs))

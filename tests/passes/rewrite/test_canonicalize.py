@@ -1,4 +1,4 @@
-"""FP8 quantize and dequantize ops of other libraries, in graphs that torch.export made."""
+"""The canonicalize pass: quantize and dequantize ops of torch's exporter become ATen ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.canonicalize import ops
 from tests.helpers.harness import E5M2, apply, capture, expect_graph, text
 
 
-def test_integers_are_left_alone() -> None:
+def test_integers_do_not_change() -> None:
     def function(x: Tensor) -> Tensor:
         return ops.dequantize_per_tensor.default(x, 0.5, 0, -128, 127, torch.int8)
 

@@ -1,4 +1,4 @@
-"""What follows a matmul and goes into its kernel, beyond the cases of XLA's rules."""
+"""Epilogues: ops after a matmul that are folded into its kernel, beyond the cases of XLA's rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BIASES: dict[str, tuple[torch.dtype, tuple[int, ...], dict[str, Any], bool]] = {
     "vector": (BF16, (48,), {}, True),
     "vector, unaligned": (BF16, (40,), {}, True),
     "float16 vector": (torch.float16, (48,), {}, True),
-    "float32 vector": (F32, (48,), {}, False),  # no kernel takes one
+    "float32 vector": (F32, (48,), {}, False),  # no kernel takes a float32 bias
     "matrix": (BF16, (32, 48), {}, False),
     "column": (BF16, (32, 1), {}, False),
     "alpha and beta": (BF16, (48,), {"alpha": 2, "beta": 0.5}, False),
@@ -65,7 +65,7 @@ def test_addmm(case: str) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda a, b: (y := dq(a, 0.5, BF16) @ dq(b, 0.25, BF16)) + y,  # a row, which looks like a bias
+        lambda a, b: (y := dq(a, 0.5, BF16) @ dq(b, 0.25, BF16)) + y,  # the product is a row, the shape of a bias
         lambda a, b: (y := dq(a, 0.5) @ dq(b, 0.25)) * y.sum(),
         lambda a, b: (y := dq(a, 0.5) @ dq(b, 0.25)) / y.abs().amax(),
     ],
@@ -79,7 +79,7 @@ def test_a_product_is_never_folded_into_itself(function: Callable[..., Tensor]) 
 
 
 def test_one_number_is_not_its_own_scale() -> None:
-    """On CPU, Inductor makes no matmul of this."""
+    """The graph is captured for CUDA, because on CPUs Inductor decomposes this matmul."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         y = dq(a, 0.5) @ dq(b, 0.25)
@@ -102,7 +102,7 @@ def test_one_number_is_not_its_own_scale() -> None:
         (lambda v: v[:1].expand(48), False),
     ],
 )
-def test_a_bias_that_kernels_can_point_to(bias: Callable[[Tensor], Tensor], folded: bool) -> None:
+def test_a_bias_is_folded_if_kernels_can_read_it(bias: Callable[[Tensor], Tensor], folded: bool) -> None:
     def function(a: Tensor, b: Tensor, v: Tensor) -> Tensor:
         v = bias(v)
         return dq(a, 0.5, BF16) @ dq(b, 0.25, BF16)[:, : v.shape[0]] + v
@@ -115,7 +115,7 @@ def test_a_bias_that_kernels_can_point_to(bias: Callable[[Tensor], Tensor], fold
 
 
 @pytest.mark.parametrize("part", [lambda p: p[::2], lambda p: p[3:51], lambda p: p[:1].expand(48)])
-def test_a_widened_bias_is_judged_by_what_kernels_would_read(part: Callable[[Tensor], Tensor]) -> None:
+def test_a_widened_bias_is_folded_only_if_kernels_can_read_the_narrow_one(part: Callable[[Tensor], Tensor]) -> None:
     def function(a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
         y = dq(a, 0.5) @ dq(b, 0.25) + part(p).float()
         return y.bfloat16(), F.linear(dq(a, 0.5), dq(b.t(), 0.25), part(p).float()).clamp(-448, 448).to(E4M3)
@@ -147,7 +147,7 @@ def test_one_layer_hands_float8_to_the_next() -> None:
     assert sqnr(function(*inputs), module(*inputs)) > 35
 
 
-def test_what_cpus_do_not_saturate_stays_outside() -> None:
+def test_a_cast_that_cpu_kernels_do_not_saturate_stays_outside() -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         return (dq(a, 0.5) @ dq(b, 0.25)).clamp(-57344, 57344).to(E5M2)
 

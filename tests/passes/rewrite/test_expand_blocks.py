@@ -1,4 +1,4 @@
-"""Dequantization by blocks, written out."""
+"""The expand_blocks pass: dequantization by blocks becomes ATen ops."""
 
 from __future__ import annotations
 

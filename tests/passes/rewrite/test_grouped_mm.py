@@ -1,6 +1,6 @@
-"""Matmuls of experts: the numbers against an oracle, experts without tokens, what each device gets, every refusal.
+"""The grouped_mm pass: matmuls of experts, experts without tokens, and the reasons to decline.
 
-No CPU has the kernel: there, with a target that has it, its formula runs, and its calls are repeated on fake CUDA tensors.
+No CPU has the kernel, so with a target that has it, its formula runs on the CPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from fp8pass.passes.common.grouped_kernels import why_no_kernel
 from fp8pass.passes.rewrite.grouped_mm import GroupedMM
 from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
 from fp8pass.quant import grouped
-from tests.helpers.grouped_mm import H100, OFFS, of, tokens, trained
+from tests.helpers.grouped_mm import H100, OFFS, tokens, trained
 from tests.helpers.harness import (
     BF16,
+    E4M3,
     E5M2,
     aten,
     capture,
@@ -36,7 +37,7 @@ from tests.helpers.models import Experts
 
 
 @pytest.mark.shares_code
-def test_a_nan_spoils_its_expert_alone() -> None:
+def test_a_nan_affects_its_own_expert_alone() -> None:
     torch.manual_seed(0)
     experts, x = Experts(), tokens()
     with torch.no_grad():
@@ -50,7 +51,7 @@ def test_a_nan_spoils_its_expert_alone() -> None:
 
 @pytest.mark.shares_code
 def test_an_expert_without_tokens_has_the_same_numbers_when_they_come_back() -> None:
-    """No step leaves anything behind: there is no state."""
+    """Steps do not affect each other, because there is no state."""
     torch.manual_seed(0)
     experts, x = Experts(), tokens()
     function = compiled(experts, **H100)
@@ -62,10 +63,10 @@ def test_an_expert_without_tokens_has_the_same_numbers_when_they_come_back() -> 
 
 
 @pytest.mark.parametrize("sizes", [(0,), (1, 2, 3), (16, 0, 32), (0, 0, 17, 0, 5, 0)])
-@pytest.mark.parametrize("nobodys", [0, 5])
-def test_groups_are_moved_apart(sizes: tuple[int, ...], nobodys: int) -> None:
-    """Each begins at a multiple of 16, with zeros behind it, and nothing is lost."""
-    rows = sum(sizes) + nobodys
+@pytest.mark.parametrize("unused", [0, 5])
+def test_groups_are_padded(sizes: tuple[int, ...], unused: int) -> None:
+    """Each group begins at a multiple of 16, with zeros after its rows, and no row is lost."""
+    rows = sum(sizes) + unused
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x = torch.arange(1, rows + 1)
     row, ends = grouped.rows_apart(offs, rows), grouped.ends_apart(offs)
@@ -80,6 +81,10 @@ def test_groups_are_moved_apart(sizes: tuple[int, ...], nobodys: int) -> None:
         assert apart[starts[g] : starts[g] + size].tolist() == x[begins[g] : begins[g] + size].tolist()
         assert not apart[starts[g] + size : starts[g + 1]].any()
     assert not apart[starts[-1] :].any()
+
+
+def of(m: int, k: int, g: int, n: int, dtype: torch.dtype = E4M3) -> list[Tensor]:
+    return [fp8(m, k, dtype=dtype), torch.rand(m, 1), fp8(g, k, n), torch.rand(g, 1, n)]
 
 
 def rows_by_experts(a: Tensor, a_inv: Tensor, b: Tensor, b_inv: Tensor, offs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FP8 operands as `_scaled_mm` takes them."""
+"""FP8 operands are padded and copied to the layout that `_scaled_mm` takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_unaligned_sizes_are_padded_with_zeros_and_the_result_is_sliced_back() -
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_copies_for_every_gpu(target: str) -> None:
-    """cuBLASLt could do without on sm_100; torch's check is the same for all."""
+    """cuBLASLt needs no copies on sm_100, but torch's check is the same for all GPUs."""
     function, inputs = (lambda a, b: dq(a.t(), 0.5) @ dq(b, 0.5)), (fp8(64, 32), fp8(64, 48))
     module, _ = detect(function, *inputs, target=target)
     assert count(module, aten.clone.default) == 2
@@ -64,7 +64,7 @@ def test_views_and_scales_are_written_once() -> None:
 
 
 def test_a_product_that_is_written_twice_is_two_calls() -> None:
-    """Each has a verdict and a node of its own; what they read is shared."""
+    """Each call has its own verdict and node; they share their arguments."""
     module, gemms = detect(lambda x, w: (dq(x, 0.5) @ dq(w, 0.5), dq(x, 0.5) @ dq(w, 0.5)), fp8(32, 64), fp8(64, 48))
     assert [g.status for g in gemms] == ["rewritten"] * 2
     first, second = (n for n in module.graph.nodes if n.target is aten._scaled_mm.default)
@@ -94,7 +94,7 @@ def test_sizes_and_layouts(shape: tuple[int, int, int], a_columns: bool, b_colum
 
 
 def test_unrewritten_layouts_are_illegal_on_cuda() -> None:
-    """The check has teeth: what CPU accepts as it is, CUDA refuses."""
+    """The check fails for operands that a CPU accepts without a copy and CUDA refuses."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return torch._scaled_mm(a, b, torch.tensor(1.0), torch.tensor(1.0), out_dtype=BF16)

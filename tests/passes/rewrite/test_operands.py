@@ -1,4 +1,4 @@
-"""Operands that are dequantized, beyond the cases of XLA's rules: exactness, equal scales, reasons."""
+"""Dequantized operands, beyond the cases of XLA's rules: exactness, equal scales, reasons to decline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole_numbers(*shape: int) -> Tensor:
     ],
 )
 def test_bit_equal_where_nothing_rounds(function: Callable[..., Tensor]) -> None:
-    """Whole numbers and powers of two: every sum is exact, in any order."""
+    """Sums of products of whole numbers and powers of two are exact, in any order."""
     inputs = whole_numbers(64, 64), whole_numbers(64, 48)
     module, gemms = detect(function, *inputs)
     assert [g.status for g in gemms] == ["rewritten"]
@@ -132,7 +132,7 @@ def test_scales_far_apart_do_not_leave_the_range(function: Callable[..., Tensor]
         (float("inf"), "scales by inf, which is not a normal float32"),
     ],
 )
-def test_numbers_that_are_no_scale(factor: complex, reason: str) -> None:
+def test_numbers_that_are_not_a_scale(factor: complex, reason: str) -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         return (a.float() * factor) @ b.to(torch.complex64 if isinstance(factor, complex) else torch.float32)
 
@@ -150,12 +150,12 @@ def test_one_element_times_one_number() -> None:
     torch.testing.assert_close(module(*inputs), function(*inputs), rtol=1e-5, atol=1e-4)
 
 
-def test_ones_in_a_cat_of_a_plain_graph_are_no_reason() -> None:
+def test_ones_in_a_cat_of_a_plain_graph_give_no_reason() -> None:
     _, (gemm,) = detect(lambda a, b: torch.cat([a, torch.ones(4, 8)]) @ b, torch.randn(4, 8), torch.randn(8, 8))
     assert (gemm.rule, gemm.near_miss) == ("not float8", False)
 
 
-def test_a_diamond_of_joins_takes_no_exponential_time() -> None:
+def test_a_diamond_of_joins_does_not_take_exponential_time() -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         x = a.float() * 0.5
         for _ in range(40):
@@ -191,7 +191,7 @@ COLUMNS = fp8(16, 32), torch.rand(1, 32), fp8(32, 16)
     ],
 )
 def test_two_obstacles_do_not_hide_each_other(function: Callable[..., Tensor]) -> None:
-    """Still quantized, so that strict raises; the one nearest to the matmul is named, and no note says otherwise."""
+    """The operand still counts as quantized, so that strict raises, and the reason names the nearest obstacle."""
     module = capture(function, *COLUMNS)
     context = run(module, ListMatmuls(), ScaledMM())
     (gemm,) = context.gemms.values()
@@ -200,7 +200,7 @@ def test_two_obstacles_do_not_hide_each_other(function: Callable[..., Tensor]) -
     assert context.notes == []
 
 
-def test_all_that_is_against_a_matmul_is_said() -> None:
+def test_a_reason_names_all_obstacles() -> None:
     def function(a: Tensor, s: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a.float() * s, b.float())
 

@@ -1,4 +1,4 @@
-"""A scale for each row: where it may stand, when it can be taken out of the sum, and what becomes of it."""
+"""A scale for each row: the places where it may stand, and whether the kernel or an op after it applies it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from tests.helpers.row_scales import TAKEN, rows
 
 @pytest.fixture
 def with_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CPUs of newer torch versions, and GPUs."""
+    """Let kernels take scales for rows, as on GPUs and on CPUs of newer torch versions."""
     monkeypatch.setattr("fp8pass.hardware._CPU_SCALES_ROWS", True)
     monkeypatch.setattr("fp8pass.passes.rewrite.epilogue.output_saturates", lambda *_: True)
 
 
-# 1. Graph
 @pytest.mark.usefixtures("with_row_kernels")
 def test_graph_of_a_kernel_with_scales_for_rows() -> None:
     module, _ = detect(
@@ -77,7 +76,7 @@ return clone_default_2
     )
 
 
-def test_graph_of_scales_behind_the_kernel() -> None:
+def test_graph_of_scales_after_the_kernel() -> None:
     module, _ = detect(lambda a, x, b: (a.float() * x) @ (b.float() * 0.5), fp8(32, 64), rows(32, 1), fp8(64, 48))
     expect_graph(
         module,
@@ -126,7 +125,7 @@ def test_taken(case: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
 @pytest.mark.parametrize("out", [F32, BF16, F16])
 def test_formats_and_output_types(dtypes: tuple[torch.dtype, torch.dtype], out: torch.dtype) -> None:
-    """bfloat16 with e4m3 on the right is what kernels with scales for rows write; for the others they come behind."""
+    """Kernels with scales for rows write bfloat16 and take an e4m3 second operand; else the scales come after them."""
     inputs = fp8(32, 64, dtype=dtypes[0]), rows(32, 1).to(out), fp8(64, 48, dtype=dtypes[1]), rows(48).to(out)
     function = lambda a, s, b, t: (a.to(out) * s) @ (b.to(out) * t)  # noqa: E731
     module, (gemm,) = detect(function, *inputs)
@@ -153,7 +152,7 @@ def test_an_older_gpu_gets_its_scales_after() -> None:
 
 
 @pytest.mark.usefixtures("with_row_kernels")
-def test_float8_output_stays_behind_and_says_so() -> None:
+def test_a_float8_output_stays_after_the_kernel_with_a_note() -> None:
     def function(a: Tensor, s: Tensor, b: Tensor) -> Tensor:
         return ((a.float() * s) @ b.float()).clamp(-448, 448).to(E4M3).float()
 
@@ -162,12 +161,11 @@ def test_float8_output_stays_behind_and_says_so() -> None:
     assert count(module, aten._scaled_mm.default) == 1
 
 
-# 3. Refusals
 REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "along the sum": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(64), fp8(64, 48)), r"scales by a tensor of shape \[64\], which may change along the sum"),
     "along the sum of b": (lambda a, s, b: a.float() @ (b.float() * s), (fp8(32, 64), rows(64, 1), fp8(64, 48)), r"shape \[64, 1\], which may change along the sum"),
     "along the sum, constant": (lambda a, b: (a.float() * torch.arange(1, 65, dtype=F32)) @ b.float(), (fp8(32, 64), fp8(64, 48)), r"shape \[64\], which may change along the sum"),
-    "a square matrix, turned": (lambda a, s, b: (a.float() * s).t() @ b.float(), (fp8(64, 64), rows(64, 1), fp8(64, 48)), "may change along the sum"),
+    "a square matrix, transposed": (lambda a, s, b: (a.float() * s).t() @ b.float(), (fp8(64, 64), rows(64, 1), fp8(64, 48)), "may change along the sum"),
     "full": (lambda a, s, b: (a.float() * s) @ b.float(), (fp8(32, 64), rows(32, 64), fp8(64, 48)), "not by one number, or once by one per row"),
     "twice": (lambda a, s, b: (a.float() * s * s) @ b.float(), (fp8(32, 64), rows(32, 1), fp8(64, 48)), "or once by one per row"),
     "blocks": (lambda a, s, b: (a.float().view(32, 4, 16) * s).view(32, 64) @ b.float(), (fp8(32, 64), rows(32, 4, 1), fp8(64, 48)), "may change along the sum"),
@@ -190,7 +188,7 @@ def test_refused(case: str) -> None:
 
 
 def test_a_scale_of_one_side_only_in_a_chain() -> None:
-    """The dequantized tensor is read by two matmuls, which sum along different dimensions."""
+    """Two matmuls read the dequantized tensor, and sum along different dimensions."""
 
     def function(a: Tensor, s: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         x = a.float() * s
@@ -203,8 +201,8 @@ def test_a_scale_of_one_side_only_in_a_chain() -> None:
         assert sqnr(expected, actual) > 120
 
 
-def test_a_scale_that_is_made_behind_the_matmul() -> None:
-    """It is folded, and no other matmul may read it where it does not exist yet."""
+def test_a_scale_that_is_computed_after_the_matmul() -> None:
+    """The scale is folded, and no other matmul may read it before it is computed."""
 
     def function(a: Tensor, s: Tensor, b: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         y = ((a.to(BF16) * s) @ b.to(BF16)).float()

@@ -1,4 +1,4 @@
-"""The scaled_mm pass: graphs, refusals, numbers, composition."""
+"""The scaled_mm pass: graphs, reasons to decline, and numbers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from tests.helpers.harness import (
     sqnr,
     text,
 )
-
-# 1. Graph
 
 
 def test_graph_of_a_linear_layer() -> None:
@@ -87,7 +85,7 @@ def test_a_dequantize_with_another_user_stays() -> None:
 
 
 def test_dead_branches() -> None:
-    """What nobody reads is no user: it neither changes a number nor stays."""
+    """An op whose result is not read does not count as a user: it does not affect a number, and is removed."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         wide = dq(a, 0.5)
@@ -101,8 +99,6 @@ def test_dead_branches() -> None:
     assert count(module, aten._scaled_mm.default) == 1
     torch.testing.assert_close(module(*inputs), function(*inputs), rtol=1e-5, atol=1e-4)
 
-
-# 2. Refusals
 
 REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
     "one side": (
@@ -134,7 +130,7 @@ REFUSALS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals_leave_the_graph_alone(case: str) -> None:
+def test_a_declined_matmul_does_not_change_the_graph(case: str) -> None:
     function, inputs, reason = REFUSALS[case]
     before = text(capture(function, *inputs))
     module, (gemm,) = detect(function, *inputs)
@@ -144,9 +140,7 @@ def test_refusals_leave_the_graph_alone(case: str) -> None:
     assert count(module, aten._scaled_mm.default) == 0
 
 
-# 3. Numbers: in float32 the rewrite is exact up to the order of the sums
-
-
+# In float32 the rewrite is exact except for the order of the sums.
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
 @pytest.mark.parametrize("out", [F32, BF16, torch.float16])
 def test_against_the_float64_oracle(dtypes: tuple[torch.dtype, torch.dtype], out: torch.dtype) -> None:
@@ -172,7 +166,7 @@ def test_nan_reaches_the_result() -> None:
 
 
 def test_one_scale_of_both_signs() -> None:
-    """Matmuls share what is made of a scale if the numbers that it is multiplied by are the same, too."""
+    """Matmuls share a computed scale only if it is also multiplied by the same numbers."""
 
     def both(x: Tensor, s: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return dq(x, s) @ dq(w, s), -dq(x, s) @ dq(w, s), dq(x, s) * 2 @ dq(w, s)

@@ -65,7 +65,7 @@ def test_same_numbers_as_the_chain(indices: list[int], on_nonfinite: str) -> Non
 
 
 def test_launches_do_not_grow_with_the_slots() -> None:
-    """Per slot there is one `unsqueeze` into the stack and nothing else."""
+    """Each slot adds only an `unsqueeze` for the stack."""
     sizes = []
     for n in (4, 8, 16):
         module = capture(chain, torch.zeros(n), list(range(n)), "evict", *torch.rand(n))

@@ -1,4 +1,4 @@
-"""The save_sums pass: which sums the forward keeps for the backward."""
+"""The save_sums pass: the sums that the forward keeps for the backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def product(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
 
 
 def stream(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
-    """A residual stream, read by something whose gradient needs it."""
+    """Return a function of a residual stream, and a gradient that reads the stream."""
     h = x + product(a, b, s)
     return h.sigmoid(), tangents * h
 
@@ -36,7 +36,7 @@ def saved(module: fx.GraphModule) -> list[str]:
 
 
 def test_graph() -> None:
-    """Nothing is built."""
+    """The pass only marks a node; the graph's text does not change."""
     module = capture(stream, *inputs())
     before = text(module)
     expect_graph(
@@ -58,18 +58,18 @@ return (sigmoid, mul)
     apply(module, SaveSums())
     assert text(module) == before
     assert saved(module) == ["add"]
-    assert SaveSums().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds nothing"
+    assert SaveSums().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
 
 
 def viewed(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """As linear layers on batches are traced; and read by way of something elementwise."""
+    """View the product, as traced linear layers on batches do, and read the sum through an elementwise op."""
     h = product(a, b, s).view(4, 16, 48) + x.view(4, 16, 48)
     wide = h.float()
     return wide.sigmoid(), tangents.view(4, 16, 48) * wide
 
 
 def of_two_products(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """Parallel branches: the output of one is returned, that of the other is not."""
+    """Add parallel branches, of which one's output is also returned."""
     y = product(a, b, s)
     h = product(a, b, s * 2) + y
     return h.sigmoid(), tangents * h, y + 1
@@ -86,14 +86,14 @@ def not_for_the_backward(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: T
     return (x + product(a, b, s)).sigmoid(), tangents * x
 
 
-def behind_a_matmul(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """The backward reads what the sum is multiplied into, not the sum."""
+def through_a_matmul(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
+    """The backward reads a product of the sum, not the sum."""
     y = (x + product(a, b, s)) @ x.t()
     return y, tangents @ x.t() * y
 
 
 def returned(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """As an output of the forward it is at hand."""
+    """The sum is an output of the forward, so the backward has it anyway."""
     h = x + product(a, b, s)
     return h, tangents * h
 
@@ -115,7 +115,7 @@ def no_product(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> 
 
 
 def broadcast(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """A bias; the sum is larger than what it is made of where the product is the small one."""
+    """Add a bias; a sum can be larger than the product if the product is the smaller operand."""
     h = x[0] + product(a, b, s)
     return h.sigmoid(), tangents * h
 
@@ -128,7 +128,7 @@ def of_another_dtype(x: Tensor, a: Tensor, b: Tensor, s: Tensor, tangents: Tenso
 
 LEFT = [
     not_for_the_backward,
-    behind_a_matmul,
+    through_a_matmul,
     returned,
     product_is_read_elsewhere,
     of_the_backward,

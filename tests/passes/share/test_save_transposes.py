@@ -1,4 +1,4 @@
-"""The save_transposes pass: which transposed copies the forward makes for the backward."""
+"""The save_transposes pass: the transposed copies that the forward makes for the backward."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def product(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
     return torch._scaled_mm(a, b, s, s, out_dtype=BF16)
 
 
-def turned(x_q: Tensor) -> Tensor:
-    """By columns, as the second operand is."""
+def by_columns(x_q: Tensor) -> Tensor:
+    """Return a column-major copy, as a second operand has to be."""
     return x_q.t().contiguous().t()
 
 
 def grad_input(w: Tensor, s: Tensor, tangents: Tensor) -> Tensor:
-    return product(quantize(tangents, s, E5M2), turned(w), s)
+    return product(quantize(tangents, s, E5M2), by_columns(w), s)
 
 
 def layer(w: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer whose input is FP8 already, forward and backward in one graph."""
+    """Return output and grad_input of a layer whose input is FP8 already."""
     w_q = quantize(w, s, E4M3)
     return product(x_q, w_q.t(), s), grad_input(w_q, s, tangents)
 
@@ -42,12 +42,12 @@ def inputs(*more: Tensor) -> tuple[Tensor, ...]:
 
 
 def saved(module: fx.GraphModule) -> list[list[int]]:
-    """The shapes of what is marked."""
+    """Return the shapes of marked nodes."""
     return [list(n.meta["val"].shape) for n in module.graph.nodes if SAVED in n.meta]
 
 
 def test_graph() -> None:
-    """Nothing is built: the copy of the weight is marked, that of the gradient is not."""
+    """The pass only marks a node: the copy of the weight, not that of the gradient."""
     module = capture(layer, *inputs(fp8(64, 32)))
     before = text(module)
     expect_graph(
@@ -81,14 +81,14 @@ return (_scaled_mm, _scaled_mm_1)
     assert saved(module) == [[32, 48]]
     (copy,) = (n for n in module.graph.nodes if SAVED in n.meta)
     assert copy.name == "clone"
-    assert SaveTransposes().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds nothing"
+    assert SaveTransposes().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
 
 
-def of_a_norm(w: Tensor, s: Tensor, x: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """The input is computed from statistics of `x`, which the backward reads as well: late, in another kernel."""
+def after_a_norm(w: Tensor, s: Tensor, x: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
+    """Compute the input from statistics of `x`, which the backward also reads, but late, in another kernel."""
     rstd = x.float().square().mean(-1, keepdim=True).rsqrt()
     x_q, w_q = quantize(x * rstd, s, E4M3), quantize(w, s, E4M3)
-    grad_weight = product(quantize(tangents, s, E5M2).t().contiguous(), turned(x_q), s)
+    grad_weight = product(quantize(tangents, s, E5M2).t().contiguous(), by_columns(x_q), s)
     return product(x_q, w_q.t(), s), grad_input(w_q, s, tangents) * x * rstd, grad_weight
 
 
@@ -99,7 +99,7 @@ def viewed(w: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> tuple[Tensor,
 
 CHOSEN: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[list[int]]]] = {
     "weight": (layer, inputs(fp8(64, 32)), [[32, 48]]),
-    "behind a norm": (of_a_norm, inputs(torch.randn(64, 32)), [[32, 64], [32, 48]]),
+    "after a norm": (after_a_norm, inputs(torch.randn(64, 32)), [[32, 64], [32, 48]]),
     "views": (viewed, inputs(fp8(64, 32)), [[32, 48]]),
 }
 
@@ -113,17 +113,17 @@ def test_chosen(case: str) -> None:
 
 
 def read_elementwise(w: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """A gradient that the weight scales, elementwise: a kernel of the backward reads it."""
+    """Let a kernel of the backward read the weight elementwise."""
     y, grad = layer(w, s, x_q, tangents)
     return y, grad, tangents[:48, :32] * w
 
 
-def behind_an_activation(w: Tensor, s: Tensor, x: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of an activation function needs what the copy is made of."""
+def after_an_activation(w: Tensor, s: Tensor, x: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of an activation function reads the tensor that the copy is made of."""
     x_q = quantize(torch.sigmoid(x), s, E4M3)
     g_q = quantize(tangents, s, E5M2)
     y = product(x_q, quantize(w, s, E4M3).t(), s)
-    return y, product(g_q.t().contiguous(), turned(x_q), s), product(g_q, w.to(E4M3), s) * torch.sigmoid(x)
+    return y, product(g_q.t().contiguous(), by_columns(x_q), s), product(g_q, w.to(E4M3), s) * torch.sigmoid(x)
 
 
 def read_in_the_forward(w: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
@@ -134,7 +134,7 @@ def read_in_the_forward(w: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> 
 
 
 def for_the_backward_alone(w: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> tuple[Tensor, ...]:
-    """As with scales for rows, for which each matmul quantizes anew."""
+    """The backward quantizes the weight again, as with rowwise scales."""
     y = product(x_q, quantize(w, s, E4M3).t(), s)
     return y, grad_input(quantize(w, s * 2, E4M3), s, tangents)
 
@@ -145,7 +145,7 @@ def quantized_before(w_q: Tensor, s: Tensor, x_q: Tensor, tangents: Tensor) -> t
 
 DECLINED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "the backward reads what it is made of": (read_elementwise, inputs(fp8(64, 32))),
-    "behind an activation function": (behind_an_activation, inputs(torch.randn(64, 32))),
+    "after an activation function": (after_an_activation, inputs(torch.randn(64, 32))),
     "the forward reads it": (read_in_the_forward, inputs(fp8(64, 32))),
     "quantized for the backward alone": (for_the_backward_alone, inputs(fp8(64, 32))),
     "quantized before": (quantized_before, (fp8(48, 32), *inputs(fp8(64, 32))[1:])),

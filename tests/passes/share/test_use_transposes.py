@@ -1,4 +1,4 @@
-"""The use_transposes pass: the transposed copy that a weight came with, in place of one that would be made."""
+"""The use_transposes pass: matmuls read the transposed copy that a weight came with instead of making one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def product(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
 
 
 def layer(x_q: Tensor, g_q: Tensor, w_q: Tensor, w_t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward, and the gradient of the input, which sums over the other dimension."""
+    """Return the output and grad_input, which sums over the weight's other dimension."""
     w = with_transpose(w_q, w_t)
     return product(x_q, w.t(), s), product(g_q, w.t().contiguous().t(), s)
 
@@ -61,7 +61,7 @@ def only_forward(x_q: Tensor, g_q: Tensor, w_q: Tensor, w_t: Tensor, s: Tensor) 
 
 
 def otherwise_laid_out(x_q: Tensor, g_q: Tensor, w_q: Tensor, w_t: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """The copy that was given is no contiguous one: another is made."""
+    """The given copy is not contiguous, so another is made."""
     w = with_transpose(w_q, w_q.t())
     return product(x_q, w.t(), s), product(g_q, w.t().contiguous().t(), s)
 
@@ -75,7 +75,9 @@ def without(x_q: Tensor, g_q: Tensor, w_q: Tensor, w_t: Tensor, s: Tensor) -> tu
     return product(x_q, w_q.t(), s), product(g_q, w_q.t().contiguous().t(), s)
 
 
-CASES: dict[str, tuple[Callable[..., Any], int, int]] = {  # how many are found, and copies that are left
+CASES: dict[
+    str, tuple[Callable[..., Any], int, int]
+] = {  # with the number of applications, and of copies that are left
     "a layer": (layer, 1, 0),
     "two copies": (two_copies, 1, 0),
     "no backward": (only_forward, 1, 0),
@@ -100,12 +102,12 @@ def test_same_bits(case: str) -> None:
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a.float(), b.float())
     after = text(module)
-    assert UseTransposes().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds nothing"
+    assert UseTransposes().run(module.graph, Context(Config(recipe=None))) == 0, "a second run finds something"
     assert text(module) == after
 
 
 def test_the_copy_is_read_and_not_made() -> None:
-    """Told apart by numbers: what is given as the copy is another matrix."""
+    """The given copy is another matrix, so that the numbers show which one is read."""
     x_q, g_q, w_q, _, s = inputs()
     other = fp8(32, 48)
     module = capture(layer, x_q, g_q, w_q, other, s)

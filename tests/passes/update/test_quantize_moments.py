@@ -1,4 +1,4 @@
-"""The quantize_moments pass: which tensors are moments, how they are read and written, and what numbers come of it."""
+"""The passes that store moments in FP8: the tensors that are found to be moments, and the graph that they make."""
 
 from __future__ import annotations
 
@@ -8,17 +8,87 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
+from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.passes.update import find_moments
+from fp8pass.passes.update.find_moments import moments_of
+from fp8pass.passes.update.read_moments import ReadMoments
+from fp8pass.passes.update.write_moments import WriteMoments
+from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
-from tests.helpers.harness import BF16, expect_graph
+from fp8pass.runtime.update_key import UpdateKey, attribute
+from tests.helpers.harness import BF16, F32, expect_graph, on_update
 from tests.helpers.optimizers import Lion
-from tests.helpers.quantize_moments import BOTH, kinds, power_of_2, read, stored
-from tests.helpers.quantize_moments import module as module
+from tests.helpers.quantize_moments import BOTH, power_of_2, read, stored
+
+
+def model(dtype: torch.dtype = F32) -> nn.Sequential:
+    """Return a model with gradients, whose first weight is large enough for moments in FP8 and whose second is not."""
+    made = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 63, bias=False)).to(dtype)
+    made(torch.randn(5, 64, dtype=dtype)).square().sum().backward()
+    return made
+
+
+def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
+    """Return the kinds of moments found in the optimizer's state of the large weight, by name; check for no others."""
+    of = model(dtype)
+    optimizer = make(of.parameters())
+    optimizer.step()
+    found: dict[int, str] = {}
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        before = module.code
+        moments = moments_of(module, places) if (places := written(module)) else []
+        assert module.code == before, "finding moments changes the graph"
+
+        def run(*args: Any) -> Any:
+            for moment in moments:
+                x = args[moment.ref] if isinstance(moment.ref, int) else attribute(module, moment.ref)
+                assert moment.dtype == x.dtype
+                found[id(x)] = moment.kind
+            return module.forward(*args)
+
+        return run
+
+    torch.compile(optimizer.step, backend=backend)()
+    state = optimizer.state[of[0].weight]
+    named = {name: found.pop(id(x)) for name, x in state.items() if id(x) in found}
+    assert not found, "found a tensor that is too small or not a moment"
+    return named
+
+
+def adam(p: nn.Parameter, m: Tensor, v: Tensor) -> None:
+    """Update a parameter and its moments by hand, as Adam does."""
+    with torch.no_grad():
+        assert p.grad is not None
+        m.lerp_(p.grad, 0.1)
+        v.mul_(0.9).add_(p.grad * p.grad * 0.1)
+        p.sub_(m / v.sqrt(), alpha=0.1)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
+    """Return Dynamo's graph of `adam`, rewritten."""
+    monkeypatch.setattr(find_moments, "MIN_ELEMENTS", 1)
+    found: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(copy_to_edit(module))
+        return module.forward
+
+    p = nn.Parameter(torch.randn(4, 8))
+    p.grad = torch.randn(4, 8)
+    torch.compile(adam, backend=backend, fullgraph=True)(p, torch.zeros(4, 8), torch.zeros(4, 8))
+    (module,) = found
+    moments = sorted(moments_of(module, written(module)), key=lambda x: x.kind)
+    assert [x.kind for x in moments] == ["first", "second"]
+    on_update(module, UpdateKey((), (), (), tuple(moments)), ReadMoments(), WriteMoments())
+    return module
 
 
 class Momentum(torch.optim.Optimizer):
-    """By hand. kind: what it has beside a moment."""
+    """An optimizer with a moment and another state, whose use `kind` names."""
 
     def __init__(self, params: Any, kind: str) -> None:
         super().__init__(params, {"lr": 1e-2})
@@ -68,35 +138,35 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 }
 
 
-SISTERS = {"SGD nesterov": "SGD momentum", "Adam, weight decay": "Adam", "AdamW maximize": "AdamW"}
-"""Variants, and what differs from them by a term of the formula."""
+SIMILAR = {"SGD nesterov": "SGD momentum", "Adam, weight decay": "Adam", "AdamW maximize": "AdamW"}
+"""Cases that are variants, and cases from which they differ by one term of the formula."""
 
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["each", "foreach"])
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.variant] * (case in SISTERS)) for case in OPTIMIZERS]
+    "case", [pytest.param(case, marks=[pytest.mark.variant] * (case in SIMILAR)) for case in OPTIMIZERS]
 )
-def test_what_is_a_moment(case: str, foreach: bool) -> None:
+def test_moments_of_optimizers(case: str, foreach: bool) -> None:
     make, wanted = OPTIMIZERS[case]
     if case == "Adafactor" and foreach and torch.__version__.startswith("2.11."):
         pytest.skip("torch 2.11 itself fails: its lists have no dtype in Dynamo")
-    if case == "amsgrad" and foreach:  # a maximum on lists is not looked into
+    if case == "amsgrad" and foreach:  # the pass does not analyze a maximum of lists
         wanted = BOTH
     assert kinds(lambda p: make(p, foreach=foreach)) == wanted
 
 
-def test_of_an_optimizer_that_nobody_knows() -> None:
+def test_moments_of_an_unknown_optimizer() -> None:
     assert kinds(Lion) == {"momentum": "first"}
 
 
 @pytest.mark.parametrize("kind", ["average", "master"])
-def test_no_moments(kind: str) -> None:
-    """Averages of parameters, and their copies in full precision, that an optimizer has beside its moments."""
+def test_states_that_are_not_moments(kind: str) -> None:
+    """An optimizer may also have averages of parameters, or copies of them in full precision."""
     assert kinds(lambda p: Momentum(p, kind)) == {"momentum": "first"}
 
 
 def test_moments_in_bfloat16() -> None:
-    """A square root in float16 is as large: only first ones."""
+    """Only first moments are stored in FP8, because a float16 root of a second moment is as large as bfloat16."""
     assert kinds(lambda p: torch.optim.AdamW(p, foreach=True), BF16) == {"exp_avg": "first"}
 
 
@@ -136,8 +206,8 @@ return ()
     )
 
 
-def test_what_is_written(module: fx.GraphModule) -> None:
-    """With the scales that the amaxes of what was stored give; the plain moments, which are inputs still, stay."""
+def test_written_moments(module: fx.GraphModule) -> None:
+    """Moments are stored with scales from the stored amaxes; the plain moments, which are still inputs, stay."""
     p, grad = torch.randn(4, 8), torch.randn(4, 8)
     m_q, v_q = stored("first", torch.randn(4, 8), 16.0), stored("second", torch.rand(4, 8), 128.0)
     moment_scales = torch.tensor([[1 / 16, 1 / 128], [5.0, 0.75]])
@@ -160,7 +230,9 @@ def test_what_is_written(module: fx.GraphModule) -> None:
         ("second", v, scales[1], rest["fp8pass_moment_1"]),
     ):
         wanted = stored(kind, x, scale).float()
-        assert (x_q.float() - wanted).abs().max() <= wanted.abs().max() * 2**-10, "up to float32's last bit"
+        assert (x_q.float() - wanted).abs().max() <= wanted.abs().max() * 2**-10, (
+            "differs by more than float32's last bit"
+        )
     got = rest["fp8pass_moment_scales"]
     assert got[0].tolist() == [1 / 32, 1 / 256]
     amaxes = [rest[f"fp8pass_moment_{i}"].float().abs().max() * got[0, i] for i in range(2)]
@@ -174,6 +246,6 @@ def test_scales_of_a_step_that_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
-def test_scales_stay_where_the_amax_says_nothing(amax: float) -> None:
+def test_scales_stay_where_the_amax_is_not_usable(amax: float) -> None:
     moment_scales = torch.tensor([[0.5], [amax]])
     assert ops.next_moment_scales(("first",), moment_scales, None).tolist() == [2.0]

@@ -20,10 +20,8 @@ from fp8pass.runtime.update_key import UpdateKey
 from tests.helpers.harness import BF16, F32, expect_graph
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The pass
 def momentum(p: nn.Parameter, m: Tensor) -> None:
-    """An optimizer's step by hand."""
+    """Update a parameter by hand, with momentum."""
     with torch.no_grad():
         assert p.grad is not None
         m.mul_(0.9).add_(p.grad)
@@ -31,7 +29,7 @@ def momentum(p: nn.Parameter, m: Tensor) -> None:
 
 
 def captured(p: nn.Parameter, m: Tensor) -> fx.GraphModule:
-    """Dynamo's graph of it, with an input for running amaxes."""
+    """Return Dynamo's graph of `momentum`, with an input for running amaxes."""
     found: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
@@ -98,7 +96,7 @@ def test_gradients_are_those_of_parameters() -> None:
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf, 3e38], ids=str)
 def test_numbers(bad: float | None) -> None:
-    """3e38 is large, and finite."""
+    """NaN and infinities skip the update; 3e38 is large, but finite."""
     module = rewritten()
     p, m, grad = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 8)
     if bad is not None:
@@ -124,7 +122,7 @@ SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (0, 4)
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16, torch.float64], ids=str)
 def test_any_nonfinite(dtype: torch.dtype) -> None:
-    """Of any shape, none of them empty alone; largest numbers are finite."""
+    """A nonfinite element of any tensor is found, also beside empty tensors; the largest numbers are finite."""
     largest = torch.finfo(dtype).max if dtype != torch.float64 else 1e38  # amaxes are float32
     tensors = [torch.full(shape, largest, dtype=dtype) for shape in SHAPES]
     assert not ops.any_nonfinite(tensors)

@@ -1,4 +1,4 @@
-"""The write_weights pass: which graphs are updates, what they write, and what is written along."""
+"""The write_weights pass: the graphs that are updates, the tensors that they write, and the FP8 copies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.helpers.optimizers import Lion
 
 
 def graphs(function: Callable[..., Any], *inputs: Any) -> list[tuple[set[int], set[int]]]:
-    """Of each graph of `function`: the ids of the tensors that `written` names, and of those that it writes into.
+    """Return, for each graph of `function`, the ids of tensors that `written` finds, and of those that it writes into.
 
-    These are known by their versions, which the graph run as it is counts up.
+    The latter are found by running the graph unchanged, which increments the versions of tensors that it writes.
     """
     found: list[tuple[set[int], set[int]]] = []
 
@@ -49,13 +49,13 @@ def graphs(function: Callable[..., Any], *inputs: Any) -> list[tuple[set[int], s
 
 
 def model() -> nn.Sequential:
-    """With gradients."""
+    """Return a model with gradients."""
     made = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))
     made(torch.randn(5, 8)).square().sum().backward()
     return made
 
 
-OPTIMIZERS: dict[str, tuple[Callable[..., Any], int]] = {  # how many tensors are written for each parameter
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], int]] = {  # with the number of tensors written for each parameter
     "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, foreach=False), 1),
     "SGD foreach": (lambda p: torch.optim.SGD(p, lr=0.1, foreach=True), 1),
     "SGD momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False), 2),
@@ -71,8 +71,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], int]] = {  # how many tensors ar
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
-def test_what_an_optimizer_writes(case: str) -> None:
-    """Parameters, moments and counts of steps, of the second step as of all later ones."""
+def test_tensors_that_an_optimizer_writes(case: str) -> None:
+    """An optimizer writes parameters, moments and counts of steps, in the second step as in all later ones."""
     of = model()
     make, each = OPTIMIZERS[case]
     optimizer = make(of.parameters())
@@ -86,7 +86,7 @@ def test_what_an_optimizer_writes(case: str) -> None:
 
 
 def test_updates_by_hand() -> None:
-    """Under no_grad, in place, by ops of any spelling."""
+    """Graphs under no_grad that write parameters in place are updates, in any spelling."""
     of = model()
     w = of[0].weight
     assert isinstance(w, nn.Parameter)
@@ -131,7 +131,7 @@ def test_updates_by_hand() -> None:
 
     torch._dynamo.reset()
     places, changed = graphs(clipped)[0]
-    assert places == set() and changed == {id(p.grad) for p in of.parameters()}, "gradients are no parameters"
+    assert places == set() and changed == {id(p.grad) for p in of.parameters()}, "gradients count as parameters"
 
     def copied(into: Tensor) -> None:
         into.copy_(other)
@@ -140,7 +140,7 @@ def test_updates_by_hand() -> None:
     with torch.no_grad():
         assert graphs(copied, w) == [({id(w)}, {id(w)})]
     torch._dynamo.reset()
-    assert graphs(copied, torch.zeros(6, 8))[0][0] == set(), "no parameter"
+    assert graphs(copied, torch.zeros(6, 8))[0][0] == set(), "a plain tensor counts as a parameter"
 
 
 class WithStatistics(nn.Module):
@@ -159,8 +159,8 @@ class WithStatistics(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_forwards_are_no_updates(training: bool, grad: bool) -> None:
-    """They write statistics, and intermediate results."""
+def test_forwards_are_not_updates(training: bool, grad: bool) -> None:
+    """Forwards write statistics and intermediate results, but no parameters."""
     of = WithStatistics().train(training)
     with torch.set_grad_enabled(grad):
         (found,) = graphs(of, torch.randn(4, 8))
@@ -169,8 +169,8 @@ def test_forwards_are_no_updates(training: bool, grad: bool) -> None:
     assert id(of.count) in changed
 
 
-def test_a_forward_that_writes_a_parameter_is_one_of_what_has_gradients() -> None:
-    """As spectral norm does. What has a gradient needs AOTAutograd's partition: no update."""
+def test_a_forward_that_writes_a_parameter_is_not_an_update() -> None:
+    """Spectral norm writes one. A graph with gradients needs AOTAutograd's partition, so it can't be an update."""
     w, x = nn.Parameter(torch.randn(4, 8)), torch.randn(2, 8)
 
     def function(x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def test_a_forward_that_writes_a_parameter_is_one_of_what_has_gradients() -> Non
         assert graphs(function, x) == [({id(w)}, {id(w)})]
 
 
-def test_branches_are_run_as_well() -> None:
+def test_updates_may_have_branches() -> None:
     w = nn.Parameter(torch.randn(4, 8))
 
     def function(p: Tensor) -> None:
@@ -195,7 +195,7 @@ def test_branches_are_run_as_well() -> None:
 
 
 def test_sizes_may_be_symbolic() -> None:
-    """Of ops too that C++ has no symbolic sizes for."""
+    """Also ops that have no symbolic sizes in C++ may be in the graph."""
     layer, places = nn.Linear(8, 8), []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
@@ -211,7 +211,7 @@ def test_sizes_may_be_symbolic() -> None:
     assert places == [[]]
 
 
-def test_the_grad_mode_is_what_it_was() -> None:
+def test_the_grad_mode_does_not_change() -> None:
     of = model()
     optimizer = torch.optim.SGD(of.parameters(), lr=0.1)
     seen: list[bool] = []
@@ -227,7 +227,7 @@ def test_the_grad_mode_is_what_it_was() -> None:
 
 
 def captured(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
-    """Dynamo's graph."""
+    """Return Dynamo's graph."""
     found: list[fx.GraphModule] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
@@ -246,7 +246,7 @@ def sgd(p: Tensor, q: Tensor, grad: Tensor) -> None:
 
 
 def test_graph() -> None:
-    """Two weights of one state; the second has parts, of which one is not in the graph, and a transposed copy."""
+    """Two weights share a state; the second has parts, one of which is not in the graph, and a transposed copy."""
     p, q = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
     module = captured(sgd, p, q, torch.randn(16, 16))
     places = written(module)
@@ -287,8 +287,8 @@ return ()
     )
 
 
-def test_what_is_written() -> None:
-    """Copies of each part with the next scale, their amax and scale_inv; the other weight's stay."""
+def test_written_copies() -> None:
+    """The update writes copies of each part with the next scale, their amax and scale_inv; another weight's stay."""
     p, q, other = (nn.Parameter(torch.randn(16, 16) * r) for r in (1, 2, 5))
     grad = torch.randn(16, 16)
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
@@ -309,8 +309,10 @@ def test_what_is_written() -> None:
         state = scale, history, amax_weights, made
         fx.Interpreter(module).run(p, grad, q, *state, x_q, a_q, b_q, a_t, b_t, other)
     assert torch.equal(p, p_) and torch.equal(q, q_)
-    assert all(torch.equal(a, b) for a, b in zip(before, (scale, history, amax_weights), strict=True)), "only read"
-    scales = 448 / 3.5, None, 448 / 14.0  # the largest of the history, which now begins with amax_weights
+    assert all(torch.equal(a, b) for a, b in zip(before, (scale, history, amax_weights), strict=True)), (
+        "the update writes into the state, which it should only read"
+    )
+    scales = 448 / 3.5, None, 448 / 14.0  # of the history's maximum; amax_weights now begins the history
     for source, copy_, s in ((p, x_q, scales[0]), (q, a_q, scales[2]), (other, b_q, scales[2])):
         assert torch.equal(copy_.float(), (source.detach() * s).clamp(-448, 448).to(E4M3).float())
     assert torch.equal(x_t.float(), torch.cat([a_q, b_q]).float().t())
@@ -320,7 +322,7 @@ def test_what_is_written() -> None:
 
 
 def test_a_weight_that_is_not_finite() -> None:
-    """Its copy dequantizes to NaN, as everything does that held one."""
+    """Its copy dequantizes to NaN throughout."""
     made = torch.zeros(2, 2)
     ops.write_weight_copy_scales(made, torch.tensor([4.0, 4.0]), [torch.tensor(float("inf")), torch.tensor(2.0)])
     assert made[0].isnan().tolist() == [True, False] and float(made[0, 1]) == 0.25
