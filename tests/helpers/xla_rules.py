@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rule:
-    """xla: XLA's verdict. ours: fp8pass's, in words. cases: programs that show it; none if torch has no such program."""
+    """xla: XLA's verdict. ours: fp8pass's. cases: programs that show it; none if torch has no such program."""
 
     number: str
     what: str

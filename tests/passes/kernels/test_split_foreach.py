@@ -25,7 +25,7 @@ LARGE, LITTLE = (1024, 300), (8,)
 
 
 def both(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `function` with lists of a large and a small tensor; quantize the large result."""
+    """Return a function that calls `function` on lists of a large and a small tensor and quantizes the large result."""
 
     def update(s: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         results = function(*([flat[i], flat[i + 1]] for i in range(0, len(flat), 2)))
