@@ -15,35 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
-from fp8pass.pipeline import Pipeline
-from tests.helpers.harness import annotated, check_legal_on_cuda, compiled, sqnr, train, verdicts
+from tests.helpers.backend import compare
+from tests.helpers.backend import legal_on_cuda as legal_on_cuda
+from tests.helpers.harness import annotated, compiled, sqnr, train, verdicts
 from tests.helpers.models import Attention, Block, Transformer, batches, make
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 VARIANT = pytest.mark.variant
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _legal_on_cuda() -> Iterator[None]:
-    """Check that whatever a test of this file compiles is legal on CUDA."""
-    run = Pipeline.__call__
-
-    def checked(self: Pipeline, graph: torch.fx.Graph) -> None:
-        run(self, graph)
-        assert check_legal_on_cuda(graph) >= len(self.report.rewritten)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "__call__", checked)
-        yield
-
-
-def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], decibels: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert sqnr(value, actual[name]) > decibels, f"{name}: {sqnr(value, actual[name]):.1f} dB"
 
 
 def test_one_step_is_exact() -> None:
@@ -757,7 +737,7 @@ def test_data_that_is_replaced_in_compiled_code(lowering: str) -> None:
     assert sqnr(function(x, w), compiled(function, recipe=None, lowering=lowering)(x, w)) > 100
 
 
-def test_op_by_op_calls_functions_in_place_of_ops_for_inductor() -> None:
+def test_op_by_op_calls_functions_instead_of_ops_for_inductor() -> None:
     """Run op by op, Inductor's op that lays tensors out copies all it gets, and our ops cost more than they compute."""
     model, x = make(lambda: nn.Linear(32, 48)), torch.randn(16, 32)
     run = compiled(model, strict=True)

@@ -157,7 +157,7 @@ def test_the_index_of_a_run(tmp_path: Path) -> None:
     assert all(re.search(r"graph_\d+.Linear/index.md\) \| 0/\d \| \d of \d matmuls in FP8", row) for row in graphs)
 
 
-def test_processes_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_have_their_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have their own folders, too; and no existing file is overwritten."""
     assert [_run_folder(str(tmp_path), pid).name for pid in (-1, -2, -1)] == ["run_000", "run_001", "run_000"]
     monkeypatch.setenv("RANK", "3")

@@ -130,7 +130,7 @@ def test_compiled_models_and_graph_breaks() -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
-def test_layers_that_share_the_code_of_a_graph_have_verdicts_of_their_own() -> None:
+def test_layers_that_share_the_code_of_a_graph_have_their_own_verdicts() -> None:
     """Dynamo compiles a layer that breaks the graph once for all its instances; the report has each one's own name."""
 
     class Layer(nn.Module):
@@ -192,7 +192,7 @@ def test_strict() -> None:
     assert failed.value.report.error.startswith("strict: output of a matmul at test_explain.py:")
 
 
-def test_branches_are_graphs_of_their_own() -> None:
+def test_branches_are_separate_graphs() -> None:
     def double(a: Tensor, b: Tensor) -> Tensor:
         return a.float() @ b.float() * 2
 
@@ -318,7 +318,7 @@ class Fails(nn.Module):
         x = self.first(x)
         torch._dynamo.graph_break()
         if self.kind == "shapes":
-            return x @ self.second.weight  # [16, 32] by [16, 32]: sizes do not match
+            return x @ self.second.weight  # 32 by 16
         y: Tensor = self.second(x)
         return y
 

@@ -74,7 +74,7 @@ def test_linear_algebra_keeps_its_digits(function: Callable[[Tensor], Tensor]) -
     assert {g.rule for g in gemms} == {"linear algebra"}
 
 
-def test_parts_of_one_tensor_are_tensors_of_their_own() -> None:
+def test_parts_of_one_tensor_are_separate_tensors() -> None:
     """q and k are split from one projection; their gradients are grad_input or grad_weight as for any two operands."""
 
     def function(qkv: Tensor) -> Tensor:

@@ -276,7 +276,7 @@ def test_the_loss_is_about_the_same() -> None:
     assert fp8[-1] == pytest.approx(off[-1], rel=0.01)
 
 
-def test_a_copy_of_an_optimizer_has_moments_of_its_own() -> None:
+def test_a_copy_of_an_optimizer_has_its_own_moments() -> None:
     training = trained().training
     before = [x.value() for x in training.moments()]
     states = list(copy.deepcopy(training.optimizer).state.values())

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8pass
 from fp8pass.options.config import Config
-
-RANKS = 4
-
-
-WORLD, HALF = "world", "half"
-"""Names of groups in the functions below; torch's own names are known when the groups are made."""
-
-
-GROUPS: dict[str, str] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _groups() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())  # type: ignore[no-untyped-call]
-    world, half = dist.group.WORLD, dist.new_group([0, 1])
-    assert world is not None
-    GROUPS.update({WORLD: world.group_name, HALF: half.group_name})
-    yield
-    dist.destroy_process_group()
+from tests.helpers.fake_ranks import RANKS
+from tests.helpers.fake_ranks import groups as groups
 
 
 class Attention(nn.Module):
