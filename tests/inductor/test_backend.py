@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fp8pass
-from fp8pass.pipeline import Pipeline
-from tests.helpers.harness import annotated, check_legal_on_cuda, compiled, sqnr, train
+from tests.helpers.backend import compare
+from tests.helpers.backend import legal_on_cuda as legal_on_cuda
+from tests.helpers.harness import annotated, compiled, sqnr, train
 from tests.helpers.models import Block, Transformer, batches, make
 
 VARIANT = pytest.mark.variant
@@ -21,27 +22,6 @@ ONE_LAYER = partial(Transformer, layers=1)
 
 
 LINEAR = partial(nn.Linear, 32, 32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _legal_on_cuda() -> Iterator[None]:
-    """Check that all matmuls that tests of this file compile are legal on CUDA."""
-    run = Pipeline.__call__
-
-    def checked(self: Pipeline, graph: torch.fx.Graph) -> None:
-        run(self, graph)
-        assert check_legal_on_cuda(graph) >= len(self.report.rewritten)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "__call__", checked)
-        yield
-
-
-def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], decibels: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert sqnr(value, actual[name]) > decibels, f"{name}: {sqnr(value, actual[name]):.1f} dB"
 
 
 # FP8 operands dequantize exactly to float32, so the compiled graph and the reference differ by the order of sums alone,

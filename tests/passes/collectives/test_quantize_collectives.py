@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fp8pass import scaling
 from fp8pass.graph.pass_base import Context
@@ -21,29 +20,11 @@ from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.quant import ops
 from fp8pass.quant.ops import SHARED
 from fp8pass.quant.sharded import amax_over
+from tests.helpers.fake_ranks import GROUPS, HALF, RANKS, WORLD
+from tests.helpers.fake_ranks import groups as groups
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, aten, capture, count, expect_graph, fp8, run, text
 
 c10d = torch.ops._c10d_functional
-
-
-RANKS = 4
-
-
-WORLD, HALF = "world", "half"
-"""The functions below use these names of groups, because torch's names are known only after the groups are made."""
-
-
-GROUPS: dict[str, str] = {}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _groups() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())  # type: ignore[no-untyped-call]
-    world, half = dist.group.WORLD, dist.new_group([0, 1])
-    assert world is not None
-    GROUPS.update({WORLD: world.group_name, HALF: half.group_name})
-    yield
-    dist.destroy_process_group()
 
 
 def gather(x: Tensor) -> Tensor:
