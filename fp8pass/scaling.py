@@ -73,9 +73,9 @@ def is_finite(amax: Tensor) -> Tensor:
 def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float, margin: int = 0) -> Tensor:
     """Return `fp8_max / amax / 2**margin` in float32, elementwise over f32[] or f32[T].
 
-    Where amax is 0, NaN or infinite, the result is `keep`. It is never infinite (the largest finite float32 instead),
-    and never 0 or subnormal, which GPUs flush to 0 (the smallest normal float32 instead). The formula is that of
-    `compute_scale` in TransformerEngine and Flax.
+    Where amax is 0, NaN or infinite, the result is `keep`. It is never infinite (the largest finite float32 instead,
+    whatever the margin, where `fp8_max / amax` overflows), and never 0 or subnormal, which GPUs flush to 0 (the
+    smallest normal float32 instead). The formula is that of `compute_scale` in TransformerEngine and Flax.
     """
     usable = (amax > 0) & is_finite(amax)
     safe = torch.where(usable, amax, 1.0)

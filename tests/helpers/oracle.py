@@ -30,11 +30,15 @@ def round_to(x: Tensor, fmt: str) -> Tensor:
 def scale_of(amax: float, fmt: str, keep: float = 1.0, margin: int = 0) -> float:
     """Return fp8_max / amax / 2**margin, at least the smallest normal and at most the largest finite float32.
 
-    Return `keep` for an amax that is 0, NaN or infinite.
+    Return `keep` for an amax that is 0, NaN or infinite. As in TransformerEngine, the quotient overflows before the
+    margin divides it: then the scale is the largest, whatever the margin.
     """
     if not (0 < amax < math.inf):
         return keep
-    return min(max(MAX[fmt] / amax / 2.0**margin, FLOAT32_TINY), FLOAT32_MAX)
+    quotient = MAX[fmt] / amax
+    if quotient >= FLOAT32_MAX + 2.0**103:  # half of its last place
+        return FLOAT32_MAX
+    return min(max(quotient / 2.0**margin, FLOAT32_TINY), FLOAT32_MAX)
 
 
 def qdq(x: Tensor, scale: float, fmt: str) -> Tensor:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,6 +48,7 @@ def test_quantize_at_the_edges(fmt: str, x: float, expected: float) -> None:
 
 
 @given(amax=st.floats(0, width=32), margin=st.integers(0, 4))
+@example(amax=9.302473332311283e-38, margin=4)
 @settings(deadline=None)
 def test_scale_from_amax(amax: float, margin: int) -> None:
     actual = scaling.scale_from_amax(torch.tensor(amax), 448.0, 7.0, margin).item()
