@@ -37,7 +37,7 @@ class Gemm:
     quantized: bool = False
     """True if declined although both operands are dequantized from FP8."""
     note: str = ""
-    """Of a rewritten matmul: the op that was expected in its kernel and stays outside, with the reason."""
+    """The op that was expected in the kernel of a rewritten matmul and stays outside, with the reason."""
     fast_accum: bool = False
     """True if its kernel may accumulate in less than float32."""
     recomputed: bool = False
@@ -45,7 +45,7 @@ class Gemm:
     choice: int | None = None
     """Index of its call in `Annotation.choices`; None if it does not come from a call of the annotated graph."""
     predicted_speedup: float | None = None
-    """Of that call's matmuls together, with all quantization, on the target; None on CPU without a target."""
+    """A prediction for the matmuls of that call together, with all quantization; None on CPU without a target."""
 
     @property
     def flops(self) -> int:
