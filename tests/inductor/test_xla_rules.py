@@ -6,28 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import why_emulated
-from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
-from fp8pass.passes.rewrite.scaled_mm import ScaledMM
-from tests.helpers.harness import capture, compiled, run, sqnr, verdicts
+from tests.helpers.harness import compiled, sqnr, verdicts
 from tests.helpers.xla_rules import CASES, E4M3, Case
-
-
-def rewritten(case: Case) -> tuple[fx.GraphModule, list[Gemm], list[str]]:
-    module = capture(case.function, *case.inputs, device=case.device, dynamic=case.dynamic)
-    target = case.target or ("sm_90" if case.device == "cuda" else None)
-    context = run(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None, target=target))
-    gemms = list(context.gemms.values())
-    return module, gemms, [*context.notes, *(g.note for g in gemms if g.note)]
-
-
-def results(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
-
+from tests.helpers.xla_rules_cases import results
 
 ALIKE = {
     "M11": ("M1", "M3", "M4", "M6", "M7", "M9"),

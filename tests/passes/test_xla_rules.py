@@ -10,27 +10,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8pass.graph.verdict import Gemm
 from fp8pass.hardware import output_saturates
-from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import is_wide_cast
 from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from tests.helpers import ROOT, xla_rules
 from tests.helpers.harness import aten, capture, check_legal_on_cuda, compiled, count, run, sqnr, text
 from tests.helpers.xla_rules import CASES, E4M3, RULES, Case
-
-
-def rewritten(case: Case) -> tuple[fx.GraphModule, list[Gemm], list[str]]:
-    module = capture(case.function, *case.inputs, device=case.device, dynamic=case.dynamic)
-    target = case.target or ("sm_90" if case.device == "cuda" else None)
-    context = run(module, ListMatmuls(), ScaledMM(), config=Config(recipe=None, target=target))
-    gemms = list(context.gemms.values())
-    return module, gemms, [*context.notes, *(g.note for g in gemms if g.note)]
-
-
-def results(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
+from tests.helpers.xla_rules_cases import results, rewritten
 
 
 @pytest.mark.parametrize("name", CASES)
