@@ -90,7 +90,7 @@ with required_names():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
     current_graph_task_id = torch._C._current_graph_task_id
@@ -695,6 +695,7 @@ __all__ = [
     "inductor_post_grad",
     "is_alias_of",
     "is_of_fsdp",
+    "is_traceable_wrapper_subclass",
     "kernel_keys",
     "kernel_nodes",
     "linear",

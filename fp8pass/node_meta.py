@@ -2,6 +2,8 @@
 
 MADE_BY = "fp8pass"
 """On a node that a pass made; the value is the pass's name."""
+PIECE = "fp8pass_piece"
+"""On the nodes of Dynamo's graph: the number of the piece, a layer say, that is compiled as a function of its own."""
 SAVED = "fp8pass_saved"
 """On a node that the forward computes and only the backward reads: see `partition.py`."""
 GATHERED = "fp8pass_gathered"

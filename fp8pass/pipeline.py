@@ -7,6 +7,7 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransfor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt
-from fp8pass.graph.annotation import Annotation, MatmulChoice, copy_to_edit
+from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
@@ -47,6 +48,8 @@ from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.split_foreach import SplitForeach
 from fp8pass.passes.kernels.update_tiles import UpdateTiles
+from fp8pass.passes.layers.find_layers import FindLayers
+from fp8pass.passes.layers.outline_layers import OutlineLayers
 from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
 from fp8pass.passes.rewrite.canonicalize import Canonicalize
 from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
@@ -78,10 +81,12 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
     InlineRegions(),  # first: the other passes, and torch's autograd, expect the graph in one piece
     InlineComposites(),  # before passes that look for matmuls, which composites contain
     WriteMatmuls(),  # likewise; after InlineComposites, since composites contain einsums
+    FindLayers(),  # before MergeSiblings and Annotate, which keep layers apart; after the passes that write matmuls
     MergeSiblings(),  # before Annotate, which gives merged weights one scale
     Annotate(),
     LiftScaleStates(),  # after Annotate, whose state inputs come first
-    InsertMonitors(),  # last: it monitors the tensors that the other passes quantize
+    InsertMonitors(),  # after the passes that quantize: it monitors their tensors
+    OutlineLayers(),  # last: then layers with different verdicts differ
 )
 """The passes over Dynamo's graph, before autograd. They select what runs in FP8, by the user's functions and names."""
 
@@ -121,7 +126,7 @@ KERNELS: tuple[Pass[Context], ...] = (
 )
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
 
-_ABOUT_RECIPES = ("inline_composites", "write_matmuls", "merge_siblings", "annotate")
+_ABOUT_RECIPES = ("inline_composites", "write_matmuls", "find_layers", "merge_siblings", "annotate", "outline_layers")
 """The names of passes that have nothing to do without a recipe."""
 
 
@@ -233,16 +238,20 @@ class Pipeline(CustomGraphPass):
         dump: Dump | None = None,
         is_update: bool = False,
         attempt: Attempt = FIRST,
+        body: Body | None = None,
+        report: Report | None = None,
     ) -> None:
         self.config = config
         self.choices = choices
+        self.body = body
         self.attempt = attempt
         self.is_update = is_update
         self.passes = _joint_passes(is_update, attempt)
         self.dump = dump or Dump()
-        self.report = Report()
-        self.gemms: dict[str, Gemm] = {}
-        """The verdicts on the matmuls of the latest graph, by the name that `meta[GEMM]` of its nodes holds."""
+        self.report = Report() if report is None else report
+        self.gemms: dict[str, list[Gemm]] = {}
+        """The verdicts on the matmuls of the latest graph, by the name that `meta[GEMM]` of its nodes holds: one for
+        each layer that the graph stands for."""
         self.is_repeated = False
         """True if a checkpoint around the graph runs its whole forward once more."""
         self.parts = 0
@@ -262,8 +271,9 @@ class Pipeline(CustomGraphPass):
         _run_all(self.passes, _module_of(graph), context, self.dump, part, _verify)
         if (drawing := drawn()) is not None:
             drawing.verdicts(context.gemms)
-        self._publish(Report(list(context.gemms.values()), graphs=0 if self.parts else 1, notes=context.notes))
-        self.gemms = {node.name: gemm for node, gemm in context.gemms.items()}
+        self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
+        gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
+        self._publish(Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes))
         self.seconds += time.perf_counter() - started
         self.dump.report(str(self.report), self.seconds)
         self.parts += 1
@@ -274,11 +284,20 @@ class Pipeline(CustomGraphPass):
         """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
         first, again = ({n.meta.get(GEMM) for n in graph.nodes if multiplies(n)} for graph in (forward, backward))
         twice = first if self.is_repeated else first & again
-        recomputed = [gemm for name, gemm in self.gemms.items() if name in twice]
+        recomputed = [gemm for name, of in self.gemms.items() if name in twice for gemm in of]
         for gemm in recomputed:
             gemm.recomputed = True
         if recomputed:
             self.dump.report(str(self.report), self.seconds)
+
+    def _of_layers(self, gemm: Gemm) -> list[Gemm]:
+        """Return the verdict for each layer that the graph stands for."""
+        if self.body is None:
+            return [gemm]
+        if gemm.choice is None:
+            return [gemm, *(replace(gemm) for _ in self.body.layers[1:])]
+        position, own = self.body.choices[0].index(gemm.choice), self.choices[gemm.choice]
+        return [gemm, *(_for_layer(gemm, own, self.choices, of[position]) for of in self.body.choices[1:])]
 
     def _publish(self, part: Report) -> None:
         """Publish the report of one part, and add it to the graph's report.
@@ -288,23 +307,25 @@ class Pipeline(CustomGraphPass):
         publish(part)
         self.report.add(part)
 
-    def warn_if_nothing(self) -> None:
-        """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected.
 
-        Call it after the graph is compiled.
-        """
-        reasons = [c.reason for c in self.choices if c.wanted or c.rule == "min_speedup"]
-        if (
-            self.attempt.form == "fp8"
-            and reasons
-            and self.report.graphs
-            and not self.report.rewritten
-            and not overrides.current()
-        ):
-            warn_once(
-                f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
-                "print(fp8pass.explain(model, *inputs)) has all reasons"
-            )
+def _for_layer(gemm: Gemm, of: MatmulChoice, choices: Sequence[MatmulChoice], index: int) -> Gemm:
+    """Return the verdict of a matmul, whose choice is `of`, for the equal matmul of another layer."""
+    own = choices[index]
+    reason = gemm.reason.replace(of.name, own.name) if of.name else gemm.reason
+    return replace(gemm, name=own.name, source=own.source or gemm.source, choice=index, reason=reason)
+
+
+def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
+    """Warn, once per reason, if no matmul of a graph runs in FP8 although some were selected.
+
+    Call it after the graph is compiled. report: of that graph.
+    """
+    reasons = [c.reason for c in choices if c.wanted or c.rule == "min_speedup"]
+    if reasons and report.graphs and not report.rewritten and not overrides.current():
+        warn_once(
+            f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
+            "print(fp8pass.explain(model, *inputs)) has all reasons"
+        )
 
 
 def append_pass(own: Any, ours: CustomGraphPass) -> Any:

@@ -12,6 +12,7 @@ structured trace, for `tlparse`, even if no folder is set.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import itertools
@@ -73,6 +74,7 @@ class Dump:
         self.failed: Path | None = None
         """The file with the input graph of the pass that failed last."""
         self._origins = Origins()
+        self._body = ""
 
     @property
     def title(self) -> str:
@@ -93,6 +95,12 @@ class Dump:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, number, title)
+
+    def of_body(self, name: str) -> Dump:
+        """Return the dump of a function of the graph, with the same folder. name: of the function; "" for the graph."""
+        body = copy.copy(self)
+        body._body = name
+        return body
 
     @contextmanager
     def step(
@@ -118,6 +126,9 @@ class Dump:
         if found.applied or part == "dynamo":
             self.trace(f"{part}.{name}", lambda: after or readable(found.module))
 
+    def _in_body(self, part: str) -> str:
+        return f"{self._body}.{part}" if self._body else part
+
     def _text(self, part: str, step: Step) -> str:
         if self.folder is None:
             return ""
@@ -131,7 +142,7 @@ class Dump:
     def _write_step(self, part: str, name: str, head: str, before: str, after: str | None = None) -> None:
         if self.folder is None:
             return
-        stem = f"{next(self._files):03d}.{part}.{name}"
+        stem = f"{next(self._files):03d}.{self._in_body(part)}.{name}"
         self._write(f"{stem}.before.py", f"# the graph before {head}\n{before}")
         if after is None:
             self.failed = self.folder / f"{stem}.before.py"
@@ -146,7 +157,8 @@ class Dump:
     def output_code(self, part: str, code: str, seconds: float) -> None:
         """Write the code that Inductor generated for the graph of a forward or backward."""
         if self.folder is not None:
-            name, head = f"{next(self._files):03d}.{part}.output_code.py", f"made by Inductor in {seconds:.1f} s"
+            stem = f"{next(self._files):03d}.{self._in_body(part)}"
+            name, head = f"{stem}.output_code.py", f"made by Inductor in {seconds:.1f} s"
             self._write(name, f"# {head}\n{code}")
             self._add_row(name, head)
 

@@ -71,6 +71,18 @@ class MatmulChoice:
     predicted_speedup: float | None = None
 
 
+@dataclass(frozen=True)
+class Body:
+    """A function that pieces of the graph share: equal layers, for example.
+
+    layers: for each call, the path of the layer; "" if it is not a layer. choices: for each call, the indices of the
+    choices of its matmuls, in equal order.
+    """
+
+    layers: list[str]
+    choices: list[tuple[int, ...]]
+
+
 @dataclass
 class Annotation:
     """An annotated copy of Dynamo's graph.
@@ -80,7 +92,8 @@ class Annotation:
     `frozen` and `cached`, weights in FP8, and `backward_amax_inputs`, positions of inputs that the graph takes once
     more, for its backward to write. scale_states: for each `ScaleState` that the user wrote, the positions of its
     scale, amax_history, amax, step_ended and held. is_update: True for a graph that updates parameters. watched: the
-    tensors that the numerics monitor watches; its buffers are the last inputs.
+    tensors that the numerics monitor watches; its buffers are the last inputs. bodies: the functions that the graph
+    consists of, by the names of their graphs; empty if it is in one piece.
     """
 
     module: fx.GraphModule
@@ -94,6 +107,7 @@ class Annotation:
     is_update: bool = False
     owned_paths: tuple[str, ...] = ()
     watched: WatchTable | None = None
+    bodies: dict[str, Body] = field(default_factory=dict)
 
     @property
     def has_state(self) -> bool:
@@ -117,7 +131,12 @@ class Annotation:
 
     def run(self, *args: Any) -> Any:
         """Run the graph eagerly."""
-        return _Eager(self.module).run(*args)
+        return run_eagerly(self.module, *args)
+
+
+def run_eagerly(module: fx.GraphModule, *args: Any) -> Any:
+    """Run an annotated graph, or a function of it, eagerly."""
+    return _Eager(module).run(*args)
 
 
 def _bootstrapped(argument: Any) -> Any:
@@ -142,6 +161,9 @@ class _Eager(fx.Interpreter):
         if not self.record and target in (ops.qdq_operand, ops.qdq_no_grad):  # gradients are quantized in backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
         return super().call_function(target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _Eager(self.fetch_attr(target), self.record).run(*args)
 
     def _checkpoint(self, body: fx.GraphModule, *inputs: Any, **kwargs: Any) -> Any:
         # state is in the closure: of arguments autograd saves the version, and the graph writes state before the

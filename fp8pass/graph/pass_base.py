@@ -45,11 +45,13 @@ class DynamoContext(Context):
     """The context that the passes over Dynamo's graph share.
 
     annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
+    layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
     """
 
     annotation: Annotation = field(kw_only=True)
     names: Names = field(kw_only=True)
     merged: dict[fx.Node, Recipe] = field(default_factory=dict)
+    layers: dict[int, str] = field(default_factory=dict)
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

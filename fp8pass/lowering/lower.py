@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fp8pass._torch import detect_fake_mode
 from fp8pass.dump.writer import Dump
 from fp8pass.faults import FIRST, Attempt, Later
 from fp8pass.graph.annotation import Annotation
+from fp8pass.lowering.bodies import lower_bodies
 from fp8pass.lowering.eager import lower_eager
 from fp8pass.lowering.through_inductor import lower_through_inductor
 from fp8pass.options.config import Config
-from fp8pass.pipeline import Pipeline
+from fp8pass.pipeline import Pipeline, warn_if_nothing
 from fp8pass.quant.monitor_ops import MonitorBuffer
+from fp8pass.report.report import Report
 from fp8pass.runtime.frozen_weights import frozen_example
 from fp8pass.runtime.weight_cache import cached_example
 from fp8pass.states.steps import Pass, checkpointed_region
@@ -47,12 +49,22 @@ def lower(
     later: Later | None = None,
 ) -> Callable[..., Any]:
     """Compile an annotated graph. later: compiles its backward, which may fail after the forward has run."""
-    pipeline = Pipeline(config, annotation.choices, dump, annotation.is_update, attempt)
-    pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
     with_lowering = lower_eager if config.lowering == "eager" else lower_through_inductor
-    with dump.compiling(lambda: pipeline.report.summary() if pipeline.report.graphs else _CACHED):
-        compiled = with_lowering(annotation.module, inputs, pipeline, later)
-    pipeline.warn_if_nothing()
+    report = Report()
+
+    def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        body = annotation.bodies.get(name)
+        pipeline = Pipeline(config, annotation.choices, dump.of_body(name), annotation.is_update, attempt, body, report)
+        pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
+        return with_lowering(module, inputs, pipeline, later)
+
+    with dump.compiling(lambda: report.summary() if report.graphs else _CACHED):
+        if annotation.bodies:
+            compiled = lower_bodies(annotation, inputs, compile_one)
+        else:
+            compiled = compile_one("", annotation.module, inputs)
+    if attempt.form == "fp8":
+        warn_if_nothing(annotation.choices, report)
     return compiled
 
 

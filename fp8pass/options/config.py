@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8pass._torch import flattened, list_mode_options
+from fp8pass._torch import flattened, inductor_config, list_mode_options
 from fp8pass.errors import Fp8Error, first_line, warn_once
 from fp8pass.fields import (
     FLAG,
@@ -155,8 +155,19 @@ class Config(Checked):
     """One of Inductor's modes, as in `torch.compile(mode=...)`."""
     lowering: str = field(default="inductor", metadata=names(*LOWERINGS).field)
     """"eager" runs the rewritten graphs op by op, to tell an error of fp8pass from one of Inductor."""
+    compile_once: bool | None = field(default=None, metadata=(flag("True, False or None") | None).field)
+    """Compile equal layers of a graph once, as a function that is called with the parameters and state of each. None:
+    unless CUDA graphs are recorded, as `mode="reduce-overhead"` does, of which each layer would need its own."""
     dump_dir: str | None = field(default=None, metadata=(PATH | None).field)
     """Folder for a dump of every graph before and after every pass."""
+
+    @property
+    def compiles_once(self) -> bool:
+        """True if equal layers are compiled once."""
+        if self.compile_once is not None:
+            return self.compile_once
+        options = list_mode_options(self.mode) if self.mode is not None else {}
+        return not options.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
 
     @property
     def caches_weights(self) -> bool:

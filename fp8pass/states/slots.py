@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from fp8pass.recipes import DelayedScaling, StaticScaling
 from fp8pass.states.reduction_state import ReductionState
 from fp8pass.states.step_tracker import StepTracker
 
+SlotKind = Literal["forward", "weight", "gradient"]
+"""Slots of tensors quantized in the forward, of weights whose FP8 copies are cached, of gradients: in this order."""
 Entry = dict[str, Tensor]
 PARTS = ("scale", "amax_history", "amax")
 """The keys of an `Entry`, the state of one slot: f32[], f32[H] and f32[]."""
@@ -75,6 +77,12 @@ class SlotTable:
     def remembers(self) -> bool:
         """True if the slots have an amax history; False if they only have a scale."""
         return isinstance(self.recipe, DelayedScaling)
+
+    def kind_of(self, slot: int) -> SlotKind:
+        """Return the kind of the slot at a position."""
+        if slot < self.n_forward:
+            return "forward"
+        return "weight" if slot < self.n_forward + self.n_weights else "gradient"
 
     def forward_names(self) -> frozenset[str]:
         """Return the names of the slots that a forward uses: the same for training and evaluation."""

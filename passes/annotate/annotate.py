@@ -92,8 +92,8 @@ class _Annotator(Walk):
         of.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
         # in this order: each adds its inputs after all others, and Annotation promises states, then frozen, then cached
         of.tables = lift_state(self.graph, self.slots, self.regions, of.owned_paths, self.device, self.config.reduction)
-        of.frozen = freeze(self.graph, of.tables, self.by_columns)
-        of.cached = cache(self.graph, of.tables, self.regions, self.weights)
+        of.frozen = freeze(self.graph, of.tables, self.slots, self.by_columns)
+        of.cached = cache(self.graph, of.tables, self.slots, self.regions, self.weights)
 
     def _visit_all(self, around: tuple[Transform, ...] = ()) -> None:
         """Annotate `self.graph`. around: the function transforms that the whole graph is inside of."""

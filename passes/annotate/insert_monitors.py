@@ -22,11 +22,14 @@ from torch import fx
 
 from fp8pass.graph.annotation import CHECKPOINT
 from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.node_meta import PIECE
 from fp8pass.options.config import Config
+from fp8pass.passes.common.divide_state import Division, Piece, PieceOf
 from fp8pass.passes.common.regions import Region
 from fp8pass.passes.common.state_inputs import state_input, thread
 from fp8pass.quant import monitor_ops, ops
 from fp8pass.quant.monitor_ops import WATCHED, WatchTable
+from fp8pass.states.slots import SlotKind
 
 FORWARD: dict[Any, Callable[..., Any]] = {
     ops.qdq_operand: monitor_ops.watch_operand,
@@ -58,13 +61,16 @@ def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
     backward = [(p, n) for p, n in found if n.target in BACKWARD]
     if not found:
         return None
-    inputs = _inputs(parts, {p for p, _ in found})
-    for i, (part, node) in enumerate(forward):
-        _watch_operand(node, inputs[part]["numerics_forward"], i)
-    gradients = 0
-    for part, node in backward:
-        _watch_gradient(node, inputs[part]["numerics_backward"], gradients)
-        gradients += len(node.meta[WATCHED])
+    piece_of = PieceOf(module.graph, [region for _, region in parts if region is not None])
+    rows: list[tuple[SlotKind, Piece]] = [("forward", piece_of(node)) for _, node in forward]
+    rows += [("gradient", piece_of(node)) for _, node in backward for _ in node.meta[WATCHED]]
+    division = Division(rows)
+    inputs = _inputs(parts, {p for p, _ in found}, division, piece_of)
+    row = 0
+    for part, node in (*forward, *backward):
+        watch, name, kind = _FORWARD if node.target in FORWARD else _BACKWARD
+        watch(node, inputs[part, piece_of(node)][name], row - division.first(kind, piece_of(node))[1])
+        row += len(node.meta[WATCHED])
     watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
     device = found[0][1].meta["example_value"].device
     return WatchTable(watched, len(forward), device, config.monitor_steps)
@@ -92,26 +98,32 @@ def _watches(node: fx.Node, config: Config) -> bool:
 
 
 def _inputs(
-    parts: Sequence[tuple[fx.GraphModule, Region | None]], wanted: set[fx.GraphModule]
-) -> dict[fx.GraphModule, dict[str, fx.Node]]:
-    """Add the table inputs to each part; return them by part. Regions get the inputs of the graph around them."""
+    parts: Sequence[tuple[fx.GraphModule, Region | None]],
+    wanted: set[fx.GraphModule],
+    division: Division,
+    piece_of: PieceOf,
+) -> dict[tuple[fx.GraphModule, Piece], dict[str, fx.Node]]:
+    """Add the table inputs to each part; return them by part and piece. Regions get those of the graph around them."""
     graphs = {part.graph: part for part, _ in parts}
     for part, region in reversed(parts):  # a graph passes the tables on to its inner regions
         if part in wanted and region is not None:
             wanted = {*wanted, graphs[region.outer]}
-    inputs: dict[fx.GraphModule, dict[str, fx.Node]] = {}
+    inputs: dict[tuple[fx.GraphModule, Piece], dict[str, fx.Node]] = {}
     for part, region in parts:
         if region is None:
-            inputs[part] = {name: state_input(part.graph, f"fp8pass_{name}") for name in INPUTS}
+            tables = {name: state_input(part.graph, f"fp8pass_{name}") for name in INPUTS}
+            inputs.update({(part, piece): of for piece, of in division.divide(part.graph, tables).items()})
         elif part in wanted:
-            inputs[part] = thread(region, inputs[graphs[region.outer]], "")
+            piece = piece_of(region.call)
+            inputs[part, piece] = thread(region, inputs[graphs[region.outer], piece], "")
     return inputs
 
 
 def _watch_operand(node: fx.Node, counted: fx.Node, index: int) -> None:
     x, quantizer, *state = node.args
     with node.graph.inserting_before(node):
-        node.graph.call_function(FORWARD[node.target], (x, quantizer, counted, index, *state))
+        new = node.graph.call_function(FORWARD[node.target], (x, quantizer, counted, index, *state))
+    new.meta.update({key: node.meta[key] for key in (PIECE,) if key in node.meta})
 
 
 def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
@@ -127,3 +139,5 @@ def _watch_gradient(node: fx.Node, counted: fx.Node, first: int) -> None:
 
 # qdq_gradient(y, quantizer, *state), select_gradients(y, y_a, y_b, grad_a, grad_b, *state)
 _FIRST_STATE: dict[Any, int] = {ops.qdq_gradient: 2, ops.select_gradients: 5}
+_FORWARD: tuple[Callable[..., None], str, SlotKind] = _watch_operand, "numerics_forward", "forward"
+_BACKWARD: tuple[Callable[..., None], str, SlotKind] = _watch_gradient, "numerics_backward", "gradient"

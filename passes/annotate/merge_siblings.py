@@ -33,6 +33,7 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of
 from fp8pass.names import Names
+from fp8pass.node_meta import PIECE
 from fp8pass.passes.annotate.check import ONE_SCALE, check
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Part, parts
@@ -134,11 +135,12 @@ _PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 
 
 def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
-    """Return the key that siblings share: input, recipe, K, dtypes, device and requires_grad."""
+    """Return the key that siblings share: input, recipe, K, dtypes, device, requires_grad and piece."""
     weight, bias = _example(sibling.weight), sibling.bias
     of_bias = None if bias is None else (_example(bias).dtype, _example(bias).requires_grad)
     x = argument(sibling.node, LINEAR.a)
-    return x, sibling.recipe, sibling.sizes[1], weight.dtype, weight.device, weight.requires_grad, of_bias
+    piece = sibling.node.meta.get(PIECE)
+    return x, sibling.recipe, sibling.sizes[1], weight.dtype, weight.device, weight.requires_grad, of_bias, piece
 
 
 def _copied(results: list[fx.Node]) -> list[bool]:
@@ -239,6 +241,7 @@ def merge(graph: fx.Graph, family: Family, names: Names) -> fx.Node:
         y = graph.call_function(F.linear, (argument(nodes[0], LINEAR.a), weight, bias))
         y.meta = {**meta, "example_value": _merged([_example(n) for n in nodes])}
         parts = graph.call_method("split", (y, widths, -1))
+        parts.meta = {key: meta[key] for key in (PIECE,) if key in meta}
         for i, (node, copied) in enumerate(zip(nodes, family.copied, strict=True)):
             part = graph.call_function(operator.getitem, (parts, i))
             if copied:  # `contiguous` would return a part of one row as it is, a view that keeps all of y alive

@@ -16,7 +16,7 @@ from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.node_meta import GATHERED
+from fp8pass.node_meta import GATHERED, PIECE
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
@@ -158,7 +158,8 @@ class QuantizeCall:
             return self._quantized(how, (x, quantizer), x, role)
         offs = self._offs(quantizer)
         # with grad mode: no gradient passes through a call that was made under no_grad
-        key = (x, how, quantizer, *offs, self.walk.grad_enabled)
+        # and with the piece: between functions, a tensor is in high precision
+        key = (x, how, quantizer, *offs, self.walk.grad_enabled, self.call.node.meta.get(PIECE))
         known = self.walk.quantized
         if key not in known:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
@@ -229,6 +230,8 @@ class QuantizeCall:
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)
         new.meta.update(like.meta)
+        if PIECE in self.call.node.meta:  # `like` may be of an earlier piece
+            new.meta[PIECE] = self.call.node.meta[PIECE]
         return new
 
 

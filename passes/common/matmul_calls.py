@@ -298,6 +298,8 @@ def _tensordot_dims(dims: Any, a: Tensor, b: Tensor) -> Dims:
 def mutates(node: fx.Node) -> bool:
     """Return whether the call may write into one of its inputs."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if getattr(node.target, "__module__", "") == "_operator":  # where `and_` and `or_` write nothing
+        return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__") and name not in _PURE)
     # torch's names of in-place ops end in one underscore
     if name in _MUTATING_METHODS or (name.endswith("_") and not name.endswith("__")):
         return True
@@ -309,8 +311,6 @@ def mutates(node: fx.Node) -> bool:
         return any(getattr(node.target, overload)._schema.is_mutable for overload in node.target.overloads())  # type: ignore[no-untyped-call]
     if isinstance(node.target, HigherOrderOperator):
         return True  # a graph or a user's kernel: assumed to write
-    if getattr(node.target, "__module__", "") == "_operator":
-        return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__") and name not in _PURE)
     return node.kwargs.get("out") is not None or _inplace_argument(node)
 
 

@@ -6,6 +6,12 @@ after    graph(..., scale: f32[T], amax_history: f32[H, T], amax_forward: f32[F]
          scales = begin_step(scale, amax_history, amax_forward, amax_backward, held)
          x_ = qdq_operand(x, Delayed(slot=3, index=3), scales_or_one(scales), amax_forward)
 changes  nothing: the state only becomes inputs
+
+If find_layers has divided the graph into pieces, each piece reads its own part of each state tensor, in which its slots
+count from 0: so the pieces of equal layers read equal parts, and are equal.
+
+after    scales_0, scales_1, ... = split(scales, [2, 8, 8, ...])        the slots of piece 0, of piece 1, ...
+         x_ = qdq_operand(x, Delayed(slot=1, index=1), scales_1, amax_forward_1)
 """
 
 from __future__ import annotations
@@ -20,7 +26,9 @@ from torch import fx
 from fp8pass import scaling
 from fp8pass._torch import ConstantSource
 from fp8pass.graph.annotation import STATE_INPUTS, CachedWeightInput, FrozenWeightInput
+from fp8pass.node_meta import PIECE
 from fp8pass.options.config import Reduction
+from fp8pass.passes.common.divide_state import FIRST_PIECE, Division, PieceOf
 from fp8pass.passes.common.regions import Region
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
@@ -52,6 +60,12 @@ class Slot:
     source_line: str
     quantizer: ops.Stateful
     node: fx.Node
+    position: int = -1
+    """Its position in the table, from `lift_state` on."""
+
+
+_AMAXES = {"forward": "amax_forward", "weight": "weight_copy_scales", "gradient": "amax_backward_late"}
+"""The state input that the amaxes of slots of each kind are recorded in."""
 
 
 def lift_state(
@@ -73,7 +87,8 @@ def lift_state(
     tables: list[SlotTable] = []
     for recipe, of_recipe in by_recipe.items():
         assert device is not None
-        twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe)) is not None}
+        piece_of = PieceOf(graph, regions)
+        twins = {i: t for i, s in enumerate(of_recipe) if (t := _recording_twin(s, of_recipe, piece_of)) is not None}
         for i, twin in twins.items():
             twin.name = min(twin.name, of_recipe[i].name, key=len)  # prefer the name without a numeric suffix
         own = [s for i, s in enumerate(of_recipe) if i not in twins]
@@ -93,43 +108,54 @@ def lift_state(
             records=tuple(map(_records, ordered)),
             reduces=reduces if any(map(_records, ordered)) else None,
         )
-        source_lines = {id(s): i for i, s in enumerate(ordered)}
-        source_lines |= {id(of_recipe[i]): source_lines[id(twin)] for i, twin in twins.items()}
+        for i, s in enumerate(ordered):
+            s.position = i
+        for i, twin in twins.items():
+            of_recipe[i].position = twin.position
         suffix = f"_{len(tables)}" if tables else ""
-        _insert(graph, table, [(s, source_lines[id(s)]) for s in of_recipe], regions, suffix, reduces)
+        _insert(graph, table, of_recipe, regions, suffix, reduces)
         tables.append(table)
     return tables
 
 
-def freeze(graph: fx.Graph, tables: list[SlotTable], by_columns: Set[fx.Node]) -> list[FrozenWeightInput]:
+def freeze(
+    graph: fx.Graph, tables: list[SlotTable], slots: list[Slot], by_columns: Set[fx.Node]
+) -> list[FrozenWeightInput]:
     """Add an input for each parameter that is quantized in advance, after all other inputs of the graph.
 
-    by_columns: the nodes whose matmul sums over the first dimension of the parameter.
+    slots: those of `lift_state`. by_columns: the nodes whose matmul sums over the first dimension of the parameter.
     """
+    slot_of = {slot.node: slot.position for slot in slots}
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     found: list[FrozenWeightInput] = []
     for node in [n for n in graph.nodes if n.target is ops.frozen_operand]:
         weight, quantizer, *rest = node.args
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
         node.args = (state_input(graph, f"fp8pass_frozen_{len(found)}"), quantizer, *rest)
-        found.append(FrozenWeightInput(positions[weight], table, quantizer.slot, node in by_columns))
+        found.append(FrozenWeightInput(positions[weight], table, slot_of[node], node in by_columns))
     return found
 
 
 def cache(
-    graph: fx.Graph, tables: list[SlotTable], regions: list[Region], weights: dict[fx.Node, Weight]
+    graph: fx.Graph,
+    tables: list[SlotTable],
+    slots: list[Slot],
+    regions: list[Region],
+    weights: dict[fx.Node, Weight],
 ) -> list[CachedWeightInput]:
     """Add inputs for the FP8 copy of each weight, after all other inputs of the graph, and hand them to regions.
 
-    A region gets the copies that it, or a region in it, reads. weights: the weight of each operand that is a copy.
+    A region gets the copies that it, or a region in it, reads. slots: those of `lift_state`. weights: the weight of
+    each operand that is a copy.
     """
+    slot_of = {slot.node: slot.position for slot in slots}
     positions = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     inputs: dict[CachedWeightInput, dict[str, fx.Node]] = {}
     read: dict[fx.Graph, dict[fx.Node, CachedWeightInput]] = {}
     for node, weight in weights.items():
         quantizer: Any = node.args[1]
         table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-        of = CachedWeightInput(tuple(positions[p] for p in weight.parts), table, quantizer.slot, weight.transposed)
+        of = CachedWeightInput(tuple(positions[p] for p in weight.parts), table, slot_of[node], weight.transposed)
         if of not in inputs:
             names = (f"weight_{len(inputs)}_{part}" for part in ("x_q", "x_t")[: 1 + of.transposed])
             inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
@@ -164,18 +190,19 @@ def _records(slot: Slot) -> bool:
     return isinstance(slot.quantizer, ops.Delayed) and slot.quantizer.record
 
 
-def _recording_twin(slot: Slot, others: list[Slot]) -> Slot | None:
-    """Return the slot of the use with grad, for a parameter read both with and without grad; else None."""
+def _recording_twin(slot: Slot, others: list[Slot], piece_of: PieceOf) -> Slot | None:
+    """Return the slot of the use with grad, for a parameter read both with and without grad in a piece; else None."""
     if _records(slot) or slot.source_line or slot.role == "grad_output":
         return None
-    same = (o for o in others if _records(o) and (o.anchor, o.source_line, o.role) == (slot.anchor, "", slot.role))
+    key = slot.anchor, "", slot.role, piece_of(slot.node)
+    same = (o for o in others if _records(o) and (o.anchor, o.source_line, o.role, piece_of(o.node)) == key)
     return next(same, None)
 
 
 def _insert(
     graph: fx.Graph,
     table: SlotTable,
-    slots: list[tuple[Slot, int]],
+    slots: list[Slot],
     regions: list[Region],
     suffix: str,
     reduces: Reduction | None,
@@ -187,33 +214,47 @@ def _insert(
         for name in names
         if name in ("scales", "amax_forward", "amax_backward_late", "weight_copy_scales")
     }
+    begun = list[fx.Node]()
     if table.remembers:
-        read["scales"] = _begin_step(graph, table.recipe, inputs) if table.training else inputs["scale"]
+        read["scales"] = inputs["scale"]
+        if table.training:
+            begun.append(_begin_step(graph, table.recipe, inputs))
+            read["scales"] = begun[-1]
         if reduces is not None and reduces.interval == 1 and (group := reduces.process_group()) is not None:
             # only if each step reduces: between reductions the ranks' scales differ
             with graph.inserting_after(read["scales"]):
                 read["scales"] = graph.call_function(ops.shared, (read["scales"], group.group_name))
-        if any(slot.quantizer.bootstrap is False for slot, _ in slots if isinstance(slot.quantizer, ops.Delayed)):
+            begun.append(read["scales"])
+        if any(slot.quantizer.bootstrap is False for slot in slots if isinstance(slot.quantizer, ops.Delayed)):
             with graph.inserting_after(read["scales"]):
                 read["scales_or_one"] = graph.call_function(ops.scales_or_one, (read["scales"],))
-    within = {graph: read}
+            begun.append(read["scales_or_one"])
+    piece_of = PieceOf(graph, regions)
+    pieces = {slot.position: piece_of(slot.node) for slot in slots}
+    rows = [(table.kind_of(i), pieces[i]) for i in range(len(table.names))]
+    division = Division(rows, dim=0 if table.remembers else 1)
+    if division.is_divided:
+        for node in begun:
+            node.meta[PIECE] = FIRST_PIECE
+    of_piece = division.divide(graph, read)
+    within: dict[fx.Graph, dict[str, fx.Node]] = {}
     for region in regions:
-        within[region.body.graph] = thread(region, within[region.outer], suffix)
-    for slot, i in slots:
-        of, first_gradient = within[slot.node.graph], table.n_forward + table.n_weights
-        backward = i >= first_gradient
+        outer = of_piece.get(piece_of(region.call), {}) if region.outer is graph else within[region.outer]
+        within[region.body.graph] = thread(region, outer, suffix)
+    for slot in slots:
+        piece = piece_of(slot.node)
+        of = of_piece[piece] if slot.node.graph is graph else within[slot.node.graph]
+        i, kind = slot.position, table.kind_of(slot.position)
+        first_scale, first_amax = division.first(kind, piece)
+        or_one = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
+        scales = of.get(division.scales_of(kind, "scales_or_one" if or_one else "scales"))
         placed: ops.Stateful
         if isinstance(slot.quantizer, ops.Static):
-            placed, state = replace(slot.quantizer, slot=i), [of["scales"]]
-        elif _is_kept(slot):
-            placed, state = replace(slot.quantizer, slot=i, index=i - table.n_forward), [of["weight_copy_scales"]]
+            placed, state = replace(slot.quantizer, slot=i - first_scale), [scales]
         else:
-            placed = replace(slot.quantizer, slot=i, index=i - first_gradient if backward else i)
-            begun = isinstance(slot.quantizer, ops.Delayed) and not slot.quantizer.bootstrap
-            state = [
-                of["scales_or_one" if begun else "scales"],
-                of["amax_backward_late" if backward else "amax_forward"],
-            ]
+            placed = replace(slot.quantizer, slot=i - first_scale, index=i - first_amax)
+            amax = of[_AMAXES[kind]]
+            state = [amax] if kind == "weight" else [scales, amax]
         args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
         slot.node.args = args
 

@@ -1,0 +1,116 @@
+"""Divide the state tensors of a graph among its pieces, so that the slots of each piece count from 0.
+
+before   scales: f32[T];  amax_forward: f32[F];  amax_backward_late: f32[T-F]
+after    scales_0, scales_1, ... = split(scales, [2, 4, 4, ..., 1, 2, 2, ...])    forward slots by piece, then gradients
+         amax_forward_0, ... = split(amax_forward, [2, 4, 4, ...])
+changes  nothing: pieces of equal layers read equal parts, so that outline_layers finds them equal
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fp8pass.node_meta import PIECE
+from fp8pass.passes.common.regions import Region
+from fp8pass.states.slots import SlotKind
+
+Piece = int | None
+"""The number of a piece; None for all nodes if the graph is not divided."""
+FIRST_PIECE = -1
+"""The piece that begins the step, whose scales the others read."""
+
+
+class PieceOf:
+    """Returns the piece that a node, of the graph or of a region's graph, belongs to."""
+
+    def __init__(self, graph: fx.Graph, regions: Sequence[Region]) -> None:
+        self._of_region: dict[fx.Graph, Piece] = {}
+        self._graph = graph
+        for region in regions:  # outer ones come first
+            self._of_region[region.body.graph] = self(region.call)
+
+    def __call__(self, node: fx.Node) -> Piece:
+        """Return the piece of a node; None if the graph is not divided."""
+        return node.meta.get(PIECE) if node.graph is self._graph else self._of_region[node.graph]
+
+
+class _Segment(NamedTuple):
+    """Entries in a row that are of one kind and belong to one piece. first: the position of the first one."""
+
+    kind: SlotKind
+    piece: Piece
+    first: int
+    length: int
+
+
+class Division:
+    """How the entries of state tensors are divided among the pieces of a graph.
+
+    rows: the kind and the piece of each entry, one kind after the other. dim: the dimension that the entries lie along.
+    """
+
+    def __init__(self, rows: Sequence[tuple[SlotKind, Piece]], dim: int = 0) -> None:
+        self._dim = dim
+        self._segments = list[_Segment]()
+        for (kind, piece), entries in groupby(range(len(rows)), key=rows.__getitem__):
+            found = list(entries)
+            self._segments.append(_Segment(kind, piece, found[0], len(found)))
+        self._first = {(s.kind, s.piece): s.first for s in self._segments}
+        self._first_of_kind = {s.kind: s.first for s in reversed(self._segments)}
+        # a piece's entries lie together unless a pass has moved its calls among those of others
+        together = len(self._first) == len(self._segments)
+        self.is_divided = together and all(s.piece is not None for s in self._segments)
+
+    def first(self, kind: SlotKind, piece: Piece) -> tuple[int, int]:
+        """Return the positions of the first entry of a piece: in tensors with entries of all kinds, and of one kind."""
+        own = self._first[kind, piece]
+        return (own, own) if self.is_divided else (0, self._first_of_kind[kind])
+
+    def scales_of(self, kind: SlotKind, name: str) -> str:
+        """Return the name under which a piece finds its scales in the result of `divide`. name: of all scales."""
+        return f"{kind}_{name}" if self.is_divided else name
+
+    def divide(self, graph: fx.Graph, state: Mapping[str, fx.Node]) -> dict[Piece, dict[str, fx.Node]]:
+        """Return the parts of each piece by name. state: the state tensors of the whole graph, by name."""
+        found: dict[Piece, dict[str, fx.Node]] = {s.piece: {} for s in self._segments}
+        if not self.is_divided:
+            return {piece: dict(state) for piece in found}
+        for name, node in state.items():
+            kind = _KINDS.get(name)
+            segments = [s for s in self._segments if kind is None or s.kind == kind]
+            parts = _split(graph, node, [s.length for s in segments], self._dim)
+            for segment, part in zip(segments, parts, strict=True):
+                found[segment.piece][self.scales_of(segment.kind, name) if kind is None else name] = part
+        return found
+
+
+_KINDS: Mapping[str, SlotKind] = {
+    "amax_forward": "forward",
+    "weight_copy_scales": "weight",
+    "amax_backward_late": "gradient",
+    "numerics_forward": "forward",
+    "numerics_backward": "gradient",
+}
+"""The kind of the entries of a state tensor; a tensor whose name is missing has entries of all kinds."""
+
+
+def _split(graph: fx.Graph, node: fx.Node, lengths: list[int], dim: int) -> list[fx.Node]:
+    """Split a state tensor of the graph; return the parts, which belong to no piece."""
+    if not lengths:
+        return []
+    last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last_input if node.op == "placeholder" else node):
+        split = graph.call_function(torch.split, (node, lengths, dim))
+    split.meta[PIECE] = None
+    parts = []
+    with graph.inserting_before(split.next):
+        for i in range(len(lengths)):
+            parts.append(graph.call_function(operator.getitem, (split, i)))
+            parts[-1].meta[PIECE] = None
+    return parts

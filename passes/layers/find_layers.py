@@ -1,0 +1,264 @@
+"""Find layers that are equal, and note on each node to which piece of the graph it belongs.
+
+before   y = layers.0(x);  z = layers.1(y);  loss = head(z)      calls of modules, as their nodes
+after    the same nodes, each with the number of its piece: 0 for the nodes before the layers, 1 for those of layers.0,
+         2 for those of layers.1, 3 for those of the head
+changes  nothing: later passes keep the pieces apart, and outline_layers makes functions of them
+
+A layer is the call of a module, or a region of activation checkpointing, that computes the same as another one from
+other inputs: the same ops, shapes and constants, whatever the names of its class and of its parameters. Where a call
+has no equal, the calls within it are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fp8pass._torch import (
+    MODE_CHANGES,
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    pytree,
+    set_grad_enabled,
+)
+from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.names import module_path
+from fp8pass.node_meta import PIECE
+from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
+from fp8pass.passes.common.transforms import transforms
+from fp8pass.passes.layers.structure import storage_of, structure
+
+SMALLEST = 2
+"""The least number of matmuls of a layer: at each border kernels end, which costs small layers more than it saves."""
+
+
+class FindLayers:
+    """The pass over Dynamo's graph. Regions of activation checkpointing stay whole."""
+
+    name = "find_layers"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Note the piece of each node in `node.meta[PIECE]`; return the number of layers."""
+        if not context.config.compiles_once:
+            return 0
+        module = context.annotation.module
+        pieces = _pieces(graph, match(module))
+        for refusal in check(module, pieces) if len(pieces) > 1 else ():
+            for piece in pieces[refusal.first : refusal.last + 1]:
+                if piece.layer:
+                    context.notes.append(f"{piece.layer} is compiled in place, not as a function: {refusal.reason}")
+                    piece.layer = ""
+        if sum(bool(p.layer) for p in pieces) < 2:
+            return 0
+        context.layers = _number(pieces)
+        return len(context.layers)
+
+
+@dataclass
+class Piece:
+    """Nodes that run one after the other. layer: the path of the layer that they are; "" if they are not a layer."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    layer: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the pieces from `first` to `last` cannot be separate functions; completes a sentence."""
+
+    first: int
+    last: int
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pattern.
+
+
+def match(module: fx.GraphModule) -> list[Piece]:
+    """Return the outermost calls that have an equal, in graph order."""
+    level, found = [Piece(_calls(module.graph))], list[Piece]()
+    for depth in itertools.count():
+        inner = [call for piece in level for call in _within(piece.nodes, depth)]
+        calls = [call for call in inner if _matmuls(module, call.nodes) >= SMALLEST]
+        keys = [structure(call.nodes, module).key for call in calls]
+        times = Counter(keys)
+        found += [call for call, key in zip(calls, keys, strict=True) if times[key] > 1]
+        level = [call for call, key in zip(calls, keys, strict=True) if times[key] == 1 and len(call.nodes) > 1]
+        if not level:
+            break
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    return sorted(found, key=lambda piece: order[piece.nodes[0]])
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+
+
+def _within(nodes: Sequence[fx.Node], depth: int) -> Iterator[Piece]:
+    """Yield the calls of modules at this depth of the module stack, and checkpointed regions outside of such calls."""
+    current, key, loose = Piece(), None, list[fx.Node]()
+    for node in nodes:
+        stack = list((node.meta.get("nn_module_stack") or {}).items())
+        if not stack and node.target is not CHECKPOINT:
+            loose.append(node)  # part of a call if that goes on after it
+        elif len(stack) > depth and stack[depth][0] == key:
+            current.nodes += [*loose, node]
+            loose.clear()
+        else:
+            yield current
+            current, key = Piece(), None
+            loose.clear()
+            if len(stack) > depth:
+                key, (source, _) = stack[depth]
+                current = Piece([node], module_path(source))
+            elif node.target is CHECKPOINT:
+                results = [n for n in nodes if n in node.users and not n.meta.get("nn_module_stack")]  # getitem
+                yield Piece([node, *results], f"the checkpointed region {node.name}")
+    yield current
+
+
+def _matmuls(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> int:
+    """Return the number of matmuls, including those in checkpointed regions."""
+    bodies = [_body(module, n) for n in nodes if n.target is CHECKPOINT]
+    return sum(signature_of(n) is not None for n in nodes) + sum(_matmuls(b, list(b.graph.nodes)) for b in bodies)
+
+
+def _body(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
+    holder: Any = call.args[0]
+    body: fx.GraphModule = getattr(module, holder.target)
+    return body
+
+
+def _pieces(graph: fx.Graph, layers: list[Piece]) -> list[Piece]:
+    """Return all calls of the graph as pieces, in order: the layers, and those before, between and after them."""
+    layer_of = {node: layer for layer in layers for node in layer.nodes}
+    pieces = [Piece()]
+    for node in _calls(graph):
+        layer = layer_of.get(node)
+        if layer is None:
+            if pieces[-1].layer:
+                pieces.append(Piece())
+            pieces[-1].nodes.append(node)
+        elif pieces[-1] is not layer:
+            pieces.append(layer)
+    return pieces
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Check: only refuses.
+
+
+def check(module: fx.GraphModule, pieces: Sequence[Piece]) -> Iterator[Refusal]:
+    """Yield the reasons why pieces cannot be separate functions."""
+    at = {node: i for i, piece in enumerate(pieces) for node in piece.nodes}
+    last = len(pieces) - 1
+    if any(free_unbacked_symbols(n.meta.get("example_value")) for n in at if _is_tensor_or_size(n)):
+        yield Refusal(0, last, "sizes in the graph depend on values of tensors")
+        return
+    yield from _operands_shared(at)
+    yield from _writes_shared(module, at)
+    for node, i in at.items():
+        readers = [at[user] for user in node.users if at.get(user, i) != i]
+        if readers and not _is_tensor_or_size(node):
+            yield Refusal(i, max(readers), f"{node.name}, which other parts of the graph read, is not a tensor")
+    yield from _modes_open(at, pieces)
+    inside = [at[node] for node in transforms(module.graph) if node in at]
+    if inside:
+        yield Refusal(min(inside), max(inside), "it is inside of a transform of torch.func")
+
+
+def _is_tensor_or_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (Tensor, torch.SymInt))
+
+
+def _operands_shared(at: dict[fx.Node, int]) -> Iterator[Refusal]:
+    """Yield a refusal for each tensor that matmuls of several pieces read: it is quantized once for all of them."""
+    readers: dict[fx.Node, set[int]] = {}
+    for node, i in at.items():
+        if (signature := signature_of(node)) is not None:
+            for operand in (argument(node, signature.a), argument(node, signature.b)):
+                if isinstance(operand, fx.Node):
+                    readers.setdefault(operand, set()).add(i)
+    for operand, found in readers.items():
+        if len(found) > 1:
+            yield Refusal(min(found), max(found), f"{operand.name} is quantized once for several layers")
+
+
+def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int]) -> Iterator[Refusal]:
+    """Yield a refusal for each tensor that is written in place, and that several pieces compute, read or write."""
+    touched: dict[int, set[int]] = {}
+    written: dict[int, fx.Node] = {}
+    for node, i in at.items():
+        tensors = [s for n in (node, *node.all_input_nodes) for s in _storages(n)]
+        for storage in tensors:
+            touched.setdefault(storage, set()).add(i)
+        if _writes(module, node):
+            written.update(dict.fromkeys(tensors, node))
+    for storage, node in written.items():
+        found = touched[storage]
+        if len(found) > 1:
+            yield Refusal(min(found), max(found), f"{node.name} writes in place into a tensor that other layers use")
+
+
+def _storages(node: fx.Node) -> list[int]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [storage for leaf in leaves if (storage := storage_of(leaf)) is not None]
+
+
+def _writes(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a call may write into one of its inputs; of an op with graphs, whether these do."""
+    if not isinstance(node.target, HigherOrderOperator):
+        return mutates(node)
+    graphs = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = [g for g in graphs if isinstance(g, fx.GraphModule)]
+    return not bodies or any(_writes(body, n) for body in bodies for n in body.graph.nodes)
+
+
+def _modes_open(at: dict[fx.Node, int], pieces: Sequence[Piece]) -> Iterator[Refusal]:
+    """Yield a refusal for a layer that enters or leaves a mode for the nodes after it.
+
+    `outline_layers` repeats grad mode and autocast in each piece, but not other modes.
+    """
+    reason = "the nodes after it run in another grad or autocast mode than those before it"
+    enabled = torch.is_grad_enabled()
+    for i, piece in enumerate(pieces):
+        at_start = enabled
+        for node in piece.nodes:
+            if node.target is set_grad_enabled:
+                enabled = bool(node.args[0])
+            elif node.target is exit_autocast:
+                entered = at[node.args[0]]  # type: ignore[index]
+                if entered != i and (piece.layer or pieces[entered].layer):
+                    yield Refusal(entered, i, reason)
+            elif node.target in MODE_CHANGES and node.target is not enter_autocast:
+                yield Refusal(0, len(pieces) - 1, "the graph changes inference mode")
+        if piece.layer and enabled != at_start:
+            yield Refusal(i, i, reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite: only builds.
+
+
+def _number(pieces: Sequence[Piece]) -> dict[int, str]:
+    """Set the piece of each node; return the layers by number. Pieces in a row that are not layers are one."""
+    number, previous, layers = 0, pieces[0], dict[int, str]()
+    for piece in pieces:
+        number += piece is not previous and bool(piece.layer or previous.layer)
+        previous = piece
+        for node in piece.nodes:
+            node.meta[PIECE] = number
+        if piece.layer:
+            layers[number] = piece.layer
+    return layers
