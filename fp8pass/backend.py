@@ -93,7 +93,7 @@ class _Graph:
         self.example_inputs = example_inputs
         self.config = config
         self.context = context_for_later()
-        self.modes = _modes(example_inputs)
+        self.modes = modes_of(example_inputs)
         self.is_fake_first = first_call_is_fake()
         self.later: Later | None = None
         self.run: Callable[..., Any]
@@ -136,7 +136,7 @@ class _Graph:
             return self.dump_of(config, ".".join(filter(None, ("cold", kind))))
 
         def compile_cold(attempt: Attempt, dump: Dump) -> Callable[..., Any]:
-            of = annotation.bootstrapped()
+            of = annotation.bootstrapped
             if attempt.form != "fp8":
                 return of.run
             with tracing(self.context):
@@ -165,7 +165,7 @@ def _has_collectives(module: fx.GraphModule) -> bool:
     return any("c10d" in str(n.target) or isinstance(n.meta.get("example_value"), DTensor) for n in nodes)
 
 
-def _modes(example_inputs: Sequence[Any]) -> list[Callable[[], Any]]:
+def modes_of(example_inputs: Sequence[Any]) -> list[Callable[[], Any]]:
     """Return functions that make contexts of the current grad and autocast modes, which graphs of Dynamo's rely on."""
     kinds = sorted({x.device.type for x in example_inputs if isinstance(x, Tensor)})
     autocasts = [
@@ -277,4 +277,4 @@ def _reference(module: fx.GraphModule, example_inputs: Sequence[Any], config: Co
     annotation = annotated(module, config)
     if not annotation.has_state:
         return annotation.run
-    return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped().run)
+    return CompiledGraph(annotation.run, annotation, lambda: annotation.bootstrapped.run)

@@ -148,6 +148,8 @@ def annotated(
     context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
     todo = _dynamo_passes(config, attempt)
     _run_all(todo, annotation.module, context, dump or Dump(), "dynamo", _lint, lambda: examples(annotation))
+    if context.notes:
+        publish(Report(notes=context.notes))
     return annotation
 
 

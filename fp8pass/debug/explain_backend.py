@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from fp8pass._torch import make_boxed_func
-from fp8pass.backend import compile_graph
+from fp8pass._torch import as_fakes, context_for_later, make_boxed_func, tracing
+from fp8pass.backend import compile_graph, modes_of
 from fp8pass.graph.verdict import Gemm
 from fp8pass.inductor.partition import Partition
 from fp8pass.lowering.eager import through_aot
 from fp8pass.lowering.lower import fake_state
+from fp8pass.lowering.verdicts import only_verdicts
 from fp8pass.names import Names
 from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_compiled
@@ -23,12 +25,15 @@ from fp8pass.report.graph_view import Drawing, drawn
 from fp8pass.report.report import Report, break_of, collect, publish, recompile_of
 
 
-def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -> Callable[..., Any]:
+def explain_only(
+    config: Config, later: list[GraphToDraw], path_of: Callable[[Any], str] = lambda _: ""
+) -> Callable[..., Any]:
     """Return a backend that compiles until each matmul has a verdict, and runs the user's graph unchanged.
 
-    For a `Schedule` it compiles with the last phase. path_of: returns the path of a parameter in the user's model, ""
-    if it is not known. It is needed because names in a graph begin at the graph's root, which after a graph break is
-    some submodule, and several instances of that submodule may run the graph.
+    For a `Schedule` it compiles with the last phase. later: gets the graphs, unless they are drawn now.
+    path_of: returns the path of a parameter in the user's model, "" if it is not known. It is needed because names in a
+    graph begin at the graph's root, which after a graph break is some submodule, and several instances of that
+    submodule may run the graph.
     """
     notes: list[str] = []
     earlier: set[str] = set()
@@ -44,17 +49,53 @@ def explain_only(config: Config, path_of: Callable[[Any], str] = lambda _: "") -
         found, again = break_of(module), recompile_of(module, earlier)
         breaks, recompiles = [] if found is None else [found], [] if again is None else [again]
         publish(Report(notes=notes, breaks=breaks, recompiles=recompiles))
-        drawing = drawn()
-        if drawing is not None:
-            drawing.begin(len(example_inputs))
-            if not written(module):  # the graph of an optimizer update has no other form to show
-                draw_before(module, example_inputs, drawing)
-        kernels = drawing is not None and drawing.kernels
+        graph = GraphToDraw(module, example_inputs, config)
         with collect() as of_graph:
-            compile_graph(module, example_inputs, replace(config, lowering="inductor" if kernels else "eager"))
+            if drawn() is not None:
+                graph.draw()
+            else:
+                with only_verdicts():
+                    compile_graph(module, example_inputs, config)
+                later.append(graph)
+        graph.gemms = list(of_graph.gemms)
         return _Unchanged(module, of_graph.gemms, path_of)
 
     return backend
+
+
+class GraphToDraw:
+    """A graph of Dynamo's that may be drawn later: it keeps no real tensors. gemms: the verdicts on its matmuls."""
+
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
+        self.module = module
+        self.example_inputs = as_fakes(example_inputs)
+        # in one piece: the picture of a graph is one
+        self.config = replace(config, compile_once=False, lowering="eager")
+        self.context = context_for_later()
+        self.modes = modes_of(example_inputs)
+        self.gemms: list[Gemm] = []
+
+    def draw(self) -> None:
+        """Draw the user's graph and what becomes of it, in the current `Drawing`."""
+        drawing = drawn()
+        assert drawing is not None
+        drawing.begin(len(self.example_inputs))
+        if not written(self.module):  # the graph of an optimizer update has no other form to show
+            draw_before(self.module, self.example_inputs, drawing)
+        lowering = "inductor" if drawing.kernels else "eager"
+        compile_graph(self.module, self.example_inputs, replace(self.config, lowering=lowering))
+
+    def draw_later(self) -> None:
+        """Draw the graph outside of Dynamo, which traced it, and link its matmuls to `gemms`."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(self.context))
+            for mode in self.modes:
+                stack.enter_context(mode())
+            found = stack.enter_context(collect())
+            self.draw()
+        drawing = drawn()
+        assert drawing is not None
+        drawing.replace_verdicts(found.gemms, self.gemms)
 
 
 class _Unchanged:

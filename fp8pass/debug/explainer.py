@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8pass._torch import TorchDynamoException, dynamo_config
-from fp8pass.debug.explain_backend import explain_only
+from fp8pass.debug.explain_backend import GraphToDraw, explain_only
 from fp8pass.dynamo.outside import Outside, raise_if_missed
 from fp8pass.errors import Fp8Error
+from fp8pass.graph.verdict import Gemm
 from fp8pass.names import is_users_file, location_of
 from fp8pass.options.config import Config, make_config
-from fp8pass.report.graph_view import draw
-from fp8pass.report.report import Report, collect, publish
+from fp8pass.report.graph_view import Drawing, draw
+from fp8pass.report.report import Picture, Report, collect, publish
 
 
 def explain(
@@ -63,13 +64,14 @@ def explain(
     function = getattr(function, "_orig_mod", getattr(function, "_torchdynamo_orig_callable", function))
     config = config or make_config()
     outside = Outside([x for x in (function, *args) if isinstance(x, nn.Module)])
-    compiled = torch.compile(function, backend=explain_only(config, outside.path_of))
+    later: list[GraphToDraw] = []
+    compiled = torch.compile(function, backend=explain_only(config, later, outside.path_of))
     report = Report()
     # At its recompile limit Dynamo runs a frame without compiling it, and its matmuls would have no verdict.
     recompiles = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     try:
         with (
-            draw(kernels) as drawing,
+            draw(kernels) if kernels else nullcontext() as drawing,
             collect() as report,
             recompiles,
             torch.random.fork_rng(),
@@ -85,7 +87,7 @@ def explain(
                 raise_if_missed(gemms)
     except (Fp8Error, TorchDynamoException) as error:
         report.error = _told(error)
-        report.pictures = drawing.finish(report.gemms)
+        report.pictures = _Pictures(drawing, later, report.gemms)
         raise _failure(report) from error
     finally:
         outside.forget()
@@ -95,8 +97,34 @@ def explain(
             if report.gemms
             else "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."
         )
-    report.pictures = drawing.finish(report.gemms)
+    report.pictures = _Pictures(drawing, later, report.gemms)
     return report
+
+
+class _Pictures(Sequence[Picture]):
+    """The pictures of a report, which are drawn when they are first looked at: that takes as long as the verdicts.
+
+    drawing: of graphs that are drawn already, with the generated code; None if they are not.
+    """
+
+    def __init__(self, drawing: Drawing | None, later: Sequence[GraphToDraw], gemms: Sequence[Gemm]) -> None:
+        self._later = list(later)
+        self._gemms = gemms
+        self._drawn = None if drawing is None else drawing.finish(gemms)
+
+    def _all(self) -> list[Picture]:
+        if self._drawn is None:
+            with draw() as drawing:
+                for graph in self._later:
+                    graph.draw_later()
+            self._drawn, self._later = drawing.finish(self._gemms), []
+        return self._drawn
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
 
 
 @contextmanager

@@ -71,8 +71,7 @@ class Dump:
         self.name = title
         self._files = itertools.count()
         self._rows: list[str] = []
-        self.failed: Path | None = None
-        """The file with the input graph of the pass that failed last."""
+        self._failed: list[Path] = []
         self._origins = Origins()
         self._body = ""
 
@@ -80,6 +79,11 @@ class Dump:
     def title(self) -> str:
         """The name of the graph for use in a sentence."""
         return f"graph {self.number}, {self.name}"
+
+    @property
+    def failed(self) -> Path | None:
+        """The file with the input graph of the pass that failed last."""
+        return self._failed[-1] if self._failed else None
 
     @classmethod
     def of(cls, config: Config, module: fx.GraphModule, kind: str = "") -> Dump:
@@ -96,10 +100,12 @@ class Dump:
             folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, number, title)
 
-    def of_body(self, name: str) -> Dump:
-        """Return the dump of a function of the graph, with the same folder. name: of the function; "" for the graph."""
+    def of_body(self, name: str, module: fx.GraphModule, examples: Sequence[Any]) -> Dump:
+        """Return the dump, in the same folder, of a function that the graph calls. examples: values of its inputs."""
         body = copy.copy(self)
-        body._body = name
+        body._body, body._origins = name, Origins()
+        if self.folder is not None:
+            body._origins.learn(module, examples)
         return body
 
     @contextmanager
@@ -145,7 +151,7 @@ class Dump:
         stem = f"{next(self._files):03d}.{self._in_body(part)}.{name}"
         self._write(f"{stem}.before.py", f"# the graph before {head}\n{before}")
         if after is None:
-            self.failed = self.folder / f"{stem}.before.py"
+            self._failed.append(self.folder / f"{stem}.before.py")
             self._add_row(f"{stem}.before.py", head)
             return
         diff = list(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "before.py", "after.py"))

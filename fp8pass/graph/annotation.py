@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -114,8 +115,9 @@ class Annotation:
         """True if the graph takes more than Dynamo's inputs."""
         return bool(self.tables or self.scale_states or self.watched)
 
+    @functools.cached_property
     def bootstrapped(self) -> Annotation:
-        """Return a copy in which a tensor whose slot has no history is scaled by its own amax."""
+        """A copy in which a tensor whose slot has no history is scaled by its own amax."""
         module = copy_to_edit(self.module)
         for part in filter(_is_graph, module.modules()):
             for node in part.graph.nodes:

@@ -37,18 +37,19 @@ class _Compiler(fx.Interpreter):
         self.mode = mode or contextlib.nullcontext()
         self.compiled: dict[str, Callable[..., Any]] = {}
         self.results: dict[str, list[Any]] = {}
-        """Examples of the results of each function."""
+        """Examples of the results of each function whose results share no storage, with inputs or each other."""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Compile the function at its first call; return examples of its results."""
         if target not in self.compiled:
             self.compiled[target] = self.compile_body(target, self.fetch_attr(target), list(args))
-        elif _are_separate(args, self.results[target]):
-            with self.mode:
-                return [_another(result) for result in self.results[target]]
         with self.mode:
-            self.results[target] = run_eagerly(self.fetch_attr(target), *args)
-        return self.results[target]
+            if target in self.results:
+                return [_another(result) for result in self.results[target]]
+            results = run_eagerly(self.fetch_attr(target), *args)
+        if _are_separate(args, results):
+            self.results[target] = results
+        return results
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Split a state tensor. Its parts differ in alignment, so examples of them are not aligned."""

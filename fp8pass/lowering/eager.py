@@ -51,22 +51,24 @@ def lower_eager(
     def backward(graph_module: fx.GraphModule, inputs: Any) -> Any:
         return forward(graph_module, inputs) if later is None else later.lower(graph_module, boxed, op_by_op)
 
-    def rewrite(graph_module: fx.GraphModule) -> None:
-        for part in reversed(list(graph_module.modules())):  # branches and loop bodies first, as Inductor does it
-            if isinstance(part, fx.GraphModule):
-                pipeline(part.graph)
-                part.recompile()
-
     def inference(graph_module: fx.GraphModule, fake_inputs: Any) -> Any:
-        rewrite(graph_module)
+        rewrite_all(graph_module, pipeline)
         return forward(graph_module, fake_inputs)
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        rewrite(joint)
+        rewrite_all(joint, pipeline)
         return Partition(seen=pipeline.partitioned)(joint, joint_inputs, **kwargs)
 
     compiled: Callable[..., Any] = through_aot(forward, backward, inference, partition)(module, inputs)
     return compiled
+
+
+def rewrite_all(module: fx.GraphModule, pipeline: Pipeline) -> None:
+    """Run the passes over a joint graph and the graphs in it: branches and loop bodies first, as Inductor does it."""
+    for part in reversed(list(module.modules())):
+        if isinstance(part, fx.GraphModule):
+            pipeline(part.graph)
+            part.recompile()
 
 
 def op_by_op(module: fx.GraphModule) -> Any:

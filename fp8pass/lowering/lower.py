@@ -15,6 +15,7 @@ from fp8pass.graph.annotation import Annotation
 from fp8pass.lowering.bodies import lower_bodies
 from fp8pass.lowering.eager import lower_eager
 from fp8pass.lowering.through_inductor import lower_through_inductor
+from fp8pass.lowering.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.options.config import Config
 from fp8pass.pipeline import Pipeline, warn_if_nothing
 from fp8pass.quant.monitor_ops import MonitorBuffer
@@ -50,11 +51,14 @@ def lower(
 ) -> Callable[..., Any]:
     """Compile an annotated graph. later: compiles its backward, which may fail after the forward has run."""
     with_lowering = lower_eager if config.lowering == "eager" else lower_through_inductor
+    if wants_only_verdicts():
+        with_lowering = find_verdicts
     report = Report()
 
     def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         body = annotation.bodies.get(name)
-        pipeline = Pipeline(config, annotation.choices, dump.of_body(name), annotation.is_update, attempt, body, report)
+        own = dump.of_body(name, module, inputs) if body is not None else dump
+        pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
         return with_lowering(module, inputs, pipeline, later)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -104,6 +104,15 @@ class Drawing:
         self._find_replaced(position)
         self._find_users()
         return self.pictures
+
+    def replace_verdicts(self, found: Sequence[Gemm], known: Sequence[Gemm]) -> None:
+        """Replace verdicts that were found while drawing by those that another compilation has found before."""
+        left: dict[Hashable, list[Gemm]] = {}
+        for gemm in known:
+            left.setdefault((gemm.kind, gemm.choice, gemm.source, _sizes_of(gemm)), []).append(gemm)
+        same = {id(g): left[key].pop(0) for g in found if left.get(key := (g.kind, g.choice, g.source, _sizes_of(g)))}
+        self._named = [(place, op, same.get(id(gemm), gemm)) for place, op, gemm in self._named]
+        self._of_graph[self._number] = [same.get(id(g), g) for g in self._of_graph.get(self._number, ())]
 
     def _find_replaced(self, position: Mapping[int, int]) -> None:
         """Match ops with which Inductor replaced a matmul (addmm) to a missing verdict of equal graph, line, sizes."""

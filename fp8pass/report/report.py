@@ -173,7 +173,7 @@ class Report:
     """The internal errors of fp8pass and what it did about each, one sentence each: see `faults.py`."""
     error: str = ""
     """The error that ended compilation, or ""; with an error, the report holds what was known until then."""
-    pictures: list[Picture] = field(default_factory=list)
+    pictures: Sequence[Picture] = field(default_factory=list)
     """The graphs, for `to_html`; only reports of `explain` have them."""
 
     def add(self, other: Report) -> None:

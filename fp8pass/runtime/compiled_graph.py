@@ -199,12 +199,12 @@ class CompiledGraph:
         if forward is not None and forward.run is not None:
             return forward.run
         eager = forward.eager if forward else call.cold
-        return self._annotation.bootstrapped().run if eager else self._compiled
+        return self._annotation.bootstrapped.run if eager else self._compiled
 
     def _for_shapes(self, call: _Call) -> Run:
         states = [s for s in call.states if s.table.remembers]
         cold = any(not s.warm and bool((s.tensors.scale == 0).any()) for s in states)
-        return self._annotation.bootstrapped().run if cold else self._compiled
+        return self._annotation.bootstrapped.run if cold else self._compiled
 
     # `_Row.inputs`
 
@@ -295,7 +295,7 @@ class CompiledGraph:
         if not cold:
             return self._compiled
         if max(state.cold_steps for state in states) <= EAGER_FIRST_STEPS:
-            return self._annotation.bootstrapped().run
+            return self._annotation.bootstrapped.run
         with self._lock:
             if self._for_cold_slots is None:
                 log.warning(

@@ -69,7 +69,7 @@ class _Inliner:
         with module.graph.inserting_before(call):
             for node in inner:
                 twin[node] = copy = module.graph.node_copy(node, twin.__getitem__)
-                _rename(copy, renames)
+                _rename(copy, renames, self.count)
                 if node.op == "get_attr":  # each call gets a copy: passes edit it in place
                     copy.target = _add(module, getattr(body, str(node.target)), renames)
         results = fx.map_arg(_args(body.graph.output_node())[0], twin.__getitem__)
@@ -134,12 +134,17 @@ def _renames(traced: Sequence[Path | None], given: Sequence[Path | None]) -> dic
     return found
 
 
-def _rename(node: fx.Node, renames: Mapping[Path, Path]) -> None:
-    """Replace module paths of the traced call in the node's `nn_module_stack` with those of this call."""
+def _rename(node: fx.Node, renames: Mapping[Path, Path], call: int = 0) -> None:
+    """Replace module paths of the traced call in the node's `nn_module_stack` with those of this call.
+
+    call: the number of this call, with which the keys of the stack tell it from others, as Dynamo's keys do.
+    """
     stack = {}
     for key, (source, kind) in (node.meta.get("nn_module_stack") or {}).items():
         path = path_of(source)
         # the longest known beginning: that of the innermost module
         start = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in renames), None)
-        stack[key] = (source_of_path((*renames[start], *path[len(start) :])) if start else source), kind
+        if start is not None:
+            key, source = f"{key}@inlined_{call}", source_of_path((*renames[start], *path[len(start) :]))
+        stack[key] = source, kind
     node.meta["nn_module_stack"] = stack

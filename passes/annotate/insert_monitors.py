@@ -64,7 +64,7 @@ def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
     piece_of = PieceOf(module.graph, [region for _, region in parts if region is not None])
     rows: list[tuple[SlotKind, Piece]] = [("forward", piece_of(node)) for _, node in forward]
     rows += [("gradient", piece_of(node)) for _, node in backward for _ in node.meta[WATCHED]]
-    division = Division(rows)
+    division = Division(rows, dim=0)
     inputs = _inputs(parts, {p for p, _ in found}, division, piece_of)
     row = 0
     for part, node in (*forward, *backward):

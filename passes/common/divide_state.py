@@ -55,7 +55,7 @@ class Division:
     rows: the kind and the piece of each entry, one kind after the other. dim: the dimension that the entries lie along.
     """
 
-    def __init__(self, rows: Sequence[tuple[SlotKind, Piece]], dim: int = 0) -> None:
+    def __init__(self, rows: Sequence[tuple[SlotKind, Piece]], dim: int = -1) -> None:
         self._dim = dim
         self._segments = list[_Segment]()
         for (kind, piece), entries in groupby(range(len(rows)), key=rows.__getitem__):
@@ -84,7 +84,7 @@ class Division:
         for name, node in state.items():
             kind = _KINDS.get(name)
             segments = [s for s in self._segments if kind is None or s.kind == kind]
-            parts = _split(graph, node, [s.length for s in segments], self._dim)
+            parts = _split(graph, name, node, [s.length for s in segments], self._dim)
             for segment, part in zip(segments, parts, strict=True):
                 found[segment.piece][self.scales_of(segment.kind, name) if kind is None else name] = part
         return found
@@ -100,17 +100,18 @@ _KINDS: Mapping[str, SlotKind] = {
 """The kind of the entries of a state tensor; a tensor whose name is missing has entries of all kinds."""
 
 
-def _split(graph: fx.Graph, node: fx.Node, lengths: list[int], dim: int) -> list[fx.Node]:
+def _split(graph: fx.Graph, name: str, node: fx.Node, lengths: list[int], dim: int) -> list[fx.Node]:
     """Split a state tensor of the graph; return the parts, which belong to no piece."""
     if not lengths:
         return []
     last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last_input if node.op == "placeholder" else node):
         split = graph.call_function(torch.split, (node, lengths, dim))
-    split.meta[PIECE] = None
-    parts = []
     with graph.inserting_before(split.next):
-        for i in range(len(lengths)):
-            parts.append(graph.call_function(operator.getitem, (split, i)))
-            parts[-1].meta[PIECE] = None
+        parts = [
+            graph.create_node("call_function", operator.getitem, (split, i), name=f"fp8pass_{name}_{i}")
+            for i in range(len(lengths))
+        ]
+    for new in (split, *parts):
+        new.meta[PIECE] = None
     return parts

@@ -232,7 +232,7 @@ def _insert(
     piece_of = PieceOf(graph, regions)
     pieces = {slot.position: piece_of(slot.node) for slot in slots}
     rows = [(table.kind_of(i), pieces[i]) for i in range(len(table.names))]
-    division = Division(rows, dim=0 if table.remembers else 1)
+    division = Division(rows)
     if division.is_divided:
         for node in begun:
             node.meta[PIECE] = FIRST_PIECE

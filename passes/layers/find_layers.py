@@ -12,7 +12,6 @@ has no equal, the calls within it are compared.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from fp8pass._torch import (
 )
 from fp8pass.graph.annotation import CHECKPOINT
 from fp8pass.graph.pass_base import DynamoContext
-from fp8pass.names import module_path
+from fp8pass.names import Names, module_path, source_of
 from fp8pass.node_meta import PIECE
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
 from fp8pass.passes.common.transforms import transforms
@@ -53,15 +52,23 @@ class FindLayers:
             return 0
         module = context.annotation.module
         pieces = _pieces(graph, match(module))
-        for refusal in check(module, pieces) if len(pieces) > 1 else ():
-            for piece in pieces[refusal.first : refusal.last + 1]:
-                if piece.layer:
-                    context.notes.append(f"{piece.layer} is compiled in place, not as a function: {refusal.reason}")
-                    piece.layer = ""
+        for refusal in check(module, pieces, context.names) if len(pieces) > 1 else ():
+            refused = [piece for piece in pieces[refusal.first : refusal.last + 1] if piece.layer]
+            if refused:
+                context.notes.append(f"{_listed([p.layer for p in refused])}: {refusal.reason}")
+            for piece in refused:
+                piece.layer = ""
         if sum(bool(p.layer) for p in pieces) < 2:
             return 0
         context.layers = _number(pieces)
         return len(context.layers)
+
+
+def _listed(layers: Sequence[str]) -> str:
+    """Return the beginning of a sentence about layers that are refused."""
+    if len(layers) == 1:
+        return f"{layers[0]} is compiled in place, not once for all equal layers"
+    return f"{len(layers)} layers, {layers[0]} to {layers[-1]}, are compiled in place, not once for all"
 
 
 @dataclass
@@ -87,16 +94,17 @@ class Refusal:
 
 def match(module: fx.GraphModule) -> list[Piece]:
     """Return the outermost calls that have an equal, in graph order."""
-    level, found = [Piece(_calls(module.graph))], list[Piece]()
-    for depth in itertools.count():
+    level, found, depth = [Piece(_calls(module.graph))], list[Piece](), 0
+    while level:
         inner = [call for piece in level for call in _within(piece.nodes, depth)]
         calls = [call for call in inner if _matmuls(module, call.nodes) >= SMALLEST]
-        keys = [structure(call.nodes, module).key for call in calls]
+        # one call alone, such as that of the whole model, has no equal
+        keys = [structure(call.nodes, module).key for call in calls] if len(calls) > 1 else list(range(len(calls)))
         times = Counter(keys)
         found += [call for call, key in zip(calls, keys, strict=True) if times[key] > 1]
-        level = [call for call, key in zip(calls, keys, strict=True) if times[key] == 1 and len(call.nodes) > 1]
-        if not level:
-            break
+        alone = [call for call, key in zip(calls, keys, strict=True) if times[key] == 1]
+        level = [call for call in alone if call.nodes[0].target is not CHECKPOINT]  # regions stay whole
+        depth += 1
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     return sorted(found, key=lambda piece: order[piece.nodes[0]])
 
@@ -123,7 +131,7 @@ def _within(nodes: Sequence[fx.Node], depth: int) -> Iterator[Piece]:
                 key, (source, _) = stack[depth]
                 current = Piece([node], module_path(source))
             elif node.target is CHECKPOINT:
-                results = [n for n in nodes if n in node.users and not n.meta.get("nn_module_stack")]  # getitem
+                results = [n for n in node.users if not n.meta.get("nn_module_stack")]  # getitem
                 yield Piece([node, *results], f"the checkpointed region {node.name}")
     yield current
 
@@ -159,19 +167,19 @@ def _pieces(graph: fx.Graph, layers: list[Piece]) -> list[Piece]:
 # Check: only refuses.
 
 
-def check(module: fx.GraphModule, pieces: Sequence[Piece]) -> Iterator[Refusal]:
+def check(module: fx.GraphModule, pieces: Sequence[Piece], names: Names) -> Iterator[Refusal]:
     """Yield the reasons why pieces cannot be separate functions."""
     at = {node: i for i, piece in enumerate(pieces) for node in piece.nodes}
     last = len(pieces) - 1
     if any(free_unbacked_symbols(n.meta.get("example_value")) for n in at if _is_tensor_or_size(n)):
         yield Refusal(0, last, "sizes in the graph depend on values of tensors")
         return
-    yield from _operands_shared(at)
-    yield from _writes_shared(module, at)
+    yield from _operands_shared(at, names)
+    yield from _writes_shared(module, at, names)
     for node, i in at.items():
         readers = [at[user] for user in node.users if at.get(user, i) != i]
         if readers and not _is_tensor_or_size(node):
-            yield Refusal(i, max(readers), f"{node.name}, which other parts of the graph read, is not a tensor")
+            yield Refusal(i, max(readers), f"{_called(node, names)}, which others read, is not a tensor")
     yield from _modes_open(at, pieces)
     inside = [at[node] for node in transforms(module.graph) if node in at]
     if inside:
@@ -182,7 +190,13 @@ def _is_tensor_or_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), (Tensor, torch.SymInt))
 
 
-def _operands_shared(at: dict[fx.Node, int]) -> Iterator[Refusal]:
+def _called(node: fx.Node, names: Names) -> str:
+    """Return the path of a parameter; for another node, the name of its function and the user's line."""
+    function = getattr(node.target, "__name__", str(node.target))
+    return names.owned.get(node) or f"the result of {function} at {source_of(node) or 'an unknown line'}"
+
+
+def _operands_shared(at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
     """Yield a refusal for each tensor that matmuls of several pieces read: it is quantized once for all of them."""
     readers: dict[fx.Node, set[int]] = {}
     for node, i in at.items():
@@ -192,10 +206,10 @@ def _operands_shared(at: dict[fx.Node, int]) -> Iterator[Refusal]:
                     readers.setdefault(operand, set()).add(i)
     for operand, found in readers.items():
         if len(found) > 1:
-            yield Refusal(min(found), max(found), f"{operand.name} is quantized once for several layers")
+            yield Refusal(min(found), max(found), f"{_called(operand, names)} is quantized once for all of them")
 
 
-def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int]) -> Iterator[Refusal]:
+def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
     """Yield a refusal for each tensor that is written in place, and that several pieces compute, read or write."""
     touched: dict[int, set[int]] = {}
     written: dict[int, fx.Node] = {}
@@ -208,7 +222,7 @@ def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int]) -> Iterator[R
     for storage, node in written.items():
         found = touched[storage]
         if len(found) > 1:
-            yield Refusal(min(found), max(found), f"{node.name} writes in place into a tensor that other layers use")
+            yield Refusal(min(found), max(found), f"{_called(node, names)} is written in place, and others use it")
 
 
 def _storages(node: fx.Node) -> list[int]:

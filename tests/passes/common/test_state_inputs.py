@@ -82,7 +82,7 @@ def test_slots_without_history_are_usable() -> None:
     a = annotation(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "delayed")
     (scales_or_one,) = (n for n in a.module.graph.nodes if n.target is ops.scales_or_one)
     assert len(scales_or_one.users) == 6
-    cold = a.bootstrapped().module.graph
+    cold = a.bootstrapped.module.graph
     assert all(not n.users for n in cold.nodes if n.target is ops.scales_or_one)
     assert len(scales_or_one.users) == 6
 
