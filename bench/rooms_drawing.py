@@ -42,9 +42,12 @@ def path_of(room: str) -> str:
 
 
 def lines_of(room: str) -> tuple[str, str]:
-    """Return what a box says: the path without `fp8pass/`, and of a folder how many files it has beside `__init__`."""
+    """Return what a box says: the path within its tree, and of a folder how many files it has beside `__init__`.
+
+    The colour of a box tells the tree.
+    """
     path = path_of(room)
-    name = path if room == "fp8pass" else path.removeprefix("fp8pass/")
+    name = path if room in ("fp8pass", "passes") else path.removeprefix("fp8pass/").removeprefix("passes/")
     inside = sum(rooms.room_of(module) == room for module in rooms.modules())
     return name, f"{inside - 1} files" if path.endswith("/") else ""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
 from fp8pass.graph.annotation import Annotation, run_eagerly
@@ -46,7 +47,9 @@ class _Compiler(fx.Interpreter):
         with self.mode:
             if target in self.results:
                 return [_another(result) for result in self.results[target]]
-            results = run_eagerly(self.fetch_attr(target), *args)
+            # with hooks of its own: a checkpointed region around this call would count the tensors saved here
+            with saved_tensors_hooks(lambda x: x, lambda x: x):
+                results = run_eagerly(self.fetch_attr(target), *args)
         if _are_separate(args, results):
             self.results[target] = results
         return results

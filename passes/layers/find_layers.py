@@ -129,7 +129,7 @@ def _within(nodes: Sequence[fx.Node], depth: int) -> Iterator[Piece]:
             loose.clear()
             if len(stack) > depth:
                 key, (source, _) = stack[depth]
-                current = Piece([node], module_path(source))
+                current = Piece([node], module_path(source) or source)
             elif node.target is CHECKPOINT:
                 results = [n for n in node.users if not n.meta.get("nn_module_stack")]  # getitem
                 yield Piece([node, *results], f"the checkpointed region {node.name}")
@@ -178,7 +178,7 @@ def check(module: fx.GraphModule, pieces: Sequence[Piece], names: Names) -> Iter
     yield from _writes_shared(module, at, names)
     for node, i in at.items():
         readers = [at[user] for user in node.users if at.get(user, i) != i]
-        if readers and not _is_tensor_or_size(node):
+        if readers and not _is_tensor_or_size(node) and node.target is not enter_autocast:
             yield Refusal(i, max(readers), f"{_called(node, names)}, which others read, is not a tensor")
     yield from _modes_open(at, pieces)
     inside = [at[node] for node in transforms(module.graph) if node in at]
@@ -210,19 +210,24 @@ def _operands_shared(at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
 
 
 def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
-    """Yield a refusal for each tensor that is written in place, and that several pieces compute, read or write."""
-    touched: dict[int, set[int]] = {}
-    written: dict[int, fx.Node] = {}
+    """Yield a refusal for each tensor that a piece writes in place after an earlier piece has computed or read it."""
+    touched: dict[int, list[int]] = {}
     for node, i in at.items():
-        tensors = [s for n in (node, *node.all_input_nodes) for s in _storages(n)]
-        for storage in tensors:
-            touched.setdefault(storage, set()).add(i)
-        if _writes(module, node):
-            written.update(dict.fromkeys(tensors, node))
-    for storage, node in written.items():
-        found = touched[storage]
-        if len(found) > 1:
-            yield Refusal(min(found), max(found), f"{_called(node, names)} is written in place, and others use it")
+        written = {s for n in _written(node) for s in _storages(n)} if _writes(module, node) else set()
+        for storage in {s for n in (node, *node.all_input_nodes) for s in _storages(n)}:
+            of = touched.setdefault(storage, [])
+            of.append(i)
+            if storage in written and of[0] < i:
+                yield Refusal(of[0], i, f"{_called(node, names)} is written in place, and others use it")
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that a call which writes may write into."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_operator = getattr(node.target, "__module__", "") == "_operator"  # setitem, iadd and others
+    first = node.args[0] if node.args else None
+    in_place = is_operator or (str(name).endswith("_") and node.kwargs.get("out") is None)
+    return [first] if in_place and isinstance(first, fx.Node) else node.all_input_nodes
 
 
 def _storages(node: fx.Node) -> list[int]:

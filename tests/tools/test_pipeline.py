@@ -36,12 +36,14 @@ def pipeline(**options: Any) -> Pipeline:
 PARTS = {
     "annotate": {"check", "quantize_call", "quantizers", "slow_matmuls"},  # the last one warns, before all passes
     "rewrite": {"batches", "epilogue", "layout", "operands", "row_scales"},  # parts of scaled_mm
+    "layers": {"structure"},
     "collectives": {"chains", "shared_scales"},
     "update": {"context", "find_moments", "written"},
 }
 """The files of each folder that are not passes, but parts of passes."""
 LISTS: dict[str, Any] = {
     "annotate": DYNAMO,
+    "layers": DYNAMO,
     "update": UPDATE,
     "rewrite": JOINT,
     "share": JOINT,

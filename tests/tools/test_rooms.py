@@ -23,7 +23,7 @@ FLOORS = (
     ("fsdp", "states"),
     ("graph",),
     ("report", "passes.common"),
-    ("dump", "dynamo", "passes.annotate", "passes.collectives", "passes.kernels", "passes.rewrite"),
+    ("dump", "dynamo", "passes.annotate", "passes.collectives", "passes.kernels", "passes.layers", "passes.rewrite"),
     ("faults", "passes.share"),
     ("runtime",),
     ("passes", "passes.update"),

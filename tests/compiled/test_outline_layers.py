@@ -1,0 +1,201 @@
+"""Test training with layers that are compiled once: numbers, slots and verdicts are those of the graph in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8pass
+from fp8pass.lowering import lower
+from fp8pass.passes.layers.find_layers import FindLayers
+from fp8pass.passes.layers.outline_layers import OutlineLayers
+from fp8pass.report.report import Report, collect
+from tests.helpers.harness import compiled, train
+from tests.helpers.models import Attention, Block, Transformer, batches, make
+
+Make = Callable[[], nn.Module]
+
+
+def three() -> nn.Module:
+    return Transformer(layers=3)
+
+
+class Checkpointed(Transformer):
+    """Layers, each in a checkpointed region within the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class InAutocast(Transformer):
+    """Layers in autocast, which begins before the first one and ends after the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = super().forward(x)
+        return y.float()
+
+
+class Skips(nn.Module):
+    """Layers whose results several later layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(Block() for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+        for layer in self.up:
+            x = layer(x + kept.pop())
+        return x
+
+
+class WithDropout(Block):
+    """A block with dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+MODELS: dict[str, Make] = {
+    "layers": three,
+    "checkpointed": lambda: Checkpointed(layers=3),
+    "autocast": lambda: InAutocast(layers=3),
+    "a layer apart": lambda: nn.Sequential(Block(), Block(32, 64), Attention(), Block(), Attention()),
+}
+
+
+def trained(kind: Make, steps: int = 3, **options: Any) -> tuple[list[dict[str, Tensor]], dict[str, Any], Report]:
+    """Train a new model; return the numbers of each step, the state after them, and the verdicts."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = make(kind)
+    with collect() as report:
+        found = list(train(model, compiled(model, on_fault="raise", **options), batches(steps, 2, 16, 32)))
+    return found, fp8pass.state(model).state_dict(), report
+
+
+def expect_the_same(kind: Make, **options: Any) -> Report:
+    """Compare layers that are compiled once with the graph in one piece, to the bit; return the former's verdicts."""
+    once, state, report = trained(kind, **options)
+    whole, wanted, in_one_piece = trained(kind, compile_once=False, **options)
+    torch.testing.assert_close(once, whole, rtol=0, atol=0)
+    torch.testing.assert_close(state, wanted, rtol=0, atol=0)
+    order = sorted(report.gemms, key=lambda g: (g.choice or 0, g.kind))
+    assert order == sorted(in_one_piece.gemms, key=lambda g: (g.choice or 0, g.kind))
+    assert report.graphs == in_one_piece.graphs
+    return report
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_slots_and_verdicts_are_the_same(name: str) -> None:
+    assert expect_the_same(MODELS[name]).rewritten
+
+
+def test_a_tensor_that_several_layers_read() -> None:
+    """Autograd adds up its gradients in another order than in one graph."""
+    once, _, report = trained(Skips)
+    whole, _, _ = trained(Skips, compile_once=False)
+    torch.testing.assert_close(once, whole, rtol=1e-4, atol=1e-6)
+    assert len(report.rewritten) == len(report.gemms) == 36
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "dynamic"},
+        {"recipe": "rowwise"},
+        {"recipe": {"*.q": "dynamic", "*": "delayed"}},
+        {"recipe": {"layers.0.*": "rowwise", "*": "delayed"}},
+        {"filter": ["layers.1.0.v"]},
+        {"weight_cache": "fp8+transpose"},
+        {"merge_siblings": True},
+        {"monitor": True},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    expect_the_same(three, **options)
+
+
+def test_each_function_is_compiled_once() -> None:
+    with mock.patch.object(lower, "lower_eager", wraps=lower.lower_eager) as compile_one:
+        trained(lambda: Transformer(layers=8), steps=2)
+    # what begins the step; the first layer, whose input is no result of a layer but equal; and no other function
+    assert compile_one.call_count == 2
+
+
+def test_statistics_are_those_of_each_layer() -> None:
+    def statistics(**options: Any) -> list[dict[str, Any]]:
+        torch._dynamo.reset()
+        model = make(three)
+        list(train(model, compiled(model, monitor=True, **options), batches(3, 2, 16, 32)))
+        return fp8pass.stats(model).to_dicts()
+
+    assert statistics() == statistics(compile_once=False)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_within_a_checkpointed_region(use_reentrant: bool) -> None:
+    """With dropout, so that the repeated forward must draw the same numbers."""
+
+    def run(**options: Any) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        model = make(lambda: nn.Sequential(WithDropout(), WithDropout(), WithDropout()))
+        region = compiled(model, on_fault="raise", **options)
+        steps = train(model, lambda x: checkpoint(region, x, use_reentrant=use_reentrant), batches(4, 2, 16, 32))
+        return list(steps), fp8pass.state(model).state_dict()
+
+    torch.testing.assert_close(run(), run(compile_once=False), rtol=0, atol=0)
+
+
+def test_evaluation_and_another_batch_size() -> None:
+    def run(**options: Any) -> Any:
+        torch._dynamo.reset()
+        model = make(three)
+        run = compiled(model, on_fault="raise", **options)
+        steps = list(train(model, run, batches(2, 2, 16, 32)))
+        steps += train(model, run, batches(2, 3, 16, 32))  # compiled with symbolic sizes
+        with torch.no_grad():
+            return steps, run(batches(1, 5, 16, 32)[0]), fp8pass.state(model).state_dict()
+
+    torch.testing.assert_close(run(), run(compile_once=False), rtol=0, atol=0)
+
+
+def test_state_of_the_graph_in_one_piece_is_loaded() -> None:
+    _, state, _ = trained(three, compile_once=False)
+    model = make(three)
+    fp8pass.state(model).load_state_dict(state)
+    run = compiled(model)
+    run(batches(1, 2, 16, 32)[0].requires_grad_())
+    loaded = fp8pass.state(model).state_dict()
+    assert loaded.keys() == state.keys()
+    history = "layers.1.1.up.weight.amax_history"
+    assert torch.equal(loaded[history][1:], state[history][:-1])
+
+
+@pytest.mark.parametrize("failing", [FindLayers, OutlineLayers])
+def test_a_fault_costs_time_only(failing: Any) -> None:
+    """The graph is compiled in one piece, to the same numbers."""
+    whole, wanted, _ = trained(three, compile_once=False)
+    torch._dynamo.reset()
+    model = make(three)
+    with (
+        mock.patch.object(failing, "run", side_effect=RuntimeError("planted")),
+        pytest.warns(UserWarning, match=f"in its pass {failing.name} on graph"),
+    ):
+        found = list(train(model, compiled(model, on_fault="warn"), batches(3, 2, 16, 32)))
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    torch.testing.assert_close(fp8pass.state(model).state_dict(), wanted, rtol=0, atol=0)

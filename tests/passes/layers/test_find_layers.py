@@ -1,0 +1,234 @@
+"""The find_layers pass: which layers are equal, which cannot be functions, and what the report says of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8pass._torch import set_grad_enabled
+from fp8pass.names import Names
+from fp8pass.passes.layers.find_layers import Piece, Refusal, check
+from fp8pass.passes.layers.structure import frozen
+from fp8pass.report.report import collect
+from tests.helpers.annotate import annotation
+from tests.helpers.models import Block, Transformer, make
+
+X = torch.randn(2, 16, 32, requires_grad=True)
+
+
+class Layers(nn.Module):
+    """Layers that run one after the other; `call` may run them in another way."""
+
+    def __init__(self, *layers: nn.Module, call: Callable[[nn.Module, Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.call is None else self.call(layer, x)
+        return x
+
+
+def layers_of(model: Any, *inputs: Any, **config: Any) -> list[list[str]]:
+    """Return the layers that share a function, function by function."""
+    made = annotation(model, *(inputs or (X,)), **config)
+    return [body.layers for body in made.bodies.values() if len(body.layers) > 1]
+
+
+def notes_of(model: Any, *inputs: Any) -> list[str]:
+    """Return what the report says of layers that are compiled in place; no layers may be shared."""
+    with collect() as report:
+        assert layers_of(model, *inputs) == []
+    return report.notes
+
+
+def test_equal_layers() -> None:
+    assert layers_of(make(lambda: Transformer(layers=3))) == [["layers.0", "layers.1", "layers.2"]]
+
+
+def test_one_layer_is_not_shared() -> None:
+    assert annotation(make(lambda: Transformer(layers=1)), X).bodies == {}
+
+
+def test_names_do_not_matter() -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n, self.first, self.second = nn.RMSNorm(32), nn.Linear(32, 56), nn.Linear(56, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.second(nn.functional.gelu(self.first(self.n(x))))
+            return x + y
+
+    assert layers_of(Layers(Block(), Other())) == [["layers.0", "layers.1"]]
+
+
+class Scaled(Block):
+    """A block whose result is multiplied by a constant."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_layers_that_differ_in_a_constant_are_apart() -> None:
+    alternate = Layers(*(Scaled(factor) for factor in (1.5, 2.5, 1.5, 2.5)))
+    assert layers_of(alternate) == [["layers.0", "layers.2"], ["layers.1", "layers.3"]]
+    assert layers_of(Layers(Scaled(1.5), Scaled(2.5))) == []
+
+
+def test_layers_that_differ_in_one_shape_are_apart() -> None:
+    assert layers_of(Layers(Block(), Block(32, 64), Block())) == [["layers.0", "layers.2"]]
+
+
+def test_layers_that_differ_in_what_is_trained_are_apart() -> None:
+    model = Layers(*(Block() for _ in range(4)))
+    model.layers[1].requires_grad_(False)
+    assert layers_of(model) == [["layers.0", "layers.2", "layers.3"]]
+
+
+def test_layers_within_stages() -> None:
+    stages = Layers(Layers(Block(), Block(), Block(32, 64)), Layers(Block(), Block(), Block(32, 80)))
+    found = layers_of(stages)
+    assert found == [["layers.0.layers.0", "layers.0.layers.1", "layers.1.layers.0", "layers.1.layers.1"]]
+
+
+def test_the_outermost_equal_calls_are_layers() -> None:
+    assert layers_of(Layers(*(Layers(Block(), Block()) for _ in range(2)))) == [["layers.0", "layers.1"]]
+
+
+def test_a_module_with_one_matmul_is_not_a_layer() -> None:
+    assert layers_of(Layers(*(nn.Linear(32, 32) for _ in range(3)))) == []
+
+
+def test_layers_are_found_in_checkpointed_regions() -> None:
+    model = Layers(*(Block() for _ in range(3)), call=lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    assert [len(found) for found in layers_of(model)] == [3]
+
+
+def test_the_option_and_modes_with_cuda_graphs_turn_it_off() -> None:
+    model = make(lambda: Transformer(layers=3))
+    assert layers_of(model, compile_once=False) == []
+    assert layers_of(model, mode="reduce-overhead") == []
+    assert layers_of(model, mode="max-autotune-no-cudagraphs") != []
+    assert layers_of(model, mode="reduce-overhead", compile_once=True) != []
+
+
+def test_a_tensor_that_is_quantized_for_several_layers() -> None:
+    class Crossing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+            return torch.tanh(self.q(x)) + self.k(encoded)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.layers = Block(), nn.ModuleList(Crossing() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            encoded = y = self.encoder(x)
+            for layer in self.layers:
+                y = layer(y, encoded)
+            return y
+
+    (note,) = notes_of(Decoder())
+    assert note.startswith(
+        "2 layers, layers.1 to layers.2, are compiled in place, not once for all: the result of add at"
+    )
+    assert note.endswith("is quantized once for all of them")
+
+
+def test_a_layer_that_is_called_several_times() -> None:
+    shared = Block()
+    (note,) = notes_of(lambda x: shared(shared(shared(x))))
+    assert note.endswith("up.weight is quantized once for all of them")
+
+
+class InPlace(Block):
+    """A block that adds to its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.down(torch.tanh(self.up(x)))
+        return x
+
+
+def test_a_layer_that_writes_into_what_others_use() -> None:
+    model = Layers(InPlace(), InPlace())
+    (note, *_) = notes_of(lambda x: model(x * 1))
+    assert "is written in place, and others use it" in note
+
+
+def test_a_write_within_a_layer_does_not_matter() -> None:
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(torch.relu_(self.up(x)))
+            y += x
+            return y
+
+    assert layers_of(Layers(Inside(), Inside())) == [["layers.0", "layers.1"]]
+
+
+def test_operators_with_an_underscore_write_nothing() -> None:
+    def model(x: Tensor, mask: Tensor) -> Tensor:
+        keep = mask & (x > 0)  # a call of operator.and_
+        return layers(torch.where(keep, x, 0.0)) * keep
+
+    layers = make(lambda: Layers(Block(), Block()))
+    assert layers_of(model, X, torch.ones(2, 16, 32, dtype=torch.bool)) == [["layers.0", "layers.1"]]
+
+
+def test_what_crosses_a_border_is_a_tensor_or_a_size() -> None:
+    class Pair(Block):
+        def forward(self, x: Any) -> Any:
+            first, second = x
+            return torch.chunk(super().forward(torch.cat([first, second], -1)), 2, -1)
+
+    model = Layers(Pair(), Pair())
+    assert layers_of(lambda x: torch.cat(model(torch.chunk(x, 2, -1)), -1)) == [["layers.0", "layers.1"]]
+
+
+def test_a_layer_that_changes_the_mode_for_what_follows() -> None:
+    module = nn.Module()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    off, y = graph.call_function(set_grad_enabled, (False,)), graph.call_function(torch.neg, (x,))
+    on, z = graph.call_function(set_grad_enabled, (True,)), graph.call_function(torch.neg, (y,))
+    graph.output(z)
+    for node in (x, y, z):
+        node.meta["example_value"] = torch.ones(2)
+    made, names = fx.GraphModule(module, graph), Names([])
+    reason = "the nodes after it run in another grad or autocast mode than those before it"
+    assert list(check(made, [Piece([off, y], "a"), Piece([on, z], "b")], names)) == [
+        Refusal(0, 0, reason),
+        Refusal(1, 1, reason),
+    ]
+    assert list(check(made, [Piece([off]), Piece([y], "a"), Piece([on]), Piece([z], "b")], names)) == []
+    assert list(check(made, [Piece([off, y, on], "a"), Piece([z], "b")], names)) == []
+
+
+def test_constants_of_different_types_differ() -> None:
+    values = (1, 1.0, True, 0.0, -0.0, "1", None, (1,), [1], slice(1, None), torch.float32, math.inf)
+    assert len({frozen(v, id) for v in values}) == len(values)
+    node = fx.Graph().placeholder("x")
+    assert frozen([node, {"a": (node, 2)}], lambda n: n.name) == frozen([node, {"a": (node, 2)}], lambda n: n.name)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sizes(dynamic: bool) -> None:
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    assert layers_of(make(lambda: Transformer(layers=3)), x) == [["layers.0", "layers.1", "layers.2"]]
