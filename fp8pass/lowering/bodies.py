@@ -15,7 +15,9 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
-from fp8pass.graph.annotation import Annotation, run_eagerly
+from fp8pass.graph.annotation import Annotation
+from fp8pass.quant import ops
+from fp8pass.quant.monitor_ops import watch_cached, watch_gradient, watch_operand
 
 CompileBody = Callable[[str, fx.GraphModule, list[Any]], Callable[..., Any]]
 """Compiles a function, from its name, its graph and examples of its inputs."""
@@ -49,7 +51,7 @@ class _Compiler(fx.Interpreter):
                 return [_another(result) for result in self.results[target]]
             # with hooks of its own: a checkpointed region around this call would count the tensors saved here
             with saved_tensors_hooks(lambda x: x, lambda x: x):
-                results = run_eagerly(self.fetch_attr(target), *args)
+                results = _InHighPrecision(self.fetch_attr(target)).run(*args)
         if _are_separate(args, results):
             self.results[target] = results
         return results
@@ -59,6 +61,20 @@ class _Compiler(fx.Interpreter):
         with self.mode:
             result = super().call_function(target, args, kwargs)
             return list(map(_unaligned, result)) if target is torch.split else result
+
+
+class _InHighPrecision(fx.Interpreter):
+    """Runs a function without quantizing: faster, and its results have the same shapes, strides and dtypes."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return args[0] if target in _LIKE_FIRST else super().call_function(target, args, kwargs)
+
+
+_LIKE_FIRST = frozenset(
+    {ops.qdq_operand, ops.qdq_no_grad, ops.qdq_gradient, ops.select_gradients, ops.cached_operand}
+    | {watch_operand, watch_cached, watch_gradient}
+)
+"""Functions whose result is like their first argument. Only matmuls read what they quantize."""
 
 
 def _are_separate(args: Sequence[Any], results: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ Runs on Dynamo's graph, before the annotate pass, which gives merged weights one
 
 from __future__ import annotations
 
+import functools
 import heapq
 import operator
 from collections.abc import Callable, Hashable
@@ -100,10 +101,19 @@ class Sibling:
 
 @dataclass(frozen=True)
 class Family:
-    """Siblings in graph order. copied: for each, True if its result is copied out of the merged one."""
+    """Siblings in graph order."""
 
     siblings: list[Sibling]
-    copied: list[bool]
+
+    @functools.cached_property
+    def copied(self) -> list[bool]:
+        """For each sibling, True if its result must be copied out of the merged one, by its readers."""
+        results = [s.node for s in self.siblings]
+        merged = _merged([_example(r) for r in results])
+        readers = [_readers(r, merged) for r in results]
+        if all(of == {F.scaled_dot_product_attention} for of in readers):
+            return [False] * len(results)
+        return [bool(of) for of in readers]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,8 +129,7 @@ def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling |
         stretch += mutates(node) or node.target in MODE_CHANGES
         if signature_of(node) is LINEAR and (sibling := taken(node)) is not None and _is_alone(sibling, names):
             found.setdefault((stretch, *_alike(sibling)), []).append(sibling)
-    several = [of for of in found.values() if len(of) > 1]
-    return [Family(of, _copied([s.node for s in of])) for of in several]
+    return [Family(of) for of in found.values() if len(of) > 1]
 
 
 def _is_alone(sibling: Sibling, names: Names) -> bool:
@@ -141,15 +150,6 @@ def _alike(sibling: Sibling) -> tuple[Hashable, ...]:
     x = argument(sibling.node, LINEAR.a)
     piece = sibling.node.meta.get(PIECE)
     return x, sibling.recipe, sibling.sizes[1], weight.dtype, weight.device, weight.requires_grad, of_bias, piece
-
-
-def _copied(results: list[fx.Node]) -> list[bool]:
-    """Return for each result whether it must be copied out of the merged one, by its readers."""
-    merged = _merged([_example(r) for r in results])
-    readers = [_readers(r, merged) for r in results]
-    if all(of == {F.scaled_dot_product_attention} for of in readers):
-        return [False] * len(results)
-    return [bool(of) for of in readers]
 
 
 @torch.no_grad()

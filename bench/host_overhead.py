@@ -1,0 +1,168 @@
+"""Measure the Python time of a training step around the generated code, beside plain Inductor and torchao.
+
+    python bench/host_overhead.py [--layers 1 8 32] [--ways inductor:blocks inductor delayed ...] [--steps 200]
+
+Prints a table of microseconds per step. The model has `--layers` equal blocks of attention and MLP that are so small
+that kernels take little time; what is measured does not depend on their size. "generated code" is the time within the
+functions that Inductor generated, which run kernels; "Python" is the rest of the step: Dynamo's guards, AOTAutograd's
+wrappers, autograd, and fp8pass. Ratios are of Python, to Inductor compiled layer by layer. "in fp8pass" is the part
+within `CompiledGraph`, without the generated code and AOTAutograd's wrappers: it rolls and collects the state.
+
+Ways are "inductor", "torchao" (its tensorwise recipe; left out if torchao is not installed) and recipes of fp8pass. With
+":blocks" each block is compiled by itself, with ":whole" the graph is compiled in one piece (`compile_once=False`), with
+":monitor" the numerics monitor counts, and with ":train_step" the step is a `fp8pass.train_step` with SGD. Each
+number is the least of `--repeat` repetitions in one process, and ways take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from compile_time import TOKENS, WIDTH, Block
+from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
+
+import fp8pass
+from fp8pass.runtime.compiled_graph import CompiledGraph
+
+WAYS = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step")
+BASE = "inductor:blocks"
+
+
+@dataclass
+class Clock:
+    """Seconds spent in functions that are wrapped by `timed`, without the functions timed by other clocks within."""
+
+    seconds: float = 0.0
+    inner: list[Clock] = field(default_factory=list)
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, which adds its time to the clock."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = sum(clock.seconds for clock in self.inner)
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                within = sum(clock.seconds for clock in self.inner) - before
+                self.seconds += time.perf_counter() - began - within
+
+        return call
+
+
+GENERATED = Clock()
+WRAPPERS = Clock(inner=[GENERATED])
+OURS = Clock(inner=[GENERATED, WRAPPERS])
+
+
+def watch() -> None:
+    """Time the generated code, AOTAutograd's wrappers around it, and what fp8pass does around those."""
+    CompiledFxGraph.__call__ = GENERATED.timed(CompiledFxGraph.__call__)  # type: ignore[method-assign]
+    CompiledGraph.__call__ = OURS.timed(CompiledGraph.__call__)  # type: ignore[method-assign]
+    init = CompiledGraph.__init__
+
+    def timed_init(self: CompiledGraph, compiled: Callable[..., Any], *args: Any) -> None:
+        init(self, WRAPPERS.timed(compiled), *args)
+
+    CompiledGraph.__init__ = timed_init  # type: ignore[method-assign]
+
+
+def step_of(way: str, layers: int) -> Callable[[], None]:
+    """Return a function that runs one training step of a new model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(layers)))
+    x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    kind, *marks = way.split(":")
+    options: dict[str, Any] = {}
+    if kind == "torchao":
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model)
+    elif kind != "inductor":
+        fp8 = {"recipe": kind, "min_speedup": 0, "monitor": "monitor" in marks}
+        options = {"backend": "fp8pass", "options": {**fp8, **({"compile_once": False} if "whole" in marks else {})}}
+    if "train_step" in marks:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        @fp8pass.train_step(recipe=kind, min_speedup=0)
+        def step(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return lambda: step(x)
+    for block in model if "blocks" in marks else ():
+        block.compile(**options)
+    run = model if "blocks" in marks else torch.compile(model, **options)
+
+    def train() -> None:
+        run(x).sum().backward()
+        for p in model.parameters():
+            p.grad = None
+
+    return train
+
+
+@dataclass
+class Row:
+    """Microseconds per step. generated: within generated code. python: outside of it; ours: of that, within fp8pass."""
+
+    generated: float
+    python: float
+    ours: float
+
+
+def measure(step: Callable[[], None], steps: int) -> Row:
+    """Return the mean over some steps."""
+    clocks = (GENERATED, WRAPPERS, OURS)
+    for clock in clocks:
+        clock.seconds = 0.0
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    total = time.perf_counter() - began
+    each = 1e6 / steps
+    return Row(GENERATED.seconds * each, (total - GENERATED.seconds) * each, OURS.seconds * each)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 32], help="numbers of blocks")
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="what to measure (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="steps per repetition (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, help="repetitions (default: %(default)s)")
+    args = parser.parse_args()
+    there = importlib.util.find_spec("torchao") is not None
+    ways = [way for way in args.ways if there or not way.startswith("torchao")]
+    watch()
+    print("| layers | way | Python us | against Inductor by layer | per layer us | in fp8pass us | generated code us |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
+    torch._dynamo.config.recompile_limit = 1 << 16
+    for layers in args.layers:
+        torch._dynamo.reset()
+        steps = {way: step_of(way, layers) for way in ways}
+        for step in steps.values():
+            for _ in range(6):  # compiles, and passes the first steps, in which slots have no scale
+                step()
+        rows: dict[str, list[Row]] = {way: [] for way in ways}
+        for _ in range(args.repeat):
+            for way, step in steps.items():
+                rows[way].append(measure(step, args.steps))
+        least = {way: min(of, key=lambda row: row.python) for way, of in rows.items()}
+        base = least.get(BASE)
+        for way, row in least.items():
+            ratio = f"{row.python / base.python:.2f}" if base else ""
+            cells = f"{row.python:.0f}", ratio, f"{row.python / layers:.0f}", f"{row.ours:.0f}", f"{row.generated:.0f}"
+            print(f"| {layers} | {way} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
