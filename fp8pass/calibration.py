@@ -21,7 +21,7 @@ from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated
 from fp8pass.recipes import Calibration, StaticScaling
 from fp8pass.states.checkpoint import names_in
-from fp8pass.states.slots import InstanceState, SlotTable, registry
+from fp8pass.states.slots import InstanceState, SlotTable, new_state, registry
 
 _calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -107,7 +107,7 @@ class _Observer:
         for table in annotation.tables:
             key = (id(table), *map(id, owned))
             if key not in self.states:
-                self.states[key] = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+                self.states[key] = new_state(table, owned)
             states.append(self.states[key])
         before = [state.amax() for state in states]
         result = annotation.run(*args, *(x for state in states for x in state.tensors.inputs()))

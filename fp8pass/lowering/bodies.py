@@ -60,7 +60,7 @@ class _Compiler(fx.Interpreter):
         """Split a state tensor. Its parts differ in alignment, so examples of them are not aligned."""
         with self.mode:
             result = super().call_function(target, args, kwargs)
-            return list(map(_unaligned, result)) if target is torch.split else result
+            return list(map(_unaligned, result)) if target is torch.split_with_sizes else result
 
 
 class _InHighPrecision(fx.Interpreter):

@@ -484,6 +484,8 @@ _postponed = 0
 
 def reducer_of(reduces: Reduction, device: torch.device) -> Reducer | None:
     """Return the reducer for the slots of graphs on this device; None if there are no other ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     reducer = _reducers.get((reduces, device))
     if reducer is None:
         reducer = _reducers[reduces, device] = Reducer(reduces, device)

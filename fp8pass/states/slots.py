@@ -119,6 +119,8 @@ class InstanceState:
     table: SlotTable
     owned: tuple[weakref.ref[Tensor], ...]
     tensors: SlotTensors
+    gone: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """Those of `owned` whose tensors no longer exist."""
     relatives: weakref.WeakSet[InstanceState] = field(default_factory=weakref.WeakSet)
     """The states for other graphs that share slots with this one: an evaluation graph, or a second entry point."""
     neighbours: weakref.WeakSet[InstanceState] = field(default_factory=weakref.WeakSet)
@@ -180,7 +182,7 @@ class InstanceState:
 
     def alive(self) -> bool:
         """Return whether the instance still exists."""
-        return all(ref() is not None for ref in self.owned)
+        return not self.gone
 
     def cold(self) -> list[str]:
         """Return the names of the slots without a scale in the current step. Synchronizes with the device."""
@@ -232,6 +234,11 @@ class InstanceState:
         self.recompute_buffers, self.static_inputs = None, None
         self.frozen.clear()
         self.cached.clear()
+
+    def hold_all(self, holds: bool) -> None:
+        """Mark all slots, or none, as ones whose step continues: see `hold`."""
+        if holds or self.held:
+            self.hold([holds] * len(self.table.names))
 
     def hold(self, held: Sequence[bool]) -> None:
         """Mark the slots whose step continues, so that their history does not roll at the next call.
@@ -436,6 +443,12 @@ class InstanceState:
         return scaling.scale_from_amax(amax, self.table.fp8_max[slot], keep, recipe.margin)
 
 
+def new_state(table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
+    """Return a state without history. owned: the tensors of its instance, which it does not keep alive."""
+    gone: list[weakref.ref[Tensor]] = []
+    return InstanceState(table, tuple(weakref.ref(t, gone.append) for t in owned), table.new_tensors(), gone)
+
+
 class StateRegistry:
     """All instance states of the process. One lock guards it: backends may be called from several threads."""
 
@@ -452,8 +465,8 @@ class StateRegistry:
         """Return the state of the instance that owns these tensors, for a graph with this table."""
         key = (id(table), *map(id, owned))
         found = self._of.get(key)
-        # Python reuses the ids of objects that are gone: tensors of a hit are compared, and the entry keeps the table
-        if found is None or not _same(found[1], owned):
+        # Python reuses the ids of objects that are gone: the entry keeps the table, and its state knows of tensors
+        if found is None or not found[1].alive():
             with self.lock:
                 found = self._of[key] = (table, self._find(table, owned) or self._create(table, owned))
         return found[1]
@@ -467,7 +480,7 @@ class StateRegistry:
         self._of = {key: (t, s) for key, (t, s) in self._of.items() if s.alive()}
         # a tensor made in inference mode can't be written in place outside of it
         with torch.no_grad(), torch.inference_mode(False):
-            state = InstanceState(table, tuple(map(weakref.ref, owned)), table.new_tensors())
+            state = new_state(table, owned)
         # other graphs may already have begun steps of this instance: count those before the current one here too
         state.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
         keys, mine = set(state.keys()), set(map(id, owned))

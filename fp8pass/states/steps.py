@@ -152,7 +152,7 @@ def begin_step(state: InstanceState) -> None:
     goes_on = state.tracker.accumulate(step is None and ddp_goes_on()) and step is None
     holds = goes_on or state.reduction.awaits_backward
     if step is None and not _accumulations:
-        state.hold([holds] * len(state.table.names))
+        state.hold_all(holds)
         if not holds:
             state.begin_step()
         state.tracker.await_backward(holds and not goes_on)

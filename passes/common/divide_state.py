@@ -1,8 +1,8 @@
 """Divide the state tensors of a graph among its pieces, so that the slots of each piece count from 0.
 
 before   scales: f32[T];  amax_forward: f32[F];  amax_backward_late: f32[T-F]
-after    scales_0, scales_1, ... = split(scales, [2, 4, 4, ..., 1, 2, 2, ...])    forward slots by piece, then gradients
-         amax_forward_0, ... = split(amax_forward, [2, 4, 4, ...])
+after    scales_0, scales_1, ... = split_with_sizes(scales, [2, 4, 4, ..., 1, 2, 2, ...])    forward, then gradients
+         amax_forward_0, ... = split_with_sizes(amax_forward, [2, 4, 4, ...])
 changes  nothing: pieces of equal layers read equal parts, so that outline_layers finds them equal
 """
 
@@ -106,7 +106,7 @@ def _split(graph: fx.Graph, name: str, node: fx.Node, lengths: list[int], dim: i
         return []
     last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last_input if node.op == "placeholder" else node):
-        split = graph.call_function(torch.split, (node, lengths, dim))
+        split = graph.call_function(torch.split_with_sizes, (node, lengths, dim))  # `torch.split` takes longer
     with graph.inserting_before(split.next):
         parts = [
             graph.create_node("call_function", operator.getitem, (split, i), name=f"fp8pass_{name}_{i}")

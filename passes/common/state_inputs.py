@@ -10,7 +10,7 @@ changes  nothing: the state only becomes inputs
 If find_layers has divided the graph into pieces, each piece reads its own part of each state tensor, in which its slots
 count from 0: so the pieces of equal layers read equal parts, and are equal.
 
-after    scales_0, scales_1, ... = split(scales, [2, 8, 8, ...])        the slots of piece 0, of piece 1, ...
+after    scales_0, scales_1, ... = split_with_sizes(scales, [2, 8, 8, ...])        the slots of piece 0, of piece 1, ...
          x_ = qdq_operand(x, Delayed(slot=1, index=1), scales_1, amax_forward_1)
 """
 

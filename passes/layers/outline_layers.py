@@ -1,9 +1,9 @@
 """Make functions of the pieces of Dynamo's graph, one for all pieces that are equal.
 
-before   scales = begin_step(...);  scales_1, scales_2 = split(scales, [7, 7])      find_layers has numbered the pieces
+before   scales = begin_step(...);  scales_1, scales_2 = split_with_sizes(scales, [7, 7])
          ... the nodes of piece 1, which read x, layers.0.up.weight, scales_1 ...
          ... the nodes of piece 2, which read y, layers.1.up.weight, scales_2 ...
-after    scales, = piece_0(...);  scales_1, scales_2 = split(scales, [7, 7])
+after    scales, = piece_0(...);  scales_1, scales_2 = split_with_sizes(scales, [7, 7])
          y, = piece_1(x, layers.0.up.weight, scales_1)
          z, = piece_1(y, layers.1.up.weight, scales_2)
 changes  nothing: grad mode and autocast of the nodes around a piece are repeated in its function

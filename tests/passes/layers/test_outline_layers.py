@@ -36,7 +36,7 @@ def test_the_graph_is_a_line_of_calls() -> None:
     assert calls(made) == ["piece_0", "piece_1", "piece_1", "piece_1"]
     assert {n.op for n in made.module.graph.nodes} == {"placeholder", "call_module", "call_function", "output"}
     functions = {n.target for n in made.module.graph.nodes if n.op == "call_function"}
-    assert {f.__name__ for f in functions} == {"split", "getitem"}
+    assert {f.__name__ for f in functions} == {"split_with_sizes", "getitem"}
     begun = [n.target for n in made.module.piece_0.graph.nodes if n.op == "call_function"]  # type: ignore[union-attr]
     assert begun == [ops.begin_step, ops.scales_or_one]  # all slots roll at once
 
