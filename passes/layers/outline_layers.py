@@ -115,9 +115,11 @@ def _piece(
 def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[int]:
     """Yield the index of each matmul's choice, also in checkpointed regions."""
     for node in nodes:
-        index = (node.meta.get("custom") or {}).get("fp8pass")
-        if index is not None:
-            yield index
+        custom = node.meta.get("custom") or {}
+        # a quantize has the notes of the tensor that it reads, which another layer may have computed
+        is_quantize = str(getattr(node.target, "__module__", "")).startswith("fp8pass") and "fp8pass_kind" not in custom
+        if "fp8pass" in custom and not is_quantize:
+            yield custom["fp8pass"]
         if node.target is CHECKPOINT:
             body = getattr(module, str(node.args[0].target))  # type: ignore[union-attr]
             yield from _choices_of(body, list(body.graph.nodes))

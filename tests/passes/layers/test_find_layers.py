@@ -53,6 +53,12 @@ def test_equal_layers() -> None:
     assert layers_of(make(lambda: Transformer(layers=3))) == [["layers.0", "layers.1", "layers.2"]]
 
 
+def test_a_layer_that_quantizes_the_result_of_another() -> None:
+    assert layers_of(Layers(*(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(3)))) == [
+        ["layers.0", "layers.1", "layers.2"]
+    ]
+
+
 def test_one_layer_is_not_shared() -> None:
     assert annotation(make(lambda: Transformer(layers=1)), X).bodies == {}
 

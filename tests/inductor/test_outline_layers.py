@@ -1,0 +1,72 @@
+"""Test layers that are compiled once with Inductor: numbers, saved caches, and what is compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import fp8pass
+from fp8pass.lowering import lower
+from tests.helpers.harness import train
+from tests.helpers.models import Block, batches, make
+
+
+def trained(by_block: bool) -> tuple[Any, dict[str, Any]]:
+    """Train; return the numbers of each step, and the state."""
+    torch._dynamo.reset()
+    model = make(lambda: nn.Sequential(*(Block() for _ in range(3))))
+    options = {"on_fault": "raise"}
+    for block in model if by_block else ():
+        block.compile(backend="fp8pass", options=options)
+    run = model if by_block else torch.compile(model, backend="fp8pass", options=options)
+    return list(train(model, run, batches(3, 16, 32))), fp8pass.state(model).state_dict()
+
+
+def test_numbers_and_slots_are_those_of_compilation_block_by_block() -> None:
+    with mock.patch.object(lower, "lower_through_inductor", wraps=lower.lower_through_inductor) as compile_one:
+        once = trained(by_block=False)
+    assert compile_one.call_count == 2  # what begins the step, and the block
+    torch.testing.assert_close(once, trained(by_block=True), rtol=0, atol=0)
+
+
+PROCESS = """
+import sys, torch, fp8pass
+from pathlib import Path
+from torch import nn
+from torch._dynamo.utils import counters
+
+saved = Path(sys.argv[1])
+if saved.exists():
+    torch.compiler.load_cache_artifacts(saved.read_bytes())
+torch.manual_seed(0)
+layers = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+model = nn.Sequential(*layers)
+run = torch.compile(model, backend="fp8pass")
+x = torch.randn(16, 32, requires_grad=True)
+for _ in range(2):
+    run(x).square().mean().backward()
+found = counters["aot_autograd"]
+print(found["autograd_cache_hit"], found["autograd_cache_miss"])
+if not saved.exists():
+    artifacts, _ = torch.compiler.save_cache_artifacts()
+    saved.write_bytes(artifacts)
+"""
+
+
+def test_a_second_machine_starts_with_saved_caches(tmp_path: Path, monkeypatch: Any) -> None:
+    """`torch.compiler.save_cache_artifacts`, loaded where the folder of caches is empty."""
+
+    def start(folder: str) -> list[str]:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / folder))
+        command = [sys.executable, "-c", PROCESS, str(tmp_path / "saved")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    hits, misses = start("first")
+    assert (hits, misses) == ("0", "2")  # what begins the step, and the layer
+    assert start("second") == ["2", "0"]
