@@ -194,8 +194,13 @@ def cpu_matmuls() -> str:
 def compile_time() -> str:
     """Return the table of bench/compile_time.py, which needs an otherwise idle machine."""
     backends = ("inductor", "torchao", "delayed", "delayed:blocks")
-    options = ("--layers", "1", "4", "8", "--backends", *backends, "--repeat", "1")
+    options = ("--layers", "1", "8", "32", "--backends", *backends, "--repeat", "1")
     return run(sys.executable, "bench/compile_time.py", *options)
+
+
+def host_overhead() -> str:
+    """Return the table of bench/host_overhead.py, which needs an otherwise idle machine."""
+    return run(sys.executable, "bench/host_overhead.py")
 
 
 def dumps() -> str:
@@ -239,6 +244,7 @@ SECTIONS = {
     "traffic": traffic,
     "step_traffic": step_traffic,
     "compile_time": compile_time,
+    "host_overhead": host_overhead,
     "comms": comms,
     "cpu_matmuls": cpu_matmuls,
     "accumulation": accumulation,
@@ -264,6 +270,7 @@ FILES = {
     "accumulation": "docs/train-step.md",
     "optimizer_state": "docs/train-step.md",
     "compile_time": "docs/kernels.md",
+    "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",
     "monitor": "docs/monitor.md",
     "monitor_cost": "docs/monitor.md",

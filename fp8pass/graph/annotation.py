@@ -83,6 +83,11 @@ class Body:
     layers: list[str]
     choices: list[tuple[int, ...]]
 
+    def __str__(self) -> str:
+        if len(self.layers) > 1:
+            return f"{len(self.layers)} equal layers, {self.layers[0]} to {self.layers[-1]}"
+        return self.layers[0] or "what is around the layers"
+
 
 @dataclass
 class Annotation:

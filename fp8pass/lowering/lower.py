@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +25,8 @@ from fp8pass.report.report import Report
 from fp8pass.runtime.frozen_weights import frozen_example
 from fp8pass.runtime.weight_cache import cached_example
 from fp8pass.states.steps import Pass, checkpointed_region
+
+log = logging.getLogger(__name__)
 
 
 def fake_state(annotation: Annotation, example_inputs: Sequence[Any]) -> list[Tensor]:
@@ -56,11 +60,14 @@ def lower(
     report = Report()
 
     def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        body = annotation.bodies.get(name)
+        started, body = time.perf_counter(), annotation.bodies.get(name)
         own = dump.of_body(name, module, inputs) if body is not None else dump
         pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
-        return with_lowering(module, inputs, pipeline, later)
+        compiled = with_lowering(module, inputs, pipeline, later)
+        if body is not None:
+            log.info("%s: %s (%s), compiled in %.1f s", dump.title, body, name, time.perf_counter() - started)
+        return compiled
 
     with dump.compiling(lambda: report.summary() if report.graphs else _CACHED):
         if annotation.bodies:

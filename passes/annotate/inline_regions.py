@@ -8,7 +8,8 @@ changes  nothing: this is the graph of the same model without the decorator
 
 Dynamo traces a region at its first call; later calls run the same body, whose nodes name the modules of the first call.
 torch traces the backward of a body as a separate graph, which no pass over the joint graph sees. FP8 needs forward and
-backward in one graph, and state for each layer, so the pass gives up the compile time that the decorator would save.
+backward in one graph, and state for each layer. `find_layers` finds the equal calls again, so that they are compiled
+once.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ class OutlineLayers:
             return 0
         pieces = list(_joined(pieces, times, context.annotation.module))
         context.annotation.bodies = _Outliner(context, pieces).rewrite()
+        for body in context.annotation.bodies.values():
+            if len(body.layers) > 1:
+                context.notes.append(f"{body}, are compiled once")
         return sum(n for n in times.values() if n > 1)
 
 

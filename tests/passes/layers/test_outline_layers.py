@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fp8pass._torch import enter_autocast, exit_autocast, set_grad_enabled
 from fp8pass.graph.annotation import Annotation
 from fp8pass.quant import ops
+from fp8pass.report.report import collect
 from tests.helpers.annotate import annotation
 from tests.helpers.models import Block, Transformer, make
 
@@ -49,6 +50,12 @@ def test_slots_of_a_function_count_from_0() -> None:
     assert len(slots) * 3 == len(table.names)
     forward = table.n_forward // 3
     assert sorted(slots) == sorted([*range(forward), *range(len(slots) - forward)])
+
+
+def test_the_report_says_what_is_compiled_once() -> None:
+    with collect() as report:
+        outlined(make(lambda: Transformer(layers=3)))
+    assert report.notes == ["3 equal layers, layers.0 to layers.2, are compiled once"]
 
 
 def test_the_names_of_slots_are_those_of_the_whole_graph() -> None:
