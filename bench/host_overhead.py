@@ -9,10 +9,10 @@ is what is left of the step, without the replaced functions: Dynamo's guards, AO
 fp8pass. Ratios are to Inductor compiled layer by layer. "in fp8pass" is the part within `CompiledGraph`, without
 AOTAutograd's wrappers: it rolls and collects the state.
 
-Ways are "inductor", "torchao" (its tensorwise recipe; left out if torchao is not installed) and recipes of fp8pass. With
-":blocks" each block is compiled by itself, with ":whole" the graph is compiled in one piece (`compile_once=False`), with
-":monitor" the numerics monitor counts, and with ":train_step" the step is a `fp8pass.train_step` with SGD. Each
-number is the least of `--repeat` repetitions in one process, and ways take turns.
+Ways are "inductor", "torchao" (its tensorwise recipe; left out if torchao is not installed) and recipes of fp8pass.
+With ":blocks" each block is compiled by itself, with ":whole" the graph is compiled in one piece
+(`compile_once=False`), with ":monitor" the numerics monitor counts, and with ":train_step" the step is a
+`fp8pass.train_step` with SGD. Each number is the least of `--repeat` repetitions in one process; ways take turns.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def watch() -> None:
     """Time the generated code, AOTAutograd's wrappers around it, and what fp8pass does around those."""
     CompiledFxGraph.__call__ = GENERATED.timed(replayed(CompiledFxGraph.__call__))  # type: ignore[method-assign]
     CompiledGraph.__call__ = OURS.timed(CompiledGraph.__call__)  # type: ignore[method-assign]
-    init = CompiledGraph.__init__
+    init: Any = CompiledGraph.__init__
 
     def timed_init(self: CompiledGraph, compiled: Callable[..., Any], *args: Any) -> None:
         init(self, WRAPPERS.timed(compiled), *args)
 
-    CompiledGraph.__init__ = timed_init  # type: ignore[method-assign]
+    CompiledGraph.__init__ = timed_init  # type: ignore[method-assign, assignment]
 
 
 def step_of(way: str, layers: int) -> Callable[[], None]:
@@ -112,7 +112,7 @@ def step_of(way: str, layers: int) -> Callable[[], None]:
     if "train_step" in marks:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-        @fp8pass.train_step(recipe=kind, min_speedup=0)
+        @fp8pass.train_step(recipe=kind, min_speedup=0)  # type: ignore[untyped-decorator]
         def step(x: torch.Tensor) -> None:
             model(x).sum().backward()
             optimizer.step()

@@ -75,7 +75,8 @@ def frozen(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
         hash(value)
     except TypeError:
         return "object", id(value)
-    return value
+    key: Hashable = value
+    return key
 
 
 def _of_attribute(module: fx.GraphModule, node: fx.Node) -> Hashable:
@@ -97,8 +98,10 @@ def described(value: Any) -> Hashable:
     """Return a key of a value of Dynamo's; for a tensor, of everything that compiled code is specialized to."""
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(described, value)
-    if not isinstance(value, Tensor):
-        return frozen(value, id)
+    return _described_tensor(value) if isinstance(value, Tensor) else frozen(value, id)
+
+
+def _described_tensor(value: Any) -> Hashable:
     key: list[Hashable] = [isinstance(value, torch.nn.Parameter), value.dtype, value.device, value.layout]
     key += [value.requires_grad, str(tuple(value.shape))]
     if is_traceable_wrapper_subclass(value):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8pass
 from fp8pass.lowering import lower
+from fp8pass.lowering.eager import lower_eager
 from fp8pass.passes.layers.find_layers import FindLayers
 from fp8pass.passes.layers.outline_layers import OutlineLayers
 from fp8pass.report.report import Report, collect
@@ -138,7 +139,7 @@ def test_options(options: dict[str, Any]) -> None:
 
 
 def test_each_function_is_compiled_once() -> None:
-    with mock.patch.object(lower, "lower_eager", wraps=lower.lower_eager) as compile_one:
+    with mock.patch.object(lower, "lower_eager", wraps=lower_eager) as compile_one:
         trained(lambda: Layers(8), steps=2)
     # what begins the step; the first layer, whose input is no result of a layer but equal; and no other function
     assert compile_one.call_count == 2

@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass.lowering import lower
+from fp8pass.lowering.through_inductor import lower_through_inductor
 from tests.helpers.harness import train
 from tests.helpers.models import Block, batches, make
 
@@ -29,7 +30,7 @@ def trained(by_block: bool) -> tuple[Any, dict[str, Any]]:
 
 
 def test_numbers_and_slots_are_those_of_compilation_block_by_block() -> None:
-    with mock.patch.object(lower, "lower_through_inductor", wraps=lower.lower_through_inductor) as compile_one:
+    with mock.patch.object(lower, "lower_through_inductor", wraps=lower_through_inductor) as compile_one:
         once = trained(by_block=False)
     assert compile_one.call_count == 2  # what begins the step, and the block
     torch.testing.assert_close(once, trained(by_block=True), rtol=0, atol=0)
