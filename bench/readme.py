@@ -193,14 +193,15 @@ def cpu_matmuls() -> str:
 
 def compile_time() -> str:
     """Return the table of bench/compile_time.py, which needs an otherwise idle machine."""
-    backends = ("inductor", "torchao", "delayed", "delayed:blocks")
-    options = ("--layers", "1", "8", "32", "--backends", *backends, "--repeat", "1")
+    backends = ("inductor", "delayed", "delayed:blocks", "inductor:blocks")
+    options = ("--layers", "1", "8", "--backends", *backends, "--repeat", "1")
     return run(sys.executable, "bench/compile_time.py", *options)
 
 
 def host_overhead() -> str:
     """Return the table of bench/host_overhead.py, which needs an otherwise idle machine."""
-    return run(sys.executable, "bench/host_overhead.py")
+    ways = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor")
+    return run(sys.executable, "bench/host_overhead.py", "--ways", *ways, "--steps", "50")
 
 
 def dumps() -> str:
