@@ -84,6 +84,13 @@ def test_a_room_says_what_lives_in_it(room: str) -> None:
     assert re.fullmatch(r"[^\n]+\n\nMay import: [^\n]+\nDoes not live here: [^\n]+", said), said
 
 
+def test_each_room_is_in_the_wheel() -> None:
+    """`pyproject.toml` lists packages by hand, as two folders at the top are one package."""
+    listed = re.search(r"^packages = \[(.*?)\]", (rooms.ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert listed
+    assert set(re.findall(r'"fp8pass\.(.+)"', listed[1])) == {"passes", *FOLDERS}
+
+
 def test_no_file_is_named_like_a_public_function() -> None:
     """`fp8pass.state` is a function: nothing could be imported from a folder of that name."""
     functions = {name for name in fp8pass.__all__ if not inspect.ismodule(getattr(fp8pass, name))}
