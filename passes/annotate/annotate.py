@@ -41,7 +41,7 @@ from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
 from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.patterns import reach
-from fp8pass.passes.common.regions import Region, body_of, in_its_modes
+from fp8pass.passes.common.regions import Region, in_its_modes, named_body
 from fp8pass.passes.common.state_inputs import cache, freeze, lift_state
 from fp8pass.passes.common.transforms import Transform, transforms
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling, Recipe
@@ -108,7 +108,7 @@ class _Annotator(Walk):
 
     def _enter(self, call: fx.Node) -> None:
         """Annotate the body of a checkpointed region, as a part of this graph."""
-        body = body_of(self.module, call, self.names)
+        body = named_body(self.module, call, self.names)
         self.regions.append(Region(self.graph, call, body))
         own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside
         self.module, self.graph, self.quantized = body, body.graph, {}  # fx graphs cannot read each other's nodes

@@ -24,7 +24,7 @@ from fp8pass.graph.annotation import CHECKPOINT
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.node_meta import PIECE
 from fp8pass.options.config import Config
-from fp8pass.passes.common.divide_state import Division, Piece, PieceOf
+from fp8pass.passes.common.divide_state import Division, PieceNumber, PieceOf
 from fp8pass.passes.common.regions import Region
 from fp8pass.passes.common.state_inputs import state_input, thread
 from fp8pass.quant import monitor_ops, ops
@@ -62,7 +62,7 @@ def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
     if not found:
         return None
     piece_of = PieceOf(module.graph, [region for _, region in parts if region is not None])
-    rows: list[tuple[SlotKind, Piece]] = [("forward", piece_of(node)) for _, node in forward]
+    rows: list[tuple[SlotKind, PieceNumber]] = [("forward", piece_of(node)) for _, node in forward]
     rows += [("gradient", piece_of(node)) for _, node in backward for _ in node.meta[WATCHED]]
     division = Division(rows, dim=0)
     inputs = _inputs(parts, {p for p, _ in found}, division, piece_of)
@@ -102,13 +102,13 @@ def _inputs(
     wanted: set[fx.GraphModule],
     division: Division,
     piece_of: PieceOf,
-) -> dict[tuple[fx.GraphModule, Piece], dict[str, fx.Node]]:
+) -> dict[tuple[fx.GraphModule, PieceNumber], dict[str, fx.Node]]:
     """Add the table inputs to each part; return them by part and piece. Regions get those of the graph around them."""
     graphs = {part.graph: part for part, _ in parts}
     for part, region in reversed(parts):  # a graph passes the tables on to its inner regions
         if part in wanted and region is not None:
             wanted = {*wanted, graphs[region.outer]}
-    inputs: dict[tuple[fx.GraphModule, Piece], dict[str, fx.Node]] = {}
+    inputs: dict[tuple[fx.GraphModule, PieceNumber], dict[str, fx.Node]] = {}
     for part, region in parts:
         if region is None:
             tables = {name: state_input(part.graph, f"fp8pass_{name}") for name in INPUTS}

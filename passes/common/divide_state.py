@@ -20,7 +20,7 @@ from fp8pass.node_meta import PIECE
 from fp8pass.passes.common.regions import Region
 from fp8pass.states.slots import SlotKind
 
-Piece = int | None
+PieceNumber = int | None
 """The number of a piece; None for all nodes if the graph is not divided."""
 FIRST_PIECE = -1
 """The piece that begins the step, whose scales the others read."""
@@ -30,12 +30,12 @@ class PieceOf:
     """Returns the piece that a node, of the graph or of a region's graph, belongs to."""
 
     def __init__(self, graph: fx.Graph, regions: Sequence[Region]) -> None:
-        self._of_region: dict[fx.Graph, Piece] = {}
+        self._of_region: dict[fx.Graph, PieceNumber] = {}
         self._graph = graph
         for region in regions:  # outer ones come first
             self._of_region[region.body.graph] = self(region.call)
 
-    def __call__(self, node: fx.Node) -> Piece:
+    def __call__(self, node: fx.Node) -> PieceNumber:
         """Return the piece of a node; None if the graph is not divided."""
         return node.meta.get(PIECE) if node.graph is self._graph else self._of_region[node.graph]
 
@@ -44,7 +44,7 @@ class _Segment(NamedTuple):
     """Entries in a row that are of one kind and belong to one piece. first: the position of the first one."""
 
     kind: SlotKind
-    piece: Piece
+    piece: PieceNumber
     first: int
     length: int
 
@@ -55,7 +55,7 @@ class Division:
     rows: the kind and the piece of each entry, one kind after the other. dim: the dimension that the entries lie along.
     """
 
-    def __init__(self, rows: Sequence[tuple[SlotKind, Piece]], dim: int = -1) -> None:
+    def __init__(self, rows: Sequence[tuple[SlotKind, PieceNumber]], dim: int = -1) -> None:
         self._dim = dim
         self._segments = list[_Segment]()
         for (kind, piece), entries in groupby(range(len(rows)), key=rows.__getitem__):
@@ -67,7 +67,7 @@ class Division:
         together = len(self._first) == len(self._segments)
         self.is_divided = together and all(s.piece is not None for s in self._segments)
 
-    def first(self, kind: SlotKind, piece: Piece) -> tuple[int, int]:
+    def first(self, kind: SlotKind, piece: PieceNumber) -> tuple[int, int]:
         """Return the positions of the first entry of a piece: in tensors with entries of all kinds, and of one kind."""
         own = self._first[kind, piece]
         return (own, own) if self.is_divided else (0, self._first_of_kind[kind])
@@ -76,9 +76,9 @@ class Division:
         """Return the name under which a piece finds its scales in the result of `divide`. name: of all scales."""
         return f"{kind}_{name}" if self.is_divided else name
 
-    def divide(self, graph: fx.Graph, state: Mapping[str, fx.Node]) -> dict[Piece, dict[str, fx.Node]]:
+    def divide(self, graph: fx.Graph, state: Mapping[str, fx.Node]) -> dict[PieceNumber, dict[str, fx.Node]]:
         """Return the parts of each piece by name. state: the state tensors of the whole graph, by name."""
-        found: dict[Piece, dict[str, fx.Node]] = {s.piece: {} for s in self._segments}
+        found: dict[PieceNumber, dict[str, fx.Node]] = {s.piece: {} for s in self._segments}
         if not self.is_divided:
             return {piece: dict(state) for piece in found}
         for name, node in state.items():

@@ -40,15 +40,21 @@ def parts(module: fx.GraphModule, names: Names, around: tuple[Transform, ...] = 
     yield Part(module, inside)
     for node in in_its_modes(module.graph):
         if node.target is CHECKPOINT:
-            yield from parts(body_of(module, node, names), names, inside.get(node, ()))
+            yield from parts(named_body(module, node, names), names, inside.get(node, ()))
 
 
-def body_of(module: fx.GraphModule, call: fx.Node, names: Names) -> fx.GraphModule:
-    """Return the graph that a call of CHECKPOINT runs. names: gets its inputs as aliases of the call's operands."""
-    holder, *operands = call.args
+def body_of(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
+    """Return the graph that a call of CHECKPOINT runs."""
+    holder = call.args[0]
     assert isinstance(holder, fx.Node)
     body: fx.GraphModule = getattr(module, str(holder.target))
-    for inner, outer in zip(body.graph.find_nodes(op="placeholder"), operands, strict=True):
+    return body
+
+
+def named_body(module: fx.GraphModule, call: fx.Node, names: Names) -> fx.GraphModule:
+    """Return the graph that a call of CHECKPOINT runs. names: gets its inputs as aliases of the call's operands."""
+    body = body_of(module, call)
+    for inner, outer in zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True):
         if isinstance(outer, fx.Node):
             names.alias(inner, outer)
     return body

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +33,7 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.names import Names, module_path, source_of
 from fp8pass.node_meta import PIECE
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
+from fp8pass.passes.common.regions import body_of
 from fp8pass.passes.common.transforms import transforms
 from fp8pass.passes.layers.structure import storage_of, structure
 
@@ -138,14 +138,8 @@ def _within(nodes: Sequence[fx.Node], depth: int) -> Iterator[Piece]:
 
 def _matmuls(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> int:
     """Return the number of matmuls, including those in checkpointed regions."""
-    bodies = [_body(module, n) for n in nodes if n.target is CHECKPOINT]
+    bodies = [body_of(module, n) for n in nodes if n.target is CHECKPOINT]
     return sum(signature_of(n) is not None for n in nodes) + sum(_matmuls(b, list(b.graph.nodes)) for b in bodies)
-
-
-def _body(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
-    holder: Any = call.args[0]
-    body: fx.GraphModule = getattr(module, holder.target)
-    return body
 
 
 def _pieces(graph: fx.Graph, layers: list[Piece]) -> list[Piece]:

@@ -27,6 +27,7 @@ from fp8pass.graph.annotation import CHECKPOINT, Body, MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.node_meta import PIECE
 from fp8pass.passes.common.divide_state import FIRST_PIECE
+from fp8pass.passes.common.regions import body_of
 from fp8pass.passes.layers.structure import Structure, structure
 
 
@@ -74,7 +75,7 @@ class Modes:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Match:
     """Nodes that become one function. number: of the first of them. choices: indices of their matmuls' choices."""
 
     number: int
@@ -88,7 +89,7 @@ class Piece:
 # Pattern.
 
 
-def match(module: fx.GraphModule, choices: Sequence[MatmulChoice]) -> list[Piece]:
+def match(module: fx.GraphModule, choices: Sequence[MatmulChoice]) -> list[Match]:
     """Return the pieces of the graph, in order; [] if it has none."""
     calls = [n for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     if not any(PIECE in node.meta for node in calls):
@@ -109,10 +110,10 @@ def match(module: fx.GraphModule, choices: Sequence[MatmulChoice]) -> list[Piece
 
 def _piece(
     number: int, nodes: list[fx.Node], modes: Modes, module: fx.GraphModule, choices: Sequence[MatmulChoice]
-) -> Piece:
+) -> Match:
     of = tuple(_choices_of(module, nodes))
     verdicts = tuple(_verdict(choices[i]) for i in of)
-    return Piece(number, nodes, modes, of, structure(nodes, module, (modes.key(), verdicts)))
+    return Match(number, nodes, modes, of, structure(nodes, module, (modes.key(), verdicts)))
 
 
 def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[int]:
@@ -124,7 +125,7 @@ def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[in
         if "fp8pass" in custom and not is_quantize:
             yield custom["fp8pass"]
         if node.target is CHECKPOINT:
-            body = getattr(module, str(node.args[0].target))  # type: ignore[union-attr]
+            body = body_of(module, node)
             yield from _choices_of(body, list(body.graph.nodes))
 
 
@@ -134,9 +135,9 @@ def _verdict(choice: MatmulChoice) -> Hashable:
     return choice.scaling, choice.rule, choice.wanted, declined, choice.fast_accum, choice.predicted_speedup
 
 
-def _joined(pieces: list[Piece], times: Mapping[Hashable, int], module: fx.GraphModule) -> Iterator[Piece]:
+def _joined(pieces: list[Match], times: Mapping[Hashable, int], module: fx.GraphModule) -> Iterator[Match]:
     """Yield the pieces; those without an equal are one piece where they follow each other."""
-    alone: list[Piece] = []
+    alone: list[Match] = []
     for piece in [*pieces, None]:
         if piece is not None and times[piece.structure.key] == 1 and piece.number != FIRST_PIECE:
             alone.append(piece)
@@ -144,7 +145,7 @@ def _joined(pieces: list[Piece], times: Mapping[Hashable, int], module: fx.Graph
         if alone:
             nodes = [node for of in alone for node in of.nodes]
             choices = tuple(i for of in alone for i in of.choices)
-            yield Piece(alone[0].number, nodes, alone[0].modes, choices, structure(nodes, module))
+            yield Match(alone[0].number, nodes, alone[0].modes, choices, structure(nodes, module))
             alone = []
         if piece is not None:
             yield piece
@@ -155,7 +156,7 @@ def _joined(pieces: list[Piece], times: Mapping[Hashable, int], module: fx.Graph
 
 
 class _Outliner:
-    def __init__(self, context: DynamoContext, pieces: list[Piece]) -> None:
+    def __init__(self, context: DynamoContext, pieces: list[Match]) -> None:
         self.module = context.annotation.module
         self.layers = context.layers
         self.pieces = pieces
@@ -165,7 +166,7 @@ class _Outliner:
 
     def rewrite(self) -> dict[str, Body]:
         """Replace the nodes of each piece with a call; return the functions by the names of their graphs."""
-        equal: dict[Hashable, list[Piece]] = {}
+        equal: dict[Hashable, list[Match]] = {}
         for piece in self.pieces:
             equal.setdefault(piece.structure.key, []).append(piece)
         names = {key: f"piece_{i}" for i, key in enumerate(equal)}
@@ -181,7 +182,7 @@ class _Outliner:
         self.module.delete_all_unused_submodules()
         return {names[key]: self._body(pieces) for key, pieces in equal.items()}
 
-    def _call(self, name: str, piece: Piece) -> None:
+    def _call(self, name: str, piece: Match) -> None:
         graph = self.module.graph
         with graph.inserting_before(piece.nodes[0]):
             call = graph.call_module(name, tuple(self.results.get(n, n) for n in _inputs(piece)))
@@ -191,20 +192,20 @@ class _Outliner:
                 for user in [user for user in node.users if user not in self.own]:
                     user.replace_input_with(node, result)
 
-    def _body(self, pieces: Sequence[Piece]) -> Body:
+    def _body(self, pieces: Sequence[Match]) -> Body:
         return Body([self.layers.get(p.number, "") for p in pieces], [p.choices for p in pieces])
 
 
-def _inputs(piece: Piece) -> list[fx.Node]:
+def _inputs(piece: Match) -> list[fx.Node]:
     # a call that enters autocast is repeated in the function, and is not handed in
     return [n for n in piece.structure.inputs if n.target is not enter_autocast]
 
 
-def _outputs(piece: Piece) -> list[fx.Node]:
+def _outputs(piece: Match) -> list[fx.Node]:
     return [n for n in piece.structure.outputs if n.target is not enter_autocast]
 
 
-def function_of(piece: Piece, module: fx.GraphModule, is_shared: bool) -> fx.GraphModule:
+def function_of(piece: Match, module: fx.GraphModule, is_shared: bool) -> fx.GraphModule:
     """Return the graph of a piece. is_shared: True if it is called with the parameters of several layers."""
     graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
     root = torch.nn.Module()
