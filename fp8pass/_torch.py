@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from fp8pass.versions import check_version, required_names
 
@@ -31,6 +32,7 @@ with required_names():
     from torch._dynamo import device_interface
     from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.distributed import DDPOptimizer
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.code_context import code_context
     from torch._dynamo.convert_frame import ConvertFrame, output_codes
@@ -512,6 +514,25 @@ def first_call_is_fake() -> bool:
     return context is not None and context.fakify_first_call
 
 
+def instead_of_ddp_optimizer(cuts: Callable[[Any, dict[str, Any], fx.GraphModule, int], bool]) -> None:
+    """Hand a graph to its backend as a whole, from now on, where `cuts(backend, options, graph, bucket_bytes)` is true.
+
+    DDPOptimizer cuts other graphs into one for each bucket, of parameters of that many bytes.
+    """
+    compile_buckets = DDPOptimizer.compile_fn
+
+    def compile_fn(self: DDPOptimizer, module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        backend, options = self.backend_compile_fn, {}
+        backend = getattr(backend, "_torchdynamo_orig_backend", backend)  # Dynamo's wrapper, which writes repros
+        if hasattr(backend, "compiler_fn"):  # torch.compile's, with its options
+            backend, options = backend.compiler_fn, backend.kwargs
+        if cuts(backend, options, module, self.bucket_bytes_cap):
+            return self.backend_compile_fn(module, *args, **kwargs)
+        return compile_buckets(self, module, *args, **kwargs)
+
+    DDPOptimizer.compile_fn = compile_fn  # type: ignore[assignment, method-assign]
+
+
 def ddp_goes_on() -> bool:
     """Return whether the running forward is of DistributedDataParallel under `no_sync`: later microbatches follow."""
     module = DistributedDataParallel._active_ddp_module
@@ -693,6 +714,7 @@ __all__ = [
     "inductor_lowering",
     "inductor_ops",
     "inductor_post_grad",
+    "instead_of_ddp_optimizer",
     "is_alias_of",
     "is_of_fsdp",
     "is_traceable_wrapper_subclass",

@@ -19,6 +19,7 @@ from fp8pass.dump.writer import Dump
 from fp8pass.dynamo.retry import take_note_of_graph
 from fp8pass.faults import Attempt, Later, fall_back, left_out
 from fp8pass.graph.annotation import Annotation
+from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.lower import fake_state, lower
 from fp8pass.names import Names
 from fp8pass.options import overrides
@@ -42,6 +43,7 @@ from fp8pass.states.slots import SlotTable, registry
 log = logging.getLogger(__name__)
 
 
+@configured(make_config)
 def fp8pass(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],

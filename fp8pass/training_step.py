@@ -32,6 +32,7 @@ from fp8pass.dynamo.module_calls import ModuleCalls
 from fp8pass.dynamo.outside import Outside, warn_of
 from fp8pass.errors import Fp8Error, gone_on_after, warn_once
 from fp8pass.fsdp import write_shards
+from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.names import PACKAGE, location_of
 from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
@@ -80,7 +81,7 @@ class TrainStep:
         functools.update_wrapper(self, function)
         self.config = config
         self._function = function
-        backend = _held_weakly(self._compile)
+        backend = configured(lambda: config)(_held_weakly(self._compile))
         self._compiled = torch.compile(function, backend=backend)
         by_path = callable(config.filter) or any(patterns_of(config))  # names decide what runs in FP8
         self._calls = ModuleCalls(backend, by_path)

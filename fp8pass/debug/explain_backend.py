@@ -13,6 +13,7 @@ from fp8pass._torch import as_fakes, context_for_later, make_boxed_func, tracing
 from fp8pass.backend import compile_graph, modes_of
 from fp8pass.graph.verdict import Gemm
 from fp8pass.inductor.partition import Partition
+from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.eager import through_aot
 from fp8pass.lowering.lower import fake_state
 from fp8pass.lowering.verdicts import only_verdicts
@@ -44,6 +45,7 @@ def explain_only(
         config = config.at_step(step)
     config = replace(config, monitor_interval=1)  # larger intervals compile lazily, at a call that never comes here
 
+    @configured(lambda: config)
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         check_compiled(all_phases, module.graph)
         found, again = break_of(module), recompile_of(module, earlier)

@@ -50,18 +50,21 @@ class FindLayers:
         """Note the piece of each node in `node.meta[PIECE]`; return the number of layers."""
         if not context.config.compiles_once:
             return 0
-        module = context.annotation.module
-        pieces = _pieces(graph, match(module))
-        for refusal in check(module, pieces, context.names) if len(pieces) > 1 else ():
-            refused = [piece for piece in pieces[refusal.first : refusal.last + 1] if piece.layer]
-            if refused:
-                context.notes.append(f"{_listed([p.layer for p in refused])}: {refusal.reason}")
-            for piece in refused:
-                piece.layer = ""
-        if sum(bool(p.layer) for p in pieces) < 2:
-            return 0
+        pieces = find(context.annotation.module, context.names, context.notes)
         context.layers = _number(pieces)
         return len(context.layers)
+
+
+def find(module: fx.GraphModule, names: Names, notes: list[str]) -> list[Piece]:
+    """Return the pieces of the graph, in order; [] if fewer than two are layers. notes: gets what `check` refuses."""
+    pieces = _pieces(module.graph, match(module))
+    for refusal in check(module, pieces, names) if len(pieces) > 1 else ():
+        refused = [piece for piece in pieces[refusal.first : refusal.last + 1] if piece.layer]
+        if refused:
+            notes.append(f"{_listed([p.layer for p in refused])}: {refusal.reason}")
+        for piece in refused:
+            piece.layer = ""
+    return pieces if sum(bool(p.layer) for p in pieces) > 1 else []
 
 
 def _listed(layers: Sequence[str]) -> str:
@@ -266,10 +269,10 @@ def _modes_open(at: dict[fx.Node, int], pieces: Sequence[Piece]) -> Iterator[Ref
 
 def _number(pieces: Sequence[Piece]) -> dict[int, str]:
     """Set the piece of each node; return the layers by number. Pieces in a row that are not layers are one."""
-    number, previous, layers = 0, pieces[0], dict[int, str]()
-    for piece in pieces:
-        number += piece is not previous and bool(piece.layer or previous.layer)
-        previous = piece
+    number, layers, is_layer = 0, dict[int, str](), False
+    for i, piece in enumerate(pieces):
+        number += i > 0 and (is_layer or bool(piece.layer))
+        is_layer = bool(piece.layer)
         for node in piece.nodes:
             node.meta[PIECE] = number
         if piece.layer:

@@ -133,6 +133,18 @@ def ddp_split_through_inductor() -> Any:
 
 
 @on_ranks(2)
+def ddp_of_equal_layers() -> Any:
+    """Train two equal layers, compiled once, and in the graphs that DDPOptimizer makes."""
+    found = {}
+    for once in (True, False):
+        with small_buckets(), verdicts() as report:
+            model = DistributedDataParallel(make(Transformer), bucket_cap_mb=0.03)
+            found[once] = trained(model, compiled(model, compile_once=once), warm=False)
+        found[once] |= {"graphs": report.graphs, "rewritten": len(report.rewritten), "notes": report.notes}
+    return found
+
+
+@on_ranks(2)
 def not_reduced() -> Any:
     model = make(Block)
     return trained(model, DistributedDataParallel(compiled(model, reduce_amax=False)), warm=False)
@@ -273,6 +285,20 @@ def test_ddp_splits_the_graph_and_all_of_it_is_rewritten() -> None:
     for run in ddp_split():
         assert run["graphs"] == 2
         assert run["rewritten"] == 3 * 6 - 3 and not run["declined"]
+
+
+def test_ddp_does_not_split_a_graph_whose_layers_are_compiled_once() -> None:
+    first, second = ddp_of_equal_layers()
+    same(first[True]["weights"], second[True]["weights"])
+    for run in (first, second):
+        whole, split = run[True], run[False]
+        assert whole["graphs"] == 1 and whole["notes"] == [
+            "2 equal layers, layers.0.1 to layers.1.1, are compiled once"
+        ]
+        assert split["graphs"] == 3 and split["notes"] == []
+        assert whole["rewritten"] == split["rewritten"] == 2 * 18 - 3
+        torch.testing.assert_close(whole["losses"], split["losses"], rtol=1e-5, atol=0)
+        assert whole["state"].keys() == split["state"].keys()
 
 
 @pytest.mark.variant
