@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -71,25 +72,28 @@ class Start:
     """The measurements of one process.
 
     seconds: wall time of two steps. cpu: CPU seconds of the process itself, without the compilers that it started.
-    counts: torch's counters of cache hits, misses and bypasses that are not 0.
+    peak: the most memory that it held, in bytes. counts: torch's counters of cache hits, misses and bypasses that are
+    not 0.
     """
 
     seconds: float
     cpu: float
+    peak: int
     counts: dict[str, int]
 
 
 @dataclass
 class Row:
-    """The least seconds over all repetitions of one model with one backend.
+    """The least seconds and bytes over all repetitions of one model with one backend.
 
-    counts: those of the last second process.
+    cold and peak are the first process's. counts: those of the last second process.
     """
 
     layers: int
     backend: str
     cold: float
     cold_cpu: float
+    peak: int
     warm: float
     counts: dict[str, int]
 
@@ -118,7 +122,8 @@ def start(backend: str, layers: int, device: str) -> Start:
     if device == "cuda":
         torch.cuda.synchronize()
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
-    return Start(seconds, cpu, {name: n for group, name in COUNTERS if (n := counters[group][name])})
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+    return Start(seconds, cpu, peak, {name: n for group, name in COUNTERS if (n := counters[group][name])})
 
 
 def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
@@ -136,24 +141,28 @@ def measure(backend: str, layers: int, device: str) -> tuple[Start, Start]:
 def least(found: Iterable[tuple[Start, Start]], layers: int, backend: str) -> Row:
     """Return the least times of all repetitions: other work of the machine can only add to them."""
     cold, warm = zip(*found, strict=True)
-    seconds, cpu, again = min(s.seconds for s in cold), min(s.cpu for s in cold), min(s.seconds for s in warm)
-    return Row(layers, backend, seconds, cpu, again, warm[-1].counts)
+    seconds, cpu, peak = min(s.seconds for s in cold), min(s.cpu for s in cold), min(s.peak for s in cold)
+    return Row(layers, backend, seconds, cpu, peak, min(s.seconds for s in warm), warm[-1].counts)
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as a table in Markdown."""
-    lines = [
-        "| layers | backend | first process s | against Inductor | of it Python, CPU s | against Inductor "
-        "| second process s | against its first |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    inductor = {row.layers: row for row in rows if row.backend == "inductor"}
-    for r in rows:
-        base = inductor.get(r.layers)
-        wall, cpu = (f"{r.cold / base.cold:.2f}", f"{r.cold_cpu / base.cold_cpu:.2f}") if base else ("", "")
-        cells = (r.layers, r.backend, f"{r.cold:.1f}", wall, f"{r.cold_cpu:.1f}", cpu)
-        lines.append(f"| {' | '.join(map(str, cells))} | {r.warm:.1f} | {r.warm / r.cold:.2f} |")
+    titles = "first process s", "of it Python, CPU s", "its peak GB", "second process s"
+    lines = ["| layers | backend | " + " | ".join(f"{title} | times Inductor's" for title in titles) + " |"]
+    lines.append("|---:|---" + "|---:" * 2 * len(titles) + "|")
+    inductor = {row.layers: numbers(row) for row in rows if row.backend == "inductor"}
+    for row in rows:
+        cells = [str(row.layers), row.backend]
+        for i, number in enumerate(numbers(row)):
+            base = inductor.get(row.layers)
+            cells += [f"{number:.1f}", f"{number / base[i]:.2f}" if base else ""]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def numbers(row: Row) -> tuple[float, ...]:
+    """Return what the table shows of a row, in seconds and gigabytes."""
+    return row.cold, row.cold_cpu, row.peak / 1e9, row.warm
 
 
 def main() -> None:

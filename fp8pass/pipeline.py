@@ -148,6 +148,7 @@ def annotated(
     context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
     todo = _dynamo_passes(config, attempt)
     _run_all(todo, annotation.module, context, dump or Dump(), "dynamo", _lint, lambda: examples(annotation))
+    _recompile(annotation.module)
     if context.notes:
         publish(Report(notes=context.notes))
     return annotation
@@ -402,6 +403,12 @@ def _lint(module: fx.GraphModule, context: Context) -> None:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             part.graph.lint()
+
+
+def _recompile(module: fx.GraphModule) -> None:
+    """Generate the code of Dynamo's graph, and of the graphs in it, once for all passes."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
             part.recompile()
 
 

@@ -39,13 +39,17 @@ class _Compiler(fx.Interpreter):
         self.compile_body = compile_body
         self.mode = mode or contextlib.nullcontext()
         self.compiled: dict[str, Callable[..., Any]] = {}
+        self.parts: list[Tensor] = []
+        """Parts of state tensors. They differ in alignment, so functions are compiled for unaligned examples."""
         self.results: dict[str, list[Any]] = {}
         """Examples of the results of each function whose results share no storage, with inputs or each other."""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Compile the function at its first call; return examples of its results."""
         if target not in self.compiled:
-            self.compiled[target] = self.compile_body(target, self.fetch_attr(target), list(args))
+            with self.mode:
+                examples = [_unaligned(x) if any(x is part for part in self.parts) else x for x in args]
+            self.compiled[target] = self.compile_body(target, self.fetch_attr(target), examples)
         with self.mode:
             if target in self.results:
                 return [_another(result) for result in self.results[target]]
@@ -57,10 +61,12 @@ class _Compiler(fx.Interpreter):
         return results
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Split a state tensor. Its parts differ in alignment, so examples of them are not aligned."""
+        """Split a state tensor, or get one of its parts."""
         with self.mode:
             result = super().call_function(target, args, kwargs)
-            return list(map(_unaligned, result)) if target is torch.split_with_sizes else result
+        if target is torch.split_with_sizes:
+            self.parts += result
+        return result
 
 
 class _InHighPrecision(fx.Interpreter):
