@@ -1,6 +1,7 @@
 """Recompile a graph without the part of fp8pass that failed, and report the fault, so that training continues.
 
 a pass raises, or leaves an illegal graph     recompile without that pass
+torch fails on functions of layers            recompile the graph in one piece
 FP8 needs the pass, or it is not known        recompile with all matmuls declined by the rule `internal`
 that fails too                                recompile as torch does without fp8pass; an error in that is torch's or
                                               the user's, and is raised unchanged
@@ -46,6 +47,8 @@ NEEDED = ("annotate", "list_matmuls", "scaled_mm")
 """Passes without which no matmul that the recipe selects runs in FP8."""
 LOWERING = "lowering"
 """The place of a fault whose pass is not known: AOTAutograd or Inductor fails on the graph of fp8pass."""
+FUNCTIONS = "functions"
+"""The place of such a fault if the graph is cut into functions, see `lowering_functions`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Attempt:
         return name not in self.without
 
     def after(self, place: str, reason: str) -> Attempt:
-        """Return the next attempt after a fault in a pass or at LOWERING."""
+        """Return the next attempt after a fault in a pass, at FUNCTIONS or at LOWERING."""
+        if place == FUNCTIONS:
+            return replace(self, without=self.without | {"find_layers"})
         known = place != LOWERING and self.runs(place)  # else it fails though it is left out
         if self.form == "fp8" and (not known or place in NEEDED):
             return Attempt("declined", self.without | ({place} if known else set()), reason)
@@ -84,7 +89,7 @@ class Failure:
 
     def __str__(self) -> str:
         said = f"{type(self.error).__name__}: {first_line(self.error)}".rstrip(".")
-        if self.place == LOWERING:
+        if self.place in (LOWERING, FUNCTIONS):
             return f"torch could not compile what fp8pass made of {self.graph} ({said})"
         return f"fp8pass failed in its pass {self.place} on {self.graph} ({said})"
 
@@ -132,18 +137,36 @@ def fall_back(
             failed = error
         failure = _failure(attempt, failed, config, dump, dump_of, compile_with)
         attempt = attempt.after(failure.place, failure.reason())
-        same = attempt.form == failure.attempt.form
-        failures.append((failure, f"the graph was compiled without {failure.place}" if same else _IN_HIGH_PRECISION))
+        failures.append((failure, _outcome(failure, attempt)))
     if failures and has_collectives:
         _agree([failure for failure, _ in failures], config)
     for failure, outcome in failures:
         tell(failure, outcome)
-        if failure.place == LOWERING:
+        if failure.place in (LOWERING, FUNCTIONS):
             _reproduce(compile_with, failure)
     return compiled, attempt
 
 
-_IN_HIGH_PRECISION = "all matmuls of the graph stay in high precision"
+def _outcome(failure: Failure, after: Attempt) -> str:
+    """Return what became of a graph: the end of a sentence about the failure."""
+    if failure.place == FUNCTIONS:
+        return "the graph was compiled in one piece"
+    same = after.form == failure.attempt.form
+    return (
+        f"the graph was compiled without {failure.place}" if same else "all matmuls of the graph stay in high precision"
+    )
+
+
+@contextlib.contextmanager
+def lowering_functions() -> Iterator[None]:
+    """Raise errors whose place is LOWERING, in this context, as a `Fault` at FUNCTIONS."""
+    try:
+        yield
+    except Exception as error:
+        place, cause = _place_and_cause(error)
+        if place != LOWERING or _is_meant_for_user(error):
+            raise
+        raise Fault(FUNCTIONS, error) from cause
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import detect_fake_mode
 from fp8pass.dump.writer import Dump
-from fp8pass.faults import FIRST, Attempt, Later
+from fp8pass.faults import FIRST, Attempt, Later, lowering_functions
 from fp8pass.graph.annotation import Annotation
 from fp8pass.lowering.bodies import lower_bodies
 from fp8pass.lowering.eager import lower_eager
@@ -71,7 +71,8 @@ def lower(
 
     with dump.compiling(lambda: report.summary() if report.graphs else _CACHED):
         if annotation.bodies:
-            compiled = lower_bodies(annotation, inputs, compile_one)
+            with lowering_functions():
+                compiled = lower_bodies(annotation, inputs, compile_one)
         else:
             compiled = compile_one("", annotation.module, inputs)
     if attempt.form == "fp8":

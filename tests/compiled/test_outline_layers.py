@@ -208,3 +208,23 @@ def test_a_fault_costs_time_only(failing: Any) -> None:
         found = list(train(model, compiled(model, on_fault="warn"), batches(2, 2, 16, 32)))
     torch.testing.assert_close(found, whole, rtol=0, atol=0)
     torch.testing.assert_close(fp8pass.state(model).state_dict(), wanted, rtol=0, atol=0)
+
+
+def test_torch_fails_on_a_function() -> None:
+    """The graph is compiled in one piece, in FP8."""
+    whole, wanted, _ = trained(Layers, compile_once=False)
+    torch._dynamo.reset()
+    model, failing = make(Layers), lower_eager
+
+    def fail(module: Any, inputs: Any, pipeline: Any, later: Any) -> Any:
+        if pipeline.body is not None:
+            raise RuntimeError("planted")
+        return failing(module, inputs, pipeline, later)
+
+    with (
+        mock.patch("fp8pass.lowering.lower.lower_eager", fail),
+        pytest.warns(UserWarning, match=r"torch could not compile .* \(RuntimeError: planted\): .* in one piece"),
+    ):
+        found = list(train(model, compiled(model, on_fault="warn"), batches(2, 2, 16, 32)))
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    torch.testing.assert_close(fp8pass.state(model).state_dict(), wanted, rtol=0, atol=0)
