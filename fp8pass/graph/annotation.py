@@ -84,9 +84,10 @@ class Body:
     choices: list[tuple[int, ...]]
 
     def __str__(self) -> str:
-        if len(self.layers) > 1:
-            return f"{len(self.layers)} equal layers, {self.layers[0]} to {self.layers[-1]}"
-        return self.layers[0] or "what is around the layers"
+        number, first, last = len(self.layers), self.layers[0], self.layers[-1]
+        if number == 1:
+            return first or "what is around the layers"
+        return f"{number} calls of {first}" if first == last else f"{number} equal layers, {first} to {last},"
 
 
 @dataclass
@@ -150,6 +151,9 @@ def _bootstrapped(argument: Any) -> Any:
     return replace(argument, bootstrap=True) if isinstance(argument, ops.Delayed) else argument
 
 
+_QUANTIZE = (ops.qdq_operand, ops.qdq_no_grad, ops.quantize_once)
+
+
 class _Eager(fx.Interpreter):
     """Runs a graph whose checkpointed regions become eager checkpoints. State is not an argument of a checkpoint.
 
@@ -165,7 +169,7 @@ class _Eager(fx.Interpreter):
             return self._checkpoint(*args, **kwargs)
         if not self.record and target in (watch_operand, watch_cached):
             return None
-        if not self.record and target in (ops.qdq_operand, ops.qdq_no_grad):  # gradients are quantized in backward only
+        if not self.record and target in _QUANTIZE:  # gradients are quantized in backward only
             args = [replace(a, record=False) if isinstance(a, ops.Delayed) else a for a in args]
         return super().call_function(target, args, kwargs)
 

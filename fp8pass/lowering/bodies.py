@@ -78,6 +78,7 @@ class _InHighPrecision(fx.Interpreter):
 
 _LIKE_FIRST = frozenset(
     {ops.qdq_operand, ops.qdq_no_grad, ops.qdq_gradient, ops.select_gradients, ops.cached_operand}
+    | {ops.handed_over}
     | {watch_operand, watch_cached, watch_gradient}
 )
 """Functions whose result is like their first argument. Only matmuls read what they quantize."""

@@ -42,7 +42,7 @@ def cuts_at_layers(backend: Callable[..., Any], options: dict[str, Any], module:
         return False
     pieces = list[Piece]()
     with left_out("find_layers", config, "a graph of Dynamo's"):
-        pieces = find(module, Names(module.graph.find_nodes(op="placeholder")), [])
+        pieces = find(module, Names(module.graph.find_nodes(op="placeholder")), config, [])
     completed_by: dict[fx.Node, int] = {}  # the first piece that reads a parameter: its backward runs last
     for i, piece in enumerate(pieces):
         for node in (n for reader in piece.nodes for n in reader.all_input_nodes if n.op == "placeholder"):

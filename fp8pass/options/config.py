@@ -182,11 +182,16 @@ class Config(Checked):
     @property
     def reduction(self) -> Reduction | None:
         """The reduction of delayed scaling's amaxes among ranks; None for none. Not for schedules: see `at_step`."""
-        plan = self.recipe
-        recipes = [recipe for _, recipe in plan.rules] if isinstance(plan, ByModule) else [plan]
-        if not self.reduce_amax or not any(isinstance(recipe, DelayedScaling) for recipe in recipes):
+        if not self.reduce_amax or not any(isinstance(recipe, DelayedScaling) for recipe in self.recipes):
             return None
         return Reduction(self.amax_group, self.reduce_amax_interval)
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """The recipes of all matmuls. Not for schedules: see `at_step`."""
+        plan = self.recipe
+        recipes = [recipe for _, recipe in plan.rules] if isinstance(plan, ByModule) else [plan]
+        return [recipe for recipe in recipes if isinstance(recipe, Recipe)]
 
     def monitors(self, slot: str) -> bool:
         """Return whether `monitor` selects the tensor of this slot.

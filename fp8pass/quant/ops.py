@@ -112,12 +112,16 @@ class Delayed:
 
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
         """Quantize and dequantize `x`; record its amax in `amax`, in place."""
+        return scaling.dequantize(*self.parts(x, scales, amax), x.dtype)
+
+    def parts(self, x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize `x`; record its amax in `amax`, in place. Return (`x_q`, scale_inv f32[])."""
         new = scaling.amax(x)
         _, scale = self.scaled(x, scales)
         x_q = scaling.quantize(x, scale, self.dtype)
         if self.record:
             amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
-        return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, new), x.dtype)
+        return x_q, scaling.inverse_unless_nonfinite(scale, new)
 
     def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` in the shape in which it is quantized, and the scale."""
@@ -146,7 +150,11 @@ class Dynamic:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
-        return _qdq_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
+        return scaling.dequantize(*self.parts(x), x.dtype)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize `x`; return (`x_q`, scale_inv f32[])."""
+        return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""
@@ -163,7 +171,8 @@ class Rowwise:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
-        return _qdq_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+        amax = scaling.amax_along(x, self.dims)
+        return scaling.dequantize(*_quantized_by_amax(x, amax, self.dtype, self.recipe.power_of_2), x.dtype)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale of each row."""
@@ -195,10 +204,10 @@ class Groupwise:
         return torch.where(in_group.unsqueeze(1), x, 0), grouped.by_row(scale, offs, x.shape[0])
 
 
-def _qdq_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
+def _quantized_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """Return (`x_q`, scale_inv)."""
     scale = _scale(amax, dtype, power_of_2)
-    x_q = scaling.quantize(x, scale, dtype)
-    return scaling.dequantize(x_q, scaling.inverse_unless_nonfinite(scale, amax), x.dtype)
+    return scaling.quantize(x, scale, dtype), scaling.inverse_unless_nonfinite(scale, amax)
 
 
 def _scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
@@ -421,6 +430,19 @@ class _Cached(torch.autograd.Function):
         return grads[0], None, *[None] * ctx.n_state
 
 
+class _HandedOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale_inv: Tensor, *copies: Tensor) -> Tensor:
+        ctx.n_copies = len(copies)
+        x_q: Tensor = copies[0] if len(copies) == 1 else with_transpose(*copies)
+        return scaling.dequantize(x_q, scale_inv, x.dtype).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, *[None] * ctx.n_copies
+
+
 class _SelectGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
@@ -468,6 +490,22 @@ def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
     f8[K, N], the transposed copy. quantizer: its index is that among the W weights. `begin_step` records the amax.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.no_grad()
+def quantize_once(x: Tensor, quantizer: Delayed | Dynamic, transposed: bool, *state: Tensor) -> tuple[Tensor, ...]:
+    """Quantize `x` [..., K], of M rows, for matmuls in several functions, which get it by `handed_over`.
+
+    Returns scale_inv f32[], `x_q` f8[M, K] and, if `transposed`, the transposed copy `x_t` f8[K, M].
+    """
+    x_q, scale_inv = quantizer.parts(x, *state)
+    rows = x_q.reshape(-1, x.shape[-1])
+    return (scale_inv, rows, rows.t().contiguous()) if transposed else (scale_inv, rows)
+
+
+def handed_over(x: Tensor, scale_inv: Tensor, *copies: Tensor) -> Tensor:
+    """Return `x` dequantized from the result of `quantize_once`; the gradient passes straight through."""
+    return _HandedOver.apply(x, scale_inv, *copies)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def qdq_gradient(y: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:

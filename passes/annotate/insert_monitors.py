@@ -34,6 +34,7 @@ from fp8pass.states.slots import SlotKind
 FORWARD: dict[Any, Callable[..., Any]] = {
     ops.qdq_operand: monitor_ops.watch_operand,
     ops.qdq_no_grad: monitor_ops.watch_operand,
+    ops.quantize_once: monitor_ops.watch_operand,
     ops.cached_operand: monitor_ops.watch_cached,
 }
 BACKWARD = (ops.qdq_gradient, ops.select_gradients)
@@ -120,7 +121,7 @@ def _inputs(
 
 
 def _watch_operand(node: fx.Node, counted: fx.Node, index: int) -> None:
-    x, quantizer, *state = node.args
+    x, quantizer, *state = (a for a in node.args if not isinstance(a, bool))
     with node.graph.inserting_before(node):
         new = node.graph.call_function(FORWARD[node.target], (x, quantizer, counted, index, *state))
     new.meta.update({key: node.meta[key] for key in (PIECE,) if key in node.meta})

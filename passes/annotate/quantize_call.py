@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.node_meta import GATHERED, PIECE
+from fp8pass.node_meta import GATHERED, PIECE, QUANTIZED_IN
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
@@ -161,7 +162,10 @@ class QuantizeCall:
         # and with the piece: between functions, a tensor is in high precision
         key = (x, how, quantizer, *offs, self.walk.grad_enabled, self.call.node.meta.get(PIECE))
         known = self.walk.quantized
-        if key not in known:
+        if key not in known and QUANTIZED_IN in x.meta and isinstance(quantizer, ops.Delayed | ops.Dynamic):
+            node = self._call(ops.handed_over, (x, *self._quantized_once(x, role, quantizer)), x)
+            known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
+        elif key not in known:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
             parts = self._cached_parts(x, quantizer) if role == "weight" else ()
             if parts:
@@ -173,6 +177,20 @@ class QuantizeCall:
                 new = (x, quantizer, *offs)
                 known[key] = self._frozen(x, quantizer, role) if freezes else self._quantized(how, new, x, role)
         return known[key]
+
+    def _quantized_once(self, x: fx.Node, role: Role, quantizer: ops.Delayed | ops.Dynamic) -> list[fx.Node]:
+        """Return the results of `quantize_once`, which is called before the first reader, in `x.meta[QUANTIZED_IN]`."""
+        known, piece, transposed = self.walk.quantized, x.meta[QUANTIZED_IN], self.walk.grad_enabled
+        key = x, ops.quantize_once, quantizer, transposed
+        if key not in known:
+            later = (n for n in self.graph.nodes if n is self.call.node or (n.meta.get(PIECE) or 0) > piece)
+            with self.graph.inserting_before(next(later)):
+                node = known[key] = self._quantized(ops.quantize_once, (x, quantizer, transposed), x, role)
+                node.meta[PIECE] = piece
+                for i, example in enumerate(_quantized_like(x.meta["example_value"], quantizer.dtype, transposed)):
+                    part = known[(*key, i)] = self.graph.call_function(operator.getitem, (node, i))
+                    part.meta.update({PIECE: piece, "example_value": example})
+        return [known[(*key, i)] for i in range(2 + transposed)]
 
     def _offs(self, *quantizers: ops.Quantizer | None) -> tuple[fx.Node, ...]:
         """Return the call's group offsets if one of the quantizers works by groups; () if none does."""
@@ -238,3 +256,10 @@ class QuantizeCall:
 def _is_cacheable(x: Tensor) -> bool:
     """Return whether `x` is a parameter that lies whole on this rank."""
     return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, GatheredWeight))
+
+
+def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:
+    """Return tensors like the results of `quantize_once`."""
+    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    copies = [x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype)]
+    return [x.new_empty((), dtype=torch.float32), *copies[: 1 + transposed]]

@@ -93,7 +93,8 @@ def lift_state(
             twin.name = min(twin.name, of_recipe[i].name, key=len)  # prefer the name without a numeric suffix
         own = [s for i, s in enumerate(of_recipe) if i not in twins]
         # in the order of SlotTensors: tensors of the forward, weights with a copy, gradients
-        ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s)))
+        # and piece by piece: a tensor that is quantized for several pieces comes earlier than its first reader
+        ordered = sorted(own, key=lambda s: (s.role == "grad_output", _is_kept(s), piece_of(s.node) or 0))
         table = SlotTable(
             names=tuple(s.name for s in ordered),
             n_forward=sum(s.role != "grad_output" and not _is_kept(s) for s in ordered),

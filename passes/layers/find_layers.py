@@ -13,7 +13,7 @@ has no equal, the calls within it are compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,17 +25,20 @@ from fp8pass._torch import (
     HigherOrderOperator,
     enter_autocast,
     exit_autocast,
+    is_traceable_wrapper_subclass,
     pytree,
     set_grad_enabled,
 )
 from fp8pass.graph.annotation import CHECKPOINT
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.names import Names, module_path, source_of
-from fp8pass.node_meta import PIECE
+from fp8pass.node_meta import PIECE, QUANTIZED_IN
+from fp8pass.options.config import Config
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
 from fp8pass.passes.common.regions import body_of
 from fp8pass.passes.common.transforms import transforms
 from fp8pass.passes.layers.structure import storage_of, structure
+from fp8pass.recipes import DelayedScaling, DynamicScaling
 
 SMALLEST = 2
 """The least number of matmuls of a layer: at each border kernels end, which costs small layers more than it saves."""
@@ -50,15 +53,17 @@ class FindLayers:
         """Note the piece of each node in `node.meta[PIECE]`; return the number of layers."""
         if not context.config.compiles_once:
             return 0
-        pieces = find(context.annotation.module, context.names, context.notes)
+        pieces = find(context.annotation.module, context.names, context.config, context.notes)
         context.layers = _number(pieces)
+        if pieces:
+            _place_quantizes(graph, context.layers)
         return len(context.layers)
 
 
-def find(module: fx.GraphModule, names: Names, notes: list[str]) -> list[Piece]:
+def find(module: fx.GraphModule, names: Names, config: Config, notes: list[str]) -> list[Piece]:
     """Return the pieces of the graph, in order; [] if fewer than two are layers. notes: gets what `check` refuses."""
     pieces = _pieces(module.graph, match(module))
-    for refusal in check(module, pieces, names) if len(pieces) > 1 else ():
+    for refusal in check(module, pieces, names, config) if len(pieces) > 1 else ():
         refused = [piece for piece in pieces[refusal.first : refusal.last + 1] if piece.layer]
         if refused:
             notes.append(f"{_listed([p.layer for p in refused])}: {refusal.reason}")
@@ -164,14 +169,14 @@ def _pieces(graph: fx.Graph, layers: list[Piece]) -> list[Piece]:
 # Check: only refuses.
 
 
-def check(module: fx.GraphModule, pieces: Sequence[Piece], names: Names) -> Iterator[Refusal]:
+def check(module: fx.GraphModule, pieces: Sequence[Piece], names: Names, config: Config) -> Iterator[Refusal]:
     """Yield the reasons why pieces cannot be separate functions."""
     at = {node: i for i, piece in enumerate(pieces) for node in piece.nodes}
     last = len(pieces) - 1
     if any(free_unbacked_symbols(n.meta.get("example_value")) for n in at if _is_tensor_or_size(n)):
         yield Refusal(0, last, "sizes in the graph depend on values of tensors")
         return
-    yield from _operands_shared(at, names)
+    yield from _operands_shared(at, pieces, names, config)
     yield from _writes_shared(module, at, names)
     for node, i in at.items():
         readers = [at[user] for user in node.users if at.get(user, i) != i]
@@ -193,17 +198,33 @@ def _called(node: fx.Node, names: Names) -> str:
     return names.owned.get(node) or f"the result of {function} at {source_of(node) or 'an unknown line'}"
 
 
-def _operands_shared(at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
-    """Yield a refusal for each tensor that matmuls of several pieces read: it is quantized once for all of them."""
+def _operands_shared(
+    at: dict[fx.Node, int], pieces: Sequence[Piece], names: Names, config: Config
+) -> Iterator[Refusal]:
+    """Yield a refusal for each tensor that is quantized once for matmuls of several pieces, and can't be handed over.
+
+    Only one scale for the whole tensor is handed over. A layer does not quantize for others: it would not be equal to
+    others then. So it can't read what is quantized after it.
+    """
+    hands_over = all(isinstance(recipe, (DelayedScaling, DynamicScaling)) for recipe in config.recipes)
+    for operand, found in _readers(at).items():
+        is_plain = not is_traceable_wrapper_subclass(operand.meta.get("example_value"))
+        is_cached = operand in names.owned and config.caches_weights
+        in_layer = operand in at and bool(pieces[at[operand]].layer) and at[operand] in found
+        if hands_over and is_plain and not is_cached and not in_layer:
+            continue
+        yield Refusal(min(found), max(found), f"{_called(operand, names)} is quantized once for all of them")
+
+
+def _readers(at: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
+    """Return the tensors that matmuls of several pieces read, and these pieces."""
     readers: dict[fx.Node, set[int]] = {}
     for node, i in at.items():
         if (signature := signature_of(node)) is not None:
             for operand in (argument(node, signature.a), argument(node, signature.b)):
                 if isinstance(operand, fx.Node):
                     readers.setdefault(operand, set()).add(i)
-    for operand, found in readers.items():
-        if len(found) > 1:
-            yield Refusal(min(found), max(found), f"{_called(operand, names)} is quantized once for all of them")
+    return {operand: found for operand, found in readers.items() if len(found) > 1}
 
 
 def _writes_shared(module: fx.GraphModule, at: dict[fx.Node, int], names: Names) -> Iterator[Refusal]:
@@ -268,13 +289,27 @@ def _modes_open(at: dict[fx.Node, int], pieces: Sequence[Piece]) -> Iterator[Ref
 
 
 def _number(pieces: Sequence[Piece]) -> dict[int, str]:
-    """Set the piece of each node; return the layers by number. Pieces in a row that are not layers are one."""
+    """Set the piece of each node; return the layers by number. Pieces in a row that are not layers are one.
+
+    Numbers are even: one between two pieces is for what is added there.
+    """
     number, layers, is_layer = 0, dict[int, str](), False
     for i, piece in enumerate(pieces):
-        number += i > 0 and (is_layer or bool(piece.layer))
+        number += 2 * (i > 0 and (is_layer or bool(piece.layer)))
         is_layer = bool(piece.layer)
         for node in piece.nodes:
             node.meta[PIECE] = number
-        if piece.layer:
+        if is_layer:
             layers[number] = piece.layer
     return layers
+
+
+def _place_quantizes(graph: fx.Graph, layers: Mapping[int, str]) -> None:
+    """Note the piece that quantizes each tensor that matmuls of several pieces read.
+
+    It is the piece that computes the tensor, or 0; for the result of a layer, a piece of its own after the layer.
+    """
+    numbers = {node: node.meta[PIECE] for node in _calls(graph)}
+    for operand in _readers(numbers):
+        number = numbers.get(operand, 0)
+        operand.meta[QUANTIZED_IN] = number + (number in layers)

@@ -1,11 +1,12 @@
-"""Replace transposes of a cached FP8 weight by its cached transposed copy.
+"""Replace transposes of an FP8 tensor that was quantized elsewhere by the transposed copy that was made there.
 
 before   w: f8[N, K]   = fp8pass.with_transpose(w_q, w_t: f8[K, N])
          t: f8[K, N]   = clone(permute(w, [1, 0]))                 where a matmul sums over N
 after    w is w_q, t is w_t
 changes  nothing: `w_t` is that copy
 
-Both copies are written when the weight changes: see `fp8pass.runtime.weight_cache`.
+Both copies of a cached weight are written when it changes: see `fp8pass.runtime.weight_cache`. Those of a tensor that
+several functions read are written by the one that quantizes it: see `ops.quantize_once`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from torch import fx
 
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
-from fp8pass.passes.common.patterns import as_node, aten, first
+from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, reach
 from fp8pass.quant.ops import WITH_TRANSPOSE
 
 
 def match(node: fx.Node) -> list[fx.Node]:
     """Return the transposed copies of the result of `with_transpose` that have the strides of its `w_t`."""
     x_t = as_node(node.args[1])
-    turned = [u for u in node.users if u.target is aten.permute.default and u.args[1] == [1, 0]]
+    # a tensor of more dimensions was quantized as rows: views of it come between, which end in rows again
+    reshaped = reach([node], lambda n: (u for u in n.users if u.target in RESHAPES), lambda n: n.target in RESHAPES)
+    rows = [n for n in reshaped if val(n).shape == val(node).shape]
+    turned = [u for n in rows for u in n.users if u.target is aten.permute.default and u.args[1] == [1, 0]]
     copies = [u for t in turned for u in t.users if u.target is aten.clone.default and first(u) is t]
     return [c for c in copies if val(c).stride() == val(x_t).stride()]
 

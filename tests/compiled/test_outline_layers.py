@@ -71,6 +71,47 @@ class Skips(nn.Module):
         return x
 
 
+class Crossing(Block):
+    """A layer that reads the result of an encoder, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, encoded: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + self.key(encoded)
+
+
+class Decoder(nn.Module):
+    """Layers that all multiply the result of the last layer of an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(2))
+        self.decoder = nn.ModuleList(Crossing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded = x
+        for layer in self.encoder:
+            encoded = layer(encoded)
+        for layer in self.decoder:
+            x = layer(x, encoded)
+        return x
+
+
+class Repeated(nn.Module):
+    """One layer, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layer(x)
+        return x
+
+
 class WithDropout(Block):
     """A block with dropout."""
 
@@ -82,6 +123,7 @@ MODELS: dict[str, Make] = {
     "transformer": Transformer,
     "checkpointed": Checkpointed,
     "autocast": InAutocast,
+    "a layer that is called several times": Repeated,
     "a layer apart": lambda: nn.Sequential(Block(), Block(32, 64), Attention(), Block(), Attention()),
 }
 
@@ -119,6 +161,19 @@ def test_a_tensor_that_several_layers_read() -> None:
     whole, _, _ = trained(Skips, compile_once=False)
     torch.testing.assert_close(once, whole, rtol=1e-4, atol=1e-6)
     assert len(report.rewritten) == len(report.gemms) == 36
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recipe": "dynamic"}, {"monitor": True}, {"weight_cache": "fp8+transpose"}], ids=str
+)
+def test_a_tensor_that_is_quantized_for_several_layers(options: dict[str, Any]) -> None:
+    """It has one slot, and is quantized by a function of its own. Its gradients are added up in another order."""
+    once, state, report = trained(Decoder, **options)
+    whole, wanted, in_one_piece = trained(Decoder, compile_once=False, **options)
+    assert "3 equal layers, decoder.0 to decoder.2, are compiled once" in report.notes
+    torch.testing.assert_close(once, whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(state, wanted, rtol=1e-4, atol=0)
+    assert len(report.rewritten) == len(report.gemms) == len(in_one_piece.gemms)
 
 
 @pytest.mark.parametrize(

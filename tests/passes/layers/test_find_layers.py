@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass._torch import set_grad_enabled
 from fp8pass.names import Names
+from fp8pass.options.config import Config
 from fp8pass.passes.layers.find_layers import Piece, Refusal, check
 from fp8pass.passes.layers.structure import frozen
 from fp8pass.report.report import collect
@@ -130,37 +131,77 @@ def test_the_option_and_modes_with_cuda_graphs_turn_it_off() -> None:
     assert layers_of(model, mode="reduce-overhead", compile_once=True) != []
 
 
-def test_a_tensor_that_is_quantized_for_several_layers() -> None:
-    class Crossing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
+class Crossing(nn.Module):
+    """A layer of a decoder: it reads the result of the encoder, too."""
 
-        def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
-            return torch.tanh(self.q(x)) + self.k(encoded)
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 32)
 
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.layers = Block(), nn.ModuleList(Crossing() for _ in range(3))
+    def forward(self, x: Tensor, encoded: Tensor) -> Tensor:
+        return torch.tanh(self.q(x)) + self.k(encoded)
 
-        def forward(self, x: Tensor) -> Tensor:
-            encoded = y = self.encoder(x)
-            for layer in self.layers:
-                y = layer(y, encoded)
-            return y
 
-    (note,) = notes_of(Decoder())
-    assert note.startswith(
-        "2 layers, layers.1 to layers.2, are compiled in place, not once for all: the result of add at"
-    )
+class Decoder(nn.Module):
+    """An encoder and three layers of a decoder. own: whether the first of these is the layer that encodes."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.layers = encoder, nn.ModuleList(Crossing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        encoded = self.encoder(x)
+        for layer in self.layers:
+            y = layer(y, encoded)
+        return y
+
+
+DECODER = ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "dynamic"])
+def test_a_tensor_that_is_quantized_for_several_layers(recipe: str) -> None:
+    assert layers_of(Decoder(nn.LayerNorm(32)), recipe=recipe) == [DECODER]
+
+
+def test_the_result_of_a_layer_that_is_quantized_for_others() -> None:
+    encoder = nn.Sequential(Block(), Block())
+    assert layers_of(Decoder(encoder)) == [["encoder.0", "encoder.1"], DECODER]
+
+
+def test_a_tensor_with_several_scales_that_is_quantized_for_several_layers() -> None:
+    """Only one scale is handed from function to function."""
+    with collect() as report:
+        assert layers_of(Decoder(nn.LayerNorm(32)), recipe="rowwise") == []
+    (note,) = report.notes
+    assert note.startswith("3 layers, layers.0 to layers.2, are compiled in place, not once for all: the result of")
     assert note.endswith("is quantized once for all of them")
 
 
+class Twice(nn.Module):
+    """A layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(self.layer(x))
+        return result
+
+
 def test_a_layer_that_is_called_several_times() -> None:
-    shared = Block()
-    (note,) = notes_of(lambda x: shared(shared(shared(x))))
-    assert note.endswith("up.weight is quantized once for all of them")
+    with collect() as report:
+        assert layers_of(Twice()) == [["layer", "layer"]]
+    assert report.notes == ["2 calls of layer are compiled once"]
+
+
+def test_a_weight_whose_copy_is_cached_and_that_several_layers_read() -> None:
+    with collect() as report:
+        assert layers_of(Twice(), weight_cache="fp8") == []
+    (note,) = report.notes
+    assert note.endswith("layer.up.weight is quantized once for all of them")
 
 
 class InPlace(Block):
@@ -217,12 +258,12 @@ def test_a_layer_that_changes_the_mode_for_what_follows() -> None:
         node.meta["example_value"] = torch.ones(2)
     made, names = fx.GraphModule(module, graph), Names([])
     reason = "the nodes after it run in another grad or autocast mode than those before it"
-    assert list(check(made, [Piece([off, y], "a"), Piece([on, z], "b")], names)) == [
+    assert list(check(made, [Piece([off, y], "a"), Piece([on, z], "b")], names, Config())) == [
         Refusal(0, 0, reason),
         Refusal(1, 1, reason),
     ]
-    assert list(check(made, [Piece([off]), Piece([y], "a"), Piece([on]), Piece([z], "b")], names)) == []
-    assert list(check(made, [Piece([off, y, on], "a"), Piece([z], "b")], names)) == []
+    assert list(check(made, [Piece([off]), Piece([y], "a"), Piece([on]), Piece([z], "b")], names, Config())) == []
+    assert list(check(made, [Piece([off, y, on], "a"), Piece([z], "b")], names, Config())) == []
 
 
 def test_constants_of_different_types_differ() -> None:

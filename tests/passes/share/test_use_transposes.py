@@ -51,6 +51,21 @@ return (_scaled_mm, _scaled_mm_1)
     )
 
 
+def of_three_dimensions(x_q: Tensor, g_q: Tensor, w_q: Tensor, w_t: Tensor, s: Tensor) -> Tensor:
+    """Return grad_weight of a tensor that was quantized as rows: it sums over these."""
+    w = with_transpose(w_q, w_t).view(4, 12, 32).view(48, 32)
+    return product(g_q, w.t().contiguous().t(), s)
+
+
+def test_views_between_rows_and_more_dimensions() -> None:
+    args = inputs()
+    module = capture(of_three_dimensions, *args)
+    wanted = module(*args)
+    apply(module, UseTransposes())
+    assert count(module, aten.clone.default) == count(module, WITH_TRANSPOSE) == 0
+    assert torch.equal(module(*args), wanted)
+
+
 def two_copies(x_q: Tensor, g_q: Tensor, w_q: Tensor, w_t: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     w = with_transpose(w_q, w_t)
     return w.t().contiguous(), w.t().contiguous().float()
