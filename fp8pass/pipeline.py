@@ -17,7 +17,7 @@ from torch import fx
 from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransformObserver, get_hash_for_files
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
-from fp8pass.faults import FIRST, Attempt
+from fp8pass.faults import FIRST, Attempt, left_out
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
@@ -48,7 +48,7 @@ from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.split_foreach import SplitForeach
 from fp8pass.passes.kernels.update_tiles import UpdateTiles
-from fp8pass.passes.layers.find_layers import FindLayers
+from fp8pass.passes.layers.find_layers import FindLayers, Piece, find
 from fp8pass.passes.layers.outline_layers import OutlineLayers
 from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
 from fp8pass.passes.rewrite.canonicalize import Canonicalize
@@ -152,6 +152,14 @@ def annotated(
     if context.notes:
         publish(Report(notes=context.notes))
     return annotation
+
+
+def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:
+    """Return the pieces that Dynamo's graph can be cut into: its equal layers, and the rest; [] if it has no layers."""
+    pieces = list[Piece]()
+    with left_out(FindLayers.name, config, "a graph of Dynamo's"):
+        pieces = find(module, Names(module.graph.find_nodes(op="placeholder")), config, [])
+    return pieces
 
 
 def _dynamo_passes(config: Config, attempt: Attempt) -> list[Pass[DynamoContext]]:

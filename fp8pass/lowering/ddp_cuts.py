@@ -14,10 +14,8 @@ import torch
 from torch import fx
 
 from fp8pass._torch import instead_of_ddp_optimizer
-from fp8pass.faults import left_out
-from fp8pass.names import Names
 from fp8pass.options.config import Config
-from fp8pass.passes.layers.find_layers import Piece, find
+from fp8pass.pipeline import pieces_of
 
 _Backend = TypeVar("_Backend", bound=Callable[..., Any])
 
@@ -40,9 +38,7 @@ def cuts_at_layers(backend: Callable[..., Any], options: dict[str, Any], module:
     make: Callable[..., Config] | None = getattr(backend, "_fp8pass_config", None)
     if make is None or not (config := make(**options)).compiles_once:
         return False
-    pieces = list[Piece]()
-    with left_out("find_layers", config, "a graph of Dynamo's"):
-        pieces = find(module, Names(module.graph.find_nodes(op="placeholder")), config, [])
+    pieces = pieces_of(module, config)
     completed_by: dict[fx.Node, int] = {}  # the first piece that reads a parameter: its backward runs last
     for i, piece in enumerate(pieces):
         for node in (n for reader in piece.nodes for n in reader.all_input_nodes if n.op == "placeholder"):
