@@ -158,7 +158,7 @@ def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:
     """Return the pieces that Dynamo's graph can be cut into: its equal layers, and the rest; [] if it has no layers."""
     pieces = list[Piece]()
     with left_out(FindLayers.name, config, "a graph of Dynamo's"):
-        pieces = find(module, Names(module.graph.find_nodes(op="placeholder")), config, [])
+        pieces += find(module, Names(module.graph.find_nodes(op="placeholder")), config, [])
     return pieces
 
 
