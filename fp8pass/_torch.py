@@ -505,6 +505,11 @@ def as_fakes(inputs: Sequence[Any]) -> list[Any]:
     return [to_fake_tensor(x, mode) if isinstance(x, torch.Tensor) and not is_fake(x) else x for x in inputs]
 
 
+def in_aot_compile() -> bool:
+    """Return whether the graph is compiled by `torch.compile(...).aot_compile`, which will save what comes out."""
+    return bool(getattr(functorch_config, "bypass_autograd_cache_key", False))  # nothing else sets it
+
+
 def first_call_is_fake() -> bool:
     """Return whether the first call of the graph that is compiled now will be on fake tensors.
 
@@ -708,6 +713,7 @@ __all__ = [
     "get_hash_for_files",
     "graph_break_reasons",
     "hint_of",
+    "in_aot_compile",
     "inductor_compile_fx",
     "inductor_config",
     "inductor_debug",

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass._torch import CompileContext, as_fakes, context_for_later, detect_fake_mode, first_call_is_fake, tracing
+from fp8pass._torch import (
+    CompileContext,
+    as_fakes,
+    context_for_later,
+    detect_fake_mode,
+    first_call_is_fake,
+    in_aot_compile,
+    tracing,
+)
 from fp8pass.dump.writer import Dump
 from fp8pass.dynamo.retry import take_note_of_graph
+from fp8pass.errors import Fp8Error
 from fp8pass.faults import Attempt, Later, fall_back, left_out
 from fp8pass.graph.annotation import Annotation
 from fp8pass.lowering.ddp_cuts import configured
@@ -55,10 +64,16 @@ def fp8pass(
 
     `options` are fields of `fp8pass.Config`, and `mode` is one of Inductor's modes.
 
-    Raises ValueError for unknown options and for patterns that match nothing, and Fp8Error under `strict=True` for
-    matmuls that can't run in FP8.
+    Raises ValueError for unknown options and for patterns that match nothing, and Fp8Error for `aot_compile`, and under
+    `strict=True` for matmuls that can't run in FP8.
     """
     config = make_config(options, mode)
+    if in_aot_compile():
+        raise Fp8Error(
+            "aot_compile saves a function without its model, and fp8pass keeps state for each model. Call the result "
+            "of torch.compile instead; so that it starts without compiling, save torch.compiler.save_cache_artifacts() "
+            "and load them with torch.compiler.load_cache_artifacts"
+        )
     check_compiled(config, module.graph)
     if config.optimizer_state != "off":
         raise ValueError(
