@@ -5,11 +5,11 @@
 Prints a table. The model has `--layers` identical blocks of attention and MLP, and is so narrow that its arithmetic
 takes no time. Backends are "inductor", recipes of fp8pass, and "torchao", which is torchao's tensorwise recipe and is
 left out if torchao is not installed. The model is compiled as a whole or, with ":blocks" after a backend, block by
-block. Every number is the least of `--repeat` repetitions. Each repetition runs two processes: the first starts with an
-empty cache directory, the second with the cache that the first wrote. A process first compiles one line without
-fp8pass, whatever the backend, so that imports, the pool of compile workers and compiled C++ headers are ready; then it
-times two training steps. The CPU seconds of the process itself measure Dynamo, AOTAutograd, passes and Inductor, and do
-not depend on what else the machine runs.
+block; "explain" calls `fp8pass.explain` instead of training. Every number is the least of `--repeat` repetitions. Each
+repetition runs two processes: the first starts with an empty cache directory, the second with the cache that the first
+wrote. A process first compiles one line without fp8pass, whatever the backend, so that imports, the pool of compile
+workers and compiled C++ headers are ready; then it times two training steps. The CPU seconds of the process itself
+measure Dynamo, AOTAutograd, passes and Inductor, and do not depend on what else the machine runs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fp8pass
 from fp8pass._torch import counters
 
 WIDTH, TOKENS, STEPS = 64, 64, 2
@@ -112,13 +113,16 @@ def start(backend: str, layers: int, device: str) -> Start:
         from torchao.float8 import convert_to_float8_training
 
         convert_to_float8_training(model)
-    options = {} if recipe in ("inductor", "torchao") else fp8
+    options = {} if recipe in ("inductor", "torchao", "explain") else fp8
     for block in model if parts else ():
         block.compile(**options)
     run = model if parts else torch.compile(model, **options)  # model.compile() would not compile Sequential.forward
     began, began_cpu = time.perf_counter(), time.process_time()
-    for _ in range(STEPS):
-        run(x).sum().backward()
+    if recipe == "explain":
+        fp8pass.explain(model, x, config=fp8pass.Config(min_speedup=0))
+    else:
+        for _ in range(STEPS):
+            run(x).sum().backward()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu

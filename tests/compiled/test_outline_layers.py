@@ -164,7 +164,13 @@ def test_a_tensor_that_several_layers_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"recipe": "dynamic"}, {"monitor": True}, {"weight_cache": "fp8+transpose"}], ids=str
+    "options",
+    [
+        {"monitor": True},
+        pytest.param({"recipe": "dynamic"}, marks=pytest.mark.variant),
+        pytest.param({"weight_cache": "fp8+transpose"}, marks=pytest.mark.variant),
+    ],
+    ids=str,
 )
 def test_a_tensor_that_is_quantized_for_several_layers(options: dict[str, Any]) -> None:
     """It has one slot, and is quantized by a function of its own. Its gradients are added up in another order."""
