@@ -46,12 +46,14 @@ class DynamoContext(Context):
 
     annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
     layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
+    quantized_in: for each tensor that matmuls of several pieces read, the number of the piece that quantizes it.
     """
 
     annotation: Annotation = field(kw_only=True)
     names: Names = field(kw_only=True)
     merged: dict[fx.Node, Recipe] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
+    quantized_in: dict[fx.Node, int] = field(default_factory=dict)
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

@@ -499,7 +499,7 @@ def quantize_once(x: Tensor, quantizer: Delayed | Dynamic, transposed: bool, *st
     Returns scale_inv f32[], `x_q` f8[M, K] and, if `transposed`, the transposed copy `x_t` f8[K, M].
     """
     x_q, scale_inv = quantizer.parts(x, *state)
-    rows = x_q.reshape(-1, x.shape[-1])
+    rows = x_q.reshape(-1, x.shape[-1]).contiguous()
     return (scale_inv, rows, rows.t().contiguous()) if transposed else (scale_inv, rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -17,7 +18,7 @@ from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
-from fp8pass.node_meta import GATHERED, PIECE, QUANTIZED_IN
+from fp8pass.node_meta import GATHERED, PIECE
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
@@ -32,7 +33,7 @@ class Walk:
     """The state of a walk over a graph: the nodes that were added so far, and the slots that they need.
 
     graph: the graph that the walk is in, Dynamo's or a region's. quantized: its quantized tensors, by the tensor, the
-    op, the quantizer and the group offsets. merged: the recipes of calls that stand for several.
+    op, the quantizer and the group offsets. merged, quantized_in: see `DynamoContext`.
     """
 
     def __init__(self, context: DynamoContext) -> None:
@@ -41,6 +42,7 @@ class Walk:
         self.config = context.config
         self.names = context.names
         self.merged = context.merged
+        self.quantized_in = context.quantized_in
         self.grad_enabled = torch.is_grad_enabled()
         self.slots: list[Slot] = []
         self.quantized: dict[Hashable, fx.Node] = {}
@@ -162,7 +164,7 @@ class QuantizeCall:
         # and with the piece: between functions, a tensor is in high precision
         key = (x, how, quantizer, *offs, self.walk.grad_enabled, self.call.node.meta.get(PIECE))
         known = self.walk.quantized
-        if key not in known and QUANTIZED_IN in x.meta and isinstance(quantizer, ops.Delayed | ops.Dynamic):
+        if key not in known and x in self.walk.quantized_in and isinstance(quantizer, ops.Delayed | ops.Dynamic):
             node = self._call(ops.handed_over, (x, *self._quantized_once(x, role, quantizer)), x)
             known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
         elif key not in known:
@@ -179,8 +181,8 @@ class QuantizeCall:
         return known[key]
 
     def _quantized_once(self, x: fx.Node, role: Role, quantizer: ops.Delayed | ops.Dynamic) -> list[fx.Node]:
-        """Return the results of `quantize_once`, which is called before the first reader, in `x.meta[QUANTIZED_IN]`."""
-        known, piece, transposed = self.walk.quantized, x.meta[QUANTIZED_IN], self.walk.grad_enabled
+        """Return the results of `quantize_once`, which stands before the first reader, in the piece that quantizes."""
+        known, piece, transposed = self.walk.quantized, self.walk.quantized_in[x], self.walk.grad_enabled
         key = x, ops.quantize_once, quantizer, transposed
         if key not in known:
             later = (n for n in self.graph.nodes if n is self.call.node or (n.meta.get(PIECE) or 0) > piece)
@@ -260,6 +262,6 @@ def _is_cacheable(x: Tensor) -> bool:
 
 def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:
     """Return tensors like the results of `quantize_once`."""
-    rows, columns = x.shape[:-1].numel(), x.shape[-1]
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     copies = [x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype)]
     return [x.new_empty((), dtype=torch.float32), *copies[: 1 + transposed]]

@@ -32,7 +32,7 @@ from fp8pass._torch import (
 from fp8pass.graph.annotation import CHECKPOINT
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.names import Names, module_path, source_of
-from fp8pass.node_meta import PIECE, QUANTIZED_IN
+from fp8pass.node_meta import PIECE
 from fp8pass.options.config import Config
 from fp8pass.passes.common.matmul_calls import argument, mutates, signature_of
 from fp8pass.passes.common.regions import body_of
@@ -54,9 +54,9 @@ class FindLayers:
         if not context.config.compiles_once:
             return 0
         pieces = find(context.annotation.module, context.names, context.config, context.notes)
-        context.layers = _number(pieces)
         if pieces:
-            _place_quantizes(graph, context.layers)
+            context.layers = _number(pieces)
+            context.quantized_in = _place_quantizes(graph, context.layers)
         return len(context.layers)
 
 
@@ -304,12 +304,11 @@ def _number(pieces: Sequence[Piece]) -> dict[int, str]:
     return layers
 
 
-def _place_quantizes(graph: fx.Graph, layers: Mapping[int, str]) -> None:
-    """Note the piece that quantizes each tensor that matmuls of several pieces read.
+def _place_quantizes(graph: fx.Graph, layers: Mapping[int, str]) -> dict[fx.Node, int]:
+    """Return the number of the piece that quantizes each tensor that matmuls of several pieces read.
 
     It is the piece that computes the tensor, or 0; for the result of a layer, a piece of its own after the layer.
     """
     numbers = {node: node.meta[PIECE] for node in _calls(graph)}
-    for operand in _readers(numbers):
-        number = numbers.get(operand, 0)
-        operand.meta[QUANTIZED_IN] = number + (number in layers)
+    computed_in = {operand: numbers.get(operand, 0) for operand in _readers(numbers)}
+    return {operand: number + (number in layers) for operand, number in computed_in.items()}
