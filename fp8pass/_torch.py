@@ -506,8 +506,11 @@ def as_fakes(inputs: Sequence[Any]) -> list[Any]:
 
 
 def in_aot_compile() -> bool:
-    """Return whether the graph is compiled by `torch.compile(...).aot_compile`, which will save what comes out."""
-    return bool(getattr(functorch_config, "bypass_autograd_cache_key", False))  # nothing else sets it
+    """Return whether the graph is compiled by `torch.compile(...).aot_compile`, which will save what comes out.
+
+    It sets this option while it calls the backend; `torch.compile` does not set it.
+    """
+    return bool(getattr(functorch_config, "bypass_autograd_cache_key", False))
 
 
 def first_call_is_fake() -> bool:
