@@ -176,7 +176,7 @@ def check(module: fx.GraphModule, pieces: Sequence[Piece], names: Names, config:
     if any(free_unbacked_symbols(n.meta.get("example_value")) for n in at if _is_tensor_or_size(n)):
         yield Refusal(0, last, "sizes in the graph depend on values of tensors")
         return
-    yield from _operands_shared(at, pieces, names, config)
+    yield from _operands_shared(module, at, pieces, names, config)
     yield from _writes_shared(module, at, names)
     for node, i in at.items():
         readers = [at[user] for user in node.users if at.get(user, i) != i]
@@ -199,19 +199,21 @@ def _called(node: fx.Node, names: Names) -> str:
 
 
 def _operands_shared(
-    at: dict[fx.Node, int], pieces: Sequence[Piece], names: Names, config: Config
+    module: fx.GraphModule, at: dict[fx.Node, int], pieces: Sequence[Piece], names: Names, config: Config
 ) -> Iterator[Refusal]:
     """Yield a refusal for each tensor that is quantized once for matmuls of several pieces, and can't be handed over.
 
     Only one scale for the whole tensor is handed over. A layer does not quantize for others: it would not be equal to
-    others then. So it can't read what is quantized after it.
+    others then. So it can't read what is quantized after it. Nothing may write the tensor after it is quantized.
     """
+    last_write = {s: i for node, i in at.items() if _writes(module, node) for n in _written(node) for s in _storages(n)}
     hands_over = all(isinstance(recipe, (DelayedScaling, DynamicScaling)) for recipe in config.recipes)
     for operand, found in _readers(at).items():
         is_plain = not is_traceable_wrapper_subclass(operand.meta.get("example_value"))
         is_cached = operand in names.owned and config.caches_weights
         in_layer = operand in at and bool(pieces[at[operand]].layer) and at[operand] in found
-        if hands_over and is_plain and not is_cached and not in_layer:
+        is_written = any(last_write.get(storage, 0) > at.get(operand, 0) for storage in _storages(operand))
+        if hands_over and is_plain and not is_cached and not in_layer and not is_written:
             continue
         yield Refusal(min(found), max(found), f"{_called(operand, names)} is quantized once for all of them")
 

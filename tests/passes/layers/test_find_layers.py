@@ -143,7 +143,7 @@ class Crossing(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An encoder and three layers of a decoder. own: whether the first of these is the layer that encodes."""
+    """An encoder and three layers of a decoder, which all read its result."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -202,6 +202,30 @@ def test_a_weight_whose_copy_is_cached_and_that_several_layers_read() -> None:
         assert layers_of(Twice(), weight_cache="fp8") == []
     (note,) = report.notes
     assert note.endswith("layer.up.weight is quantized once for all of them")
+
+
+class Written(nn.Module):
+    """Layers that multiply by a buffer, which is written after the first layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = (nn.ModuleList(kind() for _ in range(2)) for kind in (Block, Crossing))
+        self.buffer: Tensor
+        self.register_buffer("buffer", torch.zeros(2, 16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = layer(x)
+        self.buffer.copy_(x.detach())
+        for layer in self.layers:
+            x = layer(x, self.buffer)
+        return x
+
+
+def test_a_tensor_that_is_written_before_several_layers_quantize_it() -> None:
+    with collect() as report:
+        assert layers_of(Written()) == [["first.0", "first.1"]]
+    assert any(note.endswith("is quantized once for all of them") for note in report.notes)
 
 
 class InPlace(Block):
