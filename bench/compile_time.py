@@ -3,8 +3,9 @@
     python bench/compile_time.py [--layers 1 2 4 8 16] [--backends inductor delayed ...] [--repeat 2] [--json FILE]
 
 Prints a table. The model has `--layers` identical blocks of attention and MLP, and is so narrow that its arithmetic
-takes no time. Backends are "inductor", recipes of fp8pass, and "torchao", which is torchao's tensorwise recipe and is
-left out if torchao is not installed. The model is compiled as a whole or, with ":blocks" after a backend, block by
+takes no time. Backends are "inductor"; recipes of fp8pass; "torchao", which is torchao's tensorwise recipe and is left
+out if torchao is not installed; and "casts": plain Inductor, with linear layers that cast to FP8 without scales, the
+least that any way of multiplying in FP8 gives Inductor to compile. The model is compiled as a whole or, with ":blocks" after a backend, block by
 block; "explain" calls `fp8pass.explain` instead of training. Every number is the least of `--repeat` repetitions. Each
 repetition runs two processes: the first starts with an empty cache directory, the second with the cache that the first
 wrote. A process first compiles one line without fp8pass, whatever the backend, so that imports, the pool of compile
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,30 @@ class Block(nn.Module):
         y = self.mlp_norm(x)
         hidden: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
         return x + hidden
+
+
+class CastLinear(torch.autograd.Function):
+    """A linear layer whose three matmuls multiply in FP8 without scales. Its numbers are of no use."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        """Map weight f32[N, K] and x f32[1, M, K] to f32[1, M, N]."""
+        x_q, w_q = x[0].to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        ctx.save_for_backward(x_q, w_q)
+        return multiplied(x_q, w_q.t())[None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the gradients of weight and x, for `grad` f32[1, M, N]."""
+        (x_q, w_q), g_q = ctx.saved_tensors, grad[0].to(torch.float8_e5m2)
+        of_weight = multiplied(g_q.t().contiguous(), x_q.t().contiguous().t())
+        return of_weight, multiplied(g_q, w_q.t().contiguous().t())[None]
+
+
+def multiplied(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a f8[M, K] by b f8[K, N], as if their scales were 1; f32[M, N]."""
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16).float()
 
 
 @dataclass
@@ -113,7 +139,10 @@ def start(backend: str, layers: int, device: str) -> Start:
         from torchao.float8 import convert_to_float8_training
 
         convert_to_float8_training(model)
-    options = {} if recipe in ("inductor", "torchao", "explain") else fp8
+    if recipe == "casts":
+        for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
+            linear.forward = partial(CastLinear.apply, linear.weight)
+    options = {} if recipe in ("inductor", "torchao", "casts", "explain") else fp8
     for block in model if parts else ():
         block.compile(**options)
     run = model if parts else torch.compile(model, **options)  # model.compile() would not compile Sequential.forward
@@ -176,7 +205,7 @@ def main() -> None:
         "--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of blocks (default: %(default)s)"
     )
     parser.add_argument(
-        "--backends", nargs="+", default=BACKENDS, help="recipes, inductor or torchao; :blocks compiles block by block"
+        "--backends", nargs="+", default=BACKENDS, help="recipes, inductor, torchao or casts; :blocks compiles block by block"
     )
     parser.add_argument("--repeat", type=int, default=2, help="number of repetitions (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")

@@ -193,7 +193,7 @@ def cpu_matmuls() -> str:
 
 def compile_time() -> str:
     """Return the table of bench/compile_time.py, which needs an otherwise idle machine."""
-    backends = ("inductor", "delayed", "delayed:blocks", "inductor:blocks", "explain")
+    backends = ("inductor", "casts", "torchao", "delayed", "delayed:blocks", "inductor:blocks", "explain")
     options = ("--layers", "1", "8", "32", "--backends", *backends, "--repeat", "1")
     return run(sys.executable, "bench/compile_time.py", *options)
 
