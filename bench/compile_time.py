@@ -5,12 +5,13 @@
 Prints a table. The model has `--layers` identical blocks of attention and MLP, and is so narrow that its arithmetic
 takes no time. Backends are "inductor"; recipes of fp8pass; "torchao", which is torchao's tensorwise recipe and is left
 out if torchao is not installed; and "casts": plain Inductor, with linear layers that cast to FP8 without scales, the
-least that any way of multiplying in FP8 gives Inductor to compile. The model is compiled as a whole or, with ":blocks" after a backend, block by
-block; "explain" calls `fp8pass.explain` instead of training. Every number is the least of `--repeat` repetitions. Each
-repetition runs two processes: the first starts with an empty cache directory, the second with the cache that the first
-wrote. A process first compiles one line without fp8pass, whatever the backend, so that imports, the pool of compile
-workers and compiled C++ headers are ready; then it times two training steps. The CPU seconds of the process itself
-measure Dynamo, AOTAutograd, passes and Inductor, and do not depend on what else the machine runs.
+least that any way of multiplying in FP8 gives Inductor to compile. The model is compiled as a whole or, with ":blocks"
+after a backend, block by block; "explain" calls `fp8pass.explain` instead of training. Every number is the least of
+`--repeat` repetitions. Each repetition runs two processes: the first starts with an empty cache directory, the second
+with the cache that the first wrote. A process first compiles one line without fp8pass, whatever the backend, so that
+imports, the pool of compile workers and compiled C++ headers are ready; then it times two training steps. The CPU
+seconds of the process itself measure Dynamo, AOTAutograd, passes and Inductor, and do not depend on what else the
+machine runs.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def main() -> None:
         "--layers", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of blocks (default: %(default)s)"
     )
     parser.add_argument(
-        "--backends", nargs="+", default=BACKENDS, help="recipes, inductor, torchao or casts; :blocks compiles block by block"
+        "--backends", nargs="+", default=BACKENDS, help="recipes and other backends; :blocks compiles block by block"
     )
     parser.add_argument("--repeat", type=int, default=2, help="number of repetitions (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
