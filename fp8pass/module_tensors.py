@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8pass._torch import gathered_parameters, module_of_stage
+from fp8pass._torch import gathered_parameters, module_of_stage, modules_of, tensors_of
 
 
 def unwrapped(module: Any) -> Any:
@@ -35,4 +35,5 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def ids_of(module: nn.Module) -> set[int]:
     """Return the ids of all tensors that `named_tensors` yields."""
-    return {id(tensor) for _, tensor in named_tensors(module)}
+    tensors = itertools.chain.from_iterable(map(tensors_of, modules_of(module)))
+    return {*map(id, tensors), *map(id, gathered_parameters(module).values())}

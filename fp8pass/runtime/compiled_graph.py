@@ -129,7 +129,7 @@ class CompiledGraph:
 
     def _key(self, states: Sequence[InstanceState]) -> Hashable:
         """Return the key of the code and the instance: the same for training and evaluation."""
-        names = tuple((s.table.forward_names(), *map(id, s.owned_tensors())) for s in states)
+        names = tuple((s.table.forward_names(), *s.owned_ids) for s in states)
         return names or id(self)
 
     # `_Row.roll`
@@ -273,7 +273,7 @@ class CompiledGraph:
         assert call.region is not None
         # `Kind.AHEAD` ran the code of evaluation, which the repetition cannot use
         run = call.run if call.kind is Kind.FIRST else None
-        scales = [(s.keys(), s.tensors.scale.clone()) for s in call.states]
+        scales = [(s.keys, s.tensors.scale.clone()) for s in call.states]
         user_scales = [call.args[scale].clone() for scale, *_ in self._annotation.scale_states]
         call.region.remember(self._key(call.states), _Forward(run, call.eager, scales, user_scales))
         return result
@@ -387,7 +387,7 @@ class VaryingGraph:
     def __call__(self, *args: Any) -> Any:
         """Call the graph for the current step; in evaluation, for the last step that began."""
         counter = registry.of(self._table, [args[i] for i in self._owned])
-        found, key = checkpointed_region(), (self._table.code, *map(id, counter.owned_tensors()))
+        found, key = checkpointed_region(), (self._table.code, *counter.owned_ids)
         region, how = found or (None, None)
         step = region.next_forward(key) if region is not None and how is Pass.REPEATED else None
         if how is not Pass.REPEATED and (region is not None or torch.is_grad_enabled()):

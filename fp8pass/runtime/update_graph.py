@@ -30,11 +30,14 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Plan:
-    """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs."""
+    """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs.
+
+    key: what the function is compiled for; `key.writes` goes with `weights`.
+    """
 
     weights: Sequence[Fp8Weight]
     states: Sequence[InstanceState]
-    moments: Sequence[Moment]
+    key: UpdateKey
     run: Run
 
 
@@ -43,7 +46,7 @@ class _CachedPlan:
 
     def __init__(self, plan: _Plan) -> None:
         self._weights, self._states = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.states))
-        self._moments, self._run = plan.moments, plan.run
+        self._key, self._run = plan.key, plan.run
 
     def plan(self) -> _Plan | None:
         """Return the plan; None if weights or states are gone, or the weights' scales are in other states now."""
@@ -52,7 +55,7 @@ class _CachedPlan:
         complete = len(weights) == len(self._weights) and len(states) == len(self._states)
         if not complete or any(w.state not in states for w in weights):
             return None
-        return _Plan(weights, states, self._moments, self._run)
+        return _Plan(weights, states, self._key, self._run)
 
 
 class UpdateGraph:
@@ -106,8 +109,9 @@ class UpdateGraph:
     def __call__(self, *args: Any) -> Any:
         """Call the graph with Dynamo's inputs, and the FP8 copies, moments and state that it writes."""
         plan = self._plan(args)
-        stored = [m for spec, m in self._stored_moments(args).items() if spec in plan.moments] if plan.moments else []
-        result = plan.run(*args, *self._inputs(plan.weights, plan.states, stored, self._in_graph(args)))
+        moments = plan.key.moments
+        stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
+        result = plan.run(*args, *self._inputs(plan.weights, plan.states, stored, plan.key))
         for weight in plan.weights:
             weight.written()
         return result
@@ -120,9 +124,6 @@ class UpdateGraph:
             return attribute(self._module, ref)
         assert self._module is not None
         return [n for n in self._module.graph.nodes if n.op == "placeholder"][ref].meta["example_value"]
-
-    def _in_graph(self, args: Sequence[Any]) -> dict[int, TensorRef]:
-        return {id(self._tensor(p, args)): p for p in self._places}
 
     def _plan(self, args: Sequence[Any]) -> _Plan:
         key = newest(), *(id(args[p]) for p in self._places if isinstance(p, int))
@@ -139,16 +140,16 @@ class UpdateGraph:
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
         key, weights, states, _ = self._found(args)
         if key in self._runs:
-            return _Plan(weights, states, key.moments, self._runs[key])
+            return _Plan(weights, states, key, self._runs[key])
         plan, self._attempt = self._fall_back(functools.partial(self._compiled, args), self._attempt)
         return plan
 
     def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)
-        inputs = self._inputs(weights, states, moments, self._in_graph(args))
+        inputs = self._inputs(weights, states, moments, key)
         self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
-        return _Plan(weights, states, key.moments, self._runs[key])
+        return _Plan(weights, states, key, self._runs[key])
 
     def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[InstanceState], list[Fp8Moment]]:
         """Return the key to compile for, the weights with copies, their states, and the moments in FP8."""
@@ -160,7 +161,7 @@ class UpdateGraph:
             ids = set(map(id, tensors))
             trained = (s for s in registry.states() if s.table.training and s.table.remembers and s.table.names)
             states += [s for s in trained if s not in states and any(id(t) in ids for t in s.owned_tensors())]
-        refs = self._in_graph(args)
+        refs = {id(x): p for x, p in zip(tensors, self._places, strict=True)}
         moments = self._stored_moments(args)
         writes = (
             Write(tuple(refs.get(id(p)) for p in w.parts), states.index(w.state), w.index, w.x_t is not None)  # type: ignore[arg-type]
@@ -230,7 +231,7 @@ class UpdateGraph:
         weights: Sequence[Fp8Weight],
         states: Sequence[InstanceState],
         moments: Sequence[Fp8Moment],
-        refs: dict[int, TensorRef],
+        key: UpdateKey,
     ) -> list[Tensor]:
         """Return the inputs after Dynamo's inputs, in the order in which the passes of `annotated_update` add them."""
         inputs: list[Tensor] = []
@@ -241,8 +242,12 @@ class UpdateGraph:
             inputs += [pack(moments), *(m.x_q for m in moments)]
         if self.counts is not None:
             inputs.append(self.counts)
-        for w in weights:
-            inputs += [*w.copies, *w.transposes, *(p for p in w.parts if id(p) not in refs)]
+        for w, write in zip(weights, key.writes, strict=True):
+            inputs += [
+                *w.copies,
+                *w.transposes,
+                *(p for p, place in zip(w.parts, write.parts, strict=True) if place is None),
+            ]
         return inputs
 
 

@@ -155,7 +155,8 @@ class Fp8Weight:
 
     def _version_key(self) -> Any:
         assert self.state is not None
-        return [(p._version, p.data_ptr()) for p in self.parts], self.state.table.recipe, self.state.loads
+        versions = [(p._version, p.data_ptr()) for ref in self._parts if (p := ref()) is not None]
+        return versions, self.state.table.recipe, self.state.loads
 
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
@@ -218,7 +219,7 @@ def cached_weights(
 def _of(c: CachedWeightInput, parts: Sequence[Tensor], state: InstanceState) -> Fp8Weight:
     weight = state.cached.get(c)
     if weight is None:
-        key = (state.keys()[c.slot], *map(id, parts))
+        key = (state.keys[c.slot], *map(id, parts))
         weight = _weights.get(key)
         if weight is None or not weight.is_of(parts):
             weight = _weights[key] = Fp8Weight(parts)

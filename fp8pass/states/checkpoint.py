@@ -238,7 +238,7 @@ class State:
         for state in self._states():
             inner = names_in(module, state)
             if inner:
-                keys = dict(zip(state.table.names, state.keys(), strict=True))
+                keys = dict(zip(state.table.names, state.keys, strict=True))
                 located.append((state, {_free_name(name, keys[n], taken): n for n, name in inner.items()}))
         return located
 

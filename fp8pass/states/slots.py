@@ -7,6 +7,7 @@ and `StateRegistry.of` picks them at each call by the identity of the tensors th
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -161,20 +162,26 @@ class InstanceState:
         reduces = self.table.reduces
         return None if reduces is not None and reduces.group is None and self.tracker.has_rank_of_its_own else reduces
 
+    @functools.cached_property
     def keys(self) -> list[tuple[Any, ...]]:
-        """Return a key for each slot that is the same in all graphs of the instance.
+        """A key for each slot that is the same in all graphs of the instance.
 
         A parameter is one tensor wherever it is used, so its key has no source line. The other operand of its matmul
         is a different tensor at each source line: two parts of a forward may call one layer on very different inputs.
         """
-        table, ids = self.table, tuple(map(id, self.owned_tensors()))
+        table, ids = self.table, self.owned_ids
+        # each step looks up all keys: a recipe's number has its hash at hand, a recipe computes it
+        recipe = _numbers.setdefault(table.recipe, len(_numbers))
         rows = zip(table.names, table.anchors, table.source_lines, strict=True)
         return [
-            (table.recipe, line, ids[anchor], name.rpartition(".")[2])
-            if anchor >= 0
-            else (table.recipe, line, ids, name)
+            (recipe, line, ids[anchor], name.rpartition(".")[2]) if anchor >= 0 else (recipe, line, ids, name)
             for name, anchor, line in rows
         ]
+
+    @functools.cached_property
+    def owned_ids(self) -> tuple[int, ...]:
+        """The ids of the tensors of the instance, which hold while it exists."""
+        return tuple(map(id, self.owned_tensors()))
 
     def owned_tensors(self) -> list[Tensor | None]:
         """Return the tensors of the instance, with None for those that no longer exist."""
@@ -375,7 +382,7 @@ class InstanceState:
     @torch.no_grad()
     def _take(self, other: InstanceState) -> None:
         """Copy scale and history of the common slots, and move their running amax if this state will roll it."""
-        mine_, theirs_ = self._common(other.keys())
+        mine_, theirs_ = self._common(other.keys)
         self.tensors.scale[mine_] = other.tensors.scale[theirs_]
         self.tensors.amax_history[:, mine_] = other.tensors.amax_history[:, theirs_]
         if self.table.training:
@@ -388,7 +395,7 @@ class InstanceState:
     def _common(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Return the positions of the slots that are among `keys`: in this state, and in `keys`."""
         there = {key: i for i, key in enumerate(keys)}
-        pairs = [(i, there[key]) for i, key in enumerate(self.keys()) if key in there]
+        pairs = [(i, there[key]) for i, key in enumerate(self.keys) if key in there]
         # reshape: without pairs, the tensor has the shape [0]
         here, elsewhere = torch.tensor(pairs, device=self.table.device, dtype=torch.long).reshape(-1, 2).unbind(1)
         return here, elsewhere
@@ -443,6 +450,10 @@ class InstanceState:
         return scaling.scale_from_amax(amax, self.table.fp8_max[slot], keep, recipe.margin)
 
 
+_numbers: dict[DelayedScaling | StaticScaling, int] = {}
+"""A number for each recipe: equal recipes have the same number."""
+
+
 def new_state(table: SlotTable, owned: Sequence[Tensor]) -> InstanceState:
     """Return a state without history. owned: the tensors of its instance, which it does not keep alive."""
     gone: list[weakref.ref[Tensor]] = []
@@ -483,12 +494,12 @@ class StateRegistry:
             state = new_state(table, owned)
         # other graphs may already have begun steps of this instance: count those before the current one here too
         state.tracker.raise_to(max(self.step_of(owned) - 1, 0), 0)
-        keys, mine = set(state.keys()), set(map(id, owned))
+        keys, mine = set(state.keys), set(map(id, owned))
         for other in self._states:
             if not mine.isdisjoint(map(id, other.owned_tensors())):
                 state.neighbours.add(other)
                 other.neighbours.add(state)
-            if keys & set(other.keys()):
+            if keys & set(other.keys):
                 state.relatives.add(other)
                 other.relatives.add(state)
         self._states.append(state)

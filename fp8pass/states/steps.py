@@ -32,6 +32,7 @@ from fp8pass._torch import (
     _CheckpointFrame,
     current_graph_task_id,
     ddp_goes_on,
+    modules_of,
     pipeline_call,
     top_saved_tensors_hooks,
 )
@@ -56,13 +57,14 @@ class _Accumulation(_Step):
     owned: set[int] = field(default_factory=set)
     foreign: set[int] = field(default_factory=set)
 
-    def owns(self, tensor: int) -> bool:
-        """Return whether the tensor with this id belongs to the module, whose first forward may make new ones."""
-        if tensor not in self.owned and tensor not in self.foreign:
+    def owns(self, *tensors: int) -> bool:
+        """Return whether the tensors with these ids belong to the module, whose first forward may make new ones."""
+        missing = set(tensors) - self.owned
+        if missing and missing.isdisjoint(self.foreign):
             self.owned = ids_of(self.module)
-            if tensor not in self.owned:
-                self.foreign.add(tensor)
-        return tensor in self.owned
+            missing -= self.owned
+            self.foreign |= missing
+        return not missing
 
 
 @dataclass(eq=False)
@@ -110,7 +112,7 @@ def accumulate(module: Any) -> Iterator[None]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"accumulate() takes a module or a compiled module, not {type(module).__name__}")
     mine = _Accumulation(module=module)
-    scale_states = [m for m in module.modules() if isinstance(m, ScaleState)]
+    scale_states = [m for m in modules_of(module) if isinstance(m, ScaleState)]
     with ExitStack() as stack:
         for scale_state in scale_states:
             stack.enter_context(_holding(scale_state))
@@ -187,9 +189,11 @@ def _covered(state: InstanceState, otherwise: _Step | None = None) -> tuple[list
 
     `otherwise` stands where no accumulation covers it.
     """
-    ids = [id(t) for t in state.owned_tensors()]
-    whole = next((a for a in _accumulations if all(map(a.owns, ids))), otherwise)
-    anchors = zip(state.keys(), state.table.anchors, strict=True)
+    ids = state.owned_ids
+    whole = next((a for a in _accumulations if a.owns(*ids)), otherwise)
+    if not _accumulations or whole is _accumulations[0]:
+        return [(key, whole) for key in state.keys], (_key(state), whole)
+    anchors = zip(state.keys, state.table.anchors, strict=True)
     slots: list[_Covered] = [
         (key, whole if anchor < 0 else next((a for a in _accumulations if a.owns(ids[anchor])), otherwise))
         for key, anchor in anchors
@@ -199,7 +203,7 @@ def _covered(state: InstanceState, otherwise: _Step | None = None) -> tuple[list
 
 def _key(state: InstanceState) -> Hashable:
     """Return the key of a graph and its instance."""
-    return (state.table.names, state.table.code, *(id(t) for t in state.owned_tensors()))
+    return (state.table.names, state.table.code, *state.owned_ids)
 
 
 def _step_of_pipeline(call: PipelineCall | None, state: InstanceState) -> _PipelineStep | None:
