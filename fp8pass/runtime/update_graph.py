@@ -243,11 +243,10 @@ class UpdateGraph:
         if self.counts is not None:
             inputs.append(self.counts)
         for w, write in zip(weights, key.writes, strict=True):
-            inputs += [
-                *w.copies,
-                *w.transposes,
-                *(p for p, place in zip(w.parts, write.parts, strict=True) if place is None),
-            ]
+            inputs += w.copies
+            inputs += w.transposes
+            if None in write.parts:
+                inputs += [p for p, place in zip(w.parts, write.parts, strict=True) if place is None]
         return inputs
 
 
