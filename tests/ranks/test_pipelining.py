@@ -29,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass._torch import pipeline_call
 from fp8pass.recipes import DelayedScaling
+from fp8pass.report.report import collect
 from fp8pass.states.amax_reduction import Reducer
-from tests.helpers.models import make
+from tests.helpers.models import Block, make
 from tests.helpers.torchrun import on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -42,15 +43,11 @@ DIVIDES_COMPILED_BACKWARDS = not torch.__version__.startswith("2.11.")
 LOOPED: list[Any] = [ScheduleInterleaved1F1B, ScheduleLoopedBFS]
 
 
-class Layer(nn.Module):
-    """The module of a stage."""
+class Stage(nn.Sequential):
+    """The module of a stage: equal layers, which are compiled once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(self.linear(x))
+        super().__init__(Block(), Block())
 
 
 class Checkpointed(nn.Module):
@@ -77,9 +74,9 @@ def compiled(module: nn.Module, **options: Any) -> nn.Module:
     return module
 
 
-def layers(count: int) -> list[nn.Module]:
-    """Return the layers of all stages."""
-    return list(make(lambda: nn.Sequential(*(Layer() for _ in range(count)))))
+def stage_modules(count: int) -> list[nn.Module]:
+    """Return the modules of all stages."""
+    return list(make(lambda: nn.Sequential(*(Stage() for _ in range(count)))))
 
 
 def states(modules: dict[int, Any]) -> dict[int, Any]:
@@ -89,8 +86,11 @@ def states(modules: dict[int, Any]) -> dict[int, Any]:
 
 
 def one_process(count: int, replicas: int = 1, split: int = MICROBATCHES, rate: float = 0.05) -> dict[str, Any]:
-    """Train one process on the microbatches of all replicas in turn. Several replicas learn nothing: see `trained`."""
-    modules = {i: compiled(m, reduce_amax=False) for i, m in enumerate(layers(count))}
+    """Train one process on the microbatches of all replicas in turn, each stage compiled in one piece.
+
+    Several replicas learn nothing: see `trained`.
+    """
+    modules = {i: compiled(m, reduce_amax=False, compile_once=False) for i, m in enumerate(stage_modules(count))}
     model = nn.Sequential(*modules.values())
     optimizer = torch.optim.SGD(model.parameters(), lr=rate if replicas == 1 else 0)
     losses, seen = [], []
@@ -135,7 +135,7 @@ def trained(
     """
     group = dist.group.WORLD if mesh is None else mesh.get_group("pipeline")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    modules = {i: wrap(m) for i, m in enumerate(layers(count)) if i % ranks == rank}
+    modules = {i: wrap(m) for i, m in enumerate(stage_modules(count)) if i % ranks == rank}
     device = torch.device("cpu")
     stages = [PipelineStage(m, i, count, device, group=group, **kwargs) for i, m in modules.items()]
     single = make_schedule in SINGLE
@@ -166,7 +166,7 @@ def like_one_process(by_rank: list[dict[str, Any]], reference: dict[str, Any], *
         for i, (state, steps) in found:
             reference_state, reference_steps = expected[i]
             assert steps == reference_steps == step + 1
-            assert state.keys() == reference_state.keys() and "linear.grad_output.scale" in state
+            assert state.keys() == reference_state.keys() and "1.down.grad_output.scale" in state
             for key, value in state.items():
                 if key.endswith(parts or ""):
                     assert torch.equal(value, reference_state[key]), (step, i, key)
@@ -203,8 +203,10 @@ def looped_stages() -> Any:
 
 @on_ranks(2)
 def compiled_modules() -> Any:
-    """Train modules as `torch.compile` returns them."""
-    return trained(Schedule1F1B, 2, wrap=lambda m: torch.compile(m, backend="fp8pass", options=OPTIONS))  # type: ignore[return-value]
+    """Train modules as `torch.compile` returns them; return also what the report says of their layers."""
+    with collect() as report:
+        run = trained(Schedule1F1B, 2, wrap=lambda m: torch.compile(m, backend="fp8pass", options=OPTIONS))  # type: ignore[return-value]
+    return {**run, "notes": report.notes}
 
 
 @on_ranks(2)
@@ -334,6 +336,11 @@ def test_a_step_of_a_schedule_of_several_stages_per_rank_is_one_step(i: int) -> 
 def test_stages_are_trained_alike(how: Any) -> None:
     like_one_process(how(), alone()[0]["single"])
     same_losses(how(), alone()[0]["single"])
+
+
+def test_equal_layers_of_a_stage_are_compiled_once() -> None:
+    """In the first stage they are not equal: the input of its first layer needs no gradient."""
+    assert [run["notes"] for run in compiled_modules()] == [[], ["2 equal layers, 0 to 1, are compiled once"]]
 
 
 def test_several_steps_of_a_schedule_within_accumulate_are_one() -> None:
