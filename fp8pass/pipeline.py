@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,7 +72,7 @@ from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report.graph_view import drawn, part_of
-from fp8pass.report.report import Report, publish
+from fp8pass.report.report import Report, Timing, publish
 from fp8pass.runtime.update_key import UpdateKey
 from fp8pass.states.scale_state import recipe_of
 
@@ -208,9 +207,10 @@ def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:
 class KernelPasses(CustomGraphPass):
     """Inductor's `post_grad_custom_pre_pass`. attempt: the way in which the current graph is compiled."""
 
-    def __init__(self, config: Config, dump: Dump | None = None) -> None:
+    def __init__(self, config: Config, dump: Dump | None = None, timing: Timing | None = None) -> None:
         self.config = config
         self.dump = dump or Dump()
+        self.timing = Timing("") if timing is None else timing
         self.attempt = FIRST
         self.seen: Counter[str] = Counter()
 
@@ -230,7 +230,7 @@ class KernelPasses(CustomGraphPass):
         todo = [p for p in KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
         if draws:  # show what a GPU would run
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, self.timing.in_passes():
             _run_all(todo, _module_of(graph), Context(self.config), self.dump, f"{part}{number}", _verify)
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
@@ -251,6 +251,7 @@ class Pipeline(CustomGraphPass):
         attempt: Attempt = FIRST,
         body: Body | None = None,
         report: Report | None = None,
+        timing: Timing | None = None,
     ) -> None:
         self.config = config
         self.choices = choices
@@ -266,7 +267,7 @@ class Pipeline(CustomGraphPass):
         self.is_repeated = False
         """True if a checkpoint around the graph runs its whole forward once more."""
         self.parts = 0
-        self.seconds = 0.0
+        self.timing = Timing("") if timing is None else timing
 
     def uuid(self) -> bytes:
         """Return a key of the passes' sources, configuration, torch, the CPU, and choices that graphs do not show."""
@@ -276,7 +277,15 @@ class Pipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
-        started = time.perf_counter()
+        with self.timing.in_passes():
+            context = self._rewritten(graph)
+        self.dump.report(str(self.report), self.timing.passes)
+        self.parts += 1
+        if self.config.strict:
+            _raise_if_declined(context, self.choices)
+
+    def _rewritten(self, graph: fx.Graph) -> Context:
+        """Run the passes, and publish the verdicts."""
         context = Context(self.config, self.choices, self.attempt.reason, self.is_update)
         part = f"joint.{self.parts}" if self.parts else "joint"
         _run_all(self.passes, _module_of(graph), context, self.dump, part, _verify)
@@ -285,11 +294,7 @@ class Pipeline(CustomGraphPass):
         self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
         gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
         self._publish(Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes))
-        self.seconds += time.perf_counter() - started
-        self.dump.report(str(self.report), self.seconds)
-        self.parts += 1
-        if self.config.strict:
-            _raise_if_declined(context, self.choices)
+        return context
 
     def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
         """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
@@ -299,7 +304,7 @@ class Pipeline(CustomGraphPass):
         for gemm in recomputed:
             gemm.recomputed = True
         if recomputed:
-            self.dump.report(str(self.report), self.seconds)
+            self.dump.report(str(self.report), self.timing.passes)
 
     def _of_layers(self, gemm: Gemm) -> list[Gemm]:
         """Return the verdict for each layer that the graph stands for."""

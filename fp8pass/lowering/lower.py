@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from fp8pass.lowering.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.options.config import Config
 from fp8pass.pipeline import Pipeline, warn_if_nothing
 from fp8pass.quant.monitor_ops import MonitorBuffer
-from fp8pass.report.report import Report
+from fp8pass.report.report import Report, Timing, publish
 from fp8pass.runtime.frozen_weights import frozen_example
 from fp8pass.runtime.weight_cache import cached_example
 from fp8pass.states.steps import Pass, checkpointed_region
@@ -60,13 +59,16 @@ def lower(
     report = Report()
 
     def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        started, body = time.perf_counter(), annotation.bodies.get(name)
+        body = annotation.bodies.get(name)
+        timing = Timing(dump.title if body is None else f"{dump.title}, {name}: {str(body).rstrip(',')}")
         own = dump.of_body(name, module, inputs) if body is not None else dump
-        pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report)
+        pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
-        compiled = with_lowering(module, inputs, pipeline, later)
-        if body is not None:
-            log.info("%s: %s (%s), compiled in %.1f s", dump.title, body, name, time.perf_counter() - started)
+        with timing.in_all():
+            compiled = with_lowering(module, inputs, pipeline, later)
+        if not wants_only_verdicts():
+            publish(Report(timings=[timing]))
+            log.log(logging.DEBUG if body is None else logging.INFO, "%s", timing)
         return compiled
 
     with dump.compiling(lambda: report.summary() if report.graphs else _CACHED):

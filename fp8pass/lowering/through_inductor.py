@@ -22,7 +22,7 @@ def lower_through_inductor(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
     """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
-    dump, kernel_passes = pipeline.dump, KernelPasses(pipeline.config, pipeline.dump)
+    dump, kernel_passes = pipeline.dump, KernelPasses(pipeline.config, pipeline.dump, pipeline.timing)
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         def lower(module: fx.GraphModule, attempt: Attempt) -> Any:
@@ -35,7 +35,7 @@ def lower_through_inductor(
 
         started = time.perf_counter()
         part = "backward" if kwargs.get("is_backward") else "forward"
-        with dump.kept():
+        with dump.kept(), pipeline.timing.in_inductor():
             if later is not None and part == "backward":
                 compiled = later.lower(module, lower, op_by_op)
             else:

@@ -65,7 +65,7 @@ def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = Non
         "pictures": [_picture(p, texts) for p in report.pictures],
         "breaks": [str(b) for b in report.breaks],
         "recompiles": [str(r) for r in report.recompiles],
-        "notes": [*report.notes, *report.faults],
+        "notes": [*map(str, report.timings), *report.notes, *report.faults],
         "error": report.error,
         "numerics": None if numerics is None else _numerics(numerics),
         "texts": texts.all(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,58 @@ class Recompile:
     def __str__(self) -> str:
         times = "once" if len(self.guards) == 1 else f"{len(self.guards)} times"
         return f"{self.name} ({self.source}) was compiled again {times}: {'; '.join(dict.fromkeys(self.guards))}"
+
+
+@dataclass
+class Timing:
+    """The seconds that it took to compile a graph, or a function of a graph that some of its layers share.
+
+    what: the graph and, if it calls functions, the layers that call this one. passes: the passes of fp8pass from the
+    joint graph on. inductor: lowering, generating code, and compiling kernels. tracing: everything else, which is
+    AOTAutograd's, and taking graphs from torch's caches. A backward that is compiled when it first runs counts from
+    then on.
+    """
+
+    what: str
+    passes: float = 0.0
+    inductor: float = 0.0
+    tracing: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return self.passes + self.inductor + self.tracing
+
+    @contextmanager
+    def in_passes(self) -> Iterator[None]:
+        """Count the time spent in this context as that of passes."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.passes += time.perf_counter() - started
+
+    @contextmanager
+    def in_inductor(self) -> Iterator[None]:
+        """Count the time spent in this context as Inductor's, without that of the passes that Inductor runs."""
+        started = time.perf_counter() - self.passes
+        try:
+            yield
+        finally:
+            self.inductor += time.perf_counter() - self.passes - started
+
+    @contextmanager
+    def in_all(self) -> Iterator[None]:
+        """Count the time spent in this context, except what the other contexts count, as that of tracing."""
+        started = time.perf_counter() - self.total
+        try:
+            yield
+        finally:
+            self.tracing += time.perf_counter() - self.total - started
+
+    def __str__(self) -> str:
+        parts = f"{self.passes:.1f} s in passes, {self.inductor:.1f} s in Inductor"
+        return f"{self.what}, compiled in {self.total:.1f} s: {parts}"
 
 
 OpKind = Literal["input", "state", "amax", "quantize", "gemm", "attention", "compute", "movement", "output"]
@@ -175,11 +228,15 @@ class Report:
     """The error that ended compilation, or ""; with an error, the report holds what was known until then."""
     pictures: Sequence[Picture] = field(default_factory=list)
     """The graphs, for `to_html`; only reports of `explain` have them."""
+    timings: list[Timing] = field(default_factory=list, compare=False)
+    """The seconds that compiling each graph took, or each of its functions; `explain` compiles nothing. The text leaves
+    them out, so that the same compilation gives the same text."""
 
     def add(self, other: Report) -> None:
         """Append the contents of another report, without repeating notes, faults and breaks."""
         self.gemms += other.gemms
         self.graphs += other.graphs
+        self.timings += other.timings
         self.notes += [note for note in other.notes if note not in self.notes]
         self.faults += [fault for fault in other.faults if fault not in self.faults]
         self.breaks += [b for b in other.breaks if b not in self.breaks]
@@ -220,9 +277,9 @@ class Report:
         return sum(g.flops for g in self.rewritten)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the pictures as plain lists, dicts, numbers and strings, and `flops`, `fp8_flops`."""
-        plain = asdict(replace(self, pictures=[]))
-        del plain["pictures"]
+        """Return plain lists, dicts, numbers and strings: all but pictures and timings, and `flops`, `fp8_flops`."""
+        plain = asdict(replace(self, pictures=[], timings=[]))
+        del plain["pictures"], plain["timings"]
         return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops}
 
     def to_html(self, path: str | Path, numerics: _Rows | Sequence[Mapping[str, Any]] | None = None) -> Path:
@@ -340,7 +397,8 @@ def publish(report: Report) -> None:
     for g in report.gemms:
         where = f" ({g.source})" if g.source else ""
         log.debug("%s %s [%s,%s,%s]%s: %s %s", g.name, g.kind, g.M, g.K, g.N, where, g.status, g.reason)
-    log.debug("%s", report.summary())  # `Dump.compiling` logs the graph's line at INFO
+    if report.gemms or report.graphs:
+        log.debug("%s", report.summary())  # `Dump.compiling` logs the graph's line at INFO
     into = _collector.get()
     if into is not None:
         into.add(report)

@@ -16,6 +16,7 @@ from fp8pass.lowering import lower
 from fp8pass.lowering.eager import lower_eager
 from fp8pass.passes.layers.find_layers import FindLayers
 from fp8pass.passes.layers.outline_layers import OutlineLayers
+from fp8pass.report.html import page_data
 from fp8pass.report.report import Report, collect
 from tests.helpers.harness import compiled, train
 from tests.helpers.models import Attention, Block, Transformer, batches, make
@@ -201,9 +202,14 @@ def test_options(options: dict[str, Any]) -> None:
 
 def test_each_function_is_compiled_once() -> None:
     with mock.patch.object(lower, "lower_eager", wraps=lower_eager) as compile_one:
-        trained(lambda: Layers(8), steps=2)
+        *_, report = trained(lambda: Layers(8), steps=2)
     # what begins the step; the first layer, whose input is no result of a layer but equal; and no other function
     assert compile_one.call_count == 2
+    around, layers = report.timings
+    assert around.what.endswith(": what is around the layers")
+    assert layers.what.endswith(": 8 equal layers, layers.0 to layers.7")
+    assert layers.tracing > 0 and layers.passes > 0 and not layers.inductor
+    assert str(layers) in page_data(report)["notes"]
 
 
 def test_statistics_are_those_of_each_layer() -> None:

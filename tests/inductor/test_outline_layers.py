@@ -14,6 +14,7 @@ from torch import nn
 import fp8pass
 from fp8pass.lowering import lower
 from fp8pass.lowering.through_inductor import lower_through_inductor
+from fp8pass.report.report import collect
 from tests.helpers.harness import train
 from tests.helpers.models import Block, batches, make
 
@@ -30,9 +31,22 @@ def trained(by_block: bool) -> tuple[Any, dict[str, Any]]:
 
 
 def test_numbers_and_slots_are_those_of_compilation_block_by_block() -> None:
-    with mock.patch.object(lower, "lower_through_inductor", wraps=lower_through_inductor) as compile_one:
+    before: list[float] = []
+    backward = torch.Tensor.backward
+
+    def timed(loss: torch.Tensor) -> None:
+        before.append(sum(t.inductor for t in report.timings))
+        backward(loss)
+
+    with (
+        mock.patch.object(lower, "lower_through_inductor", wraps=lower_through_inductor) as compile_one,
+        mock.patch.object(torch.Tensor, "backward", timed),
+        collect() as report,
+    ):
         once = trained(by_block=False)
     assert compile_one.call_count == 2  # what begins the step, and the block
+    # the first step runs op by op; the backward is compiled when it runs in the second, and counts from then on
+    assert 0 < before[0] == before[1] < before[2] == sum(t.inductor for t in report.timings)
     torch.testing.assert_close(once, trained(by_block=True), rtol=0, atol=0)
 
 
