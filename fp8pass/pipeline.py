@@ -289,9 +289,9 @@ class Pipeline(CustomGraphPass):
         context = Context(self.config, self.choices, self.attempt.reason, self.is_update)
         part = f"joint.{self.parts}" if self.parts else "joint"
         _run_all(self.passes, _module_of(graph), context, self.dump, part, _verify)
-        if (drawing := drawn()) is not None:
-            drawing.verdicts(context.gemms)
         self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
+        if (drawing := drawn()) is not None:
+            drawing.verdicts(self.gemms)
         gemms = [gemm for of in zip(*self.gemms.values(), strict=True) for gemm in of]  # layer by layer
         self._publish(Report(gemms, graphs=0 if self.report.graphs else 1, notes=context.notes))
         return context

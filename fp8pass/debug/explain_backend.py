@@ -11,8 +11,11 @@ from torch import fx
 
 from fp8pass._torch import as_fakes, context_for_later, make_boxed_func, tracing
 from fp8pass.backend import compile_graph, modes_of
+from fp8pass.faults import left_out
+from fp8pass.graph.annotation import Annotation
 from fp8pass.graph.verdict import Gemm
 from fp8pass.inductor.partition import Partition
+from fp8pass.lowering.bodies import lower_bodies, without_quantizing
 from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.eager import through_aot
 from fp8pass.lowering.lower import fake_state
@@ -71,21 +74,41 @@ class GraphToDraw:
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
         self.module = module
         self.example_inputs = as_fakes(example_inputs)
-        # in one piece: the picture of a graph is one
-        self.config = replace(config, compile_once=False, lowering="eager")
+        self.config = replace(config, lowering="eager")
         self.context = context_for_later()
         self.modes = modes_of(example_inputs)
         self.gemms: list[Gemm] = []
 
     def draw(self) -> None:
-        """Draw the user's graph and what becomes of it, in the current `Drawing`."""
+        """Draw the user's graph and what becomes of it, in the current `Drawing`; of equal layers only one."""
         drawing = drawn()
         assert drawing is not None
-        drawing.begin(len(self.example_inputs))
-        if not written(self.module):  # the graph of an optimizer update has no other form to show
-            draw_before(self.module, self.example_inputs, drawing)
+        drawing.begin()
         lowering = "inductor" if drawing.kernels else "eager"
         compile_graph(self.module, self.example_inputs, replace(self.config, lowering=lowering))
+        if not written(self.module):  # the graph of an optimizer update has no other form to show
+            self._draw_before(drawing)
+
+    def _draw_before(self, drawing: Drawing) -> None:
+        # merged matmuls are none of the user's
+        config = replace(self.config, merge_siblings=False)
+        pieces = Annotation(self.module, [], [])
+        with left_out("drawing", config, "a graph that is drawn"):
+            pieces = annotated(self.module, config)
+        if pieces.bodies and drawing.functions() == {name: body.title for name, body in pieces.bodies.items()}:
+
+            def draw(name: str, function: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+                function, inputs = without_quantizing(function, inputs)
+                drawing.turn_to(name, pieces.bodies[name].title)
+                if any(n.op not in ("placeholder", "output") for n in function.graph.nodes):
+                    draw_before(function, inputs, drawing)
+                return function.forward
+
+            lower_bodies(pieces, [*self.example_inputs, *fake_state(pieces, self.example_inputs)], draw)
+            return
+        pieces = annotated(self.module, Config(recipe=None))
+        drawing.turn_to("")
+        draw_before(pieces.module, [*self.example_inputs, *fake_state(pieces, self.example_inputs)], drawing)
 
     def draw_later(self) -> None:
         """Draw the graph outside of Dynamo, which traced it, and link its matmuls to `gemms`."""
@@ -136,10 +159,8 @@ class _Unchanged:
         return above.pop() if len(above) == 1 else ""
 
 
-def draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: Drawing) -> None:
-    """Draw the user's graph with its backward, with Inductor's decompositions."""
-    annotation = annotated(module, Config(recipe=None))
-    inputs = [*example_inputs, *fake_state(annotation, example_inputs)]
+def draw_before(module: fx.GraphModule, inputs: list[Any], drawing: Drawing) -> None:
+    """Draw a graph with its backward, with Inductor's decompositions."""
 
     def draw(graph_module: fx.GraphModule, _: Any) -> Any:
         drawing.add(graph_module.graph, "before")
@@ -152,4 +173,4 @@ def draw_before(module: fx.GraphModule, example_inputs: Sequence[Any], drawing: 
     def forward(graph_module: fx.GraphModule, _: Any) -> Any:
         return make_boxed_func(graph_module.forward)
 
-    through_aot(forward, None, draw, partition)(annotation.module, inputs)
+    through_aot(forward, None, draw, partition)(module, inputs)

@@ -83,11 +83,13 @@ class Body:
     layers: list[str]
     choices: list[tuple[int, ...]]
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
+        """The calls, in words."""
         number, first, last = len(self.layers), self.layers[0], self.layers[-1]
         if number == 1:
             return first or "what is around the layers"
-        return f"{number} calls of {first}" if first == last else f"{number} equal layers, {first} to {last},"
+        return f"{number} calls of {first}" if first == last else f"{number} equal layers, {first} to {last}"
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
-from fp8pass.graph.annotation import Annotation
+from fp8pass.graph.annotation import Annotation, copy_to_edit
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import watch_cached, watch_gradient, watch_operand
 
@@ -82,6 +82,34 @@ _LIKE_FIRST = frozenset(
     | {watch_operand, watch_cached, watch_gradient}
 )
 """Functions whose result is like their first argument. Only matmuls read what they quantize."""
+
+
+def without_quantizing(function: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """Return a copy of a function that does not quantize, and its inputs: those of `function` without the state."""
+    module = copy_to_edit(function)
+    for part in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+        for node in [n for n in part.graph.nodes if n.target in _LIKE_FIRST]:
+            node.replace_all_uses_with(node.args[0])
+            part.graph.erase_node(node)
+        part.recompile()
+    output = module.graph.output_node()
+    results: Any = output.args[0]
+    output.args = (tuple(x for x in results if not _is_of_state(x)),)
+    given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in reversed(list(module.graph.nodes)):
+        if not node.users and _is_of_state(node):
+            module.graph.erase_node(node)
+            given.pop(node, None)
+    module.recompile()
+    return module, list(given.values())
+
+
+def _is_of_state(node: fx.Node) -> bool:
+    """Return whether a node is a state tensor or is computed from those alone, or is a result of `quantize_once`."""
+    if node.op == "placeholder":
+        return node.name.startswith("fp8pass_")
+    read = node.all_input_nodes
+    return node.target is ops.quantize_once or (len(read) > 0 and all(map(_is_of_state, read)))
 
 
 def _are_separate(args: Sequence[Any], results: Sequence[Any]) -> bool:

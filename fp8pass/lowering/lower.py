@@ -20,6 +20,7 @@ from fp8pass.lowering.verdicts import find_verdicts, wants_only_verdicts
 from fp8pass.options.config import Config
 from fp8pass.pipeline import Pipeline, warn_if_nothing
 from fp8pass.quant.monitor_ops import MonitorBuffer
+from fp8pass.report.graph_view import drawn
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.runtime.frozen_weights import frozen_example
 from fp8pass.runtime.weight_cache import cached_example
@@ -60,7 +61,10 @@ def lower(
 
     def compile_one(name: str, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         body = annotation.bodies.get(name)
-        timing = Timing(dump.title if body is None else f"{dump.title}, {name}: {str(body).rstrip(',')}")
+        title = "" if body is None else body.title
+        timing = Timing(dump.title if body is None else f"{dump.title}, {name}: {title}")
+        if (drawing := drawn()) is not None:
+            drawing.turn_to(name, title, _state_of(module))
         own = dump.of_body(name, module, inputs) if body is not None else dump
         pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
@@ -80,6 +84,12 @@ def lower(
     if attempt.form == "fp8":
         warn_if_nothing(annotation.choices, report)
     return compiled
+
+
+def _state_of(module: fx.GraphModule) -> list[int]:
+    """Return the positions of the inputs that are state."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    return [i for i, node in enumerate(inputs) if node.name.startswith("fp8pass_")]
 
 
 _CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"

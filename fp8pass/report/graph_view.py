@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import textwrap
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ MOVEMENT = frozenset(
     )
 )  # fmt: skip
 """Ops that compute nothing: they rearrange, split or convert a tensor, or create a constant."""
+_PARTS: tuple[Part, ...] = ("before", "forward", "backward")
 _WIDE = 1 << 16
 """A tensor with at least this many elements is not a scale, an amax or a history."""
 
@@ -42,23 +43,39 @@ class Drawing:
     def __init__(self, kernels: bool) -> None:
         self.kernels = kernels
         self.pictures: list[Picture] = []
+        self._graph = -1
+        self._numbers: dict[tuple[int, str], int] = {}
+        """{(number of a graph of Dynamo, name of a function in it): number of its pictures}."""
+        self._titles: dict[int, str] = {}
         self._number = -1
-        self._arguments = 0
-        self._verdicts: dict[str, Gemm] = {}
-        self._of_graph: dict[int, list[Gemm]] = {}
-        self._named: list[tuple[_MatmulKey, Op, Gemm]] = []
+        self._state: Container[int] = ()
+        self._verdicts: dict[str, Sequence[Gemm]] = {}
+        self._of_number: dict[int, list[Gemm]] = {}
+        self._named: list[tuple[_MatmulKey, Op, Sequence[Gemm]]] = []
         self._unnamed: list[tuple[_MatmulKey, Op, Part]] = []
 
-    def begin(self, arguments: int) -> None:
-        """Begin the next graph of Dynamo. arguments: number of its inputs; further joint graph inputs are state."""
-        self._number, self._arguments = self._number + 1, arguments
-        self._verdicts = {}
+    def begin(self) -> None:
+        """Begin the next graph of Dynamo."""
+        self._graph += 1
+
+    def turn_to(self, name: str, title: str = "", state: Container[int] = ()) -> None:
+        """Begin, or continue, the pictures of a function of the current graph, or of the whole graph with `name` "".
+
+        state: the positions of those inputs that are state.
+        """
+        self._number = self._numbers.setdefault((self._graph, name), len(self._numbers))
+        self._titles[self._number] = title
+        self._state, self._verdicts = state, {}
+
+    def functions(self) -> dict[str, str]:
+        """Return the titles of the functions of the current graph, by name."""
+        return {name: self._titles[i] for (graph, name), i in self._numbers.items() if graph == self._graph and name}
 
     @contextmanager
     def tentative(self, keeps: Callable[[BaseException], bool]) -> Iterator[None]:
         """Discard the drawings of this context if it raises an error for which `keeps` returns False."""
         before = {name: copy.copy(value) for name, value in vars(self).items()}
-        before["_of_graph"] = {number: [*gemms] for number, gemms in self._of_graph.items()}
+        before["_of_number"] = {number: [*gemms] for number, gemms in self._of_number.items()}
         try:
             yield
         except BaseException as error:
@@ -66,20 +83,20 @@ class Drawing:
                 vars(self).update(before)
             raise
 
-    def verdicts(self, gemms: Mapping[fx.Node, Gemm]) -> None:
-        """Record the verdicts of the current joint graph."""
-        self._verdicts |= {node.name: gemm for node, gemm in gemms.items()}
-        self._of_graph.setdefault(self._number, []).extend(gemms.values())
+    def verdicts(self, gemms: Mapping[str, Sequence[Gemm]]) -> None:
+        """Record the verdicts of the current joint graph by names of nodes: one for each layer that it stands for."""
+        self._verdicts |= gemms
+        self._of_number.setdefault(self._number, []).extend(of[0] for of in gemms.values())
 
     def add(self, graph: fx.Graph, part: Part) -> Picture:
         """Draw a graph."""
-        picture = Picture(self._number, part, _ops(graph, self._arguments))
+        picture = Picture(self._number, part, _ops(graph, self._state), title=self._titles[self._number])
         for op, node in zip(picture.ops, graph.nodes, strict=True):
             if op.kind != "gemm":
                 continue
-            gemm = self._verdicts.get(node.meta.get(GEMM, "")) if part != "before" else None
-            if gemm is not None:
-                self._named.append((_MatmulKey(self._number, op.module, op.source, _sizes_of(gemm)), op, gemm))
+            gemms = self._verdicts.get(node.meta.get(GEMM, "")) if part != "before" else None
+            if gemms:
+                self._named.append((_MatmulKey(self._number, op.module, op.source, _sizes_of(gemms[0])), op, gemms))
             else:
                 self._unnamed.append((_MatmulKey(self._number, op.module, op.source, _sizes(node)), op, part))
         self.pictures.append(picture)
@@ -99,11 +116,11 @@ class Drawing:
     def finish(self, gemms: Sequence[Gemm]) -> list[Picture]:
         """Set each matmul's position in `gemms`, and return the pictures."""
         position = {id(g): i for i, g in enumerate(gemms)}
-        for _, op, gemm in self._named:
-            op.gemm = position.get(id(gemm))
+        for _, op, of in self._named:
+            op.gemms = [position[id(gemm)] for gemm in of if id(gemm) in position]
         self._find_replaced(position)
         self._find_users()
-        return self.pictures
+        return sorted(self.pictures, key=lambda p: (p.number, _PARTS.index(p.part)))
 
     def replace_verdicts(self, found: Sequence[Gemm], known: Sequence[Gemm]) -> None:
         """Replace verdicts that were found while drawing by those that another compilation has found before."""
@@ -111,34 +128,34 @@ class Drawing:
         for gemm in known:
             left.setdefault((gemm.kind, gemm.choice, gemm.source, _sizes_of(gemm)), []).append(gemm)
         same = {id(g): left[key].pop(0) for g in found if left.get(key := (g.kind, g.choice, g.source, _sizes_of(g)))}
-        self._named = [(place, op, same.get(id(gemm), gemm)) for place, op, gemm in self._named]
-        self._of_graph[self._number] = [same.get(id(g), g) for g in self._of_graph.get(self._number, ())]
+        self._named = [(place, op, [same.get(id(gemm), gemm) for gemm in of]) for place, op, of in self._named]
+        self._of_number = {i: [same.get(id(gemm), gemm) for gemm in of] for i, of in self._of_number.items()}
 
     def _find_replaced(self, position: Mapping[int, int]) -> None:
         """Match ops with which Inductor replaced a matmul (addmm) to a missing verdict of equal graph, line, sizes."""
-        found = {id(gemm) for _, _, gemm in self._named}
+        found = {id(of[0]) for _, _, of in self._named}
         for place, op, part in self._unnamed:
-            missing = (g for g in self._of_graph.get(place.number, ()) if id(g) not in found and id(g) in position)
+            missing = (g for g in self._of_number.get(place.number, ()) if id(g) not in found and id(g) in position)
             same = next((g for g in missing if (g.source, _sizes_of(g)) == (place.source, place.sizes)), None)
             if part != "before" and same is not None:
-                op.gemm = position[id(same)]
+                op.gemms = [position[id(same)]]
                 found.add(id(same))
-                self._named.append((place, op, same))
+                self._named.append((place, op, [same]))
 
     def _find_users(self) -> None:
         """Match the user's matmuls to verdicts, in order, by module, line and sizes. Merged matmuls have no match."""
-        became: dict[_MatmulKey, list[int]] = {}
+        became: dict[_MatmulKey, list[list[int]]] = {}
         for place, op, _ in self._named:
             same = became.setdefault(place, [])
-            if op.gemm is not None and op.gemm not in same:  # a matmul with batches becomes several ops
-                same.append(op.gemm)
+            if op.gemms and op.gemms not in same:  # a matmul with batches becomes several ops
+                same.append(op.gemms)
         for place, op, part in self._unnamed:
             if part == "before" and became.get(place):
-                op.gemm = became[place].pop(0)
+                op.gemms = became[place].pop(0)
 
 
 class _MatmulKey(NamedTuple):
-    """The key of a matmul: number of Dynamo's graph, module, line, and sizes (batches, M, K, N)."""
+    """The key of a matmul: number of the pictures, module, line, and sizes (batches, M, K, N)."""
 
     number: int
     module: str
@@ -267,11 +284,11 @@ def kernel_code(code: str, kernel: str) -> str:
 # --- nodes
 
 
-def _ops(graph: fx.Graph, arguments: int) -> list[Op]:
+def _ops(graph: fx.Graph, state: Container[int]) -> list[Op]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     kinds: dict[fx.Node, OpKind] = {}
     for node in graph.nodes:
-        kinds[node] = _kind(node, kinds, arguments)
+        kinds[node] = _kind(node, kinds, state)
     ops = [
         Op(
             name=node.name,
@@ -300,9 +317,9 @@ def _place(ops: Sequence[Op]) -> None:
             op.module = next((ops[i].module for i in op.inputs if ops[i].module), "")
 
 
-def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], arguments: int) -> OpKind:
+def _kind(node: fx.Node, kinds: Mapping[fx.Node, OpKind], state: Container[int]) -> OpKind:
     if node.op == "placeholder":
-        return "state" if _position(node) >= arguments else "input"
+        return "state" if _position(node) in state else "input"
     if node.op == "output":
         return "output"
     name = _label(node)

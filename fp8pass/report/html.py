@@ -84,12 +84,13 @@ def _gemm(g: Gemm, texts: _Texts) -> list[Any]:
 
 def _picture(p: Picture, texts: _Texts) -> dict[str, Any]:
     ops = [
-        [*map(texts, (o.name, o.label, o.kind, o.module, o.source, o.shape, o.made_by)), o.inputs, o.gemm, o.kernel]
+        [*map(texts, (o.name, o.label, o.kind, o.module, o.source, o.shape, o.made_by)), o.inputs, o.gemms, o.kernel]
         for o in p.ops
     ]
     return {
         "number": p.number,
         "part": p.part,
+        "title": p.title,
         "ops": ops,
         "kernels": [[texts(k.name), texts(k.code)] for k in p.kernels],
     }

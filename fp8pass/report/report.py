@@ -125,7 +125,8 @@ class Op:
     """A node of a drawn graph.
 
     kind: selects its colour. inputs: indices into the graph's ops. made_by: the pass of fp8pass that created it, "" for
-    the user's nodes. gemm: index of its verdict in `Report.gemms`. kernel: index of its kernel in `Picture.kernels`.
+    the user's nodes. gemms: for a matmul, the indices in `Report.gemms` of its verdicts, one for each layer that calls
+    the function. kernel: index of its kernel in `Picture.kernels`.
     """
 
     name: str
@@ -136,7 +137,7 @@ class Op:
     shape: str
     made_by: str
     inputs: list[int]
-    gemm: int | None = None
+    gemms: list[int] = field(default_factory=list)
     kernel: int | None = None
 
 
@@ -150,12 +151,17 @@ class KernelCode:
 
 @dataclass
 class Picture:
-    """A graph to draw. number: index of Dynamo's graph. part: "before" is the user's joint graph, without fp8pass."""
+    """A graph to draw.
+
+    number: counts the graphs of Dynamo, and the functions of those whose equal layers are compiled once. part: "before"
+    is the user's joint graph, without fp8pass. title: the layers that call the function.
+    """
 
     number: int
     part: Part
     ops: list[Op]
     kernels: list[KernelCode] = field(default_factory=list)
+    title: str = ""
 
 
 def frame_of(module: Any) -> tuple[str, str]:

@@ -46,7 +46,8 @@ class OutlineLayers:
         context.annotation.bodies = _Outliner(context, pieces).rewrite()
         for body in context.annotation.bodies.values():
             if len(body.layers) > 1:
-                context.notes.append(f"{body} are compiled once")
+                comma = "," if "," in body.title else ""
+                context.notes.append(f"{body.title}{comma} are compiled once")
         return sum(n for n in times.values() if n > 1)
 
 

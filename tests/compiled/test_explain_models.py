@@ -125,5 +125,5 @@ def test_a_report_with_everything(tmp_path: Any) -> None:
     assert {g.name for g in report.declined} == {"lm_head", "transformer.h.0.attn.scaled_dot_product_attention"}
     text = report.to_html(tmp_path / "gpt2.html").read_text()
     assert "matches the filter's pattern" in text
-    linked = {op.gemm for p in report.pictures for op in p.ops}
+    linked = {gemm for p in report.pictures for op in p.ops for gemm in op.gemms}
     assert linked >= set(range(len(report.gemms)))
