@@ -12,7 +12,8 @@ AOTAutograd's wrappers: it rolls and collects the state.
 Ways are "inductor", "torchao" (its tensorwise recipe; left out if torchao is not installed) and recipes of fp8pass.
 With ":blocks" each block is compiled by itself, with ":whole" the graph is compiled in one piece
 (`compile_once=False`), with ":monitor" the numerics monitor counts, and with ":train_step" the step is a
-`fp8pass.train_step` with SGD. Each number is the least of `--repeat` repetitions in one process; ways take turns.
+`fp8pass.train_step` with SGD, or the same function with `torch.compile`. Each number is the least of `--repeat`
+repetitions in one process; ways take turns.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from torch._inductor.output_code import CompiledFxGraph
 import fp8pass
 from fp8pass.runtime.compiled_graph import CompiledGraph
 
-WAYS = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step")
+WAYS = (
+    *("inductor:blocks", "inductor", "inductor:train_step", "torchao"),
+    *("delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step"),
+)
 BASE = "inductor:blocks"
 
 

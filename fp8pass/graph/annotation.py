@@ -198,6 +198,11 @@ def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
     return isinstance(module, fx.GraphModule)
 
 
+def is_state_input(node: fx.Node) -> bool:
+    """Return whether a node is an input that a pass has added to an annotated graph, or to a function of it."""
+    return node.op == "placeholder" and node.name.startswith("fp8pass_")
+
+
 def copy_to_edit(module: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph of Dynamo's to edit it, since Dynamo goes on using the placeholders of the original.
 

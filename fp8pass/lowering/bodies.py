@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, as_fakes, detect_fake_mode
-from fp8pass.graph.annotation import Annotation, copy_to_edit
+from fp8pass.graph.annotation import Annotation, copy_to_edit, is_state_input
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import watch_cached, watch_gradient, watch_operand
 
@@ -106,10 +106,9 @@ def without_quantizing(function: fx.GraphModule, inputs: Sequence[Any]) -> tuple
 
 def _is_of_state(node: fx.Node) -> bool:
     """Return whether a node is a state tensor or is computed from those alone, or is a result of `quantize_once`."""
-    if node.op == "placeholder":
-        return node.name.startswith("fp8pass_")
     read = node.all_input_nodes
-    return node.target is ops.quantize_once or (len(read) > 0 and all(map(_is_of_state, read)))
+    from_state = len(read) > 0 and all(map(_is_of_state, read))
+    return is_state_input(node) or node.target is ops.quantize_once or from_state
 
 
 def _are_separate(args: Sequence[Any], results: Sequence[Any]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fp8pass._torch import detect_fake_mode
 from fp8pass.dump.writer import Dump
 from fp8pass.faults import FIRST, Attempt, Later, lowering_functions
-from fp8pass.graph.annotation import Annotation
+from fp8pass.graph.annotation import Annotation, is_state_input
 from fp8pass.lowering.bodies import lower_bodies
 from fp8pass.lowering.eager import lower_eager
 from fp8pass.lowering.through_inductor import lower_through_inductor
@@ -64,7 +64,8 @@ def lower(
         title = "" if body is None else body.title
         timing = Timing(dump.title if body is None else f"{dump.title}, {name}: {title}")
         if (drawing := drawn()) is not None:
-            drawing.turn_to(name, title, _state_of(module))
+            positions = enumerate(module.graph.find_nodes(op="placeholder"))
+            drawing.turn_to(name, title, [i for i, node in positions if is_state_input(node)])
         own = dump.of_body(name, module, inputs) if body is not None else dump
         pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
@@ -84,12 +85,6 @@ def lower(
     if attempt.form == "fp8":
         warn_if_nothing(annotation.choices, report)
     return compiled
-
-
-def _state_of(module: fx.GraphModule) -> list[int]:
-    """Return the positions of the inputs that are state."""
-    inputs = module.graph.find_nodes(op="placeholder")
-    return [i for i, node in enumerate(inputs) if node.name.startswith("fp8pass_")]
 
 
 _CACHED = "taken from torch's cache as it is, without its verdicts; fp8pass.explain shows them"

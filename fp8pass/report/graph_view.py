@@ -50,7 +50,7 @@ class Drawing:
         self._number = -1
         self._state: Container[int] = ()
         self._verdicts: dict[str, Sequence[Gemm]] = {}
-        self._of_number: dict[int, list[Gemm]] = {}
+        self._of_number: dict[int, list[Sequence[Gemm]]] = {}
         self._named: list[tuple[_MatmulKey, Op, Sequence[Gemm]]] = []
         self._unnamed: list[tuple[_MatmulKey, Op, Part]] = []
 
@@ -86,7 +86,7 @@ class Drawing:
     def verdicts(self, gemms: Mapping[str, Sequence[Gemm]]) -> None:
         """Record the verdicts of the current joint graph by names of nodes: one for each layer that it stands for."""
         self._verdicts |= gemms
-        self._of_number.setdefault(self._number, []).extend(of[0] for of in gemms.values())
+        self._of_number.setdefault(self._number, []).extend(gemms.values())
 
     def add(self, graph: fx.Graph, part: Part) -> Picture:
         """Draw a graph."""
@@ -117,7 +117,7 @@ class Drawing:
         """Set each matmul's position in `gemms`, and return the pictures."""
         position = {id(g): i for i, g in enumerate(gemms)}
         for _, op, of in self._named:
-            op.gemms = [position[id(gemm)] for gemm in of if id(gemm) in position]
+            op.gemms = _positions(of, position)
         self._find_replaced(position)
         self._find_users()
         return sorted(self.pictures, key=lambda p: (p.number, _PARTS.index(p.part)))
@@ -128,19 +128,24 @@ class Drawing:
         for gemm in known:
             left.setdefault((gemm.kind, gemm.choice, gemm.source, _sizes_of(gemm)), []).append(gemm)
         same = {id(g): left[key].pop(0) for g in found if left.get(key := (g.kind, g.choice, g.source, _sizes_of(g)))}
-        self._named = [(place, op, [same.get(id(gemm), gemm) for gemm in of]) for place, op, of in self._named]
-        self._of_number = {i: [same.get(id(gemm), gemm) for gemm in of] for i, of in self._of_number.items()}
+
+        def known_as(of: Sequence[Gemm]) -> list[Gemm]:
+            return [same.get(id(gemm), gemm) for gemm in of]
+
+        self._named = [(place, op, known_as(of)) for place, op, of in self._named]
+        self._of_number = {number: [*map(known_as, all_of)] for number, all_of in self._of_number.items()}
 
     def _find_replaced(self, position: Mapping[int, int]) -> None:
         """Match ops with which Inductor replaced a matmul (addmm) to a missing verdict of equal graph, line, sizes."""
         found = {id(of[0]) for _, _, of in self._named}
         for place, op, part in self._unnamed:
-            missing = (g for g in self._of_number.get(place.number, ()) if id(g) not in found and id(g) in position)
-            same = next((g for g in missing if (g.source, _sizes_of(g)) == (place.source, place.sizes)), None)
+            of_number = self._of_number.get(place.number, ())
+            missing = (of for of in of_number if id(of[0]) not in found and id(of[0]) in position)
+            same = next((of for of in missing if (of[0].source, _sizes_of(of[0])) == (place.source, place.sizes)), None)
             if part != "before" and same is not None:
-                op.gemms = [position[id(same)]]
-                found.add(id(same))
-                self._named.append((place, op, [same]))
+                op.gemms = _positions(same, position)
+                found.add(id(same[0]))
+                self._named.append((place, op, same))
 
     def _find_users(self) -> None:
         """Match the user's matmuls to verdicts, in order, by module, line and sizes. Merged matmuls have no match."""
@@ -152,6 +157,10 @@ class Drawing:
         for place, op, part in self._unnamed:
             if part == "before" and became.get(place):
                 op.gemms = became[place].pop(0)
+
+
+def _positions(gemms: Sequence[Gemm], position: Mapping[int, int]) -> list[int]:
+    return [position[id(gemm)] for gemm in gemms if id(gemm) in position]
 
 
 class _MatmulKey(NamedTuple):
