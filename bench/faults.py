@@ -157,8 +157,8 @@ FAULTS = (
     ),
     Fault(
         "the picture's matmuls are in reverse order",
-        "op.gemm = became[place].pop(0)",
-        "op.gemm = became[place].pop()",
+        "op.gemms = became[place].pop(0)",
+        "op.gemms = became[place].pop()",
         "For several equal matmuls at one line, the page shows another matmul's verdict.",
     ),
     Fault(
