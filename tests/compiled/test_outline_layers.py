@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from fp8pass.lowering.eager import lower_eager
 from fp8pass.passes.layers.find_layers import FindLayers
 from fp8pass.passes.layers.outline_layers import OutlineLayers
 from fp8pass.report.html import page_data
-from fp8pass.report.report import Report, collect
+from fp8pass.report.report import Report, Timing, collect
 from tests.helpers.harness import compiled, train
 from tests.helpers.models import Attention, Block, Transformer, batches, make
 
@@ -210,6 +211,15 @@ def test_each_function_is_compiled_once() -> None:
     assert layers.what.endswith(": 8 equal layers, layers.0 to layers.7")
     assert layers.tracing > 0 and layers.passes > 0 and not layers.inductor
     assert str(layers) in page_data(report)["notes"]
+
+
+def test_each_second_counts_once() -> None:
+    """In tracing from 0 to 11, of it in Inductor from 1 to 7, of it in passes from 2 to 4."""
+    timing = Timing("a graph")
+    clock = mock.patch.object(time, "perf_counter", side_effect=[0, 1, 2, 4, 7, 11])
+    with clock, timing.in_all(), timing.in_inductor(), timing.in_passes():
+        pass
+    assert (timing.passes, timing.inductor, timing.tracing, timing.total) == (2, 4, 5, 11)
 
 
 def test_statistics_are_those_of_each_layer() -> None:
