@@ -20,7 +20,7 @@ from fp8pass.graph.verdict import Gemm
 from fp8pass.report.html import page, page_data, script_safe
 from fp8pass.report.report import Break, KernelCode, Op, Picture, Recompile, Report
 from tests.helpers.harness import compiled
-from tests.helpers.models import Block, Transformer, batches, make
+from tests.helpers.models import Attention, Block, Transformer, batches, make
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NASTY = "</script><img src=x onerror=\"document.title='owned'\">&\u2028"
@@ -63,8 +63,17 @@ def test_pictures_know_what_became_of_each_matmul(report: Report) -> None:
     kinds = {op.kind for p in after for op in p.ops}
     assert kinds >= {"input", "state", "amax", "quantize", "gemm", "attention", "compute"}
     assert not {op.kind for p in before for op in p.ops} & {"state", "amax", "quantize"}
+    assert {op.kind for op in layers[1].ops if op.name.startswith("primals")} == {"input", "state"}
     made = {op.made_by for p in after for op in p.ops if p.part == "forward" and op.kind == "quantize"}
     assert made <= {"fold_quantizes", "quantize_tiles", "materialize"}
+
+
+def test_before_has_the_users_matmuls_where_layers_are_equal_and_siblings_merged() -> None:
+    model = nn.Sequential(Attention(), Attention())
+    config = fp8pass.Config(target="h100", min_speedup=0, merge_siblings=True)
+    report = fp8pass.explain(model, torch.randn(2, 8, 32, requires_grad=True), config=config)
+    parts = {p.part: sum(op.kind == "gemm" for op in p.ops) for p in report.pictures if p.title.startswith("2 equal")}
+    assert parts == {"before": 3 * 4, "forward": 2, "backward": 2 * 2}
 
 
 def test_equal_matmuls_of_one_line_are_linked_in_order() -> None:
