@@ -33,10 +33,7 @@ from torch._inductor.output_code import CompiledFxGraph
 import fp8pass
 from fp8pass.runtime.compiled_graph import CompiledGraph
 
-WAYS = (
-    *("inductor:blocks", "inductor", "inductor:train_step", "torchao"),
-    *("delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step"),
-)
+WAYS = ("inductor:blocks", "inductor", "torchao", "delayed", "delayed:blocks", "delayed:monitor", "delayed:train_step")
 BASE = "inductor:blocks"
 
 
