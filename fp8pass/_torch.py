@@ -373,7 +373,7 @@ def _current_translator() -> Any:
 
 
 def modules_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the same modules as `module.modules()`, once per step: without names, it takes a fifth of the time."""
+    """Return the modules that `module.modules()` yields, in another order, in a third of the time: without names."""
     found: dict[torch.nn.Module, None] = {}
     todo: list[torch.nn.Module | None] = [module]
     while todo:

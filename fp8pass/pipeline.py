@@ -230,7 +230,7 @@ class KernelPasses(CustomGraphPass):
         todo = [p for p in KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
         if draws:  # show what a GPU would run
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
-        with ONE_AT_A_TIME, self.timing.in_passes():
+        with ONE_AT_A_TIME, self.timing.counting("passes"):
             _run_all(todo, _module_of(graph), Context(self.config), self.dump, f"{part}{number}", _verify)
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
@@ -277,7 +277,7 @@ class Pipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run all passes over `graph`; verify, dump and report. Raises Fp8Error under `strict`."""
-        with self.timing.in_passes():
+        with self.timing.counting("passes"):
             context = self._rewritten(graph)
         self.dump.report(str(self.report), self.timing.passes)
         self.parts += 1

@@ -90,7 +90,7 @@ class GraphToDraw:
             self._draw_before(drawing)
 
     def _draw_before(self, drawing: Drawing) -> None:
-        # merged matmuls are none of the user's
+        # the user wrote no merged matmul
         config = replace(self.config, merge_siblings=False)
         pieces = Annotation(self.module, [], [])
         with left_out("drawing", config, "a graph that is drawn"):

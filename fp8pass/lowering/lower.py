@@ -69,7 +69,7 @@ def lower(
         own = dump.of_body(name, module, inputs) if body is not None else dump
         pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
-        with timing.in_all():
+        with timing.counting("tracing"):
             compiled = with_lowering(module, inputs, pipeline, later)
         if not wants_only_verdicts():
             publish(Report(timings=[timing]))

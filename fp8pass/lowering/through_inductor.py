@@ -35,7 +35,7 @@ def lower_through_inductor(
 
         started = time.perf_counter()
         part = "backward" if kwargs.get("is_backward") else "forward"
-        with dump.kept(), pipeline.timing.in_inductor():
+        with dump.kept(), pipeline.timing.counting("inductor"):
             if later is not None and part == "backward":
                 compiled = later.lower(module, lower, op_by_op)
             else:

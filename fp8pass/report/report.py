@@ -85,31 +85,13 @@ class Timing:
         return self.passes + self.inductor + self.tracing
 
     @contextmanager
-    def in_passes(self) -> Iterator[None]:
-        """Count the time spent in this context as that of passes."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.passes += time.perf_counter() - started
-
-    @contextmanager
-    def in_inductor(self) -> Iterator[None]:
-        """Count the time spent in this context as Inductor's, without that of the passes that Inductor runs."""
-        started = time.perf_counter() - self.passes
-        try:
-            yield
-        finally:
-            self.inductor += time.perf_counter() - self.passes - started
-
-    @contextmanager
-    def in_all(self) -> Iterator[None]:
-        """Count the time spent in this context, except what the other contexts count, as that of tracing."""
+    def counting(self, part: Literal["passes", "inductor", "tracing"]) -> Iterator[None]:
+        """Add the seconds of this context to a part, without those that contexts within it add to others."""
         started = time.perf_counter() - self.total
         try:
             yield
         finally:
-            self.tracing += time.perf_counter() - self.total - started
+            setattr(self, part, getattr(self, part) + time.perf_counter() - self.total - started)
 
     def __str__(self) -> str:
         parts = f"{self.passes:.1f} s in passes, {self.inductor:.1f} s in Inductor"

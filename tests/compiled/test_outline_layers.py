@@ -218,7 +218,7 @@ def test_each_second_counts_once() -> None:
     timing = Timing("a graph")
     for _ in range(2):
         clock = mock.patch.object(time, "perf_counter", side_effect=[0, 1, 2, 4, 7, 11])
-        with clock, timing.in_all(), timing.in_inductor(), timing.in_passes():
+        with clock, timing.counting("tracing"), timing.counting("inductor"), timing.counting("passes"):
             pass
     assert (timing.passes, timing.inductor, timing.tracing, timing.total) == (4, 8, 10, 22)
 
