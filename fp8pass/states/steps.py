@@ -189,13 +189,13 @@ def _covered(state: InstanceState, otherwise: _Step | None = None) -> tuple[list
 
     `otherwise` stands where no accumulation covers it.
     """
-    ids = state.owned_ids
-    whole = next((a for a in _accumulations if a.owns(*ids)), otherwise)
-    if not _accumulations or whole is _accumulations[0]:
+    ids, around = state.owned_ids, list(_accumulations)  # a copy: other threads may end theirs
+    whole = next((a for a in around if a.owns(*ids)), otherwise)
+    if not around or whole is around[0]:
         return [(key, whole) for key in state.keys], (_key(state), whole)
     anchors = zip(state.keys, state.table.anchors, strict=True)
     slots: list[_Covered] = [
-        (key, whole if anchor < 0 else next((a for a in _accumulations if a.owns(ids[anchor])), otherwise))
+        (key, whole if anchor < 0 else next((a for a in around if a.owns(ids[anchor])), otherwise))
         for key, anchor in anchors
     ]
     return slots, (_key(state), whole)
