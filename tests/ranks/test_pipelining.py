@@ -339,8 +339,9 @@ def test_stages_are_trained_alike(how: Any) -> None:
 
 
 def test_equal_layers_of_a_stage_are_compiled_once() -> None:
-    """In the first stage they are not equal: the input of its first layer needs no gradient."""
-    assert [run["notes"] for run in compiled_modules()] == [[], ["2 equal layers, 0 to 1, are compiled once"]]
+    """In the first stage they need not be equal: whether the input of its first layer needs a gradient is torch's choice."""
+    _, last = compiled_modules()
+    assert last["notes"] == ["2 equal layers, 0 to 1, are compiled once"]
 
 
 def test_several_steps_of_a_schedule_within_accumulate_are_one() -> None:
