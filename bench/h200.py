@@ -325,7 +325,7 @@ def kernels_of(bench: Bench, call: Callable[[], Any], steps: int = 3) -> dict[st
     """Return seconds per step, and the share of GEMMs in them: of kernels on a GPU, of operators on a CPU."""
     cuda = bench.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiled:
+    with profile(activities=activities, acc_events=True) as profiled:
         for _ in range(steps):
             call()
         if cuda:

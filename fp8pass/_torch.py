@@ -62,7 +62,7 @@ with required_names():
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.ir import ConcatKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
+    from torch._inductor.ir import ConcatKernel, ExternKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.scheduler import (
@@ -663,6 +663,7 @@ __all__ = [
     "CodeGen",
     "CompileContext",
     "ConcatKernel",
+    "ExternKernel",
     "ConstantSource",
     "CustomGraphPass",
     "CustomOpDef",

@@ -126,9 +126,9 @@ def _forgetful() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _within_its_tier(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that reaches more than its tier allows, except variants, which may."""
+    """Fail a test that reaches more than its tier allows, except variants and tests for a GPU, which may."""
     reached, advice = BEYOND.get(tier_of(request.path), (None, ""))
-    if reached is None or request.node.get_closest_marker("variant"):
+    if reached is None or request.node.get_closest_marker("variant") or request.node.get_closest_marker("gpu"):
         yield
         return
     owner, name = reached

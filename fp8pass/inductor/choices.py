@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -16,7 +17,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass._torch import FixedTritonConfig, InductorChoices, TritonOverrides, Virtualized, compile_fx_inner
+from fp8pass._torch import (
+    FixedTritonConfig,
+    ForeachKernelSchedulerNode,
+    FusedSchedulerNode,
+    InductorChoices,
+    TritonOverrides,
+    Virtualized,
+    compile_fx_inner,
+)
 from fp8pass.errors import faults_of
 from fp8pass.inductor.combo_kernels import combining, sums_of_mixed
 from fp8pass.node_meta import ONE_STAGE, TILED, WITH_AMAX
@@ -149,6 +158,7 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
     chooses, combines: False for a part that has failed before.
     """
     _let_triton_compare()
+    _let_lists_keep_their_loops()
     token = _comparing.set(chooses)
     try:
         with (
@@ -176,6 +186,17 @@ def _let_triton_compare() -> None:
         theirs = getattr(TritonOverrides, name)
         if "PropagateNan" in theirs("a", "b"):  # by what it generates: versions differ
             setattr(TritonOverrides, name, staticmethod(functools.partial(_selected, theirs, sign)))
+
+
+@functools.cache
+def _let_lists_keep_their_loops() -> None:
+    """Patch Inductor of torch 2.11, once: it fails where it tries to reorder the loops of a list of foreach ops.
+
+    It asserts that each node of the list is a single op, but such nodes are fused with others. Later versions answer
+    that they reorder nothing, and so does the patch.
+    """
+    if "assert isinstance(snode, SchedulerNode)" in inspect.getsource(FusedSchedulerNode.reorder_loops_by_dep_pair):
+        ForeachKernelSchedulerNode.reorder_loops_by_dep_pair = lambda *_: False  # type: ignore[method-assign]
 
 
 def _selected(theirs: Callable[[Any, Any], str], sign: str, a: Any, b: Any) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8pass._torch import (
     ConcatKernel,
     CustomOpDef,
+    ExternKernel,
     MutationLayoutSHOULDREMOVE,
     Pointwise,
     TensorBox,
@@ -32,6 +33,9 @@ from fp8pass.scaling import fp8_max, quantize
 # Inductor reads this tag when it lowers what such an op reads (`is_pointwise_use`); passes do, too (`patterns.py`).
 _POINTWISE = (torch.Tag.pointwise,)
 
+
+ALIGNED_STRIDE = 4
+"""The stride of a vector f32[n] whose elements begin at multiples of 16 bytes."""
 
 FORMULAS: dict[Any, Callable[..., Any]] = {}
 """{op: its formula}. Code that runs op by op calls the formula, since calling a custom op takes longer."""
@@ -110,6 +114,24 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@_op("aligned", tags=_POINTWISE)
+def _aligned(x: Tensor) -> Tensor:
+    """Copy a scale, or a vector of scales f32[n] so that each element begins at a multiple of 16 bytes.
+
+    cuBLASLt refuses scales at other addresses. A vector gets the stride ALIGNED_STRIDE.
+    """
+    return torch.empty_strided(x.shape, _apart(x), dtype=x.dtype, device=x.device).copy_(x)
+
+
+@_aligned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, _apart(x), dtype=x.dtype, device=x.device)
+
+
+def _apart(x: Tensor) -> Sequence[int]:
+    return (ALIGNED_STRIDE,) if x.dim() == 1 else torch.empty(x.shape, device="meta").stride()
+
+
 @_op("write", mutates_args=("into",))
 def _write(into: Tensor, x: Tensor) -> None:
     """Compute `into.copy_(x)` in the kernel that computes `x`, in its loop order. Nothing may read `into` later."""
@@ -128,6 +150,7 @@ QUANTIZE, ROWS, ROUNDED = (
     torch.ops.fp8pass.rounded.default,
 )
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
+ALIGNED = torch.ops.fp8pass.aligned.default
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -172,6 +195,12 @@ def _(x: Any) -> Any:
         return inductor_ops.to_dtype(inductor_ops.to_dtype(element(index), dtype, use_compute_types=False), dtype)
 
     return _pointwise(x, dtype, stored, x.get_size())
+
+
+@_lowers(ALIGNED)
+def _(x: Any) -> Any:
+    copy = _pointwise(x, x.get_dtype(), x.make_loader(), x.get_size())
+    return ExternKernel.require_exact_strides(copy, [ALIGNED_STRIDE]) if len(x.get_size()) == 1 else copy
 
 
 @_lowers(WRITE)

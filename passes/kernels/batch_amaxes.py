@@ -5,7 +5,7 @@ before   amax_0: f32[] = amax(rows_0: bf16[R])             ... for every slot
          y             = _scaled_mm(x_q, w_q, s_0, s_1)
          copy_(amaxes: f32[F], merge_amax(before: f32[F], cat([amax_0, amax_1, ...])))
 after    amax: f32[n]  = amax(fp8pass.rows([rows_0, rows_1, ...]), 1)
-         s: f32[n]     = where(is_finite(amax), reciprocal(fp8pass.joined([scale_0, ...])), nan)
+         s: f32[n]     = fp8pass.aligned(where(is_finite(amax), reciprocal(fp8pass.joined([scale_0, ...])), nan))
          y             = _scaled_mm(x_q, w_q, s[0], s[1])
          copy_(amaxes[:n], merge_amax(before[:n], amax))
 changes  nothing
@@ -30,7 +30,7 @@ from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import RECORDED
 from fp8pass.passes.common.patterns import CASTS, as_node, aten, dtype_of, first, move_before
-from fp8pass.quant.kernel_ops import JOINED, ROWS
+from fp8pass.quant.kernel_ops import ALIGNED, JOINED, ROWS
 from fp8pass.scaling import is_finite, merge_amax
 
 MAX_SLOTS_PER_KERNEL = 8
@@ -239,10 +239,10 @@ def _all_as_matrices(graph: fx.Graph, context: Context) -> int:
 
 
 def _last_stage(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the amax of each partial, f32[n], and 1 / scale, NaN where the amax is not finite.
+    """Return the amax of each partial, f32[n], and 1 / scale for matmuls, NaN where the amax is not finite.
 
     inputs: n partials, then n scales.
     """
     partials, scales = inputs[: len(inputs) // 2], inputs[len(inputs) // 2 :]
     amax = ROWS(partials).amax(1)
-    return amax, torch.where(is_finite(amax), JOINED(scales).reciprocal(), float("nan"))
+    return amax, ALIGNED(torch.where(is_finite(amax), JOINED(scales).reciprocal(), float("nan")))
