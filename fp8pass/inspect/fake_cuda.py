@@ -474,7 +474,10 @@ class _Lowering(GraphLowering):
 
 def _moved(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=GPU)
+        size, stride, offset = value.size(), value.stride(), value.storage_offset()
+        memory = torch.empty_strided(size, stride, dtype=value.dtype, device=GPU)
+        # Inductor reads from the place in the storage whether it is aligned
+        return torch.as_strided(memory, size, stride, offset) if offset else memory
     return GPU if value == CPU and isinstance(value, torch.device) else value
 
 

@@ -199,8 +199,12 @@ def _(x: Any) -> Any:
 
 @_lowers(ALIGNED)
 def _(x: Any) -> Any:
-    copy = _pointwise(x, x.get_dtype(), x.make_loader(), x.get_size())
-    return ExternKernel.require_exact_strides(copy, [ALIGNED_STRIDE]) if len(x.get_size()) == 1 else copy
+    copy, is_vector = _pointwise(x, x.get_dtype(), x.make_loader(), x.get_size()), len(x.get_size()) == 1
+    copy = ExternKernel.require_exact_strides(copy, [ALIGNED_STRIDE]) if is_vector else copy
+    copy.realize()
+    # where the copy is one number, Inductor would write it into the memory of one that it reads, which may be unaligned
+    Virtualized.graph.never_reuse_buffers.update(copy.get_read_names())
+    return copy
 
 
 @_lowers(WRITE)

@@ -112,6 +112,7 @@ class BatchAmaxes:
         applied = 0
         for node in list(graph.nodes):
             if (found := match(node)) is not None and found.slots:
+                _undo_align_scales(found.slots)
                 groups = _groups(graph, found.slots)
                 _Rewriter(context.builder(graph, self.name), found).rewrite(groups)
                 applied += len(groups)
@@ -119,6 +120,14 @@ class BatchAmaxes:
         if applied:
             graph.eliminate_dead_code()
         return applied
+
+
+def _undo_align_scales(slots: list[Slot]) -> None:
+    """Let the readers of a copy of a scale_inv read the scale_inv, which becomes an element of an aligned vector."""
+    for slot in slots:
+        for copy in [u for u in slot.inverse.users if u.target is ALIGNED]:
+            copy.replace_all_uses_with(slot.inverse)
+            copy.graph.erase_node(copy)
 
 
 def _groups(graph: fx.Graph, slots: list[Slot]) -> list[list[Slot]]:

@@ -1,14 +1,15 @@
-"""Copy scales of matmuls that may not begin at a multiple of 16 bytes, which cuBLASLt refuses.
+"""Copy the scales of matmuls to addresses that are multiples of 16 bytes: cuBLASLt refuses others.
 
-before   y   = _scaled_mm(a_q, b_q, select(scales: f32[T], 0, 3), s: f32[])      scales and s are inputs of the graph
+before   y   = _scaled_mm(a_q, b_q, select(scales: f32[T], 0, 3), s: f32[])
 after    t   = fp8pass.aligned(scales)
          y   = _scaled_mm(a_q, b_q, select(t, 0, 3), fp8pass.aligned(s))
 changes  nothing: the copies are equal
 
-An input may be a view of a larger tensor, at another place in each call. A value that the graph computes has memory of
-its own, which is aligned; but not every element of it is.
+A scale that is an input may be a view of a larger tensor, at another place in each call; one that is computed may be an
+element of a vector, or Inductor writes it into the memory of such an element. The kernel that computes a scale writes
+the copy instead, so only inputs are really copied.
 
-Runs on the joint graph, after scaled_mm. `batch_amaxes` aligns the scales that it joins to a vector later.
+Runs on the joint graph, after scaled_mm. `batch_amaxes` later replaces these copies of scales that it joins to vectors.
 """
 
 from __future__ import annotations
@@ -16,27 +17,22 @@ from __future__ import annotations
 from collections.abc import Container
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import Context
-from fp8pass.passes.common.patterns import RESHAPES, VIEWS, as_node, aten, first
-from fp8pass.quant.kernel_ops import ALIGNED, ALIGNED_STRIDE
+from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first
+from fp8pass.quant.kernel_ops import ALIGNED
 
 
 def match(scale: fx.Node) -> fx.Node | None:
-    """Return the tensor to copy if `scale`, one number, may begin at another address; None if it is aligned.
+    """Return the tensor to copy: the vector that `scale` is an element of, or else `scale` before any reshape.
 
-    That tensor is the vector that `scale` is an element of, or the tensor that `scale` is a view of.
+    None if it is such a copy already, or has a number for each row or block: those have memory of their own.
     """
-    if val(scale).numel() != 1:
-        return None
     own = _through(scale, RESHAPES)
-    base = _through(own, VIEWS)
-    offset = val(own).storage_offset() - val(base).storage_offset()
-    if base.op == "call_function" and statically_known_true(offset % ALIGNED_STRIDE == 0):
-        return None
-    return first(own) if own.target is aten.select.int and val(first(own)).dim() == 1 else own
+    is_element = own.target is aten.select.int and val(first(own)).dim() == 1
+    original = first(own) if is_element else own
+    return None if val(scale).numel() != 1 or original.target is ALIGNED else original
 
 
 def _through(node: fx.Node, views: Container[object]) -> fx.Node:
