@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -47,8 +49,12 @@ def faults_of(place: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, or its type and place if the message is empty: a bare assertion."""
+    if lines := str(error).strip().splitlines():
+        return lines[0]
+    places = traceback.extract_tb(error.__traceback__)
+    where = "".join(f" in {p.name} ({Path(p.filename).name}:{p.lineno})" for p in places[-1:])
+    return type(error).__name__ + where
 
 
 @functools.cache

@@ -51,12 +51,18 @@ def tensors(values: Any) -> list[Tensor]:
     return [t for value in values for t in results(value)]
 
 
+NOT_IN_TRITON = {"T4 e4m3fnuz", "T4 e5m2fnuz", "P5 float64 matmul"}
+"""Cases that Triton can't compile for NVIDIA GPUs: formats of AMD's, and a conversion from FP8 to float64."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_on_a_gpu(lowering: str) -> None:
     """Compare every case with the CPU's eager result, because GPUs have no eager float8 matmul for P1."""
     wrong = []
     for name, case in CASES.items():
+        if lowering == "inductor" and name in NOT_IN_TRITON:
+            continue
         torch._dynamo.reset()
         on_gpu = [x.cuda() if isinstance(x, Tensor) else x for x in case.inputs]
         actual = compiled(case.function, recipe=None, lowering=lowering)(*on_gpu)
