@@ -49,7 +49,7 @@ from fp8pass.passes.kernels.split_foreach import SplitForeach
 from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.passes.layers.find_layers import FindLayers, Piece, find
 from fp8pass.passes.layers.outline_layers import OutlineLayers
-from fp8pass.passes.rewrite.align_scales import AlignScales
+from fp8pass.passes.rewrite.align_arguments import AlignArguments
 from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
 from fp8pass.passes.rewrite.canonicalize import Canonicalize
 from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
@@ -108,7 +108,7 @@ JOINT: tuple[Pass[Context], ...] = (
     GroupedMM(),  # likewise; and before ScaledMM, which would make a matmul of each group
     ExpandBlocks(),
     ScaledMM(),  # before partitioning, so that tensors saved for the backward are FP8
-    AlignScales(),  # after ScaledMM, which decides on the scales of a matmul
+    AlignArguments(),  # after ScaledMM, which decides on the scales of a matmul
     UseTransposes(),  # after ScaledMM, which lays operands out
     SaveTransposes(),  # likewise; after UseTransposes, which removes copies that need not be saved
     SaveSums(),  # after the rewrites: it looks for sums of scaled matmuls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -221,6 +221,13 @@ def _is_float8(node: fx.Node) -> bool:
 def always(_: fx.Node) -> bool:
     """Return True: a walk goes on through every node."""
     return True
+
+
+def through(node: fx.Node, views: Container[object]) -> fx.Node:
+    """Return the first node, from `node` on along first arguments, whose op is not one of `views`."""
+    while node.target in views:
+        node = first(node)
+    return node
 
 
 def reach(

@@ -112,7 +112,7 @@ class BatchAmaxes:
         applied = 0
         for node in list(graph.nodes):
             if (found := match(node)) is not None and found.slots:
-                _undo_align_scales(found.slots)
+                _undo_align_arguments(found.slots)
                 groups = _groups(graph, found.slots)
                 _Rewriter(context.builder(graph, self.name), found).rewrite(groups)
                 applied += len(groups)
@@ -122,7 +122,7 @@ class BatchAmaxes:
         return applied
 
 
-def _undo_align_scales(slots: list[Slot]) -> None:
+def _undo_align_arguments(slots: list[Slot]) -> None:
     """Let the readers of a copy of a scale_inv read the scale_inv, which becomes an element of an aligned vector."""
     for slot in slots:
         for copy in [u for u in slot.inverse.users if u.target is ALIGNED]:

@@ -52,6 +52,7 @@ def test_every_triton_kernel_compiles_and_operands_and_scales_are_laid_out_as_ke
     assert all(n > (5 if model == "block" else 2) for n in found["kernels"])
     assert found["own_ops"] == 0  # all of fp8pass's ops became generated code
     assert found["min_nan"] == 0  # triton-lang/triton#11111
+    assert found["unaligned"] == []
 
 
 @pytest.mark.parametrize("model", ["linear", pytest.param("block", marks=pytest.mark.variant)])
@@ -63,6 +64,7 @@ def test_every_kernel_of_a_whole_step_compiles(model: str) -> None:
     first, with_moments = found["kernels"][2:]
     assert with_moments <= first  # one kernel updates a weight and its moments in FP8
     assert found["own_ops"] == found["min_nan"] == 0
+    assert found["unaligned"] == []
 
 
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.variant)])

