@@ -63,7 +63,7 @@ LLAMA_SHAPES = (16384, 8192, 7168), (16384, 3584, 8192), (16384, 1024, 8192), (1
 README_SHAPES = (4096, 8192, 16384), (1024, 2048, 1024)
 SHAPES = *LLAMA_SHAPES, *README_SHAPES
 SQUARE = 8192, 8192, 8192
-QUICK_SHAPES = ((64, 32, 48),)
+QUICK_SHAPES = ((128, 64, 96),)
 
 RECIPES = ("delayed", "dynamic", "rowwise", "blockwise", "mxfp8")
 TORCHAO = ("tensorwise", "rowwise")

@@ -203,6 +203,11 @@ def host_overhead() -> str:
     return run(sys.executable, "bench/host_overhead.py", "--steps", "50")
 
 
+def measured() -> str:
+    """Return the table of what was measured on a GPU."""
+    return run(sys.executable, "bench/measured.py")
+
+
 def dumps() -> str:
     """Return the index of an example's dump, without passes that change nothing, and the output of one of its files."""
     with tempfile.TemporaryDirectory() as folder:
@@ -252,6 +257,7 @@ SECTIONS = {
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
+    "measured": measured,
     "zoo": zoo,
 }
 FILES = {
@@ -272,6 +278,7 @@ FILES = {
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",
+    "measured": "docs/measured.md",
     "monitor": "docs/monitor.md",
     "monitor_cost": "docs/monitor.md",
     "divergence": "docs/debugging.md",
