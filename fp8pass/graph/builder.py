@@ -83,7 +83,7 @@ def all_of(node: fx.Node) -> tuple[Any, ...]:
     return node.target, node.args, node.kwargs, *(n.meta.get("val") for n in (node, *node.all_input_nodes))
 
 
-_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", GEMM)
+_INHERITED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", GEMM)
 """Keys of metadata that says where in the user's code a node comes from."""
 _REGION = ("recompute", "ac_graph_id")
 """Keys of metadata of nodes that activation checkpointing recomputes in the backward: the policy and the region."""

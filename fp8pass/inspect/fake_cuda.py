@@ -240,11 +240,14 @@ class FakeCuda:
             yield
 
     @contextlib.contextmanager
-    def compiles(self, instead: Callable[..., Any] | None = None) -> Iterator[list[Generated]]:
+    def compiles(
+        self, instead: Callable[..., Any] | None = None, runs: Callable[[Generated], Callable[..., Any]] | None = None
+    ) -> Iterator[list[Generated]]:
         """Make Inductor compile every graph for the GPU within the context; compiled graphs return uninitialized data.
 
         Yields a list to which each graph adds its generated code. The graphs' tensors are fake CPU tensors. instead:
-        called with Inductor's arguments for each graph, as a replacement for all this.
+        called with Inductor's arguments for each graph, as a replacement for all this. runs: returns what is called as
+        the compiled graph.
         """
         found: list[Generated] = []
 
@@ -258,7 +261,7 @@ class FakeCuda:
         ) -> Callable[..., Any]:
             generated = self.generate(module, inputs, is_backward, is_inference)
             found.append(generated)
-            return returns(generated.outputs)
+            return returns(generated.outputs) if runs is None else runs(generated)
 
         with (
             # A hit in AOTAutograd's cache, which needs Inductor's, would not call `compile_one`.

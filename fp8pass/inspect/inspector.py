@@ -69,16 +69,36 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The kernels of one way to train the model.
+class Held:
+    """A tensor that compiled code has allocated, and holds when the step needs the most memory.
 
-    bytes_saved: what the forward saves for the backward, without parameters and inputs.
+    graph, modules: what made it, as in `Kernel`. dtype: such as "bfloat16". shape: as a kernel writes it.
+    bytes: of its memory, which views share.
+    """
+
+    graph: str
+    modules: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The kernels and the memory of one way to train the model.
+
+    bytes_saved: what the forward saves for the backward, without parameters and inputs. peak_bytes: the most memory
+    that compiled code holds at once, in addition to parameters, inputs and state: outputs, what is saved for the
+    backward, gradients, and what is computed on the way. held: the tensors that
+    it holds then, largest first.
     """
 
     name: str
     kernels: tuple[Kernel, ...]
     bytes_saved: int
     notes: tuple[str, ...] = ()
+    peak_bytes: int = 0
+    held: tuple[Held, ...] = ()
 
     def of(self, *kinds: str) -> list[Kernel]:
         """Return the kernels of these kinds."""
@@ -188,7 +208,12 @@ def _inspection(found: dict[str, Any]) -> Inspection:
 
 
 def _run(found: dict[str, Any]) -> Run:
-    return Run(**{**found, "kernels": tuple(map(_kernel, found["kernels"])), "notes": tuple(found["notes"])})
+    lists = {"kernels": tuple(map(_kernel, found["kernels"])), "held": tuple(map(_held, found["held"]))}
+    return Run(**{**found, **lists, "notes": tuple(found["notes"])})
+
+
+def _held(found: dict[str, Any]) -> Held:
+    return Held(**{**found, "shape": tuple(found["shape"])})
 
 
 def _kernel(found: dict[str, Any]) -> Kernel:

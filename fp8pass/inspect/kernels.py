@@ -40,6 +40,12 @@ def kernel_rows(generated: Generated, graph: str, target: Target) -> list[Kernel
         return [row for node in nodes for row in _rows(node, generated.launches, graph, order, target)]
 
 
+def modules_of(generated: Generated, buffer: str) -> str:
+    """Return the paths of the modules that a buffer of the generated code belongs to; "" if there is no such buffer."""
+    made: Any = generated.lowering.name_to_buffer.get(buffer)
+    return "" if made is None else _modules(sorted(made.get_origins()))
+
+
 def _rows(
     node: BaseSchedulerNode, launches: Sequence[Launch], graph: str, order: dict[fx.Node, int], target: Target
 ) -> Iterator[Kernel]:

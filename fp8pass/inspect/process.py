@@ -27,6 +27,7 @@ from fp8pass.hardware import TARGETS, Target
 from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
 from fp8pass.inspect.inspector import Inspection, Kernel, Run
 from fp8pass.inspect.kernels import kernel_rows
+from fp8pass.inspect.memory import Memory
 from fp8pass.options.config import WEIGHT_CACHES, make_config
 from fp8pass.roofline import load_machine
 from fp8pass.states.slots import InstanceState, registry
@@ -143,7 +144,13 @@ def _run(
     gpu: FakeCuda, way: _Contender, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
 ) -> Run:
     torch.compiler.reset()
-    with fakes(), gpu.compiles() as found, warnings.catch_warnings(record=True) as caught:
+    memory, found = Memory(), list[Generated]()
+
+    def runs(graph: Generated) -> Callable[..., Any]:
+        found.append(graph)
+        return memory.graph(graph, _names(found)[-1])
+
+    with fakes(), gpu.compiles(runs=runs), warnings.catch_warnings(record=True) as caught:
         traced = replace(work)
         work.doing, work.advice = "the model can't be built", _BUILT
         model, *inputs = _built(factory)
@@ -156,7 +163,8 @@ def _run(
         raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
     kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
     notes = dict.fromkeys(str(w.message) for w in caught if str(w.message).startswith("fp8pass: "))
-    return Run(way.name, tuple(kernels), sum(graph.bytes_saved for graph in found), tuple(notes))
+    saved = sum(graph.bytes_saved for graph in found)
+    return Run(way.name, tuple(kernels), saved, tuple(notes), memory.peak, memory.at_peak)
 
 
 def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:

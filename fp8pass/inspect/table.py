@@ -18,6 +18,7 @@ def show(found: Inspection) -> None:
     for run in found.runs:
         if run.name != "bf16":
             _print(run.name, *kernel_table(run))
+            _print(f"{run.name}, tensors held at its peak", *memory_table(run))
     _print("totals", *totals_table(found))
     for note in (*found.notes, *(note for run in found.runs for note in run.notes)):
         print(note)
@@ -44,11 +45,32 @@ def _widths(bits: Sequence[int]) -> str:
     return "/".join(map(str, bits))
 
 
+SMALL_SHARE = 0.01
+"""Tensors of less than this share of the peak are one row of `memory_table`."""
+
+
+def memory_table(run: Run) -> tuple[Sequence[str], Rows]:
+    """Return (heads, rows), a row per tensor that is held when the step needs the most memory, and one for the rest."""
+    large = [held for held in run.held if held.bytes >= SMALL_SHARE * run.peak_bytes]
+    rows = [
+        (
+            h.graph,
+            h.dtype.removeprefix("float8_").removesuffix("fn"),
+            str(list(h.shape)),
+            h.modules,
+            f"{h.bytes / MEGABYTE:.1f}",
+        )
+        for h in large
+    ]
+    rest = run.peak_bytes - sum(h.bytes for h in large)
+    return ("<made in", "<dtype", "<shape", "<in", "MB"), [*rows, ("others", "", "", "", f"{rest / MEGABYTE:.1f}")]
+
+
 def totals_table(found: Inspection) -> tuple[Sequence[str], Rows]:
     """Return (heads, rows), a row per run."""
     heads = (
         "<", "GEMM MB", "rest MB", "GEMMs", "Triton launches", "other launches", "saved for backward MB",
-        "predicted ms", "GEMMs ms", "predicted speedup",
+        "peak MB", "predicted ms", "GEMMs ms", "predicted speedup",
     )  # fmt: skip
     bf16 = found.run("bf16").seconds
     return heads, [_total(run, bf16) for run in found.runs]
@@ -58,7 +80,8 @@ def _total(run: Run, bf16: float) -> tuple[str, ...]:
     gemms = run.of("gemm")
     return (
         run.name, f"{run.gemm_bytes / MEGABYTE:.0f}", f"{run.rest_bytes / MEGABYTE:.0f}", str(len(gemms)),
-        str(run.launches), str(run.extern_launches), f"{run.bytes_saved / MEGABYTE:.0f}", f"{run.seconds * 1e3:.3f}",
+        str(run.launches), str(run.extern_launches), f"{run.bytes_saved / MEGABYTE:.0f}",
+        f"{run.peak_bytes / MEGABYTE:.0f}", f"{run.seconds * 1e3:.3f}",
         f"{sum(k.seconds for k in gemms) * 1e3:.3f}", f"{bf16 / run.seconds:.2f}",
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ A change that lowers a number also lowers it here, and updates the tables of doc
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from traffic import BLOCKS, around_matmuls
 
 from fp8pass.inspect.inspector import Run
+from tests.helpers import ROOT
 from tests.helpers.pretend_gpu import inspect_there
 
 # Delayed scaling, compiled for an H100 by torch 2.11, 2.13 and 2.15: (bytes, launches of Triton kernels, of ATen's).
@@ -36,7 +38,8 @@ WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] 
 """Numbers of elements of each weight, by block."""
 
 
-STEPS = ["llama_mlp", pytest.param("llama_block", marks=pytest.mark.variant)]
+VARIANT = pytest.mark.variant
+STEPS = ["llama_mlp", pytest.param("llama_block", marks=VARIANT)]
 
 
 def inspected(block: str, **options: Any) -> Run:
@@ -60,6 +63,27 @@ def forward_and_backward(block: str) -> Run:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_traffic_and_launches(block: str) -> None:
     assert around_matmuls(forward_and_backward(block)) == TRAFFIC[block]
+
+
+MEASURED = json.loads((ROOT / "bench" / "results" / "h100.json").read_text())["sections"]["llama_mlp"]["points"]
+"""What an H100 measured, with torch 2.11."""
+
+
+@pytest.mark.parametrize(
+    ("run", "recipe"), [("bf16", "bf16"), pytest.param("torchao tensorwise", "torchao tensorwise", marks=VARIANT)]
+)
+def test_peak_memory_is_what_an_h100_allocated(run: str, recipe: str) -> None:
+    peer = "torchao:tensorwise" if "torchao" in run else None
+    (found,) = inspect_there("bench.blocks:llama_mlp", run=run, peer=peer).runs
+    assert [found.peak_bytes] == [point["peak_bytes"] for point in MEASURED if point["recipe"] == recipe]
+
+
+def test_peak_memory_of_fp8_is_what_an_h100_allocated() -> None:
+    found = forward_and_backward("llama_mlp")
+    assert [found.peak_bytes] == [point["peak_bytes"] for point in MEASURED if point["recipe"] == "delayed"]
+    assert found.held[0].modules == "norm, gate+up"
+    twice = [held.bytes for held in found.held if held.dtype == "float8_e5m2" and held.bytes > 1e8]
+    assert twice == [28672 * 8192] * 2  # the gradient of gate and up, by rows and transposed
 
 
 def test_one_launch_ends_the_amaxes_of_two_layers() -> None:
