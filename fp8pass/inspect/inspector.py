@@ -89,8 +89,8 @@ class Run:
 
     bytes_saved: what the forward saves for the backward, without parameters and inputs. peak_bytes: the most memory
     that compiled code holds at once, in addition to parameters, inputs and state: outputs, what is saved for the
-    backward, gradients, and what is computed on the way. held: the tensors that
-    it holds then, largest first.
+    backward, gradients, and what is computed on the way; 0 if it is not known, for a reason in `notes`. held: the
+    tensors that it holds then, largest first.
     """
 
     name: str

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8pass.inspect.fake_cuda import Generated
+from fp8pass.errors import first_line
+from fp8pass.inspect.fake_cuda import Generated, returns
 from fp8pass.inspect.inspector import Held
 from fp8pass.inspect.kernels import modules_of
 
@@ -34,6 +35,8 @@ class Memory:
         """The most bytes at once."""
         self.at_peak: tuple[Held, ...] = ()
         """The tensors that existed then, largest first."""
+        self.unknown = ""
+        """The reason why the peak is not known, a sentence; "" if it is."""
         self._live = 0
         self._held: dict[int, Held] = {}
 
@@ -49,8 +52,8 @@ class Memory:
         exec(re.sub(r"\b(\w+) = (empty_strided\w*)\(", r"\1 = \2('\1', ", body), space)
 
         def call(args: list[Any]) -> Sequence[Any]:
-            returned: Sequence[Any] = space["call"](args)
-            return returned
+            results: Sequence[Any] = space["call"](args)
+            return results
 
         call._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes boxed functions one list
         return call
@@ -61,7 +64,20 @@ class Memory:
         def count(x: Tensor, buffer: str) -> None:
             self.count(x, name, functools.partial(modules_of, generated, buffer))
 
-        return self.runs(generated.code, count, generated.lowering.constants)
+        run = self.runs(generated.code, count, generated.lowering.constants)
+
+        def call(args: list[Any]) -> Sequence[Any]:
+            try:
+                return run(args)
+            except Exception as error:  # noqa: BLE001  # an op may refuse to run without a GPU: only the peak is lost
+                self.unknown = (
+                    f"the peak memory is not known: the {name}'s code does not run here ({first_line(error)})"
+                )
+                results: Sequence[Any] = returns(generated.outputs)(args)
+                return results
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
 
     def count(self, x: Tensor, graph: str, modules: Callable[[], str]) -> None:
         """Count a tensor, unless it shares the memory of one that is counted."""

@@ -164,7 +164,8 @@ def _run(
     kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
     notes = dict.fromkeys(str(w.message) for w in caught if str(w.message).startswith("fp8pass: "))
     saved = sum(graph.bytes_saved for graph in found)
-    return Run(way.name, tuple(kernels), saved, tuple(notes), memory.peak, memory.at_peak)
+    peak, held = (0, ()) if memory.unknown else (memory.peak, memory.at_peak)
+    return Run(way.name, tuple(kernels), saved, (*notes, *filter(None, [memory.unknown])), peak, held)
 
 
 def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:

@@ -18,7 +18,8 @@ def show(found: Inspection) -> None:
     for run in found.runs:
         if run.name != "bf16":
             _print(run.name, *kernel_table(run))
-            _print(f"{run.name}, tensors held at its peak", *memory_table(run))
+            if run.held:
+                _print(f"{run.name}, tensors held at its peak", *memory_table(run))
     _print("totals", *totals_table(found))
     for note in (*found.notes, *(note for run in found.runs for note in run.notes)):
         print(note)
@@ -81,7 +82,7 @@ def _total(run: Run, bf16: float) -> tuple[str, ...]:
     return (
         run.name, f"{run.gemm_bytes / MEGABYTE:.0f}", f"{run.rest_bytes / MEGABYTE:.0f}", str(len(gemms)),
         str(run.launches), str(run.extern_launches), f"{run.bytes_saved / MEGABYTE:.0f}",
-        f"{run.peak_bytes / MEGABYTE:.0f}", f"{run.seconds * 1e3:.3f}",
+        f"{run.peak_bytes / MEGABYTE:.0f}" if run.peak_bytes else "unknown", f"{run.seconds * 1e3:.3f}",
         f"{sum(k.seconds for k in gemms) * 1e3:.3f}", f"{bf16 / run.seconds:.2f}",
     )  # fmt: skip
 
