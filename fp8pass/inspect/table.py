@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fp8pass.inspect.inspector import Inspection, Kernel, Run
+from fp8pass.inspect.inspector import Held, Inspection, Kernel, Run
 from fp8pass.report.text_table import aligned, terminal
 
 Rows = list[tuple[str, ...]]
@@ -47,24 +47,36 @@ def _widths(bits: Sequence[int]) -> str:
 
 
 SMALL_SHARE = 0.01
-"""Tensors of less than this share of the peak are one row of `memory_table`."""
+"""Tensors of one kind that take less than this share of the peak are not rows of their own in `memory_table`."""
 
 
 def memory_table(run: Run) -> tuple[Sequence[str], Rows]:
-    """Return (heads, rows), a row per tensor that is held when the step needs the most memory, and one for the rest."""
-    large = [held for held in run.held if held.bytes >= SMALL_SHARE * run.peak_bytes]
+    """Return (heads, rows) of the tensors held when the step needs the most memory: a row per kind, largest first."""
+    kinds: dict[tuple[str, str, tuple[int, ...]], list[Held]] = {}
+    for held in run.held:
+        kinds.setdefault((held.graph, held.dtype, held.shape), []).append(held)
+    found = sorted(kinds.items(), key=lambda kind: -sum(held.bytes for held in kind[1]))
+    large = [(kind, of) for kind, of in found if sum(held.bytes for held in of) >= SMALL_SHARE * run.peak_bytes]
     rows = [
         (
-            h.graph,
-            h.dtype.removeprefix("float8_").removesuffix("fn"),
-            str(list(h.shape)),
-            h.modules,
-            f"{h.bytes / MEGABYTE:.1f}",
+            graph,
+            dtype.removeprefix("float8_").removesuffix("fn"),
+            str(list(shape)),
+            of[0].modules,
+            str(len(of)),
+            _megabytes(of),
         )
-        for h in large
+        for (graph, dtype, shape), of in large
     ]
-    rest = run.peak_bytes - sum(h.bytes for h in large)
-    return ("<made in", "<dtype", "<shape", "<in", "MB"), [*rows, ("others", "", "", "", f"{rest / MEGABYTE:.1f}")]
+    rest = [held for _, of in found[len(large) :] for held in of]
+    return ("<made in", "<dtype", "<shape", "<in", "tensors", "MB"), [
+        *rows,
+        ("others", "", "", "", str(len(rest)), _megabytes(rest)),
+    ]
+
+
+def _megabytes(held: Sequence[Held]) -> str:
+    return f"{sum(of.bytes for of in held) / MEGABYTE:.1f}"
 
 
 def totals_table(found: Inspection) -> tuple[Sequence[str], Rows]:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fp8pass._torch import inductor_compile_fx
+from fp8pass.inspect.inspector import Held, Run
 from fp8pass.inspect.memory import Memory
+from fp8pass.inspect.table import memory_table
 from tests.helpers.harness import without_caches
 
 
@@ -94,3 +96,29 @@ def test_counted_memory_is_that_of_a_run(backend: str, repeat: int) -> None:
     assert real > 3 * x.nbytes
     assert memory.peak == pytest.approx(real, rel=1e-3)
     assert sum(held.bytes for held in memory.at_peak) == memory.peak
+
+
+def test_tensors_of_one_kind_are_one_row() -> None:
+    def held(n: int, dtype: str = "bfloat16") -> Held:
+        return Held("forward", "mlp", dtype, (n,), n)
+
+    run = Run(
+        "fp8pass", (), 0, (), 2007, (held(900), held(500), held(500), held(100, "float8_e4m3fn"), held(4), held(3))
+    )
+    _, rows = memory_table(run)
+    assert [(dtype, shape, count) for _, dtype, shape, _, count, _ in rows] == [
+        ("bfloat16", "[500]", "2"),
+        ("bfloat16", "[900]", "1"),
+        ("e4m3", "[100]", "1"),
+        ("", "", "2"),
+    ]
+
+
+def test_code_that_does_not_run_here_costs_only_the_peak() -> None:
+    memory = Memory()
+    code = "async_compile.wait(globals())\ndel async_compile\ndef call(args):\n    raise RuntimeError('no GPU')\n"
+    generated: Any = mock.Mock(code=code, outputs=[torch.ones(2)])
+    generated.lowering.constants = {}
+    (result,) = memory.graph(generated, "backward")([])
+    assert result.shape == (2,)
+    assert memory.unknown == "the peak memory is not known: the backward's code does not run here (no GPU)"
