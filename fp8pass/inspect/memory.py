@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import types
 import weakref
@@ -46,7 +47,8 @@ class Memory:
         count: called with each tensor that the code allocates, and the name of its buffer.
         """
         space = {**_outside(count), **constants}
-        space |= dict.fromkeys(re.findall(r"^(\w+) = async_compile\.", code, re.MULTILINE), _NOTHING)
+        idle = r"^(\w+) = async_compile\.", r"^(assert_\w+) = "  # kernels, and checks, which differ between versions
+        space |= {name: _NOTHING for which in idle for name in re.findall(which, code, re.MULTILINE)}
         body = code.partition("del async_compile\n")[2]
         body = body.partition("\ndef get_args")[0].partition("\ndef benchmark_compiled")[0]
         exec(re.sub(r"\b(\w+) = (empty_strided\w*)\(", r"\1 = \2('\1', ", body), space)
@@ -152,9 +154,11 @@ def _outside(count: Count) -> dict[str, Any]:
     ops = _Ops(torch.ops, count)
     stand_in = _Torch("torch")
     stand_in.ops = ops
-    nothing = "assert_size_stride", "assert_alignment", "get_raw_stream", "get_cuda_stream"
     return {
-        **dict.fromkeys(nothing, _NOTHING),
+        **dict.fromkeys(("get_raw_stream", "get_cuda_stream"), _NOTHING),
+        **{name: getattr(math, name) for name in ("inf", "nan")},
+        "math": math,
+        "device": lambda *_, **__: torch.device("cpu"),
         **{f"empty_strided_{kind}": empty for kind in ("cpu", "cuda", "cpu_pinned", "xpu")},
         "empty_strided": empty,
         "torch": stand_in,
