@@ -66,7 +66,7 @@ def test_traffic_and_launches(block: str) -> None:
 
 
 MEASURED = json.loads((ROOT / "bench" / "results" / "h100.json").read_text())["sections"]["llama_mlp"]["points"]
-"""What an H100 measured, with torch 2.11."""
+"""Points that an H100 measured, with torch 2.11."""
 
 
 @pytest.mark.parametrize(
