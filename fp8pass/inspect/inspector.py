@@ -72,7 +72,7 @@ class Kernel:
 class Held:
     """A tensor that compiled code has allocated, and holds when the step needs the most memory.
 
-    graph, modules: what made it, as in `Kernel`. dtype: such as "bfloat16". shape: as a kernel writes it.
+    graph, modules: what made it, as in `Kernel`. dtype: such as "bf16" or "e4m3". shape: as a kernel writes it.
     bytes: of its memory, which views share.
     """
 

@@ -144,7 +144,7 @@ class _Gemm:
     def text(self) -> str:
         """Return the shapes, dtypes and scaling in words: "[8192, 4096] x [4096, 4096] e4m3 x e4m3 rowwise"."""
         times = f"{self.batches} x " if self.batches > 1 else ""
-        kinds = f"{_short(self.a)} x {_short(self.b)}" if self.a.itemsize == 1 else _short(self.a)
+        kinds = f"{short(self.a)} x {short(self.b)}" if self.a.itemsize == 1 else short(self.a)
         return f"{times}[{self.m}, {self.k}] x [{self.k}, {self.n}] {kinds}{f' {self.scaling}' if self.scaling else ''}"
 
     def seconds(self, target: Target) -> float:
@@ -201,7 +201,8 @@ def _attention_flops(op: fx.Node) -> float:
 # --- words
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in tables: "bf16", "e4m3"."""
     names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
     return names.get(dtype) or str(dtype).removeprefix("torch.float8_").removeprefix("torch.").removesuffix("fn")
 
@@ -260,7 +261,7 @@ def _fp8_made(node: BaseSchedulerNode) -> list[str]:
     own = {dep.name for dep in node.read_writes.writes}
     verb = "copy" if all(types[name].itemsize == 1 for name in moved if name not in own) else "quantize"
     made = [types[name] for name in moved if name in own]
-    return [f"{verb} {_short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
+    return [f"{verb} {short(d)}" + (f" x {n}" if n > 1 else "") for d in FP8_DTYPES if (n := made.count(d))]
 
 
 LAST_STAGE = "batch_amaxes"

@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8pass.errors import first_line
 from fp8pass.inspect.fake_cuda import Generated, returns
 from fp8pass.inspect.inspector import Held
-from fp8pass.inspect.kernels import modules_of
+from fp8pass.inspect.kernels import modules_of, short
 
 Count = Callable[[Tensor, str], None]
 GRANULE = 512
@@ -66,11 +66,13 @@ class Memory:
         def count(x: Tensor, buffer: str) -> None:
             self.count(x, name, functools.partial(modules_of, generated, buffer))
 
-        run = self.runs(generated.code, count, generated.lowering.constants)
+        @functools.cache
+        def run() -> Callable[[list[Any]], Sequence[Any]]:
+            return self.runs(generated.code, count, generated.lowering.constants)
 
         def call(args: list[Any]) -> Sequence[Any]:
             try:
-                return run(args)
+                return run()(args)
             except Exception as error:  # noqa: BLE001  # an op may refuse to run without a GPU: only the peak is lost
                 self.unknown = (
                     f"the peak memory is not known: the {name}'s code does not run here ({first_line(error)})"
@@ -87,7 +89,7 @@ class Memory:
         key, size = storage._cdata, -(-storage.nbytes() // GRANULE) * GRANULE
         if key in self._held or not size:
             return
-        self._held[key] = Held(graph, modules(), str(x.dtype).removeprefix("torch."), tuple(x.shape), size)
+        self._held[key] = Held(graph, modules(), short(x.dtype), tuple(x.shape), size)
         weakref.finalize(storage, self._freed, key)
         self._live += size
         if self._live > self.peak:

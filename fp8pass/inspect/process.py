@@ -144,13 +144,12 @@ def _run(
     gpu: FakeCuda, way: _Contender, factory: Callable[[], Any], ptx: bool, work: _Work, optimizer: str | None = None
 ) -> Run:
     torch.compiler.reset()
-    memory, found = Memory(), list[Generated]()
+    memory = Memory()
 
     def runs(graph: Generated) -> Callable[..., Any]:
-        found.append(graph)
         return memory.graph(graph, _names(found)[-1])
 
-    with fakes(), gpu.compiles(runs=runs), warnings.catch_warnings(record=True) as caught:
+    with fakes(), gpu.compiles(runs=runs) as found, warnings.catch_warnings(record=True) as caught:
         traced = replace(work)
         work.doing, work.advice = "the model can't be built", _BUILT
         model, *inputs = _built(factory)

@@ -60,7 +60,7 @@ def memory_table(run: Run) -> tuple[Sequence[str], Rows]:
     rows = [
         (
             graph,
-            dtype.removeprefix("float8_").removesuffix("fn"),
+            dtype,
             str(list(shape)),
             of[0].modules,
             str(len(of)),

@@ -99,16 +99,14 @@ def test_counted_memory_is_that_of_a_run(backend: str, repeat: int) -> None:
 
 
 def test_tensors_of_one_kind_are_one_row() -> None:
-    def held(n: int, dtype: str = "bfloat16") -> Held:
+    def held(n: int, dtype: str = "bf16") -> Held:
         return Held("forward", "mlp", dtype, (n,), n)
 
-    run = Run(
-        "fp8pass", (), 0, (), 2007, (held(900), held(500), held(500), held(100, "float8_e4m3fn"), held(4), held(3))
-    )
+    run = Run("fp8pass", (), 0, (), 2007, (held(900), held(500), held(500), held(100, "e4m3"), held(4), held(3)))
     _, rows = memory_table(run)
     assert [(dtype, shape, count) for _, dtype, shape, _, count, _ in rows] == [
-        ("bfloat16", "[500]", "2"),
-        ("bfloat16", "[900]", "1"),
+        ("bf16", "[500]", "2"),
+        ("bf16", "[900]", "1"),
         ("e4m3", "[100]", "1"),
         ("", "", "2"),
     ]
