@@ -45,6 +45,7 @@ with required_names():
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
     from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
     from torch._inductor import compile_fx as inductor_compile_fx
     from torch._inductor import config as inductor_config
     from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
@@ -52,14 +53,16 @@ with required_names():
     from torch._inductor import lowering as inductor_lowering
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.choices import InductorChoices
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.codegen import triton_combo_kernel
-    from torch._inductor.codegen.triton import FixedTritonConfig, TritonOverrides
+    from torch._inductor.codegen.common import Kernel as InductorKernel
+    from torch._inductor.codegen.triton import FixedTritonConfig, TritonCSE, TritonOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.dependencies import MemoryDep
-    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler, SubgraphLoweringException
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, ExternKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
@@ -72,6 +75,8 @@ with required_names():
         NopKernelSchedulerNode,
         SchedulerNode,
     )
+    from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
+    from torch._inductor.utils import triton_type
     from torch._inductor.virtualized import V as Virtualized
     from torch._inductor.virtualized import ops as inductor_ops
     from torch._library.custom_ops import CustomOpDef
@@ -144,6 +149,15 @@ EXACT_INPUTS = "eager_input_vals"
 
 CACHEABLE = "unsafe_marked_cacheable_functions"
 """Inductor's setting {name of a function: hash}. AOTAutograd does not cache graphs that call other functions."""
+
+
+TRITON_IMPORTS = """\
+import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_helpers import libdevice, math as tl_math
+"""
+"""The imports of a module with a Triton kernel whose lines Inductor's lowerings write."""
 
 
 def onednn_multiplies(dtype: torch.dtype) -> bool:
@@ -649,6 +663,21 @@ def module_of_stage(stage: Any) -> Any:
     return stage.submod if isinstance(stage, _PipelineStageBase) else stage
 
 
+def call_of_kernel(kernel: Any, grid: int, tensors: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
+    """Return the keyword arguments with which `triton_kernel_wrapper_functional` calls a Triton kernel.
+
+    tensors: {parameter: tensor}; written: the parameters that the kernel writes, of whose tensors it returns copies.
+    """
+    return {
+        "kernel_idx": kernel_side_table.add_kernel(kernel),
+        "constant_args_idx": kernel_side_table.add_constant_args({}),
+        "grid": [(grid, 1, 1)],
+        "tma_descriptor_metadata": {},
+        "kwargs": dict(tensors),
+        "tensors_to_clone": list(written),
+    }
+
+
 __all__ = [
     "CACHEABLE",
     "COMPOSITE",
@@ -658,6 +687,7 @@ __all__ = [
     "MODULE_CALL",
     "RUNS_BACKWARD",
     "TAKES_LISTS_OF_PASSES",
+    "TRITON_IMPORTS",
     "BaseSchedulerNode",
     "CheckpointFunction",
     "CodeGen",
@@ -678,6 +708,7 @@ __all__ = [
     "HigherOrderOperator",
     "InductorChoices",
     "InductorError",
+    "InductorKernel",
     "Loss",
     "MemoryDep",
     "MutationLayoutSHOULDREMOVE",
@@ -686,14 +717,18 @@ __all__ = [
     "OpOverloadPacket",
     "PipelineCall",
     "Pointwise",
+    "PointwiseSubgraphLowering",
+    "PyCodeCache",
     "RestartAnalysis",
     "SchedulerNode",
     "SkipFrame",
     "Store",
+    "SubgraphLoweringException",
     "TensorBox",
     "TorchDispatchMode",
     "TorchDynamoException",
     "TracingContext",
+    "TritonCSE",
     "TritonOverrides",
     "Virtualized",
     "_CheckpointFrame",
@@ -704,6 +739,7 @@ __all__ = [
     "as_fakes",
     "before_eager_optimizers",
     "cache_dir",
+    "call_of_kernel",
     "callback_handler",
     "cancel_compilations",
     "compilations",
@@ -776,6 +812,8 @@ __all__ = [
     "tracing",
     "triton_combo_kernel",
     "triton_helpers",
+    "triton_kernel_wrapper_functional",
+    "triton_type",
     "unset_fake_temporarily",
     "why_compiled_again",
 ]

@@ -43,6 +43,7 @@ from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
+from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
 from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.split_foreach import SplitForeach
@@ -119,6 +120,7 @@ JOINT: tuple[Pass[Context], ...] = (
 KERNELS: tuple[Pass[Context], ...] = (
     SplitForeach(),  # first: the tensors that it splits off are quantized by ops that FoldQuantizes folds
     FoldQuantizes(),  # before passes that look for a quantize as one node
+    FuseMatmuls(),  # before passes that write kernels for the tensors that it quantizes
     UpdateTiles(),  # before QuantizeTiles, which tiles the kernels that are left
     QuantizeTiles(),  # before BatchAmaxes, which joins the amaxes that these two make
     BatchAmaxes(),

@@ -21,16 +21,21 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import async_compile, config, select_algorithm
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.runtime import triton_heuristics
+from torch.utils._ordered_set import OrderedSet
 from triton.runtime import interpreter
 
 import fp8pass
 from fp8pass.hardware import TARGETS
+from fp8pass.fused import source
 from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.quant.kernel_ops import WRITE
 from fp8pass.states.slots import registry
@@ -91,6 +96,10 @@ def power(x: Any, y: Any) -> Any:
     return tl.core.tensor(interpreter.TensorHandle(data, x.dtype.scalar), x.type)
 
 
+fused_matmuls: list[tuple[Tensor, ...]] = []
+"""Operands and scales of the fused matmuls that the running code has computed."""
+
+
 class Kernel:
     """A generated kernel, which runs with the first of its configurations."""
 
@@ -99,10 +108,14 @@ class Kernel:
 
     def run(self, *args: Any, stream: int) -> None:
         """Launch the kernel, as generated code does."""
-        function, choice = self.tuner.fn, self.tuner.configs[0]
+        function, choice, meta = self.tuner.fn, self.tuner.configs[0], self.tuner.inductor_meta
         names = [name for name in function.arg_names if name not in choice.kwargs]
-        given = dict(zip(names, args, strict=True))
-        grid = triton_heuristics.GridExpr.from_meta(self.tuner.inductor_meta, choice).eval_slow(given)
+        of_launch = meta.get("extra_launcher_args", [])  # the grid of a kernel that is not Inductor's
+        given = dict(zip([*names, *of_launch], args, strict=True))
+        grid = triton_heuristics.GridExpr.from_meta(meta, choice).eval_slow(given)
+        given = {name: given[name] for name in names}
+        if function.fn.__name__ == source.NAME:
+            fused_matmuls.append(_matmul([given[name] for name in ("a", "b", "scale_a", "scale_b")]))
         # the interpreter patches Triton at each call of a function; once in a launch is enough
         with mock.patch.object(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang)):
             function[grid](**given, **choice.kwargs)
@@ -118,6 +131,30 @@ def load_kernel(gpu: FakeCuda, name: str, source: str, device_str: str) -> Kerne
         exec(compile(source, file, "exec"), vars(module))
     vars(module)["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions
     return Kernel(getattr(module, name))
+
+
+@contextlib.contextmanager
+def generating() -> Iterator[None]:
+    """Let Inductor read kernels that are not its own as functions to compile, although the interpreter runs them.
+
+    It finds out which tensors such a kernel writes by compiling it, which the interpreter's functions can't be.
+    """
+
+    def written(kernel: Any, given: dict[str, Any], _: Any) -> Any:
+        return [name for name in given if name.startswith("out")]
+
+    def accessed(kernel: Any, given: dict[str, Any], _: Any) -> Any:
+        names = written(kernel, given, _)
+        reads, writes = (OrderedSet(map(StarDep, of)) for of in (given.keys() - names, names))
+        return triton_kernel_wrap.TensorAccesses(ReadWrites(reads, writes, OrderedSet()), False)
+
+    finds = {"identify_accessed_tensors": accessed, "identify_mutated_tensors": written}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(triton.knobs.runtime.scope())
+        triton.knobs.runtime.interpret = False
+        for name in finds.keys() & vars(triton_kernel_wrap).keys():
+            stack.enter_context(mock.patch.object(triton_kernel_wrap, name, finds[name]))
+        yield
 
 
 @contextlib.contextmanager
@@ -221,6 +258,7 @@ def compared_matmuls(wanted: Sequence[Matmul], got: Sequence[Matmul]) -> Iterato
 def run_code(gpu: FakeCuda, code: Callable[[list[Any]], Any], inputs: list[Any]) -> tuple[Sequence[Any], list[Matmul]]:
     """Call generated code. Return its outputs, and the operands and scales of its scaled matmuls."""
     matmuls: list[Matmul] = []
+    fused_matmuls.clear()
     kernels: Any = select_algorithm.extern_kernels
     real = kernels._scaled_mm
 
@@ -229,7 +267,8 @@ def run_code(gpu: FakeCuda, code: Callable[[list[Any]], Any], inputs: list[Any])
         return real(*args, **kwargs)
 
     with on_cpu(gpu), mock.patch.object(kernels, "_scaled_mm", scaled_mm):
-        return code(inputs), matmuls
+        outputs = code(inputs)
+    return outputs, [*matmuls, *fused_matmuls]
 
 
 def _written(module: fx.GraphModule) -> list[int]:
@@ -252,7 +291,8 @@ def both(
     It appends the comparisons of each call to `found`, and returns the graph's outputs.
     """
     graph = copy.deepcopy(module)
-    generated = gpu.generate(module, inputs, is_backward)
+    with generating():
+        generated = gpu.generate(module, inputs, is_backward)
     with on_cpu(gpu):
         code = PyCodeCache.load(generated.code).call
 

@@ -1,0 +1,260 @@
+"""Write the Triton kernel of an FP8 matmul with a generated epilogue.
+
+Persistent: a program computes one tile after the other, and on GPUs with TMA the next tile's operands arrive while the
+epilogue of one runs. Each tile is computed as `_scaled_mm` does, up to the order of its sums: the product in float32,
+both scales, the bias, rounded to the dtype that the matmul would return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
+from fp8pass.fused.epilogue import PRODUCT, Epilogue, Read
+from fp8pass.fused.tiles import Tile
+
+NAME = "scaled_mm_fused"
+"""The kernel's name; Inductor appends a number."""
+GROUP = 8
+"""Tiles of this many rows of tiles follow each other, column by column, so that they share operands in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the kernel writes.
+
+    kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", the amax of each tile; "sums", the sums of columns in each
+    tile, f32[tiles down, N]. result: the number of the result of the epilogue.
+    """
+
+    kind: str
+    result: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """The product of a: f8[M, K] and b: f8[K, N], whose columns are contiguous.
+
+    strides: of a's rows and b's columns. scales: "tensorwise" or "rowwise". bias: whether there is one. dtype: of the
+    result. fast: `use_fast_accum`.
+    """
+
+    m: int
+    n: int
+    k: int
+    strides: tuple[int, int]
+    scales: str
+    bias: bool
+    dtype: torch.dtype
+    fast: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the source of a kernel depends on. tma: whether the GPU has TMA. programs: their number."""
+
+    matmul: Matmul
+    epilogue: Epilogue
+    outputs: tuple[Output, ...]
+    tile: Tile
+    tma: bool
+    programs: int
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the kernel's parameters, in order: operands, scales, bias, inputs, outputs."""
+        bias = ["bias"] if self.matmul.bias else []
+        inputs = dict.fromkeys(f"in{read.input}" for read in self.epilogue.reads)
+        outputs = [f"out{i}" for i in range(len(self.outputs))]
+        return ["a", "b", "scale_a", "scale_b", *bias, *inputs, *outputs]
+
+    def tiles(self) -> tuple[int, int]:
+        """Return the numbers of tiles down and across."""
+        return -(-self.matmul.m // self.tile.rows), -(-self.matmul.n // self.tile.columns)
+
+    def shape(self, output: Output) -> list[int]:
+        """Return the shape of an output."""
+        m, n, (down, across) = self.matmul.m, self.matmul.n, self.tiles()
+        return {"rows": [m, n], "columns": [n, m], "amax": [down * across], "sums": [down, n]}[output.kind]
+
+
+def kernel_of(plan: Plan) -> Any:
+    """Return the kernel, a `triton.JITFunction` with one configuration; the same one for the same source."""
+    return getattr(PyCodeCache.load(source_of(plan)), NAME)
+
+
+def source_of(plan: Plan) -> str:
+    """Return the source of the kernel, a Python module."""
+    body = [*_descriptors(plan), *_constants(plan), *_loop(plan)]
+    choice = f"triton.Config({{}}, num_warps={plan.tile.warps}, num_stages={plan.tile.stages})"
+    head = ["", f"@triton.autotune([{choice}], [])", "@triton.jit", f"def {NAME}({', '.join(plan.parameters)}):"]
+    lines = [*head, *(f"    {line}" for line in body)]
+    return TRITON_IMPORTS + "\n".join(lines) + "\n"
+
+
+def by_tma(read: Read, plan: Plan) -> bool:
+    """Return whether the epilogue's input is read as a block of a matrix, by TMA: contiguous rows, at 16 bytes."""
+    aligned = read.row * read.dtype.itemsize % 16 == 0 and read.offset * read.dtype.itemsize % 16 == 0
+    return plan.tma and read.column == 1 and read.row >= plan.matmul.n and aligned and read.dtype != torch.bool
+
+
+def _descriptors(plan: Plan) -> Iterator[str]:
+    if not plan.tma:
+        return
+    m, t = plan.matmul, plan.tile
+    for name, size, stride, block in (("a", m.m, m.strides[0], t.rows), ("b", m.n, m.strides[1], t.columns)):
+        yield _descriptor(name, [size, m.k], stride, [block, t.depth])
+    for read in plan.epilogue.reads:
+        if by_tma(read, plan):
+            rows = m.m + read.offset // read.row
+            yield f"{read.variable}_" + _descriptor(
+                f"in{read.input}", [rows, read.row], read.row, [t.rows, t.columns]
+            ).partition("_")[2]
+    for i, output in enumerate(plan.outputs):
+        if _stores_by_tma(output, plan):
+            shape, block = plan.shape(output), [t.rows, t.columns]
+            yield _descriptor(f"out{i}", shape, shape[1], block if output.kind == "rows" else block[::-1])
+
+
+def _descriptor(name: str, shape: list[int], stride: int, block: list[int]) -> str:
+    return f"{name}_blocks = tl.make_tensor_descriptor({name}, {shape}, [{stride}, 1], {block})"
+
+
+def _stores_by_tma(output: Output, plan: Plan) -> bool:
+    return plan.tma and output.kind in ("rows", "columns") and plan.shape(output)[1] * output.dtype.itemsize % 16 == 0
+
+
+def _constants(plan: Plan) -> Iterator[str]:
+    """Write what is the same for all tiles."""
+    if plan.matmul.scales == "tensorwise":
+        yield "scale = tl.load(scale_a) * tl.load(scale_b)"
+    for read in plan.epilogue.reads:
+        if not read.row and not read.column:
+            yield f"{read.variable} = {_computed(f'tl.load(in{read.input} + {read.offset})', read.dtype)}"
+
+
+def _loop(plan: Plan) -> Iterator[str]:
+    (down, across), t = plan.tiles(), plan.tile
+    flatten = ", flatten=True" if plan.tma else ""
+    yield f"for tile in tl.range(tl.program_id(0), {down * across}, {plan.programs}{flatten}):"
+    for line in (*_place(down, across, t), *_product(plan), *_epilogue(plan), *_stores(plan, across)):
+        yield f"    {line}"
+
+
+def _place(down: int, across: int, tile: Tile) -> Iterator[str]:
+    yield f"first = tile // {GROUP * across} * {GROUP}"
+    yield f"height = tl.minimum({down} - first, {GROUP})"
+    yield f"i = (first + tile % {GROUP * across} % height) * {tile.rows}"
+    yield f"j = tile % {GROUP * across} // height * {tile.columns}"
+    yield f"row = i + tl.arange(0, {tile.rows})[:, None]"
+    yield f"column = j + tl.arange(0, {tile.columns})[None, :]"
+
+
+def _product(plan: Plan) -> Iterator[str]:
+    m, t = plan.matmul, plan.tile
+    yield f"total = tl.zeros(({t.rows}, {t.columns}), tl.float32)"
+    yield f"for k in range({-(-m.k // t.depth)}):"
+    if plan.tma:
+        a, b = f"a_blocks.load([i, k * {t.depth}])", f"b_blocks.load([j, k * {t.depth}]).T"
+    else:
+        yield f"    depth = k * {t.depth} + tl.arange(0, {t.depth})"
+        inside = "" if m.k % t.depth == 0 else f" & (depth < {m.k})"
+        yield (
+            f"    a_block = tl.load(a + row * {m.strides[0]} + depth[None, :], "
+            f"mask=(row < {m.m}){inside and inside.replace('depth <', 'depth[None, :] <')}, other=0.0)"
+        )
+        yield (
+            f"    b_block = tl.load(b + depth[:, None] + column * {m.strides[1]}, "
+            f"mask=(column < {m.n}){inside and inside.replace('depth <', 'depth[:, None] <')}, other=0.0)"
+        )
+        a, b = "a_block", "b_block"
+    # without fast accumulation, sums over more than one block are added outside the tensor cores, in float32
+    yield f"    total = tl.dot({a}, {b}, total)" if m.fast else f"    total += tl.dot({a}, {b})"
+    scale = "scale"
+    if m.scales == "rowwise":
+        yield _line("row_scale", f"scale_a + row{_mask(plan, 'row')}")
+        yield _line("column_scale", f"scale_b + column{_mask(plan, 'column')}")
+        scale = "row_scale * column_scale"
+    bias = ""
+    if m.bias:
+        yield _line("added", f"bias + column{_mask(plan, 'column')}")
+        bias = " + added.to(tl.float32)"
+    yield f"{PRODUCT} = (total * {scale}{bias})" + (
+        "" if m.dtype == torch.float32 else f".to({triton_type(m.dtype)}).to(tl.float32)"
+    )
+
+
+def _line(name: str, address: str) -> str:
+    return f"{name} = tl.load({address})"
+
+
+def _mask(plan: Plan, *dims: str) -> str:
+    """Return the mask of a load or store, as its last argument; "" if tiles divide the result."""
+    where = _inside(plan, dims)
+    return f", mask={where}" if where else ""
+
+
+def _inside(plan: Plan, dims: Sequence[str]) -> str:
+    m, t = plan.matmul, plan.tile
+    edges = {"row": (m.m, t.rows), "column": (m.n, t.columns)}
+    return " & ".join(f"({d} < {edges[d][0]})" for d in dims if edges[d][0] % edges[d][1])
+
+
+def _computed(loaded: str, dtype: torch.dtype) -> str:
+    """Return the value with which Inductor computes: float32 for narrower floating-point types."""
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return f"{loaded}.to(tl.float32)" if narrow else f"{loaded}.to(tl.int1)" if dtype == torch.bool else loaded
+
+
+def _epilogue(plan: Plan) -> Iterator[str]:
+    for read in plan.epilogue.reads:
+        if by_tma(read, plan):
+            down, across = divmod(read.offset, read.row)
+            place = f"i{f' + {down}' if down else ''}, j{f' + {across}' if across else ''}"
+            yield f"{read.variable} = {_computed(f'{read.variable}_blocks.load([{place}])', read.dtype)}"
+        elif read.row or read.column:
+            yield f"{read.variable} = {_computed(_load(read, plan), read.dtype)}"
+    yield from plan.epilogue.lines
+
+
+def _load(read: Read, plan: Plan) -> str:
+    last = read.row * plan.matmul.m + read.column * plan.matmul.n + read.offset
+    wide = ".to(tl.int64)" if last >= 1 << 31 else ""
+    terms = [f"{name}{wide} * {factor}" for name, factor in (("row", read.row), ("column", read.column)) if factor]
+    dims = [name for name, factor in (("row", read.row), ("column", read.column)) if factor]
+    return f"tl.load(in{read.input} + {' + '.join(terms)} + {read.offset}{_mask(plan, *dims)})"
+
+
+def _stores(plan: Plan, across: int) -> Iterator[str]:
+    for i, output in enumerate(plan.outputs):
+        value, dtype = plan.epilogue.results[output.result], triton_type(output.dtype)
+        inside = _inside(plan, ("row", "column"))
+        if output.kind == "amax":
+            yield from _amax(i, value, inside, dtype)
+        elif output.kind == "sums":
+            kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
+            yield (
+                f"tl.store(out{i} + (i // {plan.tile.rows}) * {plan.matmul.n} + column, "
+                f"tl.sum({kept}, 0)[None, :]{_mask(plan, 'column')})"
+            )
+        elif _stores_by_tma(output, plan):
+            place, turned = ("i, j", "") if output.kind == "rows" else ("j, i", ".T")
+            yield f"out{i}_blocks.store([{place}], ({value}).to({dtype}){turned})"
+        else:
+            strides = (plan.matmul.n, 1) if output.kind == "rows" else (1, plan.matmul.m)
+            wide = ".to(tl.int64)" if plan.matmul.m * plan.matmul.n >= 1 << 31 else ""
+            mask = f", mask={inside}" if inside else ""
+            address = f"out{i} + row{wide} * {strides[0]} + column{wide} * {strides[1]}"
+            yield f"tl.store({address}, ({value}).to({dtype}){mask})"
+
+
+def _amax(i: int, value: str, inside: str, dtype: str) -> Iterator[str]:
+    """Write one amax per tile. As integers, the bits of magnitudes are in the order of the numbers, with NaN last."""
+    yield f"bits{i} = tl.abs({value}).to(tl.int32, bitcast=True)"
+    kept = f"tl.where({inside}, bits{i}, 0)" if inside else f"bits{i}"
+    yield f"tl.store(out{i} + tile, tl.max({kept}).to(tl.float32, bitcast=True).to({dtype}))"
