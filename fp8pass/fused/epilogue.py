@@ -53,12 +53,19 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Result:
+    """One output of the graph: the lines that compute it, after those of the outputs before it, and its variable."""
+
+    lines: tuple[str, ...]
+    variable: str
+
+
+@dataclass(frozen=True)
 class Epilogue:
-    """Triton code for one tile. results: the variable, or the constant, of each output of the graph."""
+    """Triton code for one tile."""
 
     reads: tuple[Read, ...]
-    lines: tuple[str, ...]
-    results: tuple[str, ...]
+    results: tuple[Result, ...]
 
 
 def written(module: fx.GraphModule) -> Epilogue:
@@ -78,8 +85,8 @@ def written(module: fx.GraphModule) -> Epilogue:
             except SubgraphLoweringException as error:
                 raise CannotFuse(f"{lowering.current_node.target} is not an elementwise op for Inductor") from error
             with code:
-                results = tuple(str(box.make_loader()([_ROW, _COLUMN])) for box in nodes.graph_outputs)
-    return Epilogue(tuple(code.reads), tuple(code.compute.getvalue().splitlines()), results)
+                results = tuple(code.result(box) for box in nodes.graph_outputs)
+    return Epilogue(tuple(code.reads), results)
 
 
 class _Nodes(PointwiseSubgraphLowering):
@@ -131,6 +138,12 @@ class _Code(InductorKernel):
         self.inputs = inputs
         self.reads: list[Read] = []
         self.loaded: dict[tuple[str, sympy.Expr], Any] = {}
+
+    def result(self, box: Any) -> Result:
+        """Write the code of one output."""
+        before = len(self.compute.getvalue().splitlines())
+        variable = str(box.make_loader()([_ROW, _COLUMN]))
+        return Result(tuple(self.compute.getvalue().splitlines()[before:]), variable)
 
     def load(self, name: str, index: sympy.Expr) -> Any:
         """Return the variable of an input's element, which is float32 for all floating-point types but float64."""

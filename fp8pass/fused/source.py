@@ -142,7 +142,7 @@ def _loop(plan: Plan) -> Iterator[str]:
     (down, across), t = plan.tiles(), plan.tile
     flatten = ", flatten=True" if plan.tma else ""
     yield f"for tile in tl.range(tl.program_id(0), {down * across}, {plan.programs}{flatten}):"
-    for line in (*_place(down, across, t), *_product(plan), *_epilogue(plan), *_stores(plan, across)):
+    for line in (*_place(down, across, t), *_product(plan), *_reads(plan), *_results(plan)):
         yield f"    {line}"
 
 
@@ -211,7 +211,7 @@ def _computed(loaded: str, dtype: torch.dtype) -> str:
     return f"{loaded}.to(tl.float32)" if narrow else f"{loaded}.to(tl.int1)" if dtype == torch.bool else loaded
 
 
-def _epilogue(plan: Plan) -> Iterator[str]:
+def _reads(plan: Plan) -> Iterator[str]:
     for read in plan.epilogue.reads:
         if by_tma(read, plan):
             down, across = divmod(read.offset, read.row)
@@ -219,7 +219,6 @@ def _epilogue(plan: Plan) -> Iterator[str]:
             yield f"{read.variable} = {_computed(f'{read.variable}_blocks.load([{place}])', read.dtype)}"
         elif read.row or read.column:
             yield f"{read.variable} = {_computed(_load(read, plan), read.dtype)}"
-    yield from plan.epilogue.lines
 
 
 def _load(read: Read, plan: Plan) -> str:
@@ -230,27 +229,31 @@ def _load(read: Read, plan: Plan) -> str:
     return f"tl.load(in{read.input} + {' + '.join(terms)} + {read.offset}{_mask(plan, *dims)})"
 
 
-def _stores(plan: Plan, across: int) -> Iterator[str]:
-    for i, output in enumerate(plan.outputs):
-        value, dtype = plan.epilogue.results[output.result], triton_type(output.dtype)
-        inside = _inside(plan, ("row", "column"))
-        if output.kind == "amax":
-            yield from _amax(i, value, inside, dtype)
-        elif output.kind == "sums":
-            kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
-            yield (
-                f"tl.store(out{i} + (i // {plan.tile.rows}) * {plan.matmul.n} + column, "
-                f"tl.sum({kept}, 0)[None, :]{_mask(plan, 'column')})"
-            )
-        elif _stores_by_tma(output, plan):
-            place, turned = ("i, j", "") if output.kind == "rows" else ("j, i", ".T")
-            yield f"out{i}_blocks.store([{place}], ({value}).to({dtype}){turned})"
-        else:
-            strides = (plan.matmul.n, 1) if output.kind == "rows" else (1, plan.matmul.m)
-            wide = ".to(tl.int64)" if plan.matmul.m * plan.matmul.n >= 1 << 31 else ""
-            mask = f", mask={inside}" if inside else ""
-            address = f"out{i} + row{wide} * {strides[0]} + column{wide} * {strides[1]}"
-            yield f"tl.store({address}, ({value}).to({dtype}){mask})"
+def _results(plan: Plan) -> Iterator[str]:
+    """Write each result as soon as it is computed, which keeps fewer values in registers."""
+    for number, result in enumerate(plan.epilogue.results):
+        yield from result.lines
+        for i, output in enumerate(plan.outputs):
+            if output.result == number:
+                yield from _store(i, output, result.variable, plan)
+
+
+def _store(i: int, output: Output, value: str, plan: Plan) -> Iterator[str]:
+    dtype, inside, m = triton_type(output.dtype), _inside(plan, ("row", "column")), plan.matmul
+    if output.kind == "amax":
+        yield from _amax(i, value, inside, dtype)
+    elif output.kind == "sums":
+        kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
+        address = f"out{i} + (i // {plan.tile.rows}) * {m.n} + column"
+        yield f"tl.store({address}, tl.sum({kept}, 0)[None, :]{_mask(plan, 'column')})"
+    elif _stores_by_tma(output, plan):
+        place, turned = ("i, j", "") if output.kind == "rows" else ("j, i", ".T")
+        yield f"out{i}_blocks.store([{place}], ({value}).to({dtype}){turned})"
+    else:
+        strides = (m.n, 1) if output.kind == "rows" else (1, m.m)
+        wide = ".to(tl.int64)" if m.m * m.n >= 1 << 31 else ""
+        address = f"out{i} + row{wide} * {strides[0]} + column{wide} * {strides[1]}"
+        yield f"tl.store({address}, ({value}).to({dtype}){_mask(plan, 'row', 'column')})"
 
 
 def _amax(i: int, value: str, inside: str, dtype: str) -> Iterator[str]:

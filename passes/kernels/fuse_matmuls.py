@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -254,34 +254,34 @@ def gpu_of(device: torch.device) -> Gpu:
 
 def plan_of(m: Match, gpu: Gpu) -> tuple[Plan, list[fx.Node]]:
     """Return the kernel's plan, and the nodes that each of its outputs replaces. Raises CannotFuse."""
-    replaced, outputs, results = list[fx.Node](), list[Output](), list[fx.Node]()
-
-    def output(kind: str, of: fx.Node, instead_of: fx.Node, dtype: torch.dtype | None = None) -> None:
-        if of not in results:
-            results.append(of)
-        outputs.append(Output(kind, results.index(of), dtype or val(of).dtype))
-        replaced.append(instead_of)
-
-    for node in m.quantizes:
-        if any(map(m.is_read, node.users)):
-            output("rows", node, node)
-    for copy, node in m.copies.items():
-        output("columns", node, copy)
-    for node in m.amaxes:
-        output("amax", of_amax(node), node)
-    for node in m.sums:
-        output("sums", first(node), node, torch.float32)
-    if m.kept is not None:
-        output("rows", m.kept, m.kept)
+    found = list(_outputs(m))
+    of_product = reach([m.product], lambda n: n.users)
+    results = sorted({of for _, of, _, _ in found}, key=lambda n: (n in of_product, n))
+    outputs = tuple(Output(kind, results.index(of), dtype) for kind, of, _, dtype in found)
     matmul, epilogue = _matmul(m.product), written(_module(m, results))
     moved = sum(o.dtype.itemsize for o in outputs if o.kind in ("rows", "columns"))
     moved += sum(r.dtype.itemsize for r in epilogue.reads if r.row and r.column)
     tile = choose(matmul.m, matmul.n, matmul.k, moved, gpu.shared_memory, gpu.tma)
     if tile is None:
         raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
-    plan = Plan(matmul, epilogue, tuple(outputs), tile, gpu.tma, 0)
+    plan = Plan(matmul, epilogue, outputs, tile, gpu.tma, 0)
     down, across = plan.tiles()
-    return replace(plan, programs=min(gpu.multiprocessors, down * across)), replaced
+    return replace(plan, programs=min(gpu.multiprocessors, down * across)), [instead for _, _, instead, _ in found]
+
+
+def _outputs(m: Match) -> Iterator[tuple[str, fx.Node, fx.Node, torch.dtype]]:
+    """Yield the kind of each output of the kernel, the node that it is made of, the node it replaces, and its dtype."""
+    for node in m.amaxes:
+        yield "amax", of_amax(node), node, val(node).dtype
+    for node in m.sums:
+        yield "sums", first(node), node, torch.float32
+    for node in m.quantizes:
+        if any(map(m.is_read, node.users)):
+            yield "rows", node, node, val(node).dtype
+    for copy, node in m.copies.items():
+        yield "columns", node, copy, val(node).dtype
+    if m.kept is not None:
+        yield "rows", m.kept, m.kept, val(m.kept).dtype
 
 
 def _matmul(product: fx.Node) -> Matmul:
