@@ -45,7 +45,11 @@ with required_names():
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_partition
     from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        kernel_side_table,
+        triton_kernel_wrapper_functional,
+        triton_kernel_wrapper_mutation,
+    )
     from torch._inductor import compile_fx as inductor_compile_fx
     from torch._inductor import config as inductor_config
     from torch._inductor import custom_graph_pass, inductor_prims, list_mode_options
@@ -678,6 +682,13 @@ def call_of_kernel(kernel: Any, grid: int, tensors: Mapping[str, Any], written: 
     }
 
 
+def kernel_called(node: fx.Node) -> Any:
+    """Return the Triton kernel that a node calls; None if it calls none that is not Inductor's."""
+    if node.target not in (triton_kernel_wrapper_functional, triton_kernel_wrapper_mutation):
+        return None
+    return kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+
+
 __all__ = [
     "CACHEABLE",
     "COMPOSITE",
@@ -781,6 +792,7 @@ __all__ = [
     "is_alias_of",
     "is_of_fsdp",
     "is_traceable_wrapper_subclass",
+    "kernel_called",
     "kernel_keys",
     "kernel_nodes",
     "linear",

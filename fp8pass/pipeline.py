@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -209,18 +209,29 @@ def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:
 
 
 class KernelPasses(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass`. attempt: the way in which the current graph is compiled."""
+    """Inductor's `post_grad_custom_pre_pass`. attempt: the way in which the current graph is compiled.
 
-    def __init__(self, config: Config, dump: Dump | None = None, timing: Timing | None = None) -> None:
+    gemms: returns the verdicts of the graph's matmuls, as `Pipeline.gemms` has them; they get notes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dump: Dump | None = None,
+        timing: Timing | None = None,
+        gemms: Callable[[], Mapping[str, Sequence[Gemm]]] = dict,
+    ) -> None:
         self.config = config
         self.dump = dump or Dump()
         self.timing = Timing("") if timing is None else timing
+        self.gemms = gemms
         self.attempt = FIRST
         self.seen: Counter[str] = Counter()
 
     def uuid(self) -> bytes:
-        """Return a key of the passes' sources, the passes that are left out after a fault, and the CPU."""
-        return _sources_hash() + repr((self.attempt.form, sorted(self.attempt.without), cpu_key())).encode()
+        """Return a key of the passes' sources, what they read, the passes left out after a fault, and the CPU."""
+        read = self.config.epilogues, self.config.target
+        return _sources_hash() + repr((read, self.attempt.form, sorted(self.attempt.without), cpu_key())).encode()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the passes over the graph of a forward or of a backward."""
@@ -234,8 +245,12 @@ class KernelPasses(CustomGraphPass):
         todo = [p for p in KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
         if draws:  # show what a GPU would run
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
+        context = Context(self.config)
         with ONE_AT_A_TIME, self.timing.counting("passes"):
-            _run_all(todo, _module_of(graph), Context(self.config), self.dump, f"{part}{number}", _verify)
+            _run_all(todo, _module_of(graph), context, self.dump, f"{part}{number}", _verify)
+        for name, note in context.fused.items():
+            for gemm in self.gemms().get(name, ()):
+                gemm.note = gemm.note or note
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
 

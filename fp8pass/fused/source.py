@@ -27,13 +27,15 @@ GROUP = 8
 class Output:
     """A tensor that the kernel writes.
 
-    kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", the amax of each tile; "sums", the sums of columns in each
-    tile, f32[tiles down, N]. result: the number of the result of the epilogue.
+    kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", the amax of each tile; "sums", the sums of columns in
+    each tile, f32[tiles down, N]. result: the number of the epilogue's result. is_product: it is the product itself,
+    which the matmul alone would write.
     """
 
     kind: str
     result: int
     dtype: torch.dtype
+    is_product: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,25 @@ class Plan:
         outputs = [f"out{i}" for i in range(len(self.outputs))]
         return ["a", "b", "scale_a", "scale_b", *bias, *inputs, *outputs]
 
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes that the epilogue reads and writes for each element of the product."""
+        read = {r.input: r.dtype.itemsize for r in self.epilogue.reads if r.row and r.column}
+        written = (o.dtype.itemsize for o in self.outputs if o.kind in ("rows", "columns"))
+        return sum(read.values()) + sum(written)
+
+    @property
+    def bytes_apart(self) -> int:
+        """Bytes that one kernel after the matmul would read and write, with the product that it would read."""
+        product = self.matmul.dtype.itemsize
+        kept = product if any(o.is_product for o in self.outputs) else 0  # the matmul would write it
+        return (product + self.bytes_per_element - kept) * self.matmul.m * self.matmul.n
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that the fused kernel moves more than the matmul alone, which writes the product; fewer if negative."""
+        return (self.bytes_per_element - self.matmul.dtype.itemsize) * self.matmul.m * self.matmul.n
+
     def tiles(self) -> tuple[int, int]:
         """Return the numbers of tiles down and across."""
         return -(-self.matmul.m // self.tile.rows), -(-self.matmul.n // self.tile.columns)
@@ -84,8 +105,13 @@ class Plan:
 
 
 def kernel_of(plan: Plan) -> Any:
-    """Return the kernel, a `triton.JITFunction` with one configuration; the same one for the same source."""
-    return getattr(PyCodeCache.load(source_of(plan)), NAME)
+    """Return the kernel, a `triton.JITFunction` with one configuration; the same one for the same source.
+
+    Its attribute `plan` is the plan.
+    """
+    kernel = getattr(PyCodeCache.load(source_of(plan)), NAME)
+    kernel.plan = plan
+    return kernel
 
 
 def source_of(plan: Plan) -> str:
@@ -112,9 +138,10 @@ def _descriptors(plan: Plan) -> Iterator[str]:
     for read in plan.epilogue.reads:
         if by_tma(read, plan):
             rows = m.m + read.offset // read.row
-            yield f"{read.variable}_" + _descriptor(
-                f"in{read.input}", [rows, read.row], read.row, [t.rows, t.columns]
-            ).partition("_")[2]
+            yield (
+                f"{read.variable}_"
+                + _descriptor(f"in{read.input}", [rows, read.row], read.row, [t.rows, t.columns]).partition("_")[2]
+            )
     for i, output in enumerate(plan.outputs):
         if _stores_by_tma(output, plan):
             shape, block = plan.shape(output), [t.rows, t.columns]

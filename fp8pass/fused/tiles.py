@@ -22,6 +22,8 @@ class Tile:
         return self.rows * self.columns
 
 
+ANY = Tile(16, 16, 16, 4, 2)
+"""A tile for plans whose tile is not chosen yet."""
 # On an H100 (bench/results/fused_matmuls_h100.txt) the first is the fastest for one product; the second where the
 # first's shared memory does not suffice.
 _TMA = (Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 3), Tile(128, 128, 64, 8, 3))

@@ -32,6 +32,8 @@ class Context:
     """The verdict of every matmul node that the graph held at the start."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the report that belong to the graph, not to one matmul."""
+    fused: dict[str, str] = field(default_factory=dict)
+    """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""
     computed: Computed = field(default_factory=dict)
     """Nodes whose values `verify` has computed, and skips until something that they depend on changes."""
 

@@ -48,7 +48,8 @@ class Kernel:
     "extern" for another op of ATen. name: of the Triton kernel or the op. what: the computation in words. modules:
     paths of the model's modules that it belongs to. bytes_read, bytes_written: as Inductor's scheduler counts them,
     each tensor once. scratch: bytes of partial results written for the next kernel or read from the one before, not
-    included in the other two. seconds: predicted.
+    included in the other two. seconds: predicted. epilogue: bytes that a fused matmul moves more than the matmul alone
+    would, or fewer if it is negative; included in the bytes too.
     """
 
     graph: str
@@ -61,6 +62,7 @@ class Kernel:
     scratch: int
     seconds: float
     compiled: Compiled | None = None
+    epilogue: int = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -106,13 +108,13 @@ class Run:
 
     @property
     def gemm_bytes(self) -> int:
-        """Bytes that matmuls read and write."""
-        return sum(k.bytes_moved for k in self.of("gemm"))
+        """Bytes that matmuls read and write, without what their epilogues add."""
+        return sum(k.bytes_moved - k.epilogue for k in self.of("gemm"))
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes that all other kernels read and write, without scratch."""
-        return sum(k.bytes_moved for k in self.of("triton", "extern"))
+        """Bytes that all other kernels, and the epilogues of matmuls, read and write, without scratch."""
+        return sum(k.bytes_moved for k in self.of("triton", "extern")) + sum(k.epilogue for k in self.kernels)
 
     @property
     def launches(self) -> int:

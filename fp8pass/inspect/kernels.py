@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import BaseSchedulerNode, ForeachKernelSchedulerNode, MemoryDep, NopKernelSchedulerNode, Virtualized
+from fp8pass._torch import (
+    BaseSchedulerNode,
+    ForeachKernelSchedulerNode,
+    MemoryDep,
+    NopKernelSchedulerNode,
+    Virtualized,
+    kernel_called,
+)
+from fp8pass.fused.choice import epilogue_seconds
+from fp8pass.fused.source import NAME, Plan
 from fp8pass.graph.builder import is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
@@ -116,6 +125,8 @@ def _extern_op(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> fx.Node |
 
 def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) -> Kernel:
     name = str(op.target).removesuffix(".default")
+    if (kernel := kernel_called(op)) is not None:
+        return _fused(op, kernel.plan, graph, target)
     if (gemm := _gemm(op)) is not None:
         kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
         read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers
@@ -128,6 +139,22 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
         if "scaled_dot_product" in name:
             seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * ATTENTION_SHARE))
     return Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
+
+
+def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
+    """Return the row of a matmul whose kernel also computes the ops after it."""
+    given: Any = op.kwargs["kwargs"]
+    tensors = {name: _val(node) for name, node in given.items()}
+    written = sum(x.nbytes for name, x in tensors.items() if name.startswith("out"))
+    read = sum(x.nbytes for x in tensors.values()) - written
+    a, b, m = tensors["a"], tensors["b"], plan.matmul
+    gemm = _Gemm(1, m.m, m.k, m.n, a.dtype, b.dtype, m.dtype, m.scales)
+    made = [o.dtype for o in plan.outputs if o.kind in ("rows", "columns")]
+    words = [f"{short(d)} x {made.count(d)}" if made.count(d) > 1 else short(d) for d in dict.fromkeys(made)]
+    epilogue = read + written - a.nbytes - b.nbytes - m.m * m.n * m.dtype.itemsize
+    seconds = gemm.seconds(target) + epilogue_seconds(plan, target)
+    what = f"{gemm.text()}, its epilogue writes {', '.join(words)}"
+    return Kernel(graph, "gemm", NAME, what, _modules([op]), read, written, 0, seconds, epilogue=epilogue)
 
 
 @dataclass(frozen=True)

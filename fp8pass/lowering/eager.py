@@ -37,7 +37,7 @@ def lower_eager(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
     """Lower a graph as `lower_through_inductor` does, with the same passes, to graphs that run op by op."""
-    kernel_passes = KernelPasses(pipeline.config, pipeline.dump, pipeline.timing)
+    kernel_passes = KernelPasses(pipeline.config, pipeline.dump, pipeline.timing, lambda: pipeline.gemms)
 
     def boxed(graph_module: fx.GraphModule, attempt: Attempt) -> Any:
         kernel_passes.attempt = attempt

@@ -22,7 +22,10 @@ def lower_through_inductor(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
     """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
-    dump, kernel_passes = pipeline.dump, KernelPasses(pipeline.config, pipeline.dump, pipeline.timing)
+    dump, kernel_passes = (
+        pipeline.dump,
+        KernelPasses(pipeline.config, pipeline.dump, pipeline.timing, lambda: pipeline.gemms),
+    )
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         def lower(module: fx.GraphModule, attempt: Attempt) -> Any:

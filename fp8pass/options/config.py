@@ -36,6 +36,7 @@ Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
 ON_FAULT = ("warn", "raise")
 OPTIMIZER_STATES = ("off", "fp8")
+EPILOGUES = ("auto", "off", "always")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
 
@@ -119,6 +120,10 @@ class Config(Checked):
     merge_siblings: bool | None = field(default=None, metadata=(flag("True, False or None") | None).field)
     """Merge linear layers that read one tensor into one matmul, with one scale for all their weights and one for all
     gradients. None: if that is predicted to be faster, which is never the case on CPU without `target`."""
+    epilogues: str = field(default="auto", metadata=names(*EPILOGUES).field)
+    """Let a matmul's kernel compute the ops after it, and quantize the result: "auto" where that is faster by what was
+    measured on this kind of GPU, "always" wherever it is possible, "off" nowhere. Only on GPUs, and with scales that
+    are known before the product, as delayed scaling's."""
     weight_cache: str = field(default="off", metadata=names(*WEIGHT_CACHES).field)
     """The copies of each weight that are kept between optimizer steps. "off": none, the weight is quantized in every
     forward. "fp8": its FP8 copy, 1 byte per element. "fp8+transpose": that and a transposed copy, 2 bytes per element;

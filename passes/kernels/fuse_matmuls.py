@@ -25,17 +25,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
+from fp8pass.fused.choice import why_apart
 from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.source import Matmul, Output, Plan, kernel_of
-from fp8pass.fused.tiles import choose
+from fp8pass.fused.tiles import ANY, choose
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
+from fp8pass.hardware import target_of
+from fp8pass.node_meta import GEMM
 from fp8pass.passes.common.patterns import (
     CASTS,
     RESHAPES,
     as_node,
     aten,
+    dtype_name,
+    dtype_of,
     first,
     is_elementwise,
     move_before,
@@ -257,14 +263,14 @@ def plan_of(m: Match, gpu: Gpu) -> tuple[Plan, list[fx.Node]]:
     found = list(_outputs(m))
     of_product = reach([m.product], lambda n: n.users)
     results = sorted({of for _, of, _, _ in found}, key=lambda n: (n in of_product, n))
-    outputs = tuple(Output(kind, results.index(of), dtype) for kind, of, _, dtype in found)
+    outputs = tuple(Output(kind, results.index(of), dtype, of is m.product) for kind, of, _, dtype in found)
     matmul, epilogue = _matmul(m.product), written(_module(m, results))
-    moved = sum(o.dtype.itemsize for o in outputs if o.kind in ("rows", "columns"))
-    moved += sum(r.dtype.itemsize for r in epilogue.reads if r.row and r.column)
+    plan = Plan(matmul, epilogue, outputs, ANY, gpu.tma, 0)
+    moved = plan.bytes_per_element
     tile = choose(matmul.m, matmul.n, matmul.k, moved, gpu.shared_memory, gpu.tma)
     if tile is None:
         raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
-    plan = Plan(matmul, epilogue, outputs, tile, gpu.tma, 0)
+    plan = replace(plan, tile=tile)
     down, across = plan.tiles()
     return replace(plan, programs=min(gpu.multiprocessors, down * across)), [instead for _, _, instead, _ in found]
 
@@ -318,19 +324,39 @@ class FuseMatmuls:
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite the matmuls whose result is quantized, and nothing prevents it; return their number."""
         applied = 0
+        if context.config.epilogues == "off":
+            return 0
         for product in [n for n in graph.nodes if n.target is aten._scaled_mm.default]:
             if (m := match(product)) is None:
                 continue
+            device = val(product).device
             try:
-                plan, replaced = plan_of(m, gpu_of(val(product).device))
+                plan, replaced = plan_of(m, gpu_of(device))
+                check(plan, context, device)
             except CannotFuse as reason:
                 log.debug("%s is not fused: %s", product.name, reason)
                 continue
             _rewrite(context.builder(graph, self.name), m, plan, replaced)
+            context.fused[product.meta.get(GEMM, "")] = _said(m, plan)
             applied += 1
         if applied:
             graph.eliminate_dead_code()
         return applied
+
+
+def check(plan: Plan, context: Context, device: torch.device) -> None:
+    """Raise CannotFuse if two kernels are better than one."""
+    target = target_of(device, context.config.target)
+    if reason := why_apart(context.config.epilogues, plan, target, hardware.pretended_device is not None):
+        raise CannotFuse(reason)
+
+
+def _said(m: Match, plan: Plan) -> str:
+    """Return a sentence for the matmul's verdict."""
+    kept = f" and writes {dtype_name(dtype_of(m.kept))} too" if m.kept is not None else ""
+    dtypes = dict.fromkeys(dtype_name(dtype_of(q)).removeprefix("float8_") for q in m.quantizes)
+    saved = (plan.bytes_apart - plan.extra_bytes) / 1e6
+    return f"the kernel computes the ops after the product, quantizes to {', '.join(dtypes)}{kept}: {saved:.0f} MB less"
 
 
 def _rewrite(build: Builder, m: Match, plan: Plan, replaced: list[fx.Node]) -> None:
