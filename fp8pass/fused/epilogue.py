@@ -1,8 +1,9 @@
 """Write elementwise ops as Triton code for one tile of a matmul's result, by Inductor's own lowerings.
 
-The ops come as a graph whose first input is the product [M, N]. Inductor lowers each op to a function of an index, as
-for its own kernels; calling these functions with the row and the column of a tile's elements writes the code. So the
-code computes what Inductor's kernel after the matmul would compute, and nothing here knows the name of an op.
+The ops come as a graph whose first inputs are products [M, N]: one, or two of one matmul, such as gate and up.
+Inductor lowers each op to a function of an index, as for its own kernels; calling these functions with the row and the
+column of a tile's elements writes the code. So the code computes what Inductor's kernel after the matmul would compute,
+and nothing here knows the name of an op.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fp8pass._torch import (
 )
 
 PRODUCT = "product"
-"""The variable of the product in the generated code: f32, rounded to the dtype that the matmul returns."""
+"""With a number, the variable of a product in the code: f32, rounded to the dtype that the matmul returns."""
 _ROW, _COLUMN = sympy.symbols("row column", integer=True, nonnegative=True)
 
 
@@ -41,7 +42,7 @@ class CannotFuse(Exception):
 class Read:
     """A variable of the code: the element `row * r + column * c + offset` of an input, for row r and column c.
 
-    An input is numbered as in the graph, with 0 for the product, which is never read. dtype: of the input.
+    An input is numbered as in the graph; products, which come first, are not read. dtype: of the input.
     """
 
     variable: str
@@ -68,14 +69,14 @@ class Epilogue:
     results: tuple[Result, ...]
 
 
-def written(module: fx.GraphModule) -> Epilogue:
+def written(module: fx.GraphModule, products: int) -> Epilogue:
     """Return the code of a graph of elementwise ops on [M, N], and on what broadcasts to it.
 
-    Its inputs have `meta["val"]`. Raises CannotFuse if an op is not elementwise for Inductor, or if an input is read
-    at an address that is not a sum of multiples of row and column.
+    products: how many of its inputs are products. All have `meta["val"]`. Raises CannotFuse if an op is not elementwise
+    for Inductor, or if an input is read at an address that is not a sum of multiples of row and column.
     """
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    lowering, code = GraphLowering(module), _Code(inputs)
+    lowering, code = GraphLowering(module), _Code(inputs, products)
     lowering.current_device = inputs[0].device
     with Virtualized.set_graph_handler(lowering):
         nodes = _Nodes(module, lowering)
@@ -132,10 +133,11 @@ class _Code(InductorKernel):
 
     overrides: Callable[[], Any] = TritonOverrides
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], products: int) -> None:
         super().__init__(increase_kernel_count=False)
         self.cse = TritonCSE()
         self.inputs = inputs
+        self.products = products
         self.reads: list[Read] = []
         self.loaded: dict[tuple[str, sympy.Expr], Any] = {}
 
@@ -159,9 +161,9 @@ class _Code(InductorKernel):
         offset = sympy.expand(index - row * _ROW - column * _COLUMN)
         if not all(x.is_Integer for x in (row, column, offset)):
             raise CannotFuse(f"it reads an input at {index}, which is not a multiple of row and column")
-        shape = ("BM" if row or not number else 1, "BN" if column or not number else 1)
-        name = PRODUCT if number == 0 else f"x{len(self.reads)}"
+        shape = ("BM" if row else 1, "BN" if column else 1)
+        name = f"{PRODUCT}{number}" if number < self.products else f"x{len(self.reads)}"
         variable = self.cse.namedvar(name, dtype=computed, shape=shape)
-        if number:
+        if number >= self.products:
             self.reads.append(Read(name, number, dtype, int(row), int(column), int(offset)))
         return variable

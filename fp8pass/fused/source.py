@@ -28,20 +28,21 @@ class Output:
     """A tensor that the kernel writes.
 
     kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", the amax of each tile; "sums", the sums of columns in
-    each tile, f32[tiles down, N]. result: the number of the epilogue's result. is_product: it is the product itself,
-    which the matmul alone would write.
+    each tile, f32[tiles down, N]. results: the numbers of the epilogue's results, which stand side by side, as if N was
+    that many times as large. is_product: these are the products, which the matmul alone would write.
     """
 
     kind: str
-    result: int
+    results: tuple[int, ...]
     dtype: torch.dtype
     is_product: bool = False
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """The product of a: f8[M, K] and b: f8[K, N], whose columns are contiguous.
+    """The product of a: f8[M, K] and b: f8[K, products * N], whose columns are contiguous.
 
+    products: 1; or 2, if b holds two matrices side by side, whose products the epilogue combines element by element.
     strides: of a's rows and b's columns. scales: "tensorwise" or "rowwise". bias: whether there is one. dtype: of the
     result. fast: `use_fast_accum`.
     """
@@ -49,6 +50,7 @@ class Matmul:
     m: int
     n: int
     k: int
+    products: int
     strides: tuple[int, int]
     scales: str
     bias: bool
@@ -79,20 +81,21 @@ class Plan:
     def bytes_per_element(self) -> int:
         """Bytes that the epilogue reads and writes for each element of the product."""
         read = {r.input: r.dtype.itemsize for r in self.epilogue.reads if r.row and r.column}
-        written = (o.dtype.itemsize for o in self.outputs if o.kind in ("rows", "columns"))
+        written = (o.dtype.itemsize * len(o.results) for o in self.outputs if o.kind in ("rows", "columns"))
         return sum(read.values()) + sum(written)
 
     @property
     def bytes_apart(self) -> int:
         """Bytes that one kernel after the matmul would read and write, with the product that it would read."""
-        product = self.matmul.dtype.itemsize
+        product = self.matmul.dtype.itemsize * self.matmul.products
         kept = product if any(o.is_product for o in self.outputs) else 0  # the matmul would write it
         return (product + self.bytes_per_element - kept) * self.matmul.m * self.matmul.n
 
     @property
     def extra_bytes(self) -> int:
         """Bytes that the fused kernel moves more than the matmul alone, which writes the product; fewer if negative."""
-        return (self.bytes_per_element - self.matmul.dtype.itemsize) * self.matmul.m * self.matmul.n
+        product = self.matmul.dtype.itemsize * self.matmul.products
+        return (self.bytes_per_element - product) * self.matmul.m * self.matmul.n
 
     def tiles(self) -> tuple[int, int]:
         """Return the numbers of tiles down and across."""
@@ -100,8 +103,9 @@ class Plan:
 
     def shape(self, output: Output) -> list[int]:
         """Return the shape of an output."""
-        m, n, (down, across) = self.matmul.m, self.matmul.n, self.tiles()
-        return {"rows": [m, n], "columns": [n, m], "amax": [down * across], "sums": [down, n]}[output.kind]
+        m, n, (down, across) = self.matmul.m, self.matmul.n * len(output.results), self.tiles()
+        partials = down * across * self.tile.parts * len(output.results)
+        return {"rows": [m, n], "columns": [n, m], "amax": [partials], "sums": [down, n]}[output.kind]
 
 
 def kernel_of(plan: Plan) -> Any:
@@ -130,30 +134,33 @@ def by_tma(read: Read, plan: Plan) -> bool:
 
 
 def _descriptors(plan: Plan) -> Iterator[str]:
+    """Write what TMA needs to know of operands, inputs and outputs."""
     if not plan.tma:
         return
     m, t = plan.matmul, plan.tile
-    for name, size, stride, block in (("a", m.m, m.strides[0], t.rows), ("b", m.n, m.strides[1], t.columns)):
-        yield _descriptor(name, [size, m.k], stride, [block, t.depth])
+    yield _descriptor("a", "a", [m.m, m.k], m.strides[0], [t.rows, t.depth])
+    yield _descriptor("b", "b", [m.n * m.products, m.k], m.strides[1], [t.columns, t.depth])
+    block = [t.rows, t.width]
     for read in plan.epilogue.reads:
         if by_tma(read, plan):
-            rows = m.m + read.offset // read.row
-            yield (
-                f"{read.variable}_"
-                + _descriptor(f"in{read.input}", [rows, read.row], read.row, [t.rows, t.columns]).partition("_")[2]
-            )
+            shape = [m.m + read.offset // read.row, read.row]
+            yield _descriptor(read.variable, f"in{read.input}", shape, read.row, block)
     for i, output in enumerate(plan.outputs):
         if _stores_by_tma(output, plan):
-            shape, block = plan.shape(output), [t.rows, t.columns]
-            yield _descriptor(f"out{i}", shape, shape[1], block if output.kind == "rows" else block[::-1])
+            shape = plan.shape(output)
+            yield _descriptor(f"out{i}", f"out{i}", shape, shape[1], block if output.kind == "rows" else block[::-1])
 
 
-def _descriptor(name: str, shape: list[int], stride: int, block: list[int]) -> str:
-    return f"{name}_blocks = tl.make_tensor_descriptor({name}, {shape}, [{stride}, 1], {block})"
+def _descriptor(name: str, tensor: str, shape: list[int], stride: int, block: list[int]) -> str:
+    return f"{name}_blocks = tl.make_tensor_descriptor({tensor}, {shape}, [{stride}, 1], {block})"
 
 
 def _stores_by_tma(output: Output, plan: Plan) -> bool:
-    return plan.tma and output.kind in ("rows", "columns") and plan.shape(output)[1] * output.dtype.itemsize % 16 == 0
+    """Return whether an output is stored in whole blocks, which must not reach into the next of several parts."""
+    if not plan.tma or output.kind not in ("rows", "columns"):
+        return False
+    fits = len(output.results) == 1 or plan.matmul.n % plan.tile.width == 0
+    return fits and plan.shape(output)[1] * output.dtype.itemsize % 16 == 0
 
 
 def _constants(plan: Plan) -> Iterator[str]:
@@ -167,9 +174,10 @@ def _constants(plan: Plan) -> Iterator[str]:
 
 def _loop(plan: Plan) -> Iterator[str]:
     (down, across), t = plan.tiles(), plan.tile
-    flatten = ", flatten=True" if plan.tma else ""
+    # with two products, a flat loop was slower on an H100
+    flatten = ", flatten=True" if plan.tma and plan.matmul.products == 1 else ""
     yield f"for tile in tl.range(tl.program_id(0), {down * across}, {plan.programs}{flatten}):"
-    for line in (*_place(down, across, t), *_product(plan), *_reads(plan), *_results(plan)):
+    for line in (*_place(down, across, t), *_products(plan), *_epilogue(plan)):
         yield f"    {line}"
 
 
@@ -182,42 +190,83 @@ def _place(down: int, across: int, tile: Tile) -> Iterator[str]:
     yield f"column = j + tl.arange(0, {tile.columns})[None, :]"
 
 
-def _product(plan: Plan) -> Iterator[str]:
+def _products(plan: Plan) -> Iterator[str]:
+    """Write the loop over the summed dimension, and the products as the matmul would return them."""
     m, t = plan.matmul, plan.tile
-    yield f"total = tl.zeros(({t.rows}, {t.columns}), tl.float32)"
+    numbers = range(m.products)
+    for i in numbers:
+        yield f"total{i} = tl.zeros(({t.rows}, {t.columns}), tl.float32)"
     yield f"for k in range({-(-m.k // t.depth)}):"
-    if plan.tma:
-        a, b = f"a_blocks.load([i, k * {t.depth}])", f"b_blocks.load([j, k * {t.depth}]).T"
-    else:
-        yield f"    depth = k * {t.depth} + tl.arange(0, {t.depth})"
-        inside = "" if m.k % t.depth == 0 else f" & (depth < {m.k})"
+    for line in (*_operand_a(plan), *(line for i in numbers for line in _operand_b(plan, i))):
+        yield f"    {line}"
+    for i in numbers:
+        # without fast accumulation, sums over more than one block are added outside the tensor cores, in float32
         yield (
-            f"    a_block = tl.load(a + row * {m.strides[0]} + depth[None, :], "
-            f"mask=(row < {m.m}){inside and inside.replace('depth <', 'depth[None, :] <')}, other=0.0)"
+            f"    total{i} = tl.dot(a_block, b_block{i}, total{i})"
+            if m.fast
+            else (f"    total{i} += tl.dot(a_block, b_block{i})")
         )
-        yield (
-            f"    b_block = tl.load(b + depth[:, None] + column * {m.strides[1]}, "
-            f"mask=(column < {m.n}){inside and inside.replace('depth <', 'depth[:, None] <')}, other=0.0)"
-        )
-        a, b = "a_block", "b_block"
-    # without fast accumulation, sums over more than one block are added outside the tensor cores, in float32
-    yield f"    total = tl.dot({a}, {b}, total)" if m.fast else f"    total += tl.dot({a}, {b})"
-    scale = "scale"
     if m.scales == "rowwise":
-        yield _line("row_scale", f"scale_a + row{_mask(plan, 'row')}")
-        yield _line("column_scale", f"scale_b + column{_mask(plan, 'column')}")
-        scale = "row_scale * column_scale"
-    bias = ""
+        yield f"row_scale = tl.load(scale_a + row{_mask(plan, 'row')})"
+
+
+def _epilogue(plan: Plan) -> Iterator[str]:
+    """Write the epilogue once for each part of the tile."""
+    t, numbers = plan.tile, range(plan.matmul.products)
+    if t.parts > 1:
+        assert t.parts == 2, "tl.split makes two"
+        for i in numbers:
+            halves = f"tl.reshape(total{i}, ({t.rows}, 2, {t.width}))"
+            yield f"left{i}, right{i} = tl.split(tl.permute({halves}, (0, 2, 1)))"
+    for part in range(t.parts):
+        if t.parts > 1:
+            if part:
+                yield f"j += {t.width}"
+            yield f"column = j + tl.arange(0, {t.width})[None, :]"
+        for i in numbers:
+            yield from _scaled(plan, i, "total" if t.parts == 1 else ("left", "right")[part])
+        yield from (*_reads(plan), *_results(plan, part))
+
+
+def _operand_a(plan: Plan) -> Iterator[str]:
+    m, t = plan.matmul, plan.tile
+    if plan.tma:
+        yield f"a_block = a_blocks.load([i, k * {t.depth}])"
+        return
+    yield f"depth = k * {t.depth} + tl.arange(0, {t.depth})"
+    address = f"a + row * {m.strides[0]} + depth[None, :]"
+    yield f"a_block = tl.load({address}, mask={_filled(plan, 'row', 'None, :')}, other=0.0)"
+
+
+def _operand_b(plan: Plan, number: int) -> Iterator[str]:
+    m, t = plan.matmul, plan.tile
+    first = f" + {m.n * number}" if number else ""
+    if plan.tma:
+        yield f"b_block{number} = b_blocks.load([j{first}, k * {t.depth}]).T"
+        return
+    address = f"b + depth[:, None] + (column{first}) * {m.strides[1]}"
+    yield f"b_block{number} = tl.load({address}, mask={_filled(plan, 'column', ':, None')}, other=0.0)"
+
+
+def _filled(plan: Plan, dim: str, index: str) -> str:
+    """Return where a block of an operand is filled from memory; elsewhere it is 0, which adds nothing to a sum."""
+    m = plan.matmul
+    inside = f"({dim} < {m.m if dim == 'row' else m.n})"
+    return inside if m.k % plan.tile.depth == 0 else f"{inside} & (depth[{index}] < {m.k})"
+
+
+def _scaled(plan: Plan, number: int, total: str) -> Iterator[str]:
+    """Write a product as the matmul would return it. total: the name of the variables of sums."""
+    m = plan.matmul
+    first, scale, bias = f" + {m.n * number}" if number else "", "scale", ""
+    if m.scales == "rowwise":
+        yield f"column_scale{number} = tl.load(scale_b + column{first}{_mask(plan, 'column')})"
+        scale = f"(row_scale * column_scale{number})"
     if m.bias:
-        yield _line("added", f"bias + column{_mask(plan, 'column')}")
-        bias = " + added.to(tl.float32)"
-    yield f"{PRODUCT} = (total * {scale}{bias})" + (
-        "" if m.dtype == torch.float32 else f".to({triton_type(m.dtype)}).to(tl.float32)"
-    )
-
-
-def _line(name: str, address: str) -> str:
-    return f"{name} = tl.load({address})"
+        yield f"bias{number} = tl.load(bias + column{first}{_mask(plan, 'column')}).to(tl.float32)"
+        bias = f" + bias{number}"
+    rounded = "" if m.dtype == torch.float32 else f".to({triton_type(m.dtype)}).to(tl.float32)"
+    yield f"{PRODUCT}{number} = ({total}{number} * {scale}{bias}){rounded}"
 
 
 def _mask(plan: Plan, *dims: str) -> str:
@@ -256,35 +305,40 @@ def _load(read: Read, plan: Plan) -> str:
     return f"tl.load(in{read.input} + {' + '.join(terms)} + {read.offset}{_mask(plan, *dims)})"
 
 
-def _results(plan: Plan) -> Iterator[str]:
+def _results(plan: Plan, half: int) -> Iterator[str]:
     """Write each result as soon as it is computed, which keeps fewer values in registers."""
     for number, result in enumerate(plan.epilogue.results):
         yield from result.lines
         for i, output in enumerate(plan.outputs):
-            if output.result == number:
-                yield from _store(i, output, result.variable, plan)
+            for part, of in enumerate(output.results):
+                if of == number:
+                    yield from _store(i, part, half, result.variable, plan)
 
 
-def _store(i: int, output: Output, value: str, plan: Plan) -> Iterator[str]:
-    dtype, inside, m = triton_type(output.dtype), _inside(plan, ("row", "column")), plan.matmul
+def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str]:
+    """Write a result as a part of an output. half: the part of the tile."""
+    output, m, down, across = plan.outputs[i], plan.matmul, *plan.tiles()
+    dtype, inside, n = triton_type(output.dtype), _inside(plan, ("row", "column")), m.n * len(output.results)
+    first = f" + {m.n * part}" if part else ""
     if output.kind == "amax":
-        yield from _amax(i, value, inside, dtype)
+        first = down * across * (part * plan.tile.parts + half)
+        yield from _amax(f"out{i} + {first} + tile", f"bits{i}_{part}", value, inside, dtype)
     elif output.kind == "sums":
         kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
-        address = f"out{i} + (i // {plan.tile.rows}) * {m.n} + column"
+        address = f"out{i} + (i // {plan.tile.rows}) * {n} + column{first}"
         yield f"tl.store({address}, tl.sum({kept}, 0)[None, :]{_mask(plan, 'column')})"
     elif _stores_by_tma(output, plan):
-        place, turned = ("i, j", "") if output.kind == "rows" else ("j, i", ".T")
+        place, turned = (f"i, j{first}", "") if output.kind == "rows" else (f"j{first}, i", ".T")
         yield f"out{i}_blocks.store([{place}], ({value}).to({dtype}){turned})"
     else:
-        strides = (m.n, 1) if output.kind == "rows" else (1, m.m)
-        wide = ".to(tl.int64)" if m.m * m.n >= 1 << 31 else ""
-        address = f"out{i} + row{wide} * {strides[0]} + column{wide} * {strides[1]}"
+        strides = (n, 1) if output.kind == "rows" else (1, m.m)
+        wide = ".to(tl.int64)" if m.m * n >= 1 << 31 else ""
+        address = f"out{i} + row{wide} * {strides[0]} + (column{first}){wide} * {strides[1]}"
         yield f"tl.store({address}, ({value}).to({dtype}){_mask(plan, 'row', 'column')})"
 
 
-def _amax(i: int, value: str, inside: str, dtype: str) -> Iterator[str]:
+def _amax(address: str, bits: str, value: str, inside: str, dtype: str) -> Iterator[str]:
     """Write one amax per tile. As integers, the bits of magnitudes are in the order of the numbers, with NaN last."""
-    yield f"bits{i} = tl.abs({value}).to(tl.int32, bitcast=True)"
-    kept = f"tl.where({inside}, bits{i}, 0)" if inside else f"bits{i}"
-    yield f"tl.store(out{i} + tile, tl.max({kept}).to(tl.float32, bitcast=True).to({dtype}))"
+    yield f"{bits} = tl.abs({value}).to(tl.int32, bitcast=True)"
+    kept = f"tl.where({inside}, {bits}, 0)" if inside else bits
+    yield f"tl.store({address}, tl.max({kept}).to(tl.float32, bitcast=True).to({dtype}))"

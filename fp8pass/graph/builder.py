@@ -103,6 +103,8 @@ class Builder:
         """The matmul that new nodes belong to, if it is not that of the node after them: see `GEMM`."""
         self.region: fx.Node | None = None
         """The node whose region of checkpointing new nodes join, if it is not the node after them."""
+        self.like: fx.Node | None = None
+        """The node whose place in the user's code new nodes have, if it is not that of the node after them."""
         self.mode = fake_mode_of(graph)
 
     def emit(self, before: fx.Node, target: Target, *args: Argument, **kwargs: Argument) -> fx.Node:
@@ -127,8 +129,9 @@ class Builder:
         args, kwargs = fx.node.map_aggregate((args, kwargs), functools.partial(self._size, before, args))
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-        node.meta = {key: before.meta[key] for key in _INHERITED if key in before.meta}
-        region = (self.region or before).meta
+        source = (self.like or before).meta
+        node.meta = {key: source[key] for key in _INHERITED if key in source}
+        region = (self.region or self.like or before).meta
         if region.get("recompute") is not CheckpointPolicy.MUST_SAVE:  # which is about one result, not about a region
             node.meta.update({key: region[key] for key in _REGION if key in region})
         node.meta[MADE_BY] = self.made_by

@@ -282,7 +282,8 @@ class FakeCuda:
         from triton.compiler import ASTSource
 
         found = {}
-        for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, flags=re.DOTALL):
+        kernels = re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", code, flags=re.DOTALL)
+        for called, name, source in kernels:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / f"{name}.py"
                 file.write_text(source)
@@ -299,7 +300,7 @@ class FakeCuda:
                 ast = ASTSource(tuner.fn, signature, constants, tuner.triton_meta["configs"][0])
                 options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
                 kernel = triton.compile(ast, target=self.gpu_target, options=options)
-                found[name] = _compiled(kernel.asm["ptx"], kernel.asm["cubin"], len(tuner.configs), Path(folder))
+                found[called] = _compiled(kernel.asm["ptx"], kernel.asm["cubin"], len(tuner.configs), Path(folder))
         return found
 
     def generate(

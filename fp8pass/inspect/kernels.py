@@ -148,10 +148,10 @@ def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
     written = sum(x.nbytes for name, x in tensors.items() if name.startswith("out"))
     read = sum(x.nbytes for x in tensors.values()) - written
     a, b, m = tensors["a"], tensors["b"], plan.matmul
-    gemm = _Gemm(1, m.m, m.k, m.n, a.dtype, b.dtype, m.dtype, m.scales)
+    gemm = _Gemm(1, m.m, m.k, b.shape[1], a.dtype, b.dtype, m.dtype, m.scales)
     made = [o.dtype for o in plan.outputs if o.kind in ("rows", "columns")]
     words = [f"{short(d)} x {made.count(d)}" if made.count(d) > 1 else short(d) for d in dict.fromkeys(made)]
-    epilogue = read + written - a.nbytes - b.nbytes - m.m * m.n * m.dtype.itemsize
+    epilogue = read + written - a.nbytes - b.nbytes - m.m * b.shape[1] * m.dtype.itemsize
     seconds = gemm.seconds(target) + epilogue_seconds(plan, target)
     what = f"{gemm.text()}, its epilogue writes {', '.join(words)}"
     return Kernel(graph, "gemm", NAME, what, _modules([op]), read, written, 0, seconds, epilogue=epilogue)

@@ -1,0 +1,315 @@
+"""Find the elementwise ops after a matmul that its kernel can compute tile by tile, and what they end in.
+
+A matmul's result is a matrix [M, N], or two side by side, as gate and up are. The ops after it may have M as one
+dimension or as several, and read other matrices, rows, columns and numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass.graph.builder import is_tensor, val
+from fp8pass.passes.common.patterns import (
+    CASTS,
+    RESHAPES,
+    aten,
+    first,
+    is_elementwise,
+    reach,
+    through,
+)
+from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby
+from fp8pass.passes.common.tiles import match as transposed
+from fp8pass.quant.kernel_ops import QUANTIZE
+
+_CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
+
+
+@dataclass(frozen=True)
+class Products:
+    """The result of a matmul: one matrix [M, N], or two. parts: the nodes of these."""
+
+    matmul: fx.Node
+    parts: tuple[fx.Node, ...]
+    m: int
+    n: int
+
+    def holds(self, x: object) -> bool:
+        """Return whether `x` is a matrix [M, N], with M as one dimension or as several."""
+        return is_tensor(x) and val(x).shape[-1:] == (self.n,) and val(x).numel() == self.m * self.n
+
+    def as_matrix(self, node: fx.Node, leading: torch.Size) -> Tensor | None:
+        """Return a tensor that broadcasts to [*leading, N] as a view that broadcasts to [M, N]; None if it can't be.
+
+        None also if it is on another device.
+        """
+        if not is_tensor(node) or val(node).device != val(self.matmul).device:
+            return None
+        value = val(node)
+        if value.numel() == 1:
+            return value.reshape(())
+        if value.shape[-1] not in (1, self.n):
+            return None
+        if all(size == 1 for size in value.shape[:-1]):
+            return value.reshape(1, self.n)
+        if value.shape[:-1] != leading:
+            return None
+        try:
+            return value.view(self.m, value.shape[-1])
+        except RuntimeError:  # its rows are not at equal distances
+            return None
+
+    def read_by(self, reader: fx.Node, node: fx.Node) -> Tensor | None:
+        """Return what `reader`, one of the elementwise ops, reads as a view for `as_matrix`; None if it can't be."""
+        return self.as_matrix(node, val(first(reader) if reader.target in RESHAPES else reader).shape[:-1])
+
+    def fits(self, node: fx.Node) -> bool:
+        """Return whether `node` is elementwise on matrices, and reads only what can be read tile by tile."""
+        tags = getattr(node.target, "tags", ())
+        if node.op != "call_function" or not self.holds(node) or torch.Tag.nondeterministic_seeded in tags:
+            return False
+        if node.target in RESHAPES and not self.holds(first(node)):
+            return False
+        computes = node.target in RESHAPES | CASTS or torch.Tag.pointwise in tags
+        return (
+            computes and is_elementwise(node) and all(self.read_by(node, i) is not None for i in node.all_input_nodes)
+        )
+
+
+def products_of(matmul: fx.Node) -> Iterator[Products]:
+    """Yield the ways to see the result of a matmul: as two halves, if ops read these, and as one matrix."""
+    m, n = val(matmul).shape
+    halves = [h for view in _views(matmul) for h in _halves(view)]
+    by_place = dict(halves)
+    if sorted(by_place) == [0, 1] and len(halves) == 2:
+        yield Products(matmul, (by_place[0], by_place[1]), m, n // 2)
+    yield Products(matmul, (matmul,), m, n)
+
+
+def _views(matmul: fx.Node) -> list[fx.Node]:
+    return list(reach([matmul], lambda n: (u for u in n.users if u.target in RESHAPES)))
+
+
+def _halves(view: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """Yield the halves of the last dimension that are read, each with its number."""
+    n, last = val(view).shape[-1], val(view).dim() - 1
+    for user in view.users:
+        if user.target in _SPLITS and (user.args[2] if len(user.args) > 2 else 0) in (-1, last):
+            for part in user.users:
+                if part.target is operator.getitem and val(part).shape[-1] * 2 == n:
+                    yield int(part.args[1]), part  # type: ignore[arg-type]
+        elif user.target is aten.slice.Tensor and user.args[1:] in ((last, 0, n // 2), (last, n // 2, n)):
+            yield int(user.args[2] != 0), user
+
+
+@dataclass
+class Epilogue:
+    """What the kernel of a matmul can compute after its product.
+
+    nodes: elementwise ops, in the graph's order, with those of other quantized tensors that are computed from what the
+    kernel reads anyway. after: those that can be computed from the products. quantizes: of results, or of results that
+    are concatenated along their last dimension.
+    """
+
+    products: Products
+    after: dict[fx.Node, None]
+    nodes: list[fx.Node] = field(default_factory=list)
+    quantizes: list[fx.Node] = field(default_factory=list)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """The transposed copies, each with the quantize that it copies."""
+    amaxes: list[fx.Node] = field(default_factory=list)
+    sums: list[fx.Node] = field(default_factory=list)
+    kept: fx.Node | None = None
+    """The matmul, or a later tensor, if something else reads it in high precision."""
+
+    @property
+    def matmul(self) -> fx.Node:
+        """The matmul."""
+        return self.products.matmul
+
+    @property
+    def replaced(self) -> set[fx.Node]:
+        """The nodes that the kernel's outputs replace."""
+        return {*self.quantizes, *self.copies, *self.amaxes, *self.sums}
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        """The results that are quantized, and those whose amaxes and sums are taken."""
+        ends = *map(first, self.quantizes), *map(of_amax, self.amaxes), *map(first, self.sums)
+        return [p for x in ends for p in self.parts(x)]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The tensors that the kernel reads after its product: those of the nodes first, then scales."""
+        inside = {*self.products.parts, *self.nodes}
+        read = [i for n in self.nodes for i in n.all_input_nodes if i not in inside]
+        return list(dict.fromkeys([*read, *(q.args[1] for q in self.quantizes)]))  # type: ignore[list-item]
+
+    def parts(self, x: fx.Node) -> list[fx.Node]:
+        """Return the results of which `x` consists: itself, or the parts of a cat; [] if the kernel has them not."""
+        known = {*self.after, *self.nodes}
+        x = through(x, RESHAPES) if x not in known else x
+        if x in known:
+            return [x]
+        of: list[fx.Node] = x.args[0] if x.target is aten.cat.default else []  # type: ignore[assignment]
+        last = bool(of) and (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
+        return list(of) if last and all(p in known for p in of) else []
+
+    def is_read(self, node: fx.Node) -> bool:
+        """Return whether a node outside of the kernel is still needed when the kernel's outputs replace others."""
+        if node in self.products.parts or node in self.nodes or node in self.replaced:
+            return False
+        return not node.users or any(map(self.is_read, node.users))
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        """Add elementwise ops."""
+        self.nodes = sorted({*self.nodes, *nodes} - {*self.products.parts})
+
+
+def epilogue_of(products: Products) -> Epilogue | None:
+    """Return what the kernel can compute after the products, if that ends in a quantize, or in one other tensor."""
+    graph = products.matmul.graph
+    e = Epilogue(products, _elementwise_after(products))
+    later = reach([products.matmul], lambda n: n.users)
+    e.quantizes = [n for n in later if n.target is QUANTIZE and e.parts(first(n)) and _is_known(n.args[1], later)]
+    if e.quantizes:
+        e.amaxes = [n for n in later if is_amax(n) and e.parts(of_amax(n))]
+        e.sums = [n for n in later if _is_column_sum(n) and e.parts(first(n))]
+    e.add(_computing(e, e.ends or _last(e)))
+    _add_what_inputs_are_computed_from(e)
+    if e.quantizes:
+        _add_companions(e)
+    e.copies = {t.copy: t.x_q for n in graph.nodes if (t := transposed(n)) and t.x_q in e.quantizes}
+    e.kept = _kept(e)
+    needed = _computing(e, [*e.ends, *([e.kept] if e.kept is not None else [])])
+    e.nodes = [n for n in e.nodes if n in needed]
+    gains = e.quantizes or (e.kept not in (None, products.matmul) and _saves_reads(e))
+    return e if gains else None
+
+
+def _is_known(scale: object, later: Container[object]) -> bool:
+    """Return whether a scale is one number that does not depend on the matmul."""
+    return is_tensor(scale) and val(scale).numel() == 1 and scale not in later
+
+
+def _computing(e: Epilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Return the ops of the kernel that compute these nodes."""
+    known = {*e.after, *e.nodes}
+    return reach(ends, lambda n: (i for i in n.all_input_nodes if i in known))
+
+
+def _saves_reads(e: Epilogue) -> bool:
+    """Return whether the ops read a matrix, as a sum with a residual does, that no kernel after the matmul reads again.
+
+    The backward of a norm, say, reads its input twice: for the gradient of its weight, and for its own.
+    """
+    assert e.kept is not None
+    later = {n for n in reach(e.kept.users, lambda n: n.users) if n.op != "output"}
+    matrices = [n for n in e.inputs if e.products.holds(n)]
+    return bool(matrices) and not any(u in later for n in matrices for u in n.users)
+
+
+def _last(e: Epilogue) -> list[fx.Node]:
+    """Return the ops after the products whose result is read by others, if there is anything to compute for them."""
+    if all(n.target in RESHAPES | CASTS for n in e.after if n not in e.products.parts):
+        return []
+    return [n for n in e.after if n not in e.products.parts and any(u not in e.after for u in n.users)]
+
+
+def _elementwise_after(products: Products) -> dict[fx.Node, None]:
+    """Return the products and the ops on them, which may also read tensors that do not depend on the matmul."""
+    inside, outside = dict.fromkeys(products.parts), set[fx.Node]()
+    if products.matmul not in inside:
+        outside.add(products.matmul)
+    node = products.matmul.next
+    while node.op != "root":
+        if node not in inside:
+            read = node.all_input_nodes
+            if any(n in outside for n in read) or (any(n in inside for n in read) and not products.fits(node)):
+                outside.add(node)
+            elif any(n in inside for n in read):
+                inside[node] = None
+        node = node.next
+    return inside
+
+
+def _is_column_sum(node: fx.Node) -> bool:
+    """Return whether `node` sums a tensor over all dimensions but the last, in float32 or less."""
+    if node.target is not aten.sum.dim_IntList or len(node.args) < 2 or val(node).dtype == torch.float64:
+        return False
+    x = val(first(node))
+    dims = sorted(d % x.dim() for d in node.args[1] or ())  # type: ignore[union-attr]
+    return dims == list(range(x.dim() - 1))
+
+
+def _add_what_inputs_are_computed_from(e: Epilogue) -> None:
+    """Compute inputs in the kernel that cost no further reads there: constants, and functions of one other tensor."""
+    known = set[fx.Node]()
+    while True:
+        found = {n: _computed_from(n, e.products) for n in e.inputs}
+        known |= {leaf for _, leaves in found.values() if len(leaves) <= 1 for leaf in leaves}
+        taken = [n for n, (chain, leaves) in found.items() if chain and (len(leaves) <= 1 or leaves <= known)]
+        if not taken:
+            return
+        e.add(n for x in taken for n in found[x][0])
+
+
+def _computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the elementwise ops that compute `node`, itself among them, and the matrices that they read.
+
+    No ops, and the node itself, if it is not computed elementwise.
+    """
+    if node.target in _CONSTANTS:
+        return {node}, set()
+    if not products.fits(node):
+        return set(), {node} if products.holds(node) else set()
+    met = reach([node], lambda n: n.all_input_nodes, products.fits)
+    chain = {n for n in met if products.fits(n) or n.target in _CONSTANTS}
+    return chain, {n for n in met if n not in chain and products.holds(n)}
+
+
+def _add_companions(e: Epilogue) -> None:
+    """Add quantized tensors that are computed from what the kernel reads anyway."""
+    matrices = {n for n in e.inputs if e.products.holds(n)}
+    for node in e.matmul.graph.nodes if matrices and e.quantizes else ():
+        if node.target is not QUANTIZE or node in e.quantizes or not e.products.fits(node):
+            continue
+        chain, leaves = _computed_from(first(node), e.products)
+        if not leaves or not leaves <= matrices:
+            continue
+        amaxes = [n for x in chain for n in readers_nearby(x) if is_amax(n) and of_amax(n) is x]
+        later = reach([e.matmul, *e.replaced], lambda n: n.users)
+        before = reach([e.matmul, *e.inputs, *chain, *node.all_input_nodes], lambda n: n.all_input_nodes)
+        if any(n in later for n in (node, *chain)) or any(u in before for n in (node, *amaxes) for u in n.users):
+            continue  # the kernel would wait for itself
+        e.quantizes.append(node)
+        e.amaxes += amaxes
+        e.add(chain)
+
+
+def _kept(e: Epilogue) -> fx.Node | None:
+    """Return the tensor that the kernel must write in high precision, because something else reads it; None if none.
+
+    That is the last one from which everything can be computed that is read; often the matmul's result.
+    """
+    parts, known = e.products.parts, {*e.products.parts, *e.nodes}
+    of_products = reach(parts, lambda n: (u for u in n.users if u in known))
+    left = [n for n in of_products if any(map(e.is_read, n.users))]
+    if any(e.is_read(u) for u in e.matmul.users):
+        left.append(e.matmul)
+    if not left:
+        return None
+
+    def holds_all(kept: fx.Node) -> bool:
+        others = [n for n in left if n is not kept]
+        met = reach(others, lambda n: (i for i in n.all_input_nodes if i in of_products), lambda n: n is not kept)
+        return not any(part in met for part in (*parts, e.matmul)) and (kept in met or kept in left)
+
+    narrow = (n for n in reversed(e.nodes) if n in of_products and val(n).element_size() == 2)
+    return next((n for n in narrow if holds_all(n)), e.matmul)
