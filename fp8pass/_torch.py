@@ -80,7 +80,7 @@ with required_names():
         SchedulerNode,
     )
     from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
-    from torch._inductor.utils import triton_type
+    from torch._inductor.utils import _type_of, triton_type
     from torch._inductor.virtualized import V as Virtualized
     from torch._inductor.virtualized import ops as inductor_ops
     from torch._library.custom_ops import CustomOpDef
@@ -112,6 +112,9 @@ with required_names():
 
     enter_autocast, exit_autocast = _enter_autocast, _exit_autocast
     """The functions that Dynamo's graph calls for `with torch.autocast`."""
+
+    pointer_type = _type_of
+    """A function that returns the type of a pointer to numbers of a dtype in a Triton kernel's signature: "*bf16"."""
 
     MODE_CHANGES = frozenset(
         {set_grad_enabled, _enter_autocast, _exit_autocast, _enter_inference_mode, _exit_inference_mode}
@@ -807,6 +810,7 @@ __all__ = [
     "only_run_what_is_compiled",
     "optimizers_ranges_ignored",
     "pipeline_call",
+    "pointer_type",
     "pytree",
     "queue_callback",
     "ranks_of",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fp8pass.fused.source import Plan
+from fp8pass.fused.plan import Plan
 from fp8pass.hardware import Target
 from fp8pass.roofline import memory_seconds
 

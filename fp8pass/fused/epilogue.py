@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 
@@ -79,7 +79,7 @@ def written(module: fx.GraphModule, products: int) -> Epilogue:
     lowering, code = GraphLowering(module), _Code(inputs, products)
     lowering.current_device = inputs[0].device
     with Virtualized.set_graph_handler(lowering):
-        nodes = _Nodes(module, lowering)
+        nodes: Any = _Nodes(module, lowering)
         with Virtualized.set_graph_handler(nodes):
             try:
                 nodes.run(*(_boxed(number, value) for number, value in enumerate(inputs)))
@@ -128,14 +128,14 @@ def _boxed(number: int, value: Tensor) -> Any:
     )
 
 
-class _Code(InductorKernel):
+class _Code(InductorKernel[Any]):
     """Collects the lines that ops write, and what they load."""
 
     overrides: Callable[[], Any] = TritonOverrides
 
     def __init__(self, inputs: Sequence[Tensor], products: int) -> None:
         super().__init__(increase_kernel_count=False)
-        self.cse = TritonCSE()
+        self.cse: Any = TritonCSE()
         self.inputs = inputs
         self.products = products
         self.reads: list[Read] = []

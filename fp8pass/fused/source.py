@@ -8,104 +8,18 @@ both scales, the bias, rounded to the dtype that the matmul would return.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
-from fp8pass.fused.epilogue import PRODUCT, Epilogue, Read
-from fp8pass.fused.tiles import Tile
+from fp8pass.fused.epilogue import PRODUCT, Read
+from fp8pass.fused.plan import Output, Plan, Tile
 
 NAME = "scaled_mm_fused"
 """The kernel's name; Inductor appends a number."""
 GROUP = 8
 """Tiles of this many rows of tiles follow each other, column by column, so that they share operands in the L2 cache."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """A tensor that the kernel writes.
-
-    kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", the amax of each tile; "sums", the sums of columns in
-    each tile, f32[tiles down, N]. results: the numbers of the epilogue's results, which stand side by side, as if N was
-    that many times as large. is_product: these are the products, which the matmul alone would write.
-    """
-
-    kind: str
-    results: tuple[int, ...]
-    dtype: torch.dtype
-    is_product: bool = False
-
-
-@dataclass(frozen=True)
-class Matmul:
-    """The product of a: f8[M, K] and b: f8[K, products * N], whose columns are contiguous.
-
-    products: 1; or 2, if b holds two matrices side by side, whose products the epilogue combines element by element.
-    strides: of a's rows and b's columns. scales: "tensorwise" or "rowwise". bias: whether there is one. dtype: of the
-    result. fast: `use_fast_accum`.
-    """
-
-    m: int
-    n: int
-    k: int
-    products: int
-    strides: tuple[int, int]
-    scales: str
-    bias: bool
-    dtype: torch.dtype
-    fast: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that the source of a kernel depends on. tma: whether the GPU has TMA. programs: their number."""
-
-    matmul: Matmul
-    epilogue: Epilogue
-    outputs: tuple[Output, ...]
-    tile: Tile
-    tma: bool
-    programs: int
-
-    @property
-    def parameters(self) -> list[str]:
-        """The names of the kernel's parameters, in order: operands, scales, bias, inputs, outputs."""
-        bias = ["bias"] if self.matmul.bias else []
-        inputs = dict.fromkeys(f"in{read.input}" for read in self.epilogue.reads)
-        outputs = [f"out{i}" for i in range(len(self.outputs))]
-        return ["a", "b", "scale_a", "scale_b", *bias, *inputs, *outputs]
-
-    @property
-    def bytes_per_element(self) -> int:
-        """Bytes that the epilogue reads and writes for each element of the product."""
-        read = {r.input: r.dtype.itemsize for r in self.epilogue.reads if r.row and r.column}
-        written = (o.dtype.itemsize * len(o.results) for o in self.outputs if o.kind in ("rows", "columns"))
-        return sum(read.values()) + sum(written)
-
-    @property
-    def bytes_apart(self) -> int:
-        """Bytes that one kernel after the matmul would read and write, with the product that it would read."""
-        product = self.matmul.dtype.itemsize * self.matmul.products
-        kept = product if any(o.is_product for o in self.outputs) else 0  # the matmul would write it
-        return (product + self.bytes_per_element - kept) * self.matmul.m * self.matmul.n
-
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes that the fused kernel moves more than the matmul alone, which writes the product; fewer if negative."""
-        product = self.matmul.dtype.itemsize * self.matmul.products
-        return (self.bytes_per_element - product) * self.matmul.m * self.matmul.n
-
-    def tiles(self) -> tuple[int, int]:
-        """Return the numbers of tiles down and across."""
-        return -(-self.matmul.m // self.tile.rows), -(-self.matmul.n // self.tile.columns)
-
-    def shape(self, output: Output) -> list[int]:
-        """Return the shape of an output."""
-        m, n, (down, across) = self.matmul.m, self.matmul.n * len(output.results), self.tiles()
-        partials = down * across * self.tile.parts * len(output.results)
-        return {"rows": [m, n], "columns": [n, m], "amax": [partials], "sums": [down, n]}[output.kind]
 
 
 def kernel_of(plan: Plan) -> Any:
@@ -159,7 +73,7 @@ def _stores_by_tma(output: Output, plan: Plan) -> bool:
     """Return whether an output is stored in whole blocks, which must not reach into the next of several parts."""
     if not plan.tma or output.kind not in ("rows", "columns"):
         return False
-    fits = len(output.results) == 1 or plan.matmul.n % plan.tile.width == 0
+    fits = len(output.results) == 1 or plan.matmul.n % plan.tile.columns == 0
     return fits and plan.shape(output)[1] * output.dtype.itemsize % 16 == 0
 
 
@@ -321,8 +235,8 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
     dtype, inside, n = triton_type(output.dtype), _inside(plan, ("row", "column")), m.n * len(output.results)
     first = f" + {m.n * part}" if part else ""
     if output.kind == "amax":
-        first = down * across * (part * plan.tile.parts + half)
-        yield from _amax(f"out{i} + {first} + tile", f"bits{i}_{part}", value, inside, dtype)
+        before = down * across * (part * plan.tile.parts + half)
+        yield from _amax(f"out{i} + {before} + tile", f"bits{i}_{part}", value, inside, dtype)
     elif output.kind == "sums":
         kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
         address = f"out{i} + (i // {plan.tile.rows}) * {n} + column{first}"

@@ -1,85 +1,60 @@
-"""Choose the tile of a fused matmul: the first of a list that suits its epilogue and fits into shared memory."""
+"""List the tiles for a fused matmul that suit its epilogue, and may fit into shared memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-
-@dataclass(frozen=True)
-class Tile:
-    """The sizes of a tile, of its steps along the summed dimension, and Triton's warps and stages for it.
-
-    parts: the epilogue takes the tile's columns in this many parts, one after the other, which needs fewer registers.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    parts: int = 1
-
-    @property
-    def width(self) -> int:
-        """The columns of one part."""
-        return self.columns // self.parts
-
-
-ANY = Tile(16, 16, 16, 4, 2)
-"""A tile for plans whose tile is not chosen yet."""
+from fp8pass.fused.plan import Plan, Tile
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A tile, the most bytes per element that its epilogue may move, and the least K. See `choose`."""
+    """A tile, the most bytes per element that its epilogue may move, the least K, and whether only for fast sums."""
 
     tile: Tile
     most_bytes: int = 64
     least_k: int = 0
+    fast: bool = False
 
 
 # Timed on an H100: bench/results/fused_matmuls_h100.txt. A wider tile is faster the longer the sum is. Tiles in parts
 # are those that do not spill registers where a tile as a whole does: 304 bytes per thread in the backward of SwiGLU.
-_TMA = {
-    1: (
-        _Choice(Tile(128, 256, 128, 8, 3), most_bytes=2),
-        _Choice(Tile(128, 256, 128, 8, 3, parts=2), most_bytes=4, least_k=4096),
-        _Choice(Tile(128, 128, 128, 8, 4), most_bytes=4),
-        _Choice(Tile(128, 128, 128, 8, 4, parts=2)),
-        _Choice(Tile(128, 128, 64, 8, 3, parts=2)),
-    ),
-    2: (_Choice(Tile(128, 128, 128, 8, 3)), _Choice(Tile(128, 128, 64, 8, 3, parts=2))),
-}
+_WIDE = (
+    _Choice(Tile(128, 256, 128, 8, 3), most_bytes=2),
+    _Choice(Tile(128, 256, 128, 8, 3, parts=2), most_bytes=4, least_k=4096, fast=True),
+    _Choice(Tile(128, 128, 128, 8, 4), most_bytes=4),
+)
+_HALVES, _SHALLOW = _Choice(Tile(128, 128, 128, 8, 4, parts=2)), _Choice(Tile(128, 128, 64, 8, 3, parts=2))
+_TWO_PRODUCTS = _Choice(Tile(128, 128, 128, 8, 3)), _SHALLOW
+_HOPPER = {1: (*_WIDE, _HALVES, _SHALLOW), 2: _TWO_PRODUCTS}
+# Not timed. With more than 8 bytes, tiles in halves spill 32 bytes per thread there.
+_BLACKWELL = {1: (*_WIDE, replace(_HALVES, most_bytes=8), _Choice(Tile(128, 64, 128, 8, 4))), 2: _TWO_PRODUCTS}
 # Ada has 100 KB of shared memory, and no TMA; nothing was timed.
-_POINTERS = {
-    1: (_Choice(Tile(128, 128, 64, 8, 3)), _Choice(Tile(64, 64, 64, 4, 2))),
-    2: (_Choice(Tile(128, 64, 64, 8, 3)), _Choice(Tile(64, 64, 64, 4, 2))),
-}
+_NARROW = _Choice(Tile(128, 64, 64, 8, 3)), _Choice(Tile(64, 64, 64, 4, 2))
+_ADA = {1: (_Choice(Tile(128, 128, 64, 8, 3), most_bytes=5), *_NARROW), 2: _NARROW}
 
 
-def shared_bytes(tile: Tile, products: int, element_bytes: int) -> int:
-    """Estimate the shared memory of a kernel with TMA: its operands in all stages, and what it reads and writes.
+def candidates(plan: Plan, shared_memory: int) -> Iterator[Tile]:
+    """Yield tiles for a plan, the best first, cut to sizes of the result that are smaller.
 
-    products: how many the kernel computes of each element. element_bytes: bytes of each element that the epilogue reads
-    and writes, through shared memory.
+    shared_memory: bytes that one block of the GPU may use.
     """
-    operands = tile.stages * (tile.rows + products * tile.columns) * tile.depth
-    return operands + tile.rows * tile.width * element_bytes
-
-
-def choose(m: int, n: int, k: int, products: int, element_bytes: int, shared_memory: int, tma: bool) -> Tile | None:
-    """Return the tile for a result [M, N], cut to sizes that are smaller; None if none fits.
-
-    products, element_bytes: see `shared_bytes`. shared_memory: bytes that one block of the GPU may use.
-    """
-    for choice in (_TMA if tma else _POINTERS)[products]:
+    m, moved = plan.matmul, plan.bytes_per_element
+    tiles = _BLACKWELL if plan.capability >= 100 else _HOPPER if plan.tma else _ADA
+    for choice in tiles[m.products]:
         tile = choice.tile
-        rows, columns, depth = _cut(m, tile.rows, 64), _cut(n, tile.columns, 16 * tile.parts), _cut(k, tile.depth, 32)
-        fitted = replace(tile, rows=rows, columns=columns, depth=depth)
-        suits = element_bytes <= choice.most_bytes and k >= choice.least_k
-        if suits and shared_bytes(fitted, products, element_bytes) <= shared_memory:
-            return fitted
-    return None
+        rows, columns = _cut(m.m, tile.rows, 64), _cut(m.n, tile.columns, 16 * tile.parts)
+        fitted = replace(tile, rows=rows, columns=columns, depth=_cut(m.k, tile.depth, 32))
+        suits = moved <= choice.most_bytes and m.k >= choice.least_k and (m.fast or not choice.fast)
+        if suits and _least_shared(fitted, plan) <= shared_memory:
+            yield fitted
+
+
+def _least_shared(tile: Tile, plan: Plan) -> int:
+    """Estimate the shared memory of a kernel: its operands in all stages, and with TMA what its epilogue moves."""
+    operands = tile.stages * (tile.rows + plan.matmul.products * tile.columns) * tile.depth
+    return operands + (tile.rows * tile.width * plan.bytes_per_element if plan.tma else 0)
 
 
 def _cut(size: int, most: int, least: int) -> int:

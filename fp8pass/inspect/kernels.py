@@ -24,7 +24,8 @@ from fp8pass._torch import (
     kernel_called,
 )
 from fp8pass.fused.choice import epilogue_seconds
-from fp8pass.fused.source import NAME, Plan
+from fp8pass.fused.plan import Plan
+from fp8pass.fused.source import NAME
 from fp8pass.graph.builder import is_tensor
 from fp8pass.hardware import Target
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES

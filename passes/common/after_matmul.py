@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -243,9 +244,8 @@ def _is_column_sum(node: fx.Node) -> bool:
     """Return whether `node` sums a tensor over all dimensions but the last, in float32 or less."""
     if node.target is not aten.sum.dim_IntList or len(node.args) < 2 or val(node).dtype == torch.float64:
         return False
-    x = val(first(node))
-    dims = sorted(d % x.dim() for d in node.args[1] or ())  # type: ignore[union-attr]
-    return dims == list(range(x.dim() - 1))
+    x, dims = val(first(node)), cast("list[int]", node.args[1] or [])
+    return sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
 
 
 def _add_what_inputs_are_computed_from(e: Epilogue) -> None:

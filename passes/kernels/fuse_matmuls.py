@@ -22,6 +22,7 @@ import logging
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,9 +30,11 @@ from torch import fx
 from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
 from fp8pass.fused.choice import why_apart
+from fp8pass.fused.compiled import shared_memory
 from fp8pass.fused.epilogue import CannotFuse, written
-from fp8pass.fused.source import Matmul, Output, Plan, kernel_of
-from fp8pass.fused.tiles import ANY, choose
+from fp8pass.fused.plan import ANY, Matmul, Output, Plan
+from fp8pass.fused.source import kernel_of
+from fp8pass.fused.tiles import candidates
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.hardware import target_of
@@ -56,17 +59,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a kernel is made for. shared_memory: bytes for one block. tma: it has the Tensor Memory Accelerator."""
+    """What a kernel is made for. capability: 90 for sm_90, say. shared_memory: bytes for one block."""
 
+    capability: int
     multiprocessors: int
     shared_memory: int
-    tma: bool
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """Return what the device has."""
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.multi_processor_count, found.shared_memory_per_block_optin, found.major >= 9)
+    found: Any = torch.cuda.get_device_properties(device)
+    capability = 10 * found.major + found.minor
+    return Gpu(capability, found.multi_processor_count, found.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)
@@ -134,28 +138,33 @@ def _made(e: Epilogue) -> Iterator[Made]:
 
 def plan_of(m: Match, gpu: Gpu) -> Plan:
     """Return the kernel's plan. Raises CannotFuse if an op can't be generated, or no tile fits the GPU."""
-    matmul = _matmul(m)
+    matmul = _matmul(m, gpu)
     outputs = tuple(
         Output(o.kind, tuple(map(m.results.index, o.results)), o.dtype, o.instead_of is m.epilogue.matmul)
         for o in m.made
     )
-    plan = Plan(matmul, written(_module(m), matmul.products), outputs, ANY, gpu.tma, 0)
+    plan = Plan(matmul, written(_module(m), matmul.products), outputs, ANY, gpu.capability, 0)
+    for tile in candidates(plan, gpu.shared_memory):
+        tiled = replace(plan, tile=tile)
+        down, across = tiled.tiles()
+        tiled = replace(tiled, programs=min(gpu.multiprocessors, down * across))
+        if shared_memory(tiled) <= gpu.shared_memory:
+            return tiled
     moved = plan.bytes_per_element
-    tile = choose(matmul.m, matmul.n, matmul.k, matmul.products, moved, gpu.shared_memory, gpu.tma)
-    if tile is None:
-        raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
-    plan = replace(plan, tile=tile)
-    down, across = plan.tiles()
-    return replace(plan, programs=min(gpu.multiprocessors, down * across))
+    raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
 
 
-def _matmul(m: Match) -> Matmul:
+def _matmul(m: Match, gpu: Gpu) -> Matmul:
     node, products = m.epilogue.matmul, m.epilogue.products
     a, b, scale_a = (val(as_node(x)) for x in node.args[:3])
     given = [*node.args, *[None] * 8][:8]
     scales = "tensorwise" if scale_a.numel() == 1 else "rowwise"
-    strides, bias, fast = (a.stride()[0], b.stride()[1]), given[4] is not None, bool(given[7])
-    return Matmul(products.m, products.n, a.shape[1], len(products.parts), strides, scales, bias, val(node).dtype, fast)
+    bias = None if given[4] is None else val(as_node(given[4])).dtype
+    fast = bool(given[7]) or gpu.capability >= 100  # whose tensor cores add in float32 in any case
+    operands, strides = (a.dtype, b.dtype), (a.stride()[0], b.stride()[1])
+    return Matmul(
+        products.m, products.n, a.shape[1], len(products.parts), operands, strides, scales, bias, val(node).dtype, fast
+    )
 
 
 def _module(m: Match) -> fx.GraphModule:

@@ -34,9 +34,10 @@ from torch.utils._ordered_set import OrderedSet
 from triton.runtime import interpreter
 
 import fp8pass
-from fp8pass.hardware import TARGETS
 from fp8pass.fused import source
+from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda
+from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.quant.kernel_ops import WRITE
 from fp8pass.states.slots import registry
 from tests.helpers.asked import answer_all
@@ -88,6 +89,11 @@ def reduce_by_halves(self: Any, tensors: Any) -> list[Any]:
     else:
         parts = [p[0] for p in parts]
     return [self.to_tensor(p, t.dtype) for p, t in zip(parts, found, strict=True)]
+
+
+def hyperbolic_tangent(x: Any) -> Any:
+    """Return tanh(x), instead of the function of NVIDIA's library."""
+    return tl.core.tensor(interpreter.TensorHandle(np.tanh(x.handle.data), x.dtype.scalar), x.type)
 
 
 def power(x: Any, y: Any) -> Any:
@@ -152,6 +158,7 @@ def generating() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = False
+        stack.enter_context(mock.patch.object(fuse_matmuls, "shared_memory", return_value=0))
         for name in finds.keys() & vars(triton_kernel_wrap).keys():
             stack.enter_context(mock.patch.object(triton_kernel_wrap, name, finds[name]))
         yield
@@ -170,6 +177,7 @@ def on_cpu(gpu: FakeCuda) -> Iterator[None]:
             (torch.cuda, "set_device", lambda _: None),
             (tl.math, "mul_rn", lambda x, y: x * y),  # NumPy rounds every product
             (tl.math, "pow", power),
+            (tl.math, "tanh", hyperbolic_tangent),
             (interpreter, "_convert_float", convert_float),
             (interpreter.ReduceOps, "generic_reduce", reduce_by_halves),
         ):

@@ -1,0 +1,31 @@
+"""Compile a fused matmul to learn what it needs, before anything depends on it."""
+
+from __future__ import annotations
+
+from fp8pass._torch import pointer_type
+from fp8pass.errors import first_line
+from fp8pass.fused.epilogue import CannotFuse
+from fp8pass.fused.plan import Plan
+from fp8pass.fused.source import kernel_of
+
+
+def shared_memory(plan: Plan) -> int:
+    """Return the bytes of shared memory that one block of the kernel takes.
+
+    An estimate misses what conversions between layouts take. Raises CannotFuse if Triton can't compile the kernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = kernel_of(plan)
+    signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    source = ASTSource(kernel.fn, signature, {}, aligned)
+    try:
+        return int(
+            triton.compile(source, target=GPUTarget("cuda", plan.capability, 32), options=options).metadata.shared
+        )
+    except Exception as error:  # of many types, from the compilers that Triton runs
+        raise CannotFuse(f"Triton can't compile the kernel: {first_line(error)}") from error
