@@ -77,7 +77,7 @@ def written(module: fx.GraphModule, products: int) -> Epilogue:
     """
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     lowering, code = GraphLowering(module), _Code(inputs, products)
-    lowering.current_device = inputs[0].device
+    lowering.current_device = torch.device("cuda")  # for which Inductor writes Triton code
     with Virtualized.set_graph_handler(lowering):
         nodes: Any = _Nodes(module, lowering)
         with Virtualized.set_graph_handler(nodes):

@@ -21,6 +21,7 @@ from fp8pass.passes.common.patterns import (
     aten,
     first,
     is_elementwise,
+    prims,
     reach,
     through,
 )
@@ -28,6 +29,7 @@ from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby
 from fp8pass.passes.common.tiles import match as transposed
 from fp8pass.quant.kernel_ops import QUANTIZE
 
+_RANDOM = {prims.inductor_random.default, prims.inductor_randint.default}
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 _SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
 
@@ -73,7 +75,9 @@ class Products:
     def fits(self, node: fx.Node) -> bool:
         """Return whether `node` is elementwise on matrices, and reads only what can be read tile by tile."""
         tags = getattr(node.target, "tags", ())
-        if node.op != "call_function" or not self.holds(node) or torch.Tag.nondeterministic_seeded in tags:
+        if node.op != "call_function" or not self.holds(node):
+            return False
+        if any(map(_is_random, (node, *node.all_input_nodes))):  # the numbers would have to be stored to be read
             return False
         if node.target in RESHAPES and not self.holds(first(node)):
             return False
@@ -81,6 +85,11 @@ class Products:
         return (
             computes and is_elementwise(node) and all(self.read_by(node, i) is not None for i in node.all_input_nodes)
         )
+
+
+def _is_random(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.target in _RANDOM
 
 
 def products_of(matmul: fx.Node) -> Iterator[Products]:
@@ -105,7 +114,8 @@ def _halves(view: fx.Node) -> Iterator[tuple[int, fx.Node]]:
             for part in user.users:
                 if part.target is operator.getitem and val(part).shape[-1] * 2 == n:
                     yield int(part.args[1]), part  # type: ignore[arg-type]
-        elif user.target is aten.slice.Tensor and user.args[1:] in ((last, 0, n // 2), (last, n // 2, n)):
+        is_half = val(user).shape[-1:] == (n // 2,) if is_tensor(user) else False
+        if is_half and user.target is aten.slice.Tensor and user.args[1] == last and user.args[2] in (0, n // 2):
             yield int(user.args[2] != 0), user
 
 

@@ -189,7 +189,8 @@ def on_cpu(gpu: FakeCuda) -> Iterator[None]:
 class Compared:
     """A comparison of a tensor that the code for sm_90 makes with that of the graph run op by op.
 
-    what: "output", "input" (state that the graph writes), "operand" or "scale" of a scaled matmul.
+    what: "output", "input" (state that the graph writes), "operand" or "scale" of a scaled matmul; "fused matmuls", whose
+    shape is their number.
     error: the largest difference, relative to the largest element; sqnr: in dB, 300 for equal tensors.
     differing: share of elements. steps: the largest difference of FP8 codes, 0 for other types.
     """
@@ -313,7 +314,8 @@ def both(
         pairs = [("output", w, g) for w, g in zip(wanted, outputs, strict=True)]
         pairs += [("input", inputs[i], copies[i]) for i in _written(graph)]
         tensors = [compare(what, w, g) for what, w, g in pairs if isinstance(w, Tensor)]
-        found.append([*tensors, *compared_matmuls(reference.matmuls, matmuls)])
+        count = Compared("fused matmuls", "", (len(fused_matmuls),), 0.0, 300.0, 0.0, 0)
+        found.append([count, *tensors, *compared_matmuls(reference.matmuls, matmuls)])
         return wanted
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -338,7 +340,13 @@ class Gated(nn.Module):
 
 
 def train(
-    gpu: FakeCuda, name: str, recipe: str, dtype: torch.dtype, steps: int, updates: bool = False
+    gpu: FakeCuda,
+    name: str,
+    recipe: str,
+    dtype: torch.dtype,
+    steps: int,
+    updates: bool = False,
+    epilogues: str = "auto",
 ) -> list[list[Compared]]:
     """Train a model. Return the comparisons of each call of a graph.
 
@@ -363,7 +371,7 @@ def train(
             return make_boxed_func(module.forward)
         return both(gpu, found, module, inputs, is_backward)
 
-    options = {"recipe": recipe, "strict": True, "merge_siblings": True}
+    options = {"recipe": recipe, "strict": True, "merge_siblings": True, "epilogues": epilogues}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
     def step(x: Tensor) -> None:
@@ -387,9 +395,10 @@ def train(
 
 
 def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
-    """Return what `train` returns. how: "updates"; "emulate" rounds after each op, as the graph does."""
+    """Return what `train` returns. how: "updates"; "emulate" rounds after each op, as the graph does; "always" fuses."""
     with config.patch(emulate_precision_casts="emulate" in how):
-        found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how)
+        epilogues = "always" if "always" in how else "auto"
+        found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how, epilogues)
     return [[asdict(c) for c in call] for call in found]
 
 

@@ -1,0 +1,248 @@
+"""The fuse_matmuls pass: what goes into a matmul's kernel, what stays out, and when two kernels are better than one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fp8pass import hardware, scaling
+from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
+from fp8pass.fused import choice
+from fp8pass.fused.choice import why_apart
+from fp8pass.hardware import TARGETS
+from fp8pass.options.config import Config
+from fp8pass.passes.kernels import fuse_matmuls
+from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
+from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of
+from fp8pass.quant.kernel_ops import QUANTIZE
+from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run
+
+H100 = Gpu(90, 132, 232448)
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_matmuls, "shared_memory", lambda _: 0)
+    monkeypatch.setattr(fuse_matmuls, "gpu_of", lambda _: H100)
+    monkeypatch.setattr(hardware, "pretended_device", torch.device("cuda"))
+    monkeypatch.setattr(fuse_matmuls, "target_of", lambda *_: TARGETS["h100"])
+
+
+def captured(
+    function: Callable[..., Any], *more: Tensor, m: int = 128, n: int = 256, dtype: Any = BF16
+) -> fx.GraphModule:
+    """Return the graph of function(product, scale, *more), where the product is of a matmul in FP8 on a GPU."""
+
+    def whole(a: Tensor, b: Tensor, s: Tensor, scale: Tensor, *rest: Tensor) -> Any:
+        return function(torch._scaled_mm(a, b.t(), s, s, None, None, dtype, True), scale, *rest)
+
+    a, b = torch.zeros(m, 64, dtype=E4M3), torch.zeros(n, 64, dtype=E4M3)
+    module = capture(whole, a, b, torch.tensor(1.0), torch.tensor(2.0), *more)
+    apply(module, FoldQuantizes())
+    return module
+
+
+def matched(module: fx.GraphModule) -> Any:
+    """Return the match of the first matmul."""
+    (node, *_) = module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    return match(node)
+
+
+def both(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
+    q = scaling.quantize(x, scale, dtype)
+    return q, q.t().contiguous(), scaling.amax(x)
+
+
+def fused(module: fx.GraphModule, **options: Any) -> Any:
+    """Run the pass, and return its context."""
+    return run(module, FuseMatmuls(), config=Config(recipe=None, **{"epilogues": "always", **options}))
+
+
+def test_one_kernel_writes_fp8_in_both_orientations_and_an_amax_for_each_tile() -> None:
+    module = captured(lambda y, s: both(F.relu(y) * 2, s), m=8192, n=4096)
+    context = fused(module)
+    assert count(module, aten._scaled_mm.default) == count(module, QUANTIZE) == 0
+    (call,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    plan, outputs = kernel_called(call).plan, call.meta["val"]
+    down, across = 8192 // plan.tile.rows, 4096 // plan.tile.columns
+    assert {name: (x.dtype, tuple(x.shape)) for name, x in outputs.items() if name.startswith("out")} == {
+        "out0": (BF16, (down * across * plan.tile.parts,)),
+        "out1": (E4M3, (8192, 4096)),
+        "out2": (E4M3, (4096, 8192)),
+    }
+    assert count(module, aten.amax.default) == 1
+    # the kernel after the matmul would read 2 bytes, which the matmul would have written
+    assert list(context.fused.values()) == [
+        f"its kernel computes the ops after it and quantizes to e4m3fn, which moves {4 * 8192 * 4096 / 1e6:.0f} MB less"
+    ]
+
+
+def saved(y: Tensor, s: Tensor) -> Any:
+    return *both(F.silu(y), s), y
+
+
+def later(y: Tensor, s: Tensor) -> Any:
+    x = F.silu(y)
+    return *both(x, s), x
+
+
+def statistic(y: Tensor, s: Tensor) -> Any:
+    x = y + 1
+    return *both(x * 2, s), x.float().mean(-1), x
+
+
+def several(y: Tensor, s: Tensor) -> Any:
+    return *both(y * 2, s), y * 2, y * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda y, s: both(F.silu(y), s), None),
+        (saved, "_scaled_mm"),
+        (later, "convert_element_type"),  # silu in float32, cast
+        (statistic, "add"),  # the mean is computed from the sum
+        (several, "_scaled_mm"),
+    ],
+)
+def test_the_kernel_writes_one_tensor_that_others_read(function: Any, kept: str | None) -> None:
+    found = matched(captured(function)).epilogue.kept
+    assert found is None if kept is None else found.name.startswith(kept) and found.meta["val"].dtype == BF16
+
+
+def test_random_numbers_are_not_stored_for_the_kernel() -> None:
+    m = matched(captured(lambda y, s: both(y * (torch.rand_like(y) > 0.5), s)))
+    matrices = [n.meta["val"].dtype for n in m.epilogue.inputs if n.meta["val"].numel() > 1]
+    assert matrices == [torch.bool]  # the mask, which the backward needs, too
+
+
+def test_a_norms_ops_stay_out() -> None:
+    def normed(y: Tensor, s: Tensor) -> Any:
+        return both(F.layer_norm(y, (256,)), s)
+
+    assert matched(captured(normed)) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y, s: both(F.silu(y), 448 / scaling.amax(y)),  # dynamic scaling
+        lambda y, s: y.softmax(-1),
+        lambda y, s: y + 0,  # reads nothing else
+        lambda y, s: y.float(),
+        lambda y, s: scaling.quantize(y.view(128, 16, 16), torch.ones(128, 16, 1), E4M3),  # by blocks
+    ],
+)
+def test_what_can_not_be_fused(function: Any) -> None:
+    module = captured(function)
+    assert matched(module) is None
+    fused(module)
+    assert count(module, triton_kernel_wrapper_functional) == 0
+
+
+def test_a_sum_with_a_residual_is_fused_unless_a_later_kernel_reads_the_residual_again() -> None:
+    x = torch.zeros(128, 256, dtype=BF16)
+    assert matched(captured(lambda y, s, x: x + y, x)).epilogue.kept is not None
+    assert matched(captured(lambda y, s, x: (x + y) * (x + y).sum(-1, keepdim=True) + x, x)) is None
+
+
+def test_tensors_that_the_kernel_reads_anyway_are_quantized_too() -> None:
+    def backward(y: Tensor, s: Tensor, saved: Tensor) -> Any:
+        hidden = F.silu(saved)
+        return *both(y * torch.sigmoid(saved), s, E5M2), scaling.quantize(hidden, s, E4M3).t().contiguous()
+
+    m = matched(captured(backward, torch.zeros(128, 256, dtype=BF16)))
+    assert {o.dtype for o in m.made if o.kind == "columns"} == {E4M3, E5M2}
+    assert [n.name for n in m.epilogue.inputs] == ["arg4_1", "arg3_1"]  # both read the saved tensor, and one scale
+
+
+def test_a_tensor_whose_quantized_copy_the_matmul_waits_for_stays_out() -> None:
+    def function(a: Tensor, b: Tensor, s: Tensor, scale: Tensor, saved: Tensor) -> Any:
+        q = scaling.quantize(saved, scale, E4M3)
+        y = torch._scaled_mm(q, b.t(), s, s, None, None, BF16, True)
+        return scaling.quantize(y * saved, scale, E4M3)
+
+    a, saved = torch.zeros(64, 64, dtype=E4M3), torch.zeros(64, 64, dtype=BF16)
+    module = capture(function, a, a, torch.tensor(1.0), torch.tensor(1.0), saved)
+    apply(module, FoldQuantizes())
+    assert len(matched(module).epilogue.quantizes) == 1
+    fused(module)
+    assert count(module, QUANTIZE) == 1
+
+
+@pytest.mark.parametrize(
+    "split", [lambda y: y.chunk(2, -1), lambda y: (y[:, :128], y[:, 128:]), lambda y: y.view(2, 64, 256).chunk(2, -1)]
+)
+def test_two_halves_of_the_product_are_computed_side_by_side(split: Any) -> None:
+    def gated(y: Tensor, s: Tensor) -> Any:
+        gate, up = split(y)
+        return scaling.quantize(F.silu(gate) * up, s, E4M3), y
+
+    m = matched(captured(gated))
+    assert len(m.epilogue.products.parts) == 2 and m.epilogue.kept is m.epilogue.matmul
+    plan = plan_of(m, H100)
+    assert (plan.matmul.products, plan.matmul.n, plan.bytes_per_element) == (2, 128, 1 + 2 * 2)
+
+
+def test_columns_are_summed_for_the_gradient_of_a_bias() -> None:
+    module = captured(lambda y, s: (*both(F.silu(y), s), F.silu(y).sum(0)))
+    fused(module)
+    (call,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    plan = kernel_called(call).plan
+    assert [o.kind for o in plan.outputs] == ["amax", "sums", "rows", "columns"]
+    assert count(module, aten.sum.dim_IntList) == 1
+
+
+def test_an_epilogue_that_fits_no_tile_is_declined_with_numbers() -> None:
+    m = matched(captured(lambda y, s: both(F.silu(y), s)))
+    with pytest.raises(
+        fuse_matmuls.CannotFuse, match="no tile whose epilogue moves 2 bytes per element fits into 1024 bytes"
+    ):
+        plan_of(m, Gpu(90, 132, 1024))
+
+
+def test_off_fuses_nothing() -> None:
+    module = captured(lambda y, s: both(F.silu(y), s))
+    fused(module, epilogues="off")
+    assert count(module, aten._scaled_mm.default) == 1
+
+
+def _plan(**saved: bool) -> Any:
+    return plan_of(
+        matched(captured(lambda y, s: (*both(F.silu(y), s), *([y] if saved else [])), m=8192, n=14336)), H100
+    )
+
+
+def test_auto_fuses_what_is_faster_as_measured() -> None:
+    alone, h100 = _plan(), TARGETS["h100"]
+    assert (alone.bytes_per_element, why_apart("auto", alone, h100, False)) == (2, "")
+    saved = _plan(saved=True)
+    assert saved.bytes_per_element == 4
+    reason = why_apart("auto", saved, h100, False)
+    assert reason == "the epilogue would take 305 us as measured, and a kernel of its own 187 us"
+    assert why_apart("always", saved, h100, False) == ""
+
+
+def test_auto_fuses_nothing_where_nothing_is_measured_and_says_so() -> None:
+    plan = _plan()
+    assert why_apart("auto", plan, TARGETS["b200"], False) == (
+        "no time of such an epilogue was measured on b200; epilogues='always' fuses it"
+    )
+    assert why_apart("auto", plan, TARGETS["b200"], True) == ""  # without the GPU, the roofline predicts
+
+
+@pytest.mark.parametrize(("seconds", "fuses"), [(1e-13, True), (1e-11, False)])
+def test_auto_reads_the_table(monkeypatch: pytest.MonkeyPatch, seconds: float, fuses: bool) -> None:
+    monkeypatch.setitem(choice.MEASURED, "b200", ((0, 0.0), (2, seconds)))
+    assert (why_apart("auto", _plan(), TARGETS["b200"], False) == "") == fuses
+
+
+def test_an_epilogue_in_float32_counts_its_bytes() -> None:
+    plan = plan_of(matched(captured(lambda y, s: (*both(y * 2, s), y), dtype=F32)), H100)
+    assert (plan.bytes_per_element, plan.bytes_apart) == (6, 6 * 128 * 256)
