@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from blocks import LlamaBlock, LlamaMLP
+from blocks import GPT2MLP, LlamaBlock, LlamaMLP
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,7 +67,9 @@ QUICK_SHAPES = ((128, 64, 96),)
 
 RECIPES = ("delayed", "dynamic", "rowwise", "blockwise", "mxfp8")
 TORCHAO = ("tensorwise", "rowwise")
-ALL = (*RECIPES, *(f"torchao {recipe}" for recipe in TORCHAO))
+FUSED = "delayed, fused"
+"""Delayed scaling with `epilogues="always"`: matmuls that quantize their result, wherever it is possible."""
+ALL = (*RECIPES, FUSED, *(f"torchao {recipe}" for recipe in TORCHAO))
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,29 @@ def llama_mlp(tokens: int = 8192, width: int = 4096, hidden: int = 14336) -> tup
     return LlamaMLP(width, hidden), torch.randn(tokens, width, requires_grad=True)
 
 
+def gpt2_mlp(tokens: int = 8192, width: int = 4096, hidden: int = 16384) -> tuple[Any, ...]:
+    """Return the MLP of a layer like GPT-2's, with GELU, biases and its residual, and its input."""
+    return GPT2MLP(width, hidden), torch.randn(tokens, width, requires_grad=True)
+
+
+class SquaredMLP(nn.Module):
+    """down(relu(up(x)) squared), without a residual, as in modded-nanogpt."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., width] to the same shape."""
+        result: Tensor = self.down(F.relu(self.up(x)).square())
+        return result
+
+
+def relu2_mlp(tokens: int = 32768, width: int = 768, hidden: int = 3072) -> tuple[Any, ...]:
+    """Return an MLP of the size of modded-nanogpt's, and its input."""
+    return SquaredMLP(width, hidden), torch.randn(tokens, width, requires_grad=True)
+
+
 def llama_block(
     batch: int = 4, length: int = 2048, width: int = 4096, hidden: int = 14336, heads: int = 32, groups: int = 8
 ) -> tuple[Any, ...]:
@@ -142,6 +167,8 @@ def linear(m: int, k: int, n: int) -> tuple[Any, ...]:
 
 QUICK = {
     llama_mlp: {"tokens": 64, "width": 64, "hidden": 96},
+    gpt2_mlp: {"tokens": 64, "width": 64, "hidden": 96},
+    relu2_mlp: {"tokens": 64, "width": 64, "hidden": 96},
     llama_block: {"batch": 2, "length": 16, "width": 64, "hidden": 96, "heads": 4, "groups": 2},
     llama: {"batch": 2, "length": 16, "words": 128, "layers": 1, "width": 64, "hidden": 96, "heads": 4, "groups": 2},
 }
@@ -379,10 +406,12 @@ def contenders(bench: Bench, workload: Workload) -> list[Contender]:
     target, mode = bench.target, workload.mode
     no_fp8 = why_no_fp8(bench.device, target)
     found = []
-    for recipe in RECIPES:
+    for name in (*RECIPES, FUSED):
+        recipe, epilogues = ("delayed", "always") if name == FUSED else (name, "auto")
         no_blocks = why_no_block_kernel(recipe, bench.device, target) if recipe in ("blockwise", "mxfp8") else ""
-        ours = partial(by_fp8pass, recipe=recipe, mode=mode, min_speedup=workload.min_speedup, lowering=bench.lowering)
-        found.append(Contender(recipe, ours, no_fp8 or no_blocks, ours=True))
+        options = {"recipe": recipe, "epilogues": epilogues, "mode": mode, "lowering": bench.lowering}
+        ours = partial(by_fp8pass, min_speedup=workload.min_speedup, **options)
+        found.append(Contender(name, ours, no_fp8 or no_blocks, ours=True))
     peers = TORCHAO if workload.peers else ()
     for recipe in peers:
         why = no_fp8 or why_no_kernel(bench, recipe)
@@ -690,11 +719,13 @@ class Section:
 
 SECTIONS = (
     Section("gemm", gemm, 0.08, 3),
-    Section("linear_fwd_bwd", linear_fwd_bwd, 0.36, 12),
-    Section("llama_mlp", model_section(llama_mlp, LAYER, kernels=True), 0.5, 20),
-    Section("llama_block", model_section(llama_block, LAYER), 0.66, 30),
-    Section("llama_step", model_section(llama, LLAMA, optimizer=True), 0.8, 40),
-    Section("cudagraphs", model_section(llama_mlp, LAYER, mode="reduce-overhead", peers=False), 0.87, 15),
+    Section("linear_fwd_bwd", linear_fwd_bwd, 0.3, 12),
+    Section("llama_mlp", model_section(llama_mlp, LAYER, kernels=True), 0.43, 20),
+    Section("gpt2_mlp", model_section(gpt2_mlp, LAYER, kernels=True), 0.52, 15),
+    Section("relu2_mlp", model_section(relu2_mlp, LAYER, kernels=True), 0.58, 10),
+    Section("llama_block", model_section(llama_block, LAYER), 0.71, 30),
+    Section("llama_step", model_section(llama, LLAMA, optimizer=True), 0.83, 40),
+    Section("cudagraphs", model_section(llama_mlp, LAYER, mode="reduce-overhead", peers=False), 0.89, 15),
     Section("xla", xla, 1, 40),
 )
 

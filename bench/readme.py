@@ -147,6 +147,11 @@ def traffic() -> str:
     return run(sys.executable, "bench/traffic.py")
 
 
+def fused_kernel() -> str:
+    """Return a generated kernel of a fused matmul, and what it moves."""
+    return run(sys.executable, "bench/fused_kernel.py")
+
+
 def step_traffic() -> str:
     """Return the table of bench/traffic.py for whole steps."""
     return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
@@ -247,6 +252,7 @@ SECTIONS = {
     "recipes": recipes,
     "inspect": inspect,
     "traffic": traffic,
+    "fused_kernel": fused_kernel,
     "step_traffic": step_traffic,
     "compile_time": compile_time,
     "host_overhead": host_overhead,
@@ -269,6 +275,7 @@ FILES = {
     "first_step": "docs/recipes.md",
     "recipes": "docs/recipes.md",
     "traffic": "docs/kernels.md",
+    "fused_kernel": "docs/fused-matmuls.md",
     "inspect": "docs/inspect.md",
     "step_traffic": "docs/train-step.md",
     "comms": "docs/distributed.md",

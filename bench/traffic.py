@@ -6,7 +6,8 @@ Prints a table. With an optimizer, the step includes its compiled update, which 
 `fp8pass.train_step`. Nothing is measured: Inductor generates the code for the GPU, on any machine, and its scheduler
 counts the bytes. `fp8pass inspect bench.blocks:llama_mlp` lists the kernels. Rows of torchao are missing if it is not
 installed. Launches are written as Triton kernels + ATen kernels, which finish sums. Matmuls and attention are not
-counted; FlashAttention-2 reads and writes the same bytes in all rows.
+counted, but for what a fused matmul moves more than the matmul alone would; FlashAttention-2 reads and writes the same
+bytes in all rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,20 +24,28 @@ sys.path.insert(0, str(ROOT))  # to import bench.blocks from any working directo
 from fp8pass.inspect.inspector import Inspection, Run, inspect  # noqa: E402
 
 BLOCKS = ("llama_mlp", "llama_block", "gpt2_mlp")
-ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", "fp8pass rowwise")
+FUSED = "fp8pass delayed, fused"
+"""The row with `epilogues="always"`."""
+ROWS = ("bf16", "torchao tensorwise", "torchao rowwise", "fp8pass delayed", FUSED, "fp8pass rowwise")
 
 
 def around_matmuls(run: Run) -> tuple[int, int, int]:
-    """Return (bytes, launches of Triton kernels, launches of ATen kernels) without matmuls and attention."""
+    """Return (bytes, launches of Triton kernels, launches of ATen kernels) without matmuls and attention.
+
+    A fused matmul counts with the bytes that it moves more than the matmul alone would.
+    """
     triton, others = run.of("triton"), [k for k in run.of("extern") if "attention" not in k.name]
-    return sum(k.bytes_moved for k in (*triton, *others)), len(triton), len(others)
+    moved = sum(k.bytes_moved for k in (*triton, *others)) + sum(k.epilogue for k in run.of("gemm"))
+    return moved, len(triton), len(others)
 
 
 def inspected(block: str, target: str, optimizer: str | None = None) -> list[Inspection]:
-    """Inspect a block with two recipes, each beside torchao's recipe of the same granularity."""
+    """Inspect a block with two recipes, each beside torchao's of the same granularity, and with fused matmuls."""
     pairs = (("delayed", "torchao:tensorwise"), ("rowwise", "torchao:rowwise"))
     spec = f"bench.blocks:{block}"
-    return [inspect(spec, target, recipe, peer=peer, optimizer=optimizer) for recipe, peer in pairs]
+    fused = inspect(spec, target, "delayed", optimizer=optimizer, options={"epilogues": "always"})
+    fused = replace(fused, runs=(replace(fused.runs[0], name=FUSED),))
+    return [*(inspect(spec, target, recipe, peer=peer, optimizer=optimizer) for recipe, peer in pairs), fused]
 
 
 def table(found: dict[str, list[Inspection]]) -> str:

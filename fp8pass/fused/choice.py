@@ -7,8 +7,10 @@ with the next product, and what each thread holds of the tile limits how much it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
+from fp8pass import hardware
 from fp8pass.fused.plan import Plan
 from fp8pass.hardware import Target
 from fp8pass.roofline import memory_seconds
@@ -22,23 +24,45 @@ and up from 4 bytes to 4 bytes 0.586 ms, and with the transposed hidden tensor 1
 """
 
 
-def why_apart(how: str, plan: Plan, target: Target | None, pretended: bool) -> str:
-    """Return the reason why two kernels are better than one; "" if the matmul is to be fused.
+@dataclass(frozen=True)
+class Decide:
+    """Decides whether matmuls are fused. how: "auto", "off" or "always". target: the GPU; None if it is not known."""
 
-    how: "auto", "off" or "always". pretended: the GPU is not there; where nothing is measured, the roofline decides.
-    """
-    if how == "always":
-        return ""
-    if how == "off" or target is None:
-        return "epilogues='off'"
-    fused, measured = epilogue_seconds(plan, target), target.name in MEASURED
-    if not measured and not pretended:
-        return f"no time of such an epilogue was measured on {target.name}; epilogues='always' fuses it"
-    apart = seconds_apart(plan, target)
-    if fused < apart:
-        return ""
-    source = "as measured" if measured else "as predicted"
-    return f"the epilogue would take {1e6 * fused:.0f} us {source}, and a kernel of its own {1e6 * apart:.0f} us"
+    how: str
+    target: Target | None
+
+    @property
+    def may_fuse(self) -> bool:
+        """True if a matmul may be fused at all: so that nothing is generated in vain."""
+        if self.how == "auto":
+            return self.target is not None and (self.target.name in MEASURED or is_pretended())
+        return self.how == "always"
+
+    @property
+    def how_known(self) -> str:
+        """A remark where `auto` decides by a prediction; "" elsewhere."""
+        if self.how == "always" or self.target is None or self.target.name in MEASURED:
+            return ""
+        return f"; this is predicted: on a {self.target.name}, where nothing was measured, it needs epilogues='always'"
+
+    def why_apart(self, plan: Plan) -> str:
+        """Return the reason why two kernels are better than one; "" if the matmul is to be fused.
+
+        Without the GPU, where nothing is measured, the roofline predicts.
+        """
+        if self.how == "always":
+            return ""
+        assert self.target is not None
+        fused, apart = epilogue_seconds(plan, self.target), seconds_apart(plan, self.target)
+        if fused < apart:
+            return ""
+        source = "as measured" if self.target.name in MEASURED else "as predicted"
+        return f"the epilogue would take {1e6 * fused:.0f} us {source}, and a kernel of its own {1e6 * apart:.0f} us"
+
+
+def is_pretended() -> bool:
+    """Return whether the graph is compiled for a GPU that is not there."""
+    return hardware.pretended_device is not None
 
 
 def epilogue_seconds(plan: Plan, target: Target) -> float:

@@ -18,6 +18,7 @@ from fp8pass.fused.plan import Output, Plan, Tile
 
 NAME = "scaled_mm_fused"
 """The kernel's name; Inductor appends a number."""
+_KINDS = {"rows": "store", "columns": "store transposed", "amax": "the tile's amax", "sums": "the sums of columns"}
 GROUP = 8
 """Tiles of this many rows of tiles follow each other, column by column, so that they share operands in the L2 cache."""
 
@@ -88,6 +89,7 @@ def _constants(plan: Plan) -> Iterator[str]:
 
 def _loop(plan: Plan) -> Iterator[str]:
     (down, across), t = plan.tiles(), plan.tile
+    yield f"# {plan.programs} programs compute the {down} by {across} tiles, one after the other"
     # with two products, a flat loop was slower on an H100
     flatten = ", flatten=True" if plan.tma and plan.matmul.products == 1 else ""
     yield f"for tile in tl.range(tl.program_id(0), {down * across}, {plan.programs}{flatten}):"
@@ -96,6 +98,7 @@ def _loop(plan: Plan) -> Iterator[str]:
 
 
 def _place(down: int, across: int, tile: Tile) -> Iterator[str]:
+    yield f"# {GROUP} rows of tiles first, column by column: they read the same operands"
     yield f"first = tile // {GROUP * across} * {GROUP}"
     yield f"height = tl.minimum({down} - first, {GROUP})"
     yield f"i = (first + tile % {GROUP * across} % height) * {tile.rows}"
@@ -179,6 +182,7 @@ def _scaled(plan: Plan, number: int, total: str) -> Iterator[str]:
     if m.bias:
         yield f"bias{number} = tl.load(bias + column{first}{_mask(plan, 'column')}).to(tl.float32)"
         bias = f" + bias{number}"
+    yield "# the product, as the matmul would write it"
     rounded = "" if m.dtype == torch.float32 else f".to({triton_type(m.dtype)}).to(tl.float32)"
     yield f"{PRODUCT}{number} = ({total}{number} * {scale}{bias}){rounded}"
 
@@ -222,6 +226,8 @@ def _load(read: Read, plan: Plan) -> str:
 def _results(plan: Plan, half: int) -> Iterator[str]:
     """Write each result as soon as it is computed, which keeps fewer values in registers."""
     for number, result in enumerate(plan.epilogue.results):
+        if result.lines:
+            yield "# the ops after the matmul"
         yield from result.lines
         for i, output in enumerate(plan.outputs):
             for part, of in enumerate(output.results):
@@ -232,6 +238,7 @@ def _results(plan: Plan, half: int) -> Iterator[str]:
 def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str]:
     """Write a result as a part of an output. half: the part of the tile."""
     output, m, down, across = plan.outputs[i], plan.matmul, *plan.tiles()
+    yield f"# {_KINDS[output.kind]}"
     dtype, inside, n = triton_type(output.dtype), _inside(plan, ("row", "column")), m.n * len(output.results)
     first = f" + {m.n * part}" if part else ""
     if output.kind == "amax":

@@ -61,11 +61,12 @@ def _rows(
 ) -> Iterator[Kernel]:
     read, written = _bytes(node)
     origins = _origins(node, order)
+    mine = [launch for launch in launches if launch.node is node]
     if node.is_extern():
         if origin := _extern_op(node, origins):
-            yield _extern(origin, graph, read, written, target)
+            row = _extern(origin, graph, read, written, target)
+            yield replace(row, name=mine[0].name) if mine else row  # a fused matmul is launched
         return
-    mine = [launch for launch in launches if launch.node is node]
     if not mine:  # no launch is recorded for this node alone
         return
     scratch = sum(launch.scratch for launch in mine)
@@ -155,7 +156,7 @@ def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
     epilogue = read + written - a.nbytes - b.nbytes - m.m * b.shape[1] * m.dtype.itemsize
     seconds = gemm.seconds(target) + epilogue_seconds(plan, target)
     what = f"{gemm.text()}, its epilogue writes {', '.join(words)}"
-    return Kernel(graph, "gemm", NAME, what, _modules([op]), read, written, 0, seconds, epilogue=epilogue)
+    return Kernel(graph, "gemm", NAME, what, _modules([given["out0"]]), read, written, 0, seconds, epilogue=epilogue)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch import fx
 
 from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
-from fp8pass.fused.choice import why_apart
+from fp8pass.fused.choice import Decide
 from fp8pass.fused.compiled import shared_memory
 from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.plan import ANY, Matmul, Output, Plan
@@ -102,9 +102,7 @@ class Match:
 
 
 def match(matmul: fx.Node) -> Match | None:
-    """Return what can go into the kernel of a `_scaled_mm` on a GPU; None if nothing can."""
-    if (hardware.pretended_device or val(matmul).device).type != "cuda":
-        return None
+    """Return what can go into the kernel of a `_scaled_mm`; None if nothing can."""
     if not all(isinstance(size, int) for a in (matmul, *matmul.args[:2]) for size in val(as_node(a)).shape):
         return None
     for products in products_of(matmul):
@@ -137,19 +135,23 @@ def _made(e: Epilogue) -> Iterator[Made]:
 
 
 def plan_of(m: Match, gpu: Gpu) -> Plan:
-    """Return the kernel's plan. Raises CannotFuse if an op can't be generated, or no tile fits the GPU."""
+    """Return the kernel's plan, without a tile. Raises CannotFuse if an op can't be generated."""
     matmul = _matmul(m, gpu)
     outputs = tuple(
         Output(o.kind, tuple(map(m.results.index, o.results)), o.dtype, o.instead_of is m.epilogue.matmul)
         for o in m.made
     )
-    plan = Plan(matmul, written(_module(m), matmul.products), outputs, ANY, gpu.capability, 0)
+    return Plan(matmul, written(_module(m), matmul.products), outputs, ANY, gpu.capability, 0)
+
+
+def tiled(plan: Plan, gpu: Gpu) -> Plan:
+    """Return the plan with the first tile that fits the GPU. Raises CannotFuse if there is none."""
     for tile in candidates(plan, gpu.shared_memory):
-        tiled = replace(plan, tile=tile)
-        down, across = tiled.tiles()
-        tiled = replace(tiled, programs=min(gpu.multiprocessors, down * across))
-        if shared_memory(tiled) <= gpu.shared_memory:
-            return tiled
+        found = replace(plan, tile=tile)
+        down, across = found.tiles()
+        found = replace(found, programs=min(gpu.multiprocessors, down * across))
+        if shared_memory(found) <= gpu.shared_memory:
+            return found
     moved = plan.bytes_per_element
     raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
 
@@ -168,7 +170,7 @@ def _matmul(m: Match, gpu: Gpu) -> Matmul:
 
 
 def _module(m: Match) -> fx.GraphModule:
-    """Return the epilogue as a graph of its own, on matrices [M, N]; its first inputs are the products."""
+    """Return the epilogue as a graph on matrices [M, N], whose first inputs are the products."""
     graph, e = fx.Graph(), m.epilogue
     made: dict[fx.Node, fx.Node] = {}
 
@@ -197,13 +199,6 @@ def _module(m: Match) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def check(plan: Plan, context: Context, device: torch.device) -> None:
-    """Raise CannotFuse if two kernels are better than one."""
-    target = target_of(device, context.config.target)
-    if reason := why_apart(context.config.epilogues, plan, target, hardware.pretended_device is not None):
-        raise CannotFuse(reason)
-
-
 class FuseMatmuls:
     """Fuses the matmuls of one graph."""
 
@@ -211,33 +206,41 @@ class FuseMatmuls:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite the matmuls whose epilogue can be generated, and pays; return their number."""
-        if context.config.epilogues == "off":
-            return 0
-        applied = 0
-        for matmul in [n for n in graph.nodes if n.target is aten._scaled_mm.default]:
-            if (m := match(matmul)) is None:
-                continue
-            device, name = val(matmul).device, matmul.meta.get(GEMM, "")
-            try:
-                plan = plan_of(m, gpu_of(device))
-                check(plan, context, device)
-            except CannotFuse as reason:
-                log.debug("%s: its kernel does not compute the ops after it: %s", name or matmul.name, reason)
-                continue
-            rewrite(context.builder(graph, self.name), m, plan)
-            context.fused[name] = _said(m, plan)
-            applied += 1
-        if applied:
-            graph.eliminate_dead_code()
-        return applied
+        return sum([self._one(matmul, context) for matmul in _matmuls(graph) if _is_on_gpu(matmul)])
+
+    def _one(self, matmul: fx.Node, context: Context) -> bool:
+        device, name = val(matmul).device, matmul.meta.get(GEMM, "")
+        decide = Decide(context.config.epilogues, target_of(device, context.config.target))
+        if not decide.may_fuse or (m := match(matmul)) is None:
+            return False
+        try:
+            plan = plan_of(m, gpu := gpu_of(device))
+            if reason := decide.why_apart(plan):
+                raise CannotFuse(reason)
+            plan = tiled(plan, gpu)
+        except CannotFuse as error:
+            log.debug("%s: its kernel does not compute the ops after it: %s", name or matmul.name, error)
+            return False
+        rewrite(context.builder(matmul.graph, self.name), m, plan)
+        context.fused[name] = _said(m, plan, decide)
+        matmul.graph.eliminate_dead_code()
+        return True
 
 
-def _said(m: Match, plan: Plan) -> str:
+def _matmuls(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target is aten._scaled_mm.default]
+
+
+def _is_on_gpu(matmul: fx.Node) -> bool:
+    return (hardware.pretended_device or val(matmul).device).type == "cuda"
+
+
+def _said(m: Match, plan: Plan, decide: Decide) -> str:
     """Return a sentence for the matmul's verdict."""
     made = dict.fromkeys(dtype_name(dtype_of(q)).removeprefix("float8_") for q in m.epilogue.quantizes)
     what = f"computes the ops after it and quantizes to {', '.join(made)}" if made else "computes the ops after it"
     saved = (plan.bytes_apart - plan.extra_bytes) / 1e6
-    return f"its kernel {what}, which moves {saved:.0f} MB less"
+    return f"its kernel {what}, which moves {saved:.0f} MB less{decide.how_known}"
 
 
 def rewrite(build: Builder, m: Match, plan: Plan) -> None:

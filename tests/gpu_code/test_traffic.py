@@ -24,6 +24,12 @@ TRAFFIC = {
     "llama_block": (4_968_694_776, 30, 2),
     "gpt2_mlp": (2_619_687_362, 14, 2),
 }
+# The same with matmuls that quantize their result, and what the matmuls' kernels are.
+FUSED = {
+    "llama_mlp": (2_249_413_078, 11, 1, 3),
+    "llama_block": (4_333_139_012, 27, 2, 4),
+    "gpt2_mlp": (1_688_265_174, 12, 2, 3),
+}
 
 IN_TORCH_2_11 = torch.__version__.startswith("2.11.")
 """torch 2.11 fuses the shifts of the amax histories with other kernels than newer versions do."""
@@ -63,6 +69,14 @@ def forward_and_backward(block: str) -> Run:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_traffic_and_launches(block: str) -> None:
     assert around_matmuls(forward_and_backward(block)) == TRAFFIC[block]
+
+
+@pytest.mark.parametrize("block", ["gpt2_mlp", *(pytest.param(b, marks=VARIANT) for b in ("llama_mlp", "llama_block"))])
+def test_traffic_with_matmuls_that_quantize_their_result(block: str) -> None:
+    found = inspected(block, options={"epilogues": "always"}, ptx=True)
+    kernels = [k for k in found.kernels if k.name.startswith("scaled_mm_fused")]
+    assert (*around_matmuls(found), len(kernels)) == FUSED[block]
+    assert all(k.kind == "gemm" and k.modules and k.compiled and not k.compiled.spilled for k in kernels)
 
 
 MEASURED = json.loads((ROOT / "bench" / "results" / "h100.json").read_text())["sections"]["llama_mlp"]["points"]

@@ -20,7 +20,7 @@ FLOORS = (
     ("_torch", "recipes"),
     ("hardware", "inductor", "module_tensors", "names", "quant"),
     ("options", "roofline"),
-    ("fsdp", "states"),
+    ("fsdp", "fused", "states"),
     ("graph",),
     ("report", "passes.common"),
     ("dump", "dynamo", "passes.annotate", "passes.collectives", "passes.kernels", "passes.layers", "passes.rewrite"),

@@ -13,12 +13,13 @@ from torch import Tensor, fx
 from fp8pass import hardware, scaling
 from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.fused import choice
-from fp8pass.fused.choice import why_apart
+from fp8pass.fused.choice import Decide
+from fp8pass.fused.epilogue import CannotFuse
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of
+from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of, tiled
 from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run
 
@@ -201,10 +202,8 @@ def test_columns_are_summed_for_the_gradient_of_a_bias() -> None:
 
 def test_an_epilogue_that_fits_no_tile_is_declined_with_numbers() -> None:
     m = matched(captured(lambda y, s: both(F.silu(y), s)))
-    with pytest.raises(
-        fuse_matmuls.CannotFuse, match="no tile whose epilogue moves 2 bytes per element fits into 1024 bytes"
-    ):
-        plan_of(m, Gpu(90, 132, 1024))
+    with pytest.raises(CannotFuse, match="no tile whose epilogue moves 2 bytes per element fits into 1024 bytes"):
+        tiled(plan_of(m, H100), Gpu(90, 132, 1024))
 
 
 def test_off_fuses_nothing() -> None:
@@ -220,27 +219,26 @@ def _plan(**saved: bool) -> Any:
 
 
 def test_auto_fuses_what_is_faster_as_measured() -> None:
-    alone, h100 = _plan(), TARGETS["h100"]
-    assert (alone.bytes_per_element, why_apart("auto", alone, h100, False)) == (2, "")
-    saved = _plan(saved=True)
-    assert saved.bytes_per_element == 4
-    reason = why_apart("auto", saved, h100, False)
-    assert reason == "the epilogue would take 305 us as measured, and a kernel of its own 187 us"
-    assert why_apart("always", saved, h100, False) == ""
+    alone, auto = _plan(), Decide("auto", TARGETS["h100"])
+    assert (alone.bytes_per_element, auto.why_apart(alone)) == (2, "")
+    kept = _plan(saved=True)
+    assert kept.bytes_per_element == 4
+    assert auto.why_apart(kept) == "the epilogue would take 305 us as measured, and a kernel of its own 187 us"
+    assert Decide("always", TARGETS["h100"]).why_apart(kept) == ""
 
 
-def test_auto_fuses_nothing_where_nothing_is_measured_and_says_so() -> None:
-    plan = _plan()
-    assert why_apart("auto", plan, TARGETS["b200"], False) == (
-        "no time of such an epilogue was measured on b200; epilogues='always' fuses it"
-    )
-    assert why_apart("auto", plan, TARGETS["b200"], True) == ""  # without the GPU, the roofline predicts
+def test_auto_fuses_nothing_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, kept = Decide("auto", TARGETS["b200"]), _plan(saved=True)
+    assert auto.may_fuse and auto.why_apart(kept) == ""  # without the GPU, the roofline predicts
+    monkeypatch.setattr(hardware, "pretended_device", None)
+    ways = auto, Decide("auto", TARGETS["h100"]), Decide("always", None), Decide("off", TARGETS["h100"])
+    assert [way.may_fuse for way in ways] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("seconds", "fuses"), [(1e-13, True), (1e-11, False)])
 def test_auto_reads_the_table(monkeypatch: pytest.MonkeyPatch, seconds: float, fuses: bool) -> None:
     monkeypatch.setitem(choice.MEASURED, "b200", ((0, 0.0), (2, seconds)))
-    assert (why_apart("auto", _plan(), TARGETS["b200"], False) == "") == fuses
+    assert (Decide("auto", TARGETS["b200"]).why_apart(_plan()) == "") == fuses
 
 
 def test_an_epilogue_in_float32_counts_its_bytes() -> None:
