@@ -32,7 +32,7 @@ _HOPPER = {1: (*_WIDE, _HALVES, _SHALLOW), 2: _TWO_PRODUCTS}
 _BLACKWELL = {1: (*_WIDE, replace(_HALVES, most_bytes=8), _Choice(Tile(128, 64, 128, 8, 4))), 2: _TWO_PRODUCTS}
 # Ada has 100 KB of shared memory, and no TMA; nothing was timed.
 _NARROW = _Choice(Tile(128, 64, 64, 8, 3)), _Choice(Tile(64, 64, 64, 4, 2))
-_ADA = {1: (_Choice(Tile(128, 128, 64, 8, 3), most_bytes=5), *_NARROW), 2: _NARROW}
+_ADA = {1: (_Choice(Tile(128, 128, 64, 8, 3), most_bytes=2), *_NARROW), 2: _NARROW}
 
 
 def candidates(plan: Plan, shared_memory: int) -> Iterator[Tile]:
