@@ -24,6 +24,10 @@ and up from 4 bytes to 4 bytes 0.586 ms, and with the transposed hidden tensor 1
 """
 
 
+LEAST_ELEMENTS, LEAST_K = 8192 * 4096, 768
+"""The smallest product, and the shortest sum, that were measured. Where a GPU computes few tiles, other kernels win."""
+
+
 @dataclass(frozen=True)
 class Decide:
     """Decides whether matmuls are fused. how: "auto", "off" or "always". target: the GPU; None if it is not known."""
@@ -53,6 +57,9 @@ class Decide:
         if self.how == "always":
             return ""
         assert self.target is not None
+        m = plan.matmul
+        if m.m * m.n < LEAST_ELEMENTS or m.k < LEAST_K:
+            return f"no product as small as [{m.m}, {m.k}] x [{m.k}, {m.n}] was measured; epilogues='always' fuses it"
         fused, apart = epilogue_seconds(plan, self.target), seconds_apart(plan, self.target)
         if fused < apart:
             return ""

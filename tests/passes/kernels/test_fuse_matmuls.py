@@ -36,14 +36,14 @@ def _not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(
-    function: Callable[..., Any], *more: Tensor, m: int = 128, n: int = 256, dtype: Any = BF16
+    function: Callable[..., Any], *more: Tensor, m: int = 128, n: int = 256, k: int = 64, dtype: Any = BF16
 ) -> fx.GraphModule:
     """Return the graph of function(product, scale, *more), where the product is of a matmul in FP8 on a GPU."""
 
     def whole(a: Tensor, b: Tensor, s: Tensor, scale: Tensor, *rest: Tensor) -> Any:
         return function(torch._scaled_mm(a, b.t(), s, s, None, None, dtype, True), scale, *rest)
 
-    a, b = torch.zeros(m, 64, dtype=E4M3), torch.zeros(n, 64, dtype=E4M3)
+    a, b = torch.zeros(m, k, dtype=E4M3), torch.zeros(n, k, dtype=E4M3)
     module = capture(whole, a, b, torch.tensor(1.0), torch.tensor(2.0), *more)
     apply(module, FoldQuantizes())
     return module
@@ -214,7 +214,7 @@ def test_off_fuses_nothing() -> None:
 
 def _plan(**saved: bool) -> Any:
     return plan_of(
-        matched(captured(lambda y, s: (*both(F.silu(y), s), *([y] if saved else [])), m=8192, n=14336)), H100
+        matched(captured(lambda y, s: (*both(F.silu(y), s), *([y] if saved else [])), m=8192, n=14336, k=4096)), H100
     )
 
 
@@ -225,6 +225,10 @@ def test_auto_fuses_what_is_faster_as_measured() -> None:
     assert kept.bytes_per_element == 4
     assert auto.why_apart(kept) == "the epilogue would take 305 us as measured, and a kernel of its own 187 us"
     assert Decide("always", TARGETS["h100"]).why_apart(kept) == ""
+    small = plan_of(matched(captured(lambda y, s: both(F.silu(y), s))), H100)
+    assert auto.why_apart(small) == (
+        "no product as small as [128, 64] x [64, 256] was measured; epilogues='always' fuses it"
+    )
 
 
 def test_auto_fuses_nothing_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
