@@ -6,8 +6,9 @@ dimension or as several, and read other matrices, rows, columns and numbers.
 
 from __future__ import annotations
 
+import heapq
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -31,6 +32,8 @@ from fp8pass.quant.kernel_ops import QUANTIZE
 
 _RANDOM = {prims.inductor_random.default, prims.inductor_randint.default}
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+_LOOKED_THROUGH = {*RESHAPES, aten.cat.default, aten.abs.default, aten.amax.default}
+"""Ops between an elementwise op and what ends it: quantizes of a cat, and amaxes."""
 _SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
 
 
@@ -172,11 +175,16 @@ class Epilogue:
         last = bool(of) and (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
         return list(of) if last and all(p in known for p in of) else []
 
-    def is_read(self, node: fx.Node) -> bool:
-        """Return whether a node outside of the kernel is still needed when the kernel's outputs replace others."""
-        if node in self.products.parts or node in self.nodes or node in self.replaced:
-            return False
-        return not node.users or any(map(self.is_read, node.users))
+    def closed(self) -> set[fx.Node]:
+        """Return the nodes that nothing outside of the kernel needs, once its outputs replace others."""
+        found = {*self.products.parts, *self.nodes, *self.replaced}
+        todo = list(found)
+        while todo:
+            for node in todo.pop().all_input_nodes:
+                if node not in found and node.op == "call_function" and all(u in found for u in node.users):
+                    found.add(node)
+                    todo += [node] if node is not self.matmul else []
+        return found
 
     def add(self, nodes: Iterable[fx.Node]) -> None:
         """Add elementwise ops."""
@@ -185,18 +193,18 @@ class Epilogue:
 
 def epilogue_of(products: Products) -> Epilogue | None:
     """Return what the kernel can compute after the products, if that ends in a quantize, or in one other tensor."""
-    graph = products.matmul.graph
     e = Epilogue(products, _elementwise_after(products))
-    later = reach([products.matmul], lambda n: n.users)
-    e.quantizes = [n for n in later if n.target is QUANTIZE and e.parts(first(n)) and _is_known(n.args[1], later)]
+    near = reach(e.after, lambda n: n.users, lambda n: n in e.after or n.target in _LOOKED_THROUGH)
+    e.quantizes = [n for n in near if n.target is QUANTIZE and e.parts(first(n)) and _is_known(n.args[1], e.matmul)]
     if e.quantizes:
-        e.amaxes = [n for n in later if is_amax(n) and e.parts(of_amax(n))]
-        e.sums = [n for n in later if _is_column_sum(n) and e.parts(first(n))]
+        e.amaxes = [n for n in near if is_amax(n) and e.parts(of_amax(n))]
+        e.sums = [n for n in near if _is_column_sum(n) and e.parts(first(n))]
     e.add(_computing(e, e.ends or _last(e)))
     _add_what_inputs_are_computed_from(e)
     if e.quantizes:
         _add_companions(e)
-    e.copies = {t.copy: t.x_q for n in graph.nodes if (t := transposed(n)) and t.x_q in e.quantizes}
+    clones = reach(e.quantizes, lambda n: n.users, lambda n: n.target in RESHAPES or n.target is aten.permute.default)
+    e.copies = {t.copy: t.x_q for n in clones if (t := transposed(n)) and t.x_q in e.quantizes}
     e.kept = _kept(e)
     needed = _computing(e, [*e.ends, *([e.kept] if e.kept is not None else [])])
     e.nodes = [n for n in e.nodes if n in needed]
@@ -204,9 +212,14 @@ def epilogue_of(products: Products) -> Epilogue | None:
     return e if gains else None
 
 
-def _is_known(scale: object, later: Container[object]) -> bool:
+def _depends(node: fx.Node, on: fx.Node) -> bool:
+    """Return whether `node` is computed from `on`, or is it. Looks only at what stands between them in the graph."""
+    return on in reach([node], lambda n: (i for i in n.all_input_nodes if not i < on))
+
+
+def _is_known(scale: object, matmul: fx.Node) -> bool:
     """Return whether a scale is one number that does not depend on the matmul."""
-    return is_tensor(scale) and val(scale).numel() == 1 and scale not in later
+    return is_tensor(scale) and val(scale).numel() == 1 and not _depends(scale, matmul)
 
 
 def _computing(e: Epilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
@@ -221,9 +234,9 @@ def _saves_reads(e: Epilogue) -> bool:
     The backward of a norm, say, reads its input twice: for the gradient of its weight, and for its own.
     """
     assert e.kept is not None
-    later = {n for n in reach(e.kept.users, lambda n: n.users) if n.op != "output"}
     matrices = [n for n in e.inputs if e.products.holds(n)]
-    return bool(matrices) and not any(u in later for n in matrices for u in n.users)
+    readers = [u for n in matrices for u in n.users if u.op != "output" and u is not e.kept]
+    return bool(matrices) and not any(_depends(u, e.kept) for u in readers)
 
 
 def _last(e: Epilogue) -> list[fx.Node]:
@@ -235,18 +248,19 @@ def _last(e: Epilogue) -> list[fx.Node]:
 
 def _elementwise_after(products: Products) -> dict[fx.Node, None]:
     """Return the products and the ops on them, which may also read tensors that do not depend on the matmul."""
-    inside, outside = dict.fromkeys(products.parts), set[fx.Node]()
-    if products.matmul not in inside:
-        outside.add(products.matmul)
-    node = products.matmul.next
-    while node.op != "root":
-        if node not in inside:
-            read = node.all_input_nodes
-            if any(n in outside for n in read) or (any(n in inside for n in read) and not products.fits(node)):
-                outside.add(node)
-            elif any(n in inside for n in read):
-                inside[node] = None
-        node = node.next
+    inside, met = dict.fromkeys(products.parts), set[fx.Node]()
+    todo = [u for part in products.parts for u in part.users]
+    heapq.heapify(todo)  # in the graph's order, so that what a node reads comes before it
+    while todo:
+        node = heapq.heappop(todo)
+        if node in met or node in inside:
+            continue
+        met.add(node)
+        others = (i for i in node.all_input_nodes if i not in inside)
+        if products.fits(node) and not any(_depends(i, products.matmul) for i in others):
+            inside[node] = None
+            for user in node.users:
+                heapq.heappush(todo, user)
     return inside
 
 
@@ -287,16 +301,15 @@ def _computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set
 def _add_companions(e: Epilogue) -> None:
     """Add quantized tensors that are computed from what the kernel reads anyway."""
     matrices = {n for n in e.inputs if e.products.holds(n)}
-    for node in e.matmul.graph.nodes if matrices and e.quantizes else ():
-        if node.target is not QUANTIZE or node in e.quantizes or not e.products.fits(node):
-            continue
+    near = reach(matrices, lambda n: n.users, e.products.fits)
+    for node in sorted(n for n in near if n.target is QUANTIZE and n not in e.quantizes and e.products.fits(n)):
         chain, leaves = _computed_from(first(node), e.products)
         if not leaves or not leaves <= matrices:
             continue
         amaxes = [n for x in chain for n in readers_nearby(x) if is_amax(n) and of_amax(n) is x]
-        later = reach([e.matmul, *e.replaced], lambda n: n.users)
-        before = reach([e.matmul, *e.inputs, *chain, *node.all_input_nodes], lambda n: n.all_input_nodes)
-        if any(n in later for n in (node, *chain)) or any(u in before for n in (node, *amaxes) for u in n.users):
+        waits = any(_depends(node, on) for on in (e.matmul, *e.replaced))
+        needed = [u for n in (node, *amaxes) for u in n.users]
+        if waits or any(_depends(n, u) for n in (e.matmul, *e.inputs, node) for u in needed):
             continue  # the kernel would wait for itself
         e.quantizes.append(node)
         e.amaxes += amaxes
@@ -310,9 +323,8 @@ def _kept(e: Epilogue) -> fx.Node | None:
     """
     parts, known = e.products.parts, {*e.products.parts, *e.nodes}
     of_products = reach(parts, lambda n: (u for u in n.users if u in known))
-    left = [n for n in of_products if any(map(e.is_read, n.users))]
-    if any(e.is_read(u) for u in e.matmul.users):
-        left.append(e.matmul)
+    closed = e.closed()
+    left = [n for n in dict.fromkeys([*of_products, e.matmul]) if not closed.issuperset(n.users)]
     if not left:
         return None
 

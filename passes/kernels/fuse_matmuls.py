@@ -49,7 +49,6 @@ from fp8pass.passes.common.patterns import (
     first,
     move_before,
     prims,
-    reach,
 )
 from fp8pass.passes.common.tiles import of_amax
 from fp8pass.quant.kernel_ops import QUANTIZE
@@ -107,9 +106,9 @@ def match(matmul: fx.Node) -> Match | None:
         return None
     for products in products_of(matmul):
         if (e := epilogue_of(products)) is not None:
-            made, after = list(_made(e)), reach(products.parts, lambda n: n.users)
+            made = list(_made(e))
             # first what does not depend on the products: what it shares with the rest need not be held for it
-            results = sorted({r for m in made for r in m.results}, key=lambda r: (r[0] in after, *_order(r)))
+            results = sorted({r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, *_order(r)))
             return Match(e, made, results)
     return None
 
@@ -119,13 +118,14 @@ def _order(result: tuple[fx.Node, fx.Node | None]) -> tuple[fx.Node, bool]:
 
 
 def _made(e: Epilogue) -> Iterator[Made]:
+    closed = e.closed()
     for node in e.amaxes:
         yield Made("amax", tuple(e.parts(of_amax(node))), node, val(node).dtype)
     for node in e.sums:
         yield Made("sums", tuple(e.parts(first(node))), node, torch.float32)
     for node in e.quantizes:
         of, dtype = tuple(e.parts(first(node))), val(node).dtype
-        if any(map(e.is_read, node.users)):
+        if not closed.issuperset(node.users):
             yield Made("rows", of, node, dtype, node)
         for copy, copied in e.copies.items():
             if copied is node:
@@ -206,7 +206,10 @@ class FuseMatmuls:
 
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite the matmuls whose epilogue can be generated, and pays; return their number."""
-        return sum([self._one(matmul, context) for matmul in _matmuls(graph) if _is_on_gpu(matmul)])
+        applied = sum([self._one(matmul, context) for matmul in _matmuls(graph) if _is_on_gpu(matmul)])
+        if applied:
+            graph.eliminate_dead_code()
+        return applied
 
     def _one(self, matmul: fx.Node, context: Context) -> bool:
         device, name = val(matmul).device, matmul.meta.get(GEMM, "")
@@ -221,9 +224,8 @@ class FuseMatmuls:
         except CannotFuse as error:
             log.debug("%s: its kernel does not compute the ops after it: %s", name or matmul.name, error)
             return False
-        rewrite(context.builder(matmul.graph, self.name), m, plan)
         context.fused[name] = _said(m, plan, decide)
-        matmul.graph.eliminate_dead_code()
+        rewrite(context.builder(matmul.graph, self.name), m, plan)
         return True
 
 
@@ -245,7 +247,7 @@ def _said(m: Match, plan: Plan, decide: Decide) -> str:
 
 def rewrite(build: Builder, m: Match, plan: Plan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
-    e = m.epilogue
+    e, dead = m.epilogue, m.epilogue.closed()
     given = [a for a in e.matmul.args[:5] if isinstance(a, fx.Node)]
     at = min([e.matmul.next, *(user for o in m.made for user in o.instead_of.users)])
     move_before(at, [*given, *e.inputs])
@@ -264,6 +266,9 @@ def rewrite(build: Builder, m: Match, plan: Plan) -> None:
         made = build.emit(at, operator.getitem, result, name)
         o.instead_of.replace_all_uses_with(_finished(build, at, o, made))
     build.like = None
+    for node in sorted({e.matmul, *e.nodes, *dead}, reverse=True):  # else the next match would find them read
+        if not node.users:
+            build.graph.erase_node(node)
 
 
 def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
