@@ -45,49 +45,56 @@ class Products:
     parts: tuple[fx.Node, ...]
     m: int
     n: int
+    _fitting: dict[fx.Node, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def holds(self, x: object) -> bool:
         """Return whether `x` is a matrix [M, N], with M as one dimension or as several."""
-        return is_tensor(x) and val(x).shape[-1:] == (self.n,) and val(x).numel() == self.m * self.n
+        if not is_tensor(x) or not all(isinstance(size, int) for size in val(x).shape):
+            return False
+        return val(x).shape[-1:] == (self.n,) and val(x).numel() == self.m * self.n
 
-    def as_matrix(self, node: fx.Node, leading: torch.Size) -> Tensor | None:
-        """Return a tensor that broadcasts to [*leading, N] as a view that broadcasts to [M, N]; None if it can't be.
+    def layout(self, reader: fx.Node, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return (shape, strides) of what `reader`, an elementwise op, reads, seen as what broadcasts to [M, N].
 
-        None also if it is on another device.
+        None if it can't be seen so, or is on another device.
         """
         if not is_tensor(node) or val(node).device != val(self.matmul).device:
             return None
-        value = val(node)
-        if value.numel() == 1:
-            return value.reshape(())
-        if value.shape[-1] not in (1, self.n):
+        shape, strides = val(node).shape, val(node).stride()
+        if not all(isinstance(size, int) for size in shape):
             return None
-        if all(size == 1 for size in value.shape[:-1]):
-            return value.reshape(1, self.n)
-        if value.shape[:-1] != leading:
+        if val(node).numel() == 1:
+            return (), ()
+        if shape[-1] not in (1, self.n):
             return None
-        try:
-            return value.view(self.m, value.shape[-1])
-        except RuntimeError:  # its rows are not at equal distances
-            return None
+        if all(size == 1 for size in shape[:-1]):
+            return (1, self.n), (0, strides[-1])
+        apart = all(shape[i] == 1 or strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
+        leading = val(first(reader) if reader.target in RESHAPES else reader).shape[:-1]
+        return ((self.m, shape[-1]), (strides[-2], strides[-1])) if apart and shape[:-1] == leading else None
 
-    def read_by(self, reader: fx.Node, node: fx.Node) -> Tensor | None:
-        """Return what `reader`, one of the elementwise ops, reads as a view for `as_matrix`; None if it can't be."""
-        return self.as_matrix(node, val(first(reader) if reader.target in RESHAPES else reader).shape[:-1])
+    def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
+        """Return the view that `layout` describes."""
+        layout = self.layout(reader, node)
+        assert layout is not None
+        return val(node).as_strided(*layout)
 
     def fits(self, node: fx.Node) -> bool:
         """Return whether `node` is elementwise on matrices, and reads only what can be read tile by tile."""
+        if node not in self._fitting:
+            self._fitting[node] = self._fits(node)
+        return self._fitting[node]
+
+    def _fits(self, node: fx.Node) -> bool:
         tags = getattr(node.target, "tags", ())
-        if node.op != "call_function" or not self.holds(node):
+        computes = node.target in RESHAPES | CASTS or torch.Tag.pointwise in tags
+        if node.op != "call_function" or not computes or not self.holds(node) or not is_elementwise(node):
             return False
         if any(map(_is_random, (node, *node.all_input_nodes))):  # the numbers would have to be stored to be read
             return False
         if node.target in RESHAPES and not self.holds(first(node)):
             return False
-        computes = node.target in RESHAPES | CASTS or torch.Tag.pointwise in tags
-        return (
-            computes and is_elementwise(node) and all(self.read_by(node, i) is not None for i in node.all_input_nodes)
-        )
+        return all(self.layout(node, i) is not None for i in node.all_input_nodes)
 
 
 def _is_random(node: fx.Node) -> bool:

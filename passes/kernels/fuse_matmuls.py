@@ -31,7 +31,8 @@ from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.compiled import shared_memory
-from fp8pass.fused.epilogue import CannotFuse, written
+from fp8pass.fused.epilogue import CannotFuse, Read, written
+from fp8pass.fused.epilogue import Epilogue as Code
 from fp8pass.fused.plan import ANY, Matmul, Output, Plan
 from fp8pass.fused.source import kernel_of
 from fp8pass.fused.tiles import candidates
@@ -135,13 +136,21 @@ def _made(e: Epilogue) -> Iterator[Made]:
 
 
 def plan_of(m: Match, gpu: Gpu) -> Plan:
-    """Return the kernel's plan, without a tile. Raises CannotFuse if an op can't be generated."""
-    matmul = _matmul(m, gpu)
+    """Return the kernel's plan, without a tile, and without code: only with the matrices that its epilogue reads."""
+    e = m.epilogue
+    matmul, first_input = _matmul(m, gpu), len(e.products.parts)
     outputs = tuple(
-        Output(o.kind, tuple(map(m.results.index, o.results)), o.dtype, o.instead_of is m.epilogue.matmul)
-        for o in m.made
+        Output(o.kind, tuple(map(m.results.index, o.results)), o.dtype, o.instead_of is e.matmul) for o in m.made
     )
-    return Plan(matmul, written(_module(m), matmul.products), outputs, ANY, gpu.capability, 0)
+    reads = (
+        Read("", i, val(n).dtype, matmul.n, 1, 0) for i, n in enumerate(e.inputs, first_input) if e.products.holds(n)
+    )
+    return Plan(matmul, Code(tuple(reads), ()), outputs, ANY, gpu.capability, 0)
+
+
+def with_code(plan: Plan, m: Match) -> Plan:
+    """Return the plan with the code of the epilogue. Raises CannotFuse if an op can't be generated."""
+    return replace(plan, epilogue=written(_module(m), plan.matmul.products))
 
 
 def tiled(plan: Plan, gpu: Gpu) -> Plan:
@@ -174,7 +183,7 @@ def _module(m: Match) -> fx.GraphModule:
     graph, e = fx.Graph(), m.epilogue
     made: dict[fx.Node, fx.Node] = {}
 
-    def take(node: fx.Node, value: torch.Tensor | None) -> None:
+    def take(node: fx.Node, value: torch.Tensor) -> None:
         if node not in made:
             made[node] = graph.placeholder(f"in{len(made)}")
             made[node].meta["val"] = value
@@ -184,7 +193,7 @@ def _module(m: Match) -> fx.GraphModule:
     for reader in e.nodes:
         for node in reader.all_input_nodes:
             if node not in e.nodes:
-                take(node, e.products.read_by(reader, node))
+                take(node, e.products.as_matrix(reader, node))
     for q in e.quantizes:
         take(as_node(q.args[1]), val(as_node(q.args[1])).reshape(()))
     for node in e.nodes:
@@ -220,7 +229,7 @@ class FuseMatmuls:
             plan = plan_of(m, gpu := gpu_of(device))
             if reason := decide.why_apart(plan):
                 raise CannotFuse(reason)
-            plan = tiled(plan, gpu)
+            plan = tiled(with_code(plan, m), gpu)
         except CannotFuse as error:
             log.debug("%s: its kernel does not compute the ops after it: %s", name or matmul.name, error)
             return False

@@ -28,7 +28,7 @@ from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda, _compiled
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import Gpu, Match, match, plan_of, tiled
+from fp8pass.passes.kernels.fuse_matmuls import Gpu, Match, match, plan_of, tiled, with_code
 from fp8pass.scaling import amax, quantize
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture
@@ -247,7 +247,7 @@ def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: 
     with gpu.there(), nothing, config.patch(emulate_precision_casts=True):
         found, graph = found_in(name, given)
         sizes = L40S if "pointers" in how else H100
-        plan = tiled(plan_of(found, sizes), sizes)
+        plan = tiled(with_code(plan_of(found, sizes), found), sizes)
     if tile:
         plan = replace(plan, tile=Tile(*map(int, tile.split())))
     return {"outputs": run(found, plan, graph, given), "tiles": plan.tiles(), "products": plan.matmul.products}
@@ -269,7 +269,7 @@ def compiled(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
     sizes = Gpu(int(capability), 132, shared)
     with gpu.there():
         m, _ = found_in(name, given)
-        plan = tiled(plan_of(m, sizes), sizes)
+        plan = tiled(with_code(plan_of(m, sizes), m), sizes)
     kernel = kernel_of(plan)
     signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
     attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
