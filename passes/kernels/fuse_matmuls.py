@@ -103,7 +103,7 @@ class Match:
 
 def match(matmul: fx.Node) -> Match | None:
     """Return what can go into the kernel of a `_scaled_mm`; None if nothing can."""
-    if not all(isinstance(size, int) for a in (matmul, *matmul.args[:2]) for size in val(as_node(a)).shape):
+    if not _is_plain(matmul):
         return None
     for products in products_of(matmul):
         if (e := epilogue_of(products)) is not None:
@@ -112,6 +112,22 @@ def match(matmul: fx.Node) -> Match | None:
             results = sorted({r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, *_order(r)))
             return Match(e, made, results)
     return None
+
+
+def _is_plain(matmul: fx.Node) -> bool:
+    """Return whether the kernels here compute this matmul: sizes are known, and each operand has one scale, or by rows.
+
+    Not scales for blocks, a scale of the result, or a result in FP8.
+    """
+    if matmul.kwargs or len(matmul.args) < 8 or matmul.args[5] is not None or val(matmul).dtype.itemsize == 1:
+        return False
+    a, b, scale_a, scale_b = (val(as_node(x)) for x in matmul.args[:4])
+    if not all(isinstance(size, int) for x in (a, b) for size in x.shape):
+        return False
+    along_sum = a.stride()[1] == b.stride()[0] == 1
+    by_rows = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
+    scaled = scale_a.numel() == scale_b.numel() == 1 or by_rows
+    return along_sum and scaled and scale_a.dtype == scale_b.dtype == torch.float32
 
 
 def _order(result: tuple[fx.Node, fx.Node | None]) -> tuple[fx.Node, bool]:
@@ -168,10 +184,9 @@ def tiled(plan: Plan, gpu: Gpu) -> Plan:
 def _matmul(m: Match, gpu: Gpu) -> Matmul:
     node, products = m.epilogue.matmul, m.epilogue.products
     a, b, scale_a = (val(as_node(x)) for x in node.args[:3])
-    given = [*node.args, *[None] * 8][:8]
     scales = "tensorwise" if scale_a.numel() == 1 else "rowwise"
-    bias = None if given[4] is None else val(as_node(given[4])).dtype
-    fast = bool(given[7]) or gpu.capability >= 100  # whose tensor cores add in float32 in any case
+    bias = None if node.args[4] is None else val(as_node(node.args[4])).dtype
+    fast = bool(node.args[7]) or gpu.capability >= 100  # whose tensor cores add in float32 in any case
     operands, strides = (a.dtype, b.dtype), (a.stride()[0], b.stride()[1])
     return Matmul(
         products.m, products.n, a.shape[1], len(products.parts), operands, strides, scales, bias, val(node).dtype, fast

@@ -15,8 +15,10 @@ from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.fused import choice
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.epilogue import CannotFuse
+from fp8pass.graph.builder import val
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
+from fp8pass.passes.common.patterns import as_node
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of, tiled
@@ -145,6 +147,34 @@ def test_what_can_not_be_fused(function: Any) -> None:
     assert matched(module) is None
     fused(module)
     assert count(module, triton_kernel_wrapper_functional) == 0
+
+
+def _for_blocks(matmul: fx.Node) -> None:
+    as_node(matmul.args[2]).meta["val"] = torch.ones(128, 2)
+
+
+def _for_short_sums(matmul: fx.Node) -> None:
+    as_node(matmul.args[2]).meta["val"] = torch.ones(128, 1)  # as blocks of 128 have along a sum of 128
+
+
+def _in_fp8(matmul: fx.Node) -> None:
+    matmul.meta["val"] = val(matmul).to(E4M3)
+
+
+def _by_name(matmul: fx.Node) -> None:
+    matmul.args, matmul.kwargs = matmul.args[:4], {"out_dtype": BF16}
+
+
+def _row_major(matmul: fx.Node) -> None:
+    as_node(matmul.args[1]).meta["val"] = val(as_node(matmul.args[1])).contiguous()
+
+
+@pytest.mark.parametrize("change", [_for_blocks, _for_short_sums, _in_fp8, _by_name, _row_major])
+def test_matmuls_that_the_kernel_does_not_compute(change: Callable[[fx.Node], None]) -> None:
+    module = captured(lambda y, s, x: x + y, torch.zeros(128, 256, dtype=BF16))
+    assert matched(module) is not None
+    change(next(iter(module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default))))
+    assert matched(module) is None
 
 
 def test_a_sum_with_a_residual_is_fused_unless_a_later_kernel_reads_the_residual_again() -> None:
