@@ -103,8 +103,6 @@ class Match:
 
 def match(matmul: fx.Node) -> Match | None:
     """Return what can go into the kernel of a `_scaled_mm`; None if nothing can."""
-    if not _is_plain(matmul):
-        return None
     for products in products_of(matmul):
         if (e := epilogue_of(products)) is not None:
             made = list(_made(e))
@@ -114,20 +112,18 @@ def match(matmul: fx.Node) -> Match | None:
     return None
 
 
-def _is_plain(matmul: fx.Node) -> bool:
-    """Return whether the kernels here compute this matmul: sizes are known, and each operand has one scale, or by rows.
-
-    Not scales for blocks, a scale of the result, or a result in FP8.
-    """
+def why_other(matmul: fx.Node) -> str:
+    """Return the reason why the kernels here do not compute this matmul; "" if they do."""
     if matmul.kwargs or len(matmul.args) < 8 or matmul.args[5] is not None or val(matmul).dtype.itemsize == 1:
-        return False
+        return "it scales its result"
     a, b, scale_a, scale_b = (val(as_node(x)) for x in matmul.args[:4])
     if not all(isinstance(size, int) for x in (a, b) for size in x.shape):
-        return False
-    along_sum = a.stride()[1] == b.stride()[0] == 1
+        return "its sizes are symbolic"
+    if not a.stride()[1] == b.stride()[0] == 1:
+        return "its operands are not contiguous along the sum"
     by_rows = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
     scaled = scale_a.numel() == scale_b.numel() == 1 or by_rows
-    return along_sum and scaled and scale_a.dtype == scale_b.dtype == torch.float32
+    return "" if scaled and scale_a.dtype == scale_b.dtype == torch.float32 else "its scales are those of blocks"
 
 
 def _order(result: tuple[fx.Node, fx.Node | None]) -> tuple[fx.Node, bool]:
@@ -238,15 +234,22 @@ class FuseMatmuls:
     def _one(self, matmul: fx.Node, context: Context) -> bool:
         device, name = val(matmul).device, matmul.meta.get(GEMM, "")
         decide = Decide(context.config.epilogues, target_of(device, context.config.target))
-        if not decide.may_fuse or (m := match(matmul)) is None:
+        if not decide.may_fuse:
             return False
         try:
+            if reason := why_other(matmul):
+                raise CannotFuse(reason)
+            if (m := match(matmul)) is None:
+                return False
             plan = plan_of(m, gpu := gpu_of(device))
             if reason := decide.why_apart(plan):
                 raise CannotFuse(reason)
             plan = tiled(with_code(plan, m), gpu)
         except CannotFuse as error:
-            log.debug("%s: its kernel does not compute the ops after it: %s", name or matmul.name, error)
+            reason = f"its kernel does not compute the ops after it: {error}"
+            log.debug("%s: %s", name or matmul.name, reason)
+            if decide.how == "always":
+                context.fused[name] = reason
             return False
         context.fused[name] = _said(m, plan, decide)
         rewrite(context.builder(matmul.graph, self.name), m, plan)

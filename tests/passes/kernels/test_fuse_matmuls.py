@@ -21,7 +21,7 @@ from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import as_node
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of, tiled
+from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of, tiled, why_other
 from fp8pass.quant.kernel_ops import QUANTIZE
 from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run
 
@@ -169,12 +169,22 @@ def _row_major(matmul: fx.Node) -> None:
     as_node(matmul.args[1]).meta["val"] = val(as_node(matmul.args[1])).contiguous()
 
 
-@pytest.mark.parametrize("change", [_for_blocks, _for_short_sums, _in_fp8, _by_name, _row_major])
-def test_matmuls_that_the_kernel_does_not_compute(change: Callable[[fx.Node], None]) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_for_blocks, "its scales are those of blocks"),
+        (_for_short_sums, "its scales are those of blocks"),
+        (_in_fp8, "it scales its result"),
+        (_by_name, "it scales its result"),
+        (_row_major, "its operands are not contiguous along the sum"),
+    ],
+)
+def test_matmuls_that_the_kernel_does_not_compute(change: Callable[[fx.Node], None], reason: str) -> None:
     module = captured(lambda y, s, x: x + y, torch.zeros(128, 256, dtype=BF16))
-    assert matched(module) is not None
-    change(next(iter(module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default))))
-    assert matched(module) is None
+    (matmul,) = module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    assert why_other(matmul) == ""
+    change(matmul)
+    assert why_other(matmul) == reason
 
 
 def test_a_sum_with_a_residual_is_fused_unless_a_later_kernel_reads_the_residual_again() -> None:
@@ -234,6 +244,15 @@ def test_an_epilogue_that_fits_no_tile_is_declined_with_numbers() -> None:
     m = matched(captured(lambda y, s: both(F.silu(y), s)))
     with pytest.raises(CannotFuse, match="no tile whose epilogue moves 2 bytes per element fits into 1024 bytes"):
         tiled(plan_of(m, H100), Gpu(90, 132, 1024))
+
+
+def test_always_says_why_a_matmul_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse_matmuls, "gpu_of", lambda _: Gpu(90, 132, 1024))
+    context = fused(captured(lambda y, s: both(F.silu(y), s)))
+    assert list(context.fused.values()) == [
+        "its kernel does not compute the ops after it: no tile whose epilogue moves 2 bytes per element fits into 1024 "
+        "bytes"
+    ]
 
 
 def test_off_fuses_nothing() -> None:
