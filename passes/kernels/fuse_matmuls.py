@@ -39,14 +39,13 @@ from fp8pass.fused.tiles import candidates
 from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.hardware import target_of
+from fp8pass.names import short
 from fp8pass.node_meta import GEMM
 from fp8pass.passes.common.after_matmul import Epilogue, epilogue_of, products_of
 from fp8pass.passes.common.patterns import (
     RESHAPES,
     as_node,
     aten,
-    dtype_name,
-    dtype_of,
     first,
     move_before,
     prims,
@@ -266,7 +265,7 @@ def _is_on_gpu(matmul: fx.Node) -> bool:
 
 def _said(m: Match, plan: Plan, decide: Decide) -> str:
     """Return a sentence for the matmul's verdict."""
-    made = dict.fromkeys(dtype_name(dtype_of(q)).removeprefix("float8_") for q in m.epilogue.quantizes)
+    made = dict.fromkeys(short(val(q).dtype) for q in m.epilogue.quantizes)
     what = f"computes the ops after it and quantizes to {', '.join(made)}" if made else "computes the ops after it"
     saved = (plan.bytes_apart - plan.extra_bytes) / 1e6
     return f"its kernel {what}, which moves {saved:.0f} MB less{decide.how_known}"

@@ -82,7 +82,7 @@ def test_one_kernel_writes_fp8_in_both_orientations_and_an_amax_for_each_tile() 
     assert count(module, aten.amax.default) == 1
     # the kernel after the matmul would read 2 bytes, which the matmul would have written
     assert list(context.fused.values()) == [
-        f"its kernel computes the ops after it and quantizes to e4m3fn, which moves {4 * 8192 * 4096 / 1e6:.0f} MB less"
+        f"its kernel computes the ops after it and quantizes to e4m3, which moves {4 * 8192 * 4096 / 1e6:.0f} MB less"
     ]
 
 
