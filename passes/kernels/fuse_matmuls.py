@@ -113,7 +113,7 @@ def match(matmul: fx.Node) -> Match | None:
 
 def why_other(matmul: fx.Node) -> str:
     """Return the reason why the kernels here do not compute this matmul; "" if they do."""
-    if matmul.kwargs or len(matmul.args) < 8 or matmul.args[5] is not None or val(matmul).dtype.itemsize == 1:
+    if matmul.kwargs or _arguments(matmul)[5] is not None or val(matmul).dtype.itemsize == 1:
         return "it scales its result"
     a, b, scale_a, scale_b = (val(as_node(x)) for x in matmul.args[:4])
     if not all(isinstance(size, int) for x in (a, b) for size in x.shape):
@@ -123,6 +123,11 @@ def why_other(matmul: fx.Node) -> str:
     by_rows = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
     scaled = scale_a.numel() == scale_b.numel() == 1 or by_rows
     return "" if scaled and scale_a.dtype == scale_b.dtype == torch.float32 else "its scales are those of blocks"
+
+
+def _arguments(matmul: fx.Node) -> list[Any]:
+    """Return all eight arguments of a `_scaled_mm`; None for those that are left out."""
+    return [*matmul.args, *[None] * 8][:8]
 
 
 def _order(result: tuple[fx.Node, fx.Node | None]) -> tuple[fx.Node, bool]:
@@ -180,8 +185,8 @@ def _matmul(m: Match, gpu: Gpu) -> Matmul:
     node, products = m.epilogue.matmul, m.epilogue.products
     a, b, scale_a = (val(as_node(x)) for x in node.args[:3])
     scales = "tensorwise" if scale_a.numel() == 1 else "rowwise"
-    bias = None if node.args[4] is None else val(as_node(node.args[4])).dtype
-    fast = bool(node.args[7]) or gpu.capability >= 100  # whose tensor cores add in float32 in any case
+    bias = None if _arguments(node)[4] is None else val(as_node(_arguments(node)[4])).dtype
+    fast = bool(_arguments(node)[7]) or gpu.capability >= 100  # whose tensor cores add in float32 in any case
     operands, strides = (a.dtype, b.dtype), (a.stride()[0], b.stride()[1])
     return Matmul(
         products.m, products.n, a.shape[1], len(products.parts), operands, strides, scales, bias, val(node).dtype, fast
