@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fp8pass._torch import pointer_type
 from fp8pass.errors import first_line
 from fp8pass.fused.epilogue import CannotFuse
@@ -9,23 +11,25 @@ from fp8pass.fused.plan import Plan
 from fp8pass.fused.source import kernel_of
 
 
+def compiled(plan: Plan) -> Any:
+    """Compile the kernel of a plan; return Triton's `CompiledKernel`. Needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+    source = ASTSource(kernel_of(plan).fn, signature, {}, aligned)
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", plan.capability, 32), options=options)
+
+
 def shared_memory(plan: Plan) -> int:
     """Return the bytes of shared memory that one block of the kernel takes.
 
     An estimate misses what conversions between layouts take. Raises CannotFuse if Triton can't compile the kernel.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = kernel_of(plan)
-    signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
-    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
-    source = ASTSource(kernel.fn, signature, {}, aligned)
     try:
-        return int(
-            triton.compile(source, target=GPUTarget("cuda", plan.capability, 32), options=options).metadata.shared
-        )
+        return int(compiled(plan).metadata.shared)
     except Exception as error:  # of many types, from the compilers that Triton runs
         raise CannotFuse(f"Triton can't compile the kernel: {first_line(error)}") from error

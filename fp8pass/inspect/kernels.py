@@ -127,8 +127,8 @@ def _extern_op(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> fx.Node |
 
 def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) -> Kernel:
     name = str(op.target).removesuffix(".default")
-    if (kernel := kernel_called(op)) is not None:
-        return _fused(op, kernel.plan, graph, target)
+    if (plan := getattr(kernel_called(op), "plan", None)) is not None:  # other kernels are the user's
+        return _fused(op, plan, graph, target)
     if (gemm := _gemm(op)) is not None:
         kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
         read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers

@@ -22,10 +22,8 @@ def lower_through_inductor(
     module: fx.GraphModule, inputs: list[Any], pipeline: Pipeline, later: Later | None
 ) -> Callable[..., Any]:
     """Compile an annotated graph and its backward through Inductor, whose settings for custom passes run ours."""
-    dump, kernel_passes = (
-        pipeline.dump,
-        KernelPasses(pipeline.config, pipeline.dump, pipeline.timing, lambda: pipeline.gemms),
-    )
+    dump = pipeline.dump
+    kernel_passes = KernelPasses(pipeline.config, dump, pipeline.timing, lambda: pipeline.gemms)
 
     def compile_inner(module: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         def lower(module: fx.GraphModule, attempt: Attempt) -> Any:

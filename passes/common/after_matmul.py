@@ -131,7 +131,7 @@ def _halves(view: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 @dataclass
 class Epilogue:
-    """What the kernel of a matmul can compute after its product.
+    """The ops that the kernel of a matmul can compute after its product, and the tensors that it then writes.
 
     nodes: elementwise ops, in the graph's order, with those of other quantized tensors that are computed from what the
     kernel reads anyway. after: those that can be computed from the products. quantizes: of results, or of results that
@@ -311,7 +311,7 @@ def _add_companions(e: Epilogue) -> None:
     near = reach(matrices, lambda n: n.users, e.products.fits)
     for node in sorted(n for n in near if n.target is QUANTIZE and n not in e.quantizes and e.products.fits(n)):
         chain, leaves = _computed_from(first(node), e.products)
-        if not leaves or not leaves <= matrices:
+        if not leaves or not leaves <= matrices or not _is_known(node.args[1], e.matmul):
             continue
         amaxes = [n for x in chain for n in readers_nearby(x) if is_amax(n) and of_amax(n) is x]
         waits = any(_depends(node, on) for on in (e.matmul, *e.replaced))

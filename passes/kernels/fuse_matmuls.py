@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a kernel is made for. capability: 90 for sm_90, say. shared_memory: bytes for one block."""
+    """The GPU that a kernel is generated for. capability: 90 for sm_90, say. shared_memory: bytes for one block."""
 
     capability: int
     multiprocessors: int
@@ -87,13 +87,13 @@ class Made:
 
     @property
     def results(self) -> list[tuple[fx.Node, fx.Node | None]]:
-        """What the epilogue has to compute for it."""
+        """The results of the epilogue that the output consists of, each with the quantize that it is written through."""
         return [(node, self.quantize) for node in self.of]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A matmul with its epilogue. module: the epilogue as a graph, whose outputs are `results`."""
+    """A matmul with its epilogue. made: the outputs of the kernel. results: what the epilogue computes, in this order."""
 
     epilogue: Epilogue
     made: list[Made]
@@ -106,7 +106,9 @@ def match(matmul: fx.Node) -> Match | None:
         if (e := epilogue_of(products)) is not None:
             made = list(_made(e))
             # first what does not depend on the products: what it shares with the rest need not be held for it
-            results = sorted({r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, *_order(r)))
+            results = sorted(
+                {r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, r[0], r[1] is not None)
+            )
             return Match(e, made, results)
     return None
 
@@ -128,10 +130,6 @@ def why_other(matmul: fx.Node) -> str:
 def _arguments(matmul: fx.Node) -> list[Any]:
     """Return all eight arguments of a `_scaled_mm`; None for those that are left out."""
     return [*matmul.args, *[None] * 8][:8]
-
-
-def _order(result: tuple[fx.Node, fx.Node | None]) -> tuple[fx.Node, bool]:
-    return result[0], result[1] is not None
 
 
 def _made(e: Epilogue) -> Iterator[Made]:

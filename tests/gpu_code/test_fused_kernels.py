@@ -41,7 +41,7 @@ WRITES = {
     "residual": ["rows"],
     "summed": ["amax", "columns", "rows", "rows", "sums"],
 }
-"""What a kernel writes: an amax, FP8 in rows, in columns, and the product, or a sum, in rows."""
+"""The kinds of a kernel's outputs: amaxes, FP8 in rows and in columns, sums, and high precision in rows."""
 
 
 def _variants(cases: list[tuple[str, str]], everyday: Any) -> list[Any]:

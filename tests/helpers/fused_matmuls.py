@@ -13,15 +13,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor, fx
 from torch._inductor import config
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import interpreter
 
-from fp8pass._torch import pointer_type
+from fp8pass.fused.compiled import compiled
 from fp8pass.fused.plan import Plan, Tile
 from fp8pass.fused.source import kernel_of
 from fp8pass.hardware import TARGETS
@@ -250,6 +247,8 @@ def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: 
         plan = tiled(with_code(plan_of(found, sizes), found), sizes)
     if tile:
         plan = replace(plan, tile=Tile(*map(int, tile.split())))
+        down, across = plan.tiles()
+        plan = replace(plan, programs=min(sizes.multiprocessors, down * across))
     return {"outputs": run(found, plan, graph, given), "tiles": plan.tiles(), "products": plan.matmul.products}
 
 
@@ -260,7 +259,7 @@ def compared(name: str, m: int, n: int, k: int, tile: str, how: str) -> dict[str
     return found
 
 
-def compiled(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
+def compile_case(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
     """Compile a case of a large matmul for a GPU; return registers, spills, and how it stores."""
     given = inputs_of(name, 64, 64, 64, True)
     large = {64: 4096, 128: 8192, 96: 4128}
@@ -270,15 +269,7 @@ def compiled(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
     with gpu.there():
         m, _ = found_in(name, given)
         plan = tiled(with_code(plan_of(m, sizes), m), sizes)
-    kernel = kernel_of(plan)
-    signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
-    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
-    choice = kernel.configs[0]
-    done = triton.compile(
-        ASTSource(kernel.fn, signature, {}, attributes),
-        target=GPUTarget("cuda", int(capability), 32),
-        options={"num_warps": choice.num_warps, "num_stages": choice.num_stages},
-    )
+    done = compiled(plan)
     ptx = done.asm["ptx"]
     return {
         "spilled": _spilled(done),
@@ -297,7 +288,7 @@ def _spilled(done: Any) -> int:
 
 
 def answer(gpu: FakeCuda, what: str, *arguments: str) -> Any:
-    return {"interpret": interpret, "compiled": compiled}[what](gpu, *arguments)
+    return {"interpret": interpret, "compiled": compile_case}[what](gpu, *arguments)
 
 
 if __name__ == "__main__":

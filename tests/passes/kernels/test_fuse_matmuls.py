@@ -203,6 +203,14 @@ def test_tensors_that_the_kernel_reads_anyway_are_quantized_too() -> None:
     assert [n.name for n in m.epilogue.inputs] == ["arg4_1", "arg3_1"]  # both read the saved tensor, and one scale
 
 
+def test_a_tensor_with_scales_by_rows_is_not_quantized_there() -> None:
+    def backward(y: Tensor, s: Tensor, saved: Tensor, rows: Tensor) -> Any:
+        return *both(y * saved, s, E5M2), scaling.quantize(F.silu(saved), rows, E4M3)
+
+    m = matched(captured(backward, torch.zeros(128, 256, dtype=BF16), torch.ones(128, 1)))
+    assert len(m.epilogue.quantizes) == 1
+
+
 def test_a_tensor_whose_quantized_copy_the_matmul_waits_for_stays_out() -> None:
     def function(a: Tensor, b: Tensor, s: Tensor, scale: Tensor, saved: Tensor) -> Any:
         q = scaling.quantize(saved, scale, E4M3)
