@@ -87,13 +87,13 @@ class Made:
 
     @property
     def results(self) -> list[tuple[fx.Node, fx.Node | None]]:
-        """The results of the epilogue that the output consists of, each with the quantize that it is written through."""
+        """The results of the epilogue that the output consists of, each with the quantize that writes it."""
         return [(node, self.quantize) for node in self.of]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A matmul with its epilogue. made: the outputs of the kernel. results: what the epilogue computes, in this order."""
+    """A matmul with its epilogue. made: the outputs of the kernel. results: what the epilogue computes, in order."""
 
     epilogue: Epilogue
     made: list[Made]
