@@ -78,6 +78,10 @@ class Names:
         path = self._module(node)
         return f"{path}.{op}" if path else op, -1
 
+    def module_of(self, node: fx.Node) -> str:
+        """Return the path of the innermost module that the node is in; "" if that is the root."""
+        return self._module(node)
+
     def _module(self, node: fx.Node, kind: type = torch.nn.Module) -> str:
         """Return the path of the innermost module that the node is in; "" if that is the root, or not of `kind`."""
         source, module = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())[-1]

@@ -31,6 +31,7 @@ from fp8pass.options import overrides
 from fp8pass.options.config import Config
 from fp8pass.options.overrides import REQUIRED
 from fp8pass.passes import __file__ as passes_file
+from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.annotate import Annotate
 from fp8pass.passes.annotate.inline_composites import InlineComposites
 from fp8pass.passes.annotate.inline_regions import InlineRegions
@@ -58,6 +59,8 @@ from fp8pass.passes.rewrite.grouped_mm import GroupedMM
 from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.passes.share.batch_records import BatchRecords
+from fp8pass.passes.share.read_copies import ReadCopies
+from fp8pass.passes.share.save_scales import SaveScales
 from fp8pass.passes.share.save_sums import SaveSums
 from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.passes.share.use_transposes import UseTransposes
@@ -104,6 +107,7 @@ UPDATE: tuple[Pass[UpdateContext], ...] = (
 JOINT: tuple[Pass[Context], ...] = (
     Canonicalize(),  # first: the other passes know one spelling of quantize and dequantize
     ListMatmuls(),  # before any rewrite, so that every matmul of the user has a verdict
+    ReadCopies(),  # before the rewrites, which remove the dequantizes that it lets the backward read
     QuantizeCollectives(),  # before the rewrites, which look for tensors that are dequantized after a collective
     BlockwiseMM(),  # before ExpandBlocks: it finds blocks by their op
     GroupedMM(),  # likewise; and before ScaledMM, which would make a matmul of each group
@@ -112,6 +116,7 @@ JOINT: tuple[Pass[Context], ...] = (
     AlignArguments(),  # after ScaledMM, which decides on the scales of a matmul
     UseTransposes(),  # after ScaledMM, which lays operands out
     SaveTransposes(),  # likewise; after UseTransposes, which removes copies that need not be saved
+    SaveScales(),  # likewise
     SaveSums(),  # after the rewrites: it looks for sums of scaled matmuls
     BatchRecords(),  # last: the rewrites have removed the records of dead quantizes
 )
@@ -147,13 +152,15 @@ def annotated(
     if attempt.form == "plain":
         return Annotation(module, [], [])
     annotation = Annotation(copy_to_edit(module), [], [])
+    if not attempt.runs(save_fp8.NAME):
+        config = replace(config, save_fp8=False)
     names = Names(annotation.module.graph.find_nodes(op="placeholder"))
     context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
     todo = _dynamo_passes(config, attempt)
     _run_all(todo, annotation.module, context, dump or Dump(), "dynamo", _lint, lambda: examples(annotation))
     _recompile(annotation.module)
-    if context.notes:
-        publish(Report(notes=context.notes))
+    if context.notes or annotation.saved:
+        publish(Report(notes=context.notes, saved=annotation.saved))
     return annotation
 
 

@@ -10,10 +10,13 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
 from fp8pass.graph.refusal import Reject
+from fp8pass.graph.verdict import Saved
+from fp8pass.node_meta import SAVED_RESULT
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import WatchTable, watch_cached, watch_operand
 from fp8pass.states.slots import SlotTable
@@ -102,7 +105,7 @@ class Annotation:
     more, for its backward to write. scale_states: for each `ScaleState` that the user wrote, the positions of its
     scale, amax_history, amax, step_ended and held. is_update: True for a graph that updates parameters. watched: the
     tensors that the numerics monitor watches; its buffers are the last inputs. bodies: the functions that the graph
-    consists of, by the names of their graphs; empty if it is in one piece.
+    consists of, by the names of their graphs; empty if it is in one piece. saved: verdicts on what `save_fp8` is for.
     """
 
     module: fx.GraphModule
@@ -117,6 +120,7 @@ class Annotation:
     owned_paths: tuple[str, ...] = ()
     watched: WatchTable | None = None
     bodies: dict[str, Body] = field(default_factory=dict)
+    saved: list[Saved] = field(default_factory=list)
 
     @property
     def has_state(self) -> bool:
@@ -165,6 +169,37 @@ class _Eager(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, record: bool = True) -> None:
         super().__init__(module)
         self.record = record
+        self.kept: dict[fx.Node, tuple[Tensor, list[list[Tensor]]]] = {}
+        """For each op that `SAVED_RESULT` marks, its result, and what autograd has saved for it, in lists of one."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; let the backward of an op that is marked read its result as the marked quantize returns it."""
+        part, kept = (n.meta.get("custom") or {}).get(SAVED_RESULT), list[list[Tensor]]()
+        if part == "op":
+            with saved_tensors_hooks(functools.partial(_keep, kept), lambda box: box[0]):
+                result = super().run_node(n)
+            self.kept[n] = result.detach(), kept
+            return result
+        result = super().run_node(n)
+        if part == "quantize":
+            self._replace_kept(n, result.detach())
+        return result
+
+    def _replace_kept(self, quantize: fx.Node, copy: Tensor) -> None:
+        moves: list[Any] = [quantize.args[0]]
+        while moves[-1] not in self.kept:
+            moves.append(moves[-1].args[0])
+        result, kept = self.kept[moves.pop()]
+        # where each element of the copy has come from
+        places = torch.arange(result.numel(), device=result.device).view(result.shape)
+        for move in reversed(moves):
+            called = {"call_method": super().call_method, "call_function": super().call_function}[move.op]
+            places = called(move.target, (places, *move.args[1:]), move.kwargs)
+        moved_back = torch.empty_like(copy.reshape(-1))
+        moved_back[places.reshape(-1)] = copy.reshape(-1)
+        for box in kept:
+            same = box[0].untyped_storage()._cdata == result.untyped_storage()._cdata
+            box[:] = [moved_back.view(result.shape) if same and box[0].shape == result.shape else box[0]]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CHECKPOINT:
@@ -192,6 +227,11 @@ class _Eager(fx.Interpreter):
             kwargs["context_fn"] = context
         # not reentrant, like torch's own implementation of `tag_activation_checkpoint`
         return checkpoint(run, *inputs[:first_state], **{**kwargs, "use_reentrant": False})
+
+
+def _keep(kept: list[list[Tensor]], x: Tensor) -> list[Tensor]:
+    kept.append([x])
+    return kept[-1]
 
 
 def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:

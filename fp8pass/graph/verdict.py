@@ -11,6 +11,25 @@ Status = Literal["rewritten", "declined"]
 
 
 @dataclass
+class Saved:
+    """A tensor that the backward of elementwise ops and norms reads, and how it is saved: see the option `save_fp8`.
+
+    name: of the module that computes or normalizes it. shape, dtype: as computed. scaling: the recipe of its scales; ""
+    if it stays as it is. bytes: how much less is saved. rule, reason: why it stays as it is.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    source: str
+    scaling: str = ""
+    status: Literal["in FP8", "as it is"] = "as it is"
+    bytes: int = 0
+    rule: str = ""
+    reason: str = ""
+
+
+@dataclass
 class Gemm:
     """One matmul of a compiled graph, of [M, K] by [K, N], repeated `batches` times.
 

@@ -51,6 +51,11 @@ def lower_through_inductor(
     return compiled
 
 
+_LARGEST = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
+"""Inductor gives a value that is computed by more loads or ops than this a buffer. Its own limits on GPUs are 4 and 30;
+the gradient of a gated activation reads two tensors in FP8, each with its scale, and dequantizes both."""
+
+
 def _settings(
     module: fx.GraphModule, pipeline: Pipeline, kernel_passes: KernelPasses
 ) -> tuple[dict[str, Any], dict[str, bool]]:
@@ -66,6 +71,8 @@ def _settings(
     )
     if pipeline.config.mode is not None:
         patches.update(list_mode_options(pipeline.config.mode))
+    if pipeline.config.save_fp8:
+        patches.update(_LARGEST)
     caches = {}
     known = known_to_caches(module)
     if known is None:

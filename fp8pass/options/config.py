@@ -48,12 +48,14 @@ def _filter(name: str, value: Any) -> Any:
     return rule.take(name, value)
 
 
-def _monitor(name: str, value: Any) -> Any:
-    patterns = several("True, False, or patterns of slots: ['layers.3', '*.grad_output']")
-    return value if isinstance(value, bool) else patterns.take(name, value)
+def _flag_or_patterns(valid: str) -> Rule:
+    def take(name: str, value: Any) -> Any:
+        return value if isinstance(value, bool) else several(valid).take(name, value)
+
+    return Rule(take, _parse_flag_or_patterns)
 
 
-def _parse_monitor(variable: str, text: str) -> Any:
+def _parse_flag_or_patterns(variable: str, text: str) -> Any:
     is_flag = text.lower() in ("0", "1", "false", "true")
     return (FLAG if is_flag else _PATTERNS).parsed(variable, text)
 
@@ -73,7 +75,8 @@ def _group(name: str, value: Any) -> Any:
 
 _PATTERNS = several("")
 FILTER = Rule(_filter, _PATTERNS.parse)
-MONITOR = Rule(_monitor, _parse_monitor)
+MONITOR = _flag_or_patterns("True, False, or patterns of slots: ['layers.3', '*.grad_output']")
+MODULES = _flag_or_patterns("True, False, or patterns of modules: ['layers.3', '*.gate']")
 GROUP = Rule(_group)
 RECIPE = Rule(lambda name, value: resolve(value, name), lambda _, text: None if text.lower() == "none" else text)
 STEPS = whole(1, "a number of steps, 1 or more")
@@ -128,6 +131,9 @@ class Config(Checked):
     """The copies of each weight that are kept between optimizer steps. "off": none, the weight is quantized in every
     forward. "fp8": its FP8 copy, 1 byte per element. "fp8+transpose": that and a transposed copy, 2 bytes per element;
     the default of `fp8pass.train_step`. Only with delayed scaling, and for 2-D weights."""
+    save_fp8: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
+    """Save what the backward of elementwise ops and norms reads in FP8, 1 byte per element: True, or name patterns of
+    modules (`layers.3.*`, `*.gate`) that compute or normalize it. Gradients are then those at the quantized tensors."""
     optimizer_state: str = field(default="off", metadata=names(*OPTIMIZER_STATES).field)
     """"fp8" keeps an optimizer's first moments in e4m3 and the square roots of its second moments in float16: 3 bytes
     per parameter instead of 8. Only in `fp8pass.train_step`, for compiled optimizers."""
@@ -204,9 +210,15 @@ class Config(Checked):
         Args:
             slot: Name of the slot, `layers.3.up.input` say.
         """
-        if isinstance(self.monitor, bool):
-            return self.monitor
-        return any(matches(slot, pattern) for pattern in self.monitor)
+        return _selects(self.monitor, slot)
+
+    def saves(self, name: str) -> bool:
+        """Return whether `save_fp8` selects the tensor with this name.
+
+        Args:
+            name: Path of the module that computes or normalizes it, `layers.3.gate` say.
+        """
+        return _selects(self.save_fp8, name)
 
     def leaves_out(self, fqn: str, m: int, k: int, n: int) -> str:
         """Return the reason why `filter` leaves this matmul out; "" if it does not.
@@ -284,6 +296,10 @@ class Config(Checked):
         The other options have already had their effects on that graph, which is part of the key too.
         """
         return repr((self.recipe, self.strict, self.target))
+
+
+def _selects(patterns: bool | Sequence[str], name: str) -> bool:
+    return patterns if isinstance(patterns, bool) else any(matches(name, pattern) for pattern in patterns)
 
 
 _FIELDS = tuple(f.name for f in fields(Config))

@@ -35,7 +35,7 @@ class Unit:
     graph, from 0.
     """
 
-    kind: Kind | Literal["moments"]
+    kind: Kind | Literal["moments", "saved"]
     name: str = ""
     source: str = ""
     trace: str = ""

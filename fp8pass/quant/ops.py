@@ -443,6 +443,29 @@ class _HandedOver(torch.autograd.Function):
         return grads[0], None, *[None] * ctx.n_copies
 
 
+class _QDQAs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, like: Tensor, quantizer: Delayed | Dynamic, *state: Tensor) -> Tensor:
+        ctx.n_state = len(state)
+        _, scale = quantizer.scaled(like, *state)
+        scale_inv = scaling.inverse_unless_nonfinite(scale, scaling.amax(like))
+        return scaling.dequantize(scaling.quantize(x, scale, quantizer.dtype), scale_inv, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None, None, *[None] * ctx.n_state
+
+
+class _DifferentiatedAs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, other: Tensor) -> Tensor:
+        return copy_of(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, grads[0]
+
+
 class _SelectGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, y_a: Tensor, y_b: Tensor, *how: Any) -> Tensor:
@@ -481,6 +504,23 @@ class _GradQDQ(torch.autograd.Function):
 def qdq_operand(x: Tensor, quantizer: Quantizer, *state: Tensor) -> Tensor:
     """Quantize and dequantize `x`; the gradient passes straight through."""
     return _QDQ.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def qdq_as(x: Tensor, like: Tensor, quantizer: Delayed | Dynamic, *state: Tensor) -> Tensor:
+    """Quantize and dequantize `x` as `qdq_operand` does `like`, with its scale; the gradient passes straight through.
+
+    Records nothing. Everything becomes NaN if `like` holds an infinity or NaN, as `like` itself does.
+    """
+    return _QDQAs.apply(x, like, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def differentiated_as(y: Tensor, other: Tensor) -> Tensor:
+    """Return `y`, whose gradient goes to `other`: a tensor of the same shape, computed in another way.
+
+    The value of `other` is not used, so compiled code does not compute it.
+    """
+    # detached: autograd would go on into `y` with a gradient of zeros
+    return _DifferentiatedAs.apply(y.detach(), other)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:

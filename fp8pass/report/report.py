@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fp8pass._torch import CompileContext, why_compiled_again
-from fp8pass.graph.verdict import Gemm
+from fp8pass.graph.verdict import Gemm, Saved
 from fp8pass.names import TORCH, is_users_file, location_of, source_of
 from fp8pass.report.text_table import aligned, ruled
 
@@ -206,6 +206,8 @@ class Report:
     """The verdicts on the matmuls of one or more compiled graphs, in graph order, and what Dynamo did."""
 
     gemms: list[Gemm] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    """The tensors that `save_fp8` selects, saved for the backward in FP8 or, with a reason, as they are."""
     graphs: int = 0
     notes: list[str] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
@@ -223,6 +225,7 @@ class Report:
     def add(self, other: Report) -> None:
         """Append the contents of another report, without repeating notes, faults and breaks."""
         self.gemms += other.gemms
+        self.saved += other.saved
         self.graphs += other.graphs
         self.timings += other.timings
         self.notes += [note for note in other.notes if note not in self.notes]

@@ -30,12 +30,13 @@ from torch import Tensor, fx
 
 from fp8pass import hardware, scaling
 from fp8pass._torch import set_grad_enabled
-from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.graph.annotation import CHECKPOINT, MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.names import source_of
 from fp8pass.options.config import Config
+from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.check import check, check_not_left_out, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
@@ -88,6 +89,9 @@ class _Annotator(Walk):
     def run(self) -> None:
         self._visit_all()
         of, owned = self.annotation, self.names.owned
+        if self.config.save_fp8 and self.grad_enabled and self.quantized:
+            with faults_of(save_fp8.NAME):
+                of.saved = save_fp8.save(self)
         of.owned_paths = tuple(owned.values())
         of.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
         # in this order: each adds its inputs after all others, and Annotation promises states, then frozen, then cached

@@ -58,7 +58,7 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
         return tuple(ops.Groupwise(recipe, recipe.dtype(role)) for role in FACTORS[kind])  # type: ignore[return-value]
     factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
     try:
-        first, second = (_quantizer(recipe, role, tensors[role], along, record) for role, along in factors)
+        first, second = (quantizer_of(recipe, role, tensors[role], along, record) for role, along in factors)
     except Reject as reject:
         return reject
     return first, second
@@ -75,7 +75,11 @@ def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
     return all(len(of) == 1 and None not in of for of in ways.values())
 
 
-def _quantizer(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:
+def quantizer_of(recipe: Recipe, role: Role, x: Tensor, contracted: tuple[int, ...], record: bool) -> ops.Quantizer:
+    """Return the quantizer of `x`, a tensor with this role. contracted: the dimensions that its matmul sums over.
+
+    Raises Reject if blocks do not divide a size.
+    """
     dtype = recipe.dtype(role)
     if isinstance(recipe, Calibration):
         return ops.Observe(recipe, dtype)

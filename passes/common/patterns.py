@@ -13,6 +13,7 @@ from torch import fx
 from fp8pass._torch import FakeTensor, unset_fake_temporarily
 from fp8pass.graph.builder import is_tensor, val
 from fp8pass.names import source_of
+from fp8pass.scaling import FP8_DTYPES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -150,6 +151,11 @@ def is_elementwise(node: fx.Node) -> bool:
     """Return whether `node` is a pointwise op, a view or a cast: each element depends on one element of each input."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or (node.target in VIEWS | CASTS and is_tensor(node.args[0]))
+
+
+def is_elementwise_in_high_precision(node: fx.Node) -> bool:
+    """Return whether `is_elementwise` holds for a node, and its result is not in FP8, which is another tensor."""
+    return is_elementwise(node) and dtype_of(node) not in FP8_DTYPES
 
 
 def same_value(x: Any, depth: int = 8) -> Hashable:

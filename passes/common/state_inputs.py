@@ -17,8 +17,8 @@ after    scales_0, scales_1, ... = split_with_sizes(scales, [2, 8, 8, ...])     
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -55,11 +55,13 @@ class Slot:
     """
 
     name: str
-    role: Role
+    role: Role | Literal["saved"]
     anchor: int
     source_line: str
     quantizer: ops.Stateful
     node: fx.Node
+    also: list[fx.Node] = field(default_factory=list)
+    """Further nodes with this quantizer, in the graph and piece of `node`, that only read its scale."""
     position: int = -1
     """Its position in the table, from `lift_state` on."""
 
@@ -256,8 +258,9 @@ def _insert(
             placed = replace(slot.quantizer, slot=i - first_scale, index=i - first_amax)
             amax = of[_AMAXES[kind]]
             state = [amax] if kind == "weight" else [scales, amax]
-        args: Any = (*(placed if a == slot.quantizer else a for a in slot.node.args), *state)
-        slot.node.args = args
+        for node in (slot.node, *slot.also):
+            args: Any = (*(placed if a == slot.quantizer else a for a in node.args), *state)
+            node.args = args
 
 
 def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:

@@ -19,7 +19,7 @@ from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short, source_of
-from fp8pass.node_meta import GEMM, SAVED
+from fp8pass.node_meta import GEMM, SAVED, SAVED_FP8
 from fp8pass.passes.common.patterns import (
     ADDING_MATMULS,
     ALL_MATMULS,
@@ -40,7 +40,7 @@ from fp8pass.passes.common.patterns import (
 from fp8pass.passes.common.transforms import DERIVED
 from fp8pass.passes.rewrite.operands import is_dequantizing
 from fp8pass.quant.grouped import FALLBACK, FALLBACK_BACKWARD
-from fp8pass.recipes import Kind
+from fp8pass.recipes import KINDS, Kind
 
 
 class _Forward(NamedTuple):
@@ -72,11 +72,11 @@ class ListMatmuls:
             a, b = operands(node)
             index = _custom(node).get("fp8pass")
             roots = root(a), root(b)
-            kind: Kind = "output"
+            kind: Any = "output"
             if node in backward:
                 kind = _custom(node).get("fp8pass_kind") or "output"
-                if kind == "output":
-                    kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []))
+                if kind not in KINDS[1:]:
+                    kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []), of_copy=kind != "output")
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             sizes = (*val(a).shape, val(b).shape[-1])
@@ -187,7 +187,7 @@ def _unread_dequantizes(graph: fx.Graph) -> list[str]:
     notes = []
     for node in filter(is_dequantizing, graph.nodes):
         found = readers(node, changes_places)
-        if not found or _is_scale(node) or feeds_matmul(node):
+        if not found or _is_scale(node) or feeds_matmul(node) or SAVED_FP8 in _custom(node):
             continue
         names = " and ".join(map(_name, found[:3]))
         matmuls = "not for mm, addmm, bmm or baddbmm, the only ops that run in FP8"
@@ -221,11 +221,14 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward]) -> Kind:
+def _backward_kind(
+    roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward], of_copy: bool
+) -> Kind:
     """Return which product of its layer a matmul of the backward is.
 
     grad_weight reads the forward's first operand and contracts M; grad_input reads its second operand and contracts N.
-    "output" if neither operand is one of the forward's.
+    "output" if neither operand is one of the forward's. of_copy: True if the first operand was computed again, for
+    `save_fp8`, so that the forward does not read it.
     """
     found: list[tuple[bool, Kind]] = []
     for f in forward:
@@ -233,7 +236,7 @@ def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: lis
             found.append((_equal(contracted, f.n), "grad_input"))
         if f.a in roots:
             found.append((_equal(contracted, f.m), "grad_weight"))
-    return max(found, key=lambda kind: kind[0], default=(False, "output"))[1]
+    return max(found, key=lambda kind: kind[0], default=(False, "grad_weight" if of_copy else "output"))[1]
 
 
 def _equal(a: Any, b: Any) -> bool:

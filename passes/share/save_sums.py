@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass.graph.builder import is_tensor, val
 from fp8pass.graph.pass_base import Context
-from fp8pass.passes.common.patterns import VIEWS, aten, is_elementwise, readers, sources
+from fp8pass.passes.common.patterns import VIEWS, aten, is_elementwise_in_high_precision, readers, sources
 from fp8pass.passes.rewrite.list_matmuls import save_for_backward
 
 
@@ -35,7 +35,7 @@ def match(node: fx.Node, backward: set[fx.Node]) -> bool:
     """Check whether `node`, read by the backward, adds an FP8 matmul's output to a tensor of its shape and dtype."""
     if node.target is not aten.add.Tensor or not all(is_tensor(a) and _is_alike(a, node) for a in node.args):
         return False
-    reading = readers(node, lambda n: n not in backward and is_elementwise(n))
+    reading = readers(node, lambda n: n not in backward and is_elementwise_in_high_precision(n))
     return any(n in backward and n.op != "output" for n in reading) and bool(_products(node))
 
 

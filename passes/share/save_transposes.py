@@ -8,8 +8,9 @@ changes  nothing but when it is computed
 
 Saving costs one byte of memory per element between forward and backward. The pass does not save a copy
 
-- if elementwise ops of the backward read the copy's sources anyway: then the copy costs only its own bytes. An example
-  is the operand of a layer after an activation function, whose gradient needs the same tensors;
+- if elementwise ops of the backward read the copy's sources anyway, or the FP8 tensor itself: then the copy costs only
+  its own bytes. An example is the operand of a layer after an activation function, whose gradient needs the same
+  tensors;
 - in checkpointed regions;
 - if it is computed from a weight that FSDP gathers.
 """
@@ -28,6 +29,7 @@ from fp8pass.passes.common.patterns import (
     first,
     has_one_element,
     is_elementwise,
+    is_elementwise_in_high_precision,
     readers,
     sources,
 )
@@ -59,6 +61,8 @@ def check(copy: fx.Node, backward: set[fx.Node]) -> bool:
     x_q = _source(copy)
     if (x_q.meta.get("custom") or {}).get(GATHERED):
         return False  # a saved copy of the whole weight would take the memory that FSDP frees
+    if any(_is_read_dequantized(n, backward) for n in _readers(x_q)):
+        return False
     # torch tags the nodes of checkpointed regions with "recompute", for its partitioner
     return "recompute" not in x_q.meta and not all(_is_read_anyway(n, x_q, backward) for n in _made_of(x_q))
 
@@ -78,7 +82,8 @@ def _readers(x_q: fx.Node) -> list[fx.Node]:
 
 def _made_of(x_q: fx.Node) -> list[fx.Node]:
     """Return the tensors that have to be read from memory to compute `x_q` elementwise, except scales."""
-    found = sources(x_q, lambda n: is_elementwise(n) and not has_one_element(n))
+    wide = is_elementwise_in_high_precision
+    found = sources(x_q, lambda n: (n is x_q or wide(n)) and not has_one_element(n))
     return [n for n in found if not has_one_element(n)]
 
 
@@ -90,5 +95,17 @@ def _is_read_anyway(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> bool
     """
     if torch.Tag.reduction in getattr(node.target, "tags", ()):
         return False
-    reading = readers(node, lambda n: n is not x_q and n not in backward and is_elementwise(n))
-    return any(n in backward and is_elementwise(n) for n in reading)
+    return any(n in backward and is_elementwise(n) for n in _read_in_high_precision(node, x_q, backward))
+
+
+def _is_read_dequantized(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Return whether the backward reads what `node`, a cast from FP8, dequantizes, as `save_fp8` has it."""
+    wide = is_elementwise_in_high_precision
+    reading = readers(node, lambda n: n not in backward and wide(n)) if wide(node) and node not in backward else []
+    return any(n in backward and n.op != "output" for n in reading)
+
+
+def _read_in_high_precision(node: fx.Node, x_q: fx.Node, backward: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes that read `node` through elementwise ops of the forward; FP8 tensors end the search."""
+    wide = is_elementwise_in_high_precision
+    return readers(node, lambda n: n is not x_q and n not in backward and wide(n))

@@ -1,0 +1,530 @@
+"""Let the backward of elementwise ops and norms read FP8 copies of the tensors that they are computed from: `save_fp8`.
+
+before   h: bf16[M, K] = silu(gate) * up               the backward reads gate and up
+         y             = linear(qdq_operand(h, q), w_)
+after    gate_ = qdq_operand(gate, q1);  up_ = qdq_operand(up, q2)
+         h_    = silu(gate_) * up_
+         y     = differentiated_as(linear(qdq_operand(h, q), w_), linear(qdq_as(h_, h, q), w_))
+changes  gradients: those of the ops are taken at the quantized tensors, and the weight's is computed from h_. Values do
+         not change: only gradients are computed from gate_, up_ and h_
+
+A part of the annotate pass. Where the copied ops end, the original takes the gradient of its copy:
+
+    at an operand of a matmul        in the matmul, so that the backward needs `h` no more than `gate`: it computes its
+                                     operand again from what is saved
+    anywhere else, or after a norm   in `differentiated_as(h, h_)`: a matmul that reads `h` saves its operand as before
+
+A tensor is quantized as the recipe quantizes operands, with a slot of its own, `gate.saved`; by rows if a row of it is
+reduced, as norms do; and not once more if it is quantized for a matmul anyway.
+
+The backward of some ops, attention or softmax, reads the op's own result. If only a matmul reads the result else, the
+pass marks both, and `read_copies` lets the backward read what is quantized for the matmul.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8pass._torch import FakeTensor, OpOverload, TorchDispatchMode
+from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.graph.verdict import Saved
+from fp8pass.graph.wanted import HIGH_PRECISION
+from fp8pass.names import short, source_of
+from fp8pass.node_meta import PIECE, SAVED_FP8, SAVED_RESULT
+from fp8pass.options import overrides
+from fp8pass.passes.annotate.check import for_instance
+from fp8pass.passes.annotate.quantize_call import Walk
+from fp8pass.passes.annotate.quantizers import quantizer_of
+from fp8pass.passes.common.matmul_calls import mutates, signature_of
+from fp8pass.passes.common.patterns import aten
+from fp8pass.passes.common.state_inputs import Slot
+from fp8pass.quant import ops
+from fp8pass.quant.monitor_ops import WATCHED, Watched
+from fp8pass.recipes import Calibration, Recipe, RowwiseScaling, StaticScaling
+
+NAME = "save_fp8"
+
+
+def save(walk: Walk) -> list[Saved]:
+    """Save tensors of the walk's graph in FP8; return the verdicts on all that `save_fp8` selects."""
+    verdicts = []
+    candidates = match(walk.graph)
+    for tensor in candidates.tensors.values():
+        name = walk.names.module_of(tensor.named_by) or tensor.node.name
+        if not walk.config.saves(name):
+            continue
+        verdict = Saved(name, _shape(tensor.node), short(_value(tensor.node).dtype), source_of(tensor.readers[0]))
+        try:
+            tensor.recipe = check(walk, candidates, tensor, name)
+            tensor.verdict = verdict
+        except Reject as reject:
+            verdict.rule, verdict.reason = reject.rule, str(reject)
+        verdicts.append(verdict)
+    _Rewriter(walk, candidates).rewrite()
+    return verdicts + list(_results(walk, candidates))
+
+
+def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
+    """Mark each result that its own op's backward reads and that only a matmul reads else; yield the verdicts."""
+    for operand in walk.graph.find_nodes(op="call_function", target=ops.qdq_operand):
+        if (result := result_of(operand, found)) is None:
+            continue
+        watched, value, quantizer = operand.meta[WATCHED][0], _value(result), operand.args[1]
+        name = watched.name.removesuffix(f".{watched.role}")
+        if watched.role != "input" or not walk.config.saves(name) or _is_tried_otherwise(name, watched.source, quantizer.recipe):
+            continue
+        for node, part in ((result, "op"), (operand, "quantize")):
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), SAVED_RESULT: part}
+        size = _known(value.numel()) * value.element_size()
+        how: Any = {"scaling": quantizer.recipe.name, "status": "in FP8", "bytes": size}
+        yield Saved(name, _shape(result), short(value.dtype), watched.source, **how)
+
+
+def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
+    """Return the op, attention say, of whose result `operand` quantizes a view; None if others read the result too.
+
+    Elementwise ops and matmuls do not read their results in their backward, or are copied.
+    """
+    node = operand
+    while node is operand or (node in found.again and found.again[node].moves):
+        node = node.args[0]  # type: ignore[assignment]
+        if not isinstance(node, fx.Node) or not all(_is_ours(user) or user in found.again for user in node.users):
+            return None
+        if node is not operand.args[0] and len(node.users) > 1:
+            return None
+    made = node.op in ("call_function", "call_method") and node.target is not operator.getitem
+    if not made or node in found.again or _is_ours(node) or not _is_plain(_value(node)):
+        return None
+    return node if _value(node).requires_grad and signature_of(node) is None else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pattern.
+
+
+@dataclass(frozen=True)
+class Op:
+    """What is known of a node that can be computed again: an elementwise op, a norm, or a reduction of rows.
+
+    linear: its gradient reads no tensor that is computed from a parameter or an activation. moves: it only changes the
+    shape, or the order of elements. reduces: it reduces rows.
+    """
+
+    linear: bool
+    moves: bool
+    reduces: bool
+
+
+@dataclass
+class Candidate:
+    """A tensor that is computed otherwise, and read by the backward of ops that can be computed again.
+
+    readers: those ops, in the piece of the graph that `piece` numbers. reduced: True if rows of it are reduced. recipe,
+    verdict: None if it stays as it is.
+    """
+
+    node: fx.Node
+    piece: int | None
+    readers: list[fx.Node] = field(default_factory=list)
+    reduced: bool = False
+    recipe: Recipe | None = None
+    verdict: Saved | None = None
+
+    @property
+    def named_by(self) -> fx.Node:
+        """The node in whose module the tensor is: the innermost of those that compute and that read it."""
+        return max(self.node, self.readers[0], key=lambda n: len(n.meta.get("nn_module_stack") or ()))
+
+
+@dataclass
+class Candidates:
+    """The ops of a graph that can be computed again, and the tensors, by node and piece, to compute them from."""
+
+    again: dict[fx.Node, Op]
+    tensors: dict[tuple[fx.Node, int | None], Candidate] = field(default_factory=dict)
+    known: set[tuple[fx.Node, int | None]] = field(default_factory=set)
+    """What can be computed again from `tensors`, and what the backward reads as it is."""
+
+
+def match(graph: fx.Graph) -> Candidates:
+    """Return what the backward of elementwise ops and norms reads, and could read in FP8."""
+    found = Candidates({node: op for node in graph.nodes if (op := op_of(node)) is not None})
+    for node, op in found.again.items():
+        if not op.linear:
+            for read in _inputs(node):
+                _provide(found, read, piece_of(node), node)
+    for candidate in found.tensors.values():
+        candidate.reduced = _is_reduced(found, candidate)
+    return found
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """Return what is known of a node; None if it cannot be computed again: by its ATen ops, run on fake tensors."""
+    value = node.meta.get("example_value")
+    if not _is_plain(value) or not value.requires_grad or mutates(node) or not _is_torchs(node):
+        return None
+    if not all("example_value" in n.meta for n in node.all_input_nodes):
+        return None
+    called = _aten_calls(node)
+    if not called or not all(map(_is_repeatable, called)):
+        return None
+    packets = {call.packet for call in called if not call.op.is_view}
+    graded = [n for n in _inputs(node) if _value(n).requires_grad]
+    scales = packets <= _LINEAR | _SCALING and len(graded) == 1 and node.args.count(graded[0]) == 1
+    linear = packets <= _LINEAR or (scales and not (aten.div in packets and node.args[0] is not graded[0]))
+    return Op(linear, packets <= {aten.clone, aten._unsafe_view}, any(map(_reduces, called)))
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    module = getattr(node.target, "__module__", None) or ""
+    return node.op == "call_method" or (
+        node.op == "call_function" and (module.split(".")[0] in ("torch", "_operator") or isinstance(node.target, OpOverload))
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    op: OpOverload
+    args: tuple[Any, ...]
+
+    @property
+    def packet(self) -> Any:
+        """The op without its overload; of an in-place op, which writes into a tensor that the function made, `add`."""
+        name = self.op.overloadpacket.__name__
+        return getattr(aten, name.removesuffix("_"))
+
+
+class _Calls(TorchDispatchMode):
+    """Records the ATen ops that a function calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten":  # not "prim", which asks a tensor for its device
+            self.calls.append(_Call(func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _aten_calls(node: fx.Node) -> list[_Call]:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    with torch.no_grad(), _Calls() as recorder:
+        if node.op == "call_method":
+            getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+    return recorder.calls
+
+
+_LINEAR = {aten.add, aten.sub, aten.rsub, aten.neg, aten.sum, aten.mean, aten._to_copy, aten.clone, aten._unsafe_view}
+_SCALING = {aten.mul, aten.div}
+_NORMS = {aten.native_layer_norm, aten._fused_rms_norm}
+
+
+def _is_repeatable(call: _Call) -> bool:
+    """Return whether an op is elementwise, a view, a norm or a reduction of rows, and draws no random numbers."""
+    tags = call.op.tags
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    elementwise = torch.Tag.pointwise in tags or call.op.is_view or call.packet in _LINEAR - {aten.sum, aten.mean}
+    return elementwise or _reduces(call)
+
+
+def _reduces(call: _Call) -> bool:
+    if call.packet in _NORMS:
+        return True
+    if torch.Tag.reduction not in call.op.tags or len(call.args) < 2:
+        return False
+    dims = call.args[1] if isinstance(call.args[1], (list, tuple)) else [call.args[1]]
+    return all(isinstance(d, int) and d in (-1, call.args[0].dim() - 1) for d in dims)
+
+
+def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Node) -> None:
+    """Note that the backward of `reader`, in this piece of the graph, reads `node`: make it known.
+
+    Ops of one tensor are gone back through. Of several, the result is known if they are, and else is a candidate.
+    """
+    key = node, piece
+    if key in found.tensors:
+        found.tensors[key].readers.append(reader)
+    if key in found.tensors or key in found.known:
+        return
+    if node in found.again and piece_of(node) == piece:
+        large = [n for n in _inputs(node) if _value(n).numel() >= _value(node).numel()]
+        if len(large) == 1:
+            _provide(found, large[0], piece, reader)
+        if all((n, piece) in found.tensors or (n, piece) in found.known for n in large):
+            found.known.add(key)
+            return
+    # what is broadcast is small, and the caller holds the graph's inputs
+    if node.op in ("placeholder", "get_attr") or _value(node).numel() < _value(reader).numel():
+        found.known.add(key)
+    else:
+        found.tensors[key] = Candidate(node, piece, [reader])
+
+
+def _is_reduced(found: Candidates, candidate: Candidate) -> bool:
+    """Return whether ops that are computed again from the candidate, and from no other one, reduce rows."""
+    todo, met = [candidate.node], {candidate.node}
+    while todo:
+        for user in todo.pop().users:
+            key = user, candidate.piece
+            if user in met or user not in found.again or piece_of(user) != candidate.piece or key in found.tensors:
+                continue
+            if found.again[user].reduces:
+                return True
+            met.add(user)
+            todo.append(user)
+    return False
+
+
+def piece_of(node: fx.Node) -> int | None:
+    """Return the number of the piece of the graph that a node is in."""
+    piece: int | None = node.meta.get(PIECE)
+    return piece
+
+
+def _value(node: fx.Node) -> Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, Tensor), node
+    return value
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the floating tensors that a node reads."""
+    values = ((n, n.meta.get("example_value")) for n in node.all_input_nodes)
+    return [n for n, value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, FakeTensor) and value.dtype in HIGH_PRECISION and value.layout is torch.strided
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Check: only refuses.
+
+
+def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> Recipe:
+    """Return the recipe by which a tensor is quantized. Raises Reject if it stays as it is."""
+    node = tensor.node
+    if not _is_plain(_value(node)):
+        raise Reject("type", f"it is a {type(_value(node)).__name__} of {short(_value(node).dtype)}")
+    if node in walk.mutated:
+        raise Reject("mutation", f"{node.name} is written to after it is computed")
+    recipe, why = walk.config.recipe_of(name)
+    if recipe is None or isinstance(recipe, (StaticScaling, Calibration)):
+        raise LeftOut("recipe", why or "no recipe for training selects it")
+    if reader := _reads_it_too(found, node):
+        raise Reject("other reader", f"{reader}, so that it is saved as it is anyway")
+    if _is_tried_otherwise(name, source_of(tensor.readers[0]), recipe):
+        raise LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
+    return for_instance(recipe, name, bool(walk.names.owned))
+
+
+def _is_tried_otherwise(name: str, source: str, recipe: Recipe) -> bool:
+    """Return whether a trial of `fp8pass.bisect` leaves a tensor as it is."""
+    trial = overrides.current()
+    return trial is not None and not trial.see(overrides.Unit("saved", name, source), recipe)
+
+
+def _reads_it_too(found: Candidates, node: fx.Node) -> str:
+    """Return a clause about an op whose backward reads `node`, or a view of it, as it is; "" if there is none."""
+    for user in node.users:
+        value = user.meta.get("example_value")
+        if user.op == "output":
+            return "the graph returns it"
+        if user in found.again or _is_ours(user):
+            is_view = user in found.again and _shares_storage(_value(user), _value(node))
+            if is_view and (reader := _reads_it_too(found, user)):
+                return reader
+        elif isinstance(value, (tuple, list)):  # of views, as `chunk` returns
+            if reader := _reads_it_too(found, user):
+                return reader
+        elif not isinstance(value, Tensor) or value.requires_grad:
+            return f"{_called(user)} reads it too"
+    return ""
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Return whether a node is a quantize, or a matmul of quantized operands."""
+    module = getattr(node.target, "__module__", None) or ""
+    return module.split(".")[0] == "fp8pass" or "fp8pass_kind" in (node.meta.get("custom") or {})
+
+
+def _called(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{name} ({source_of(node)})" if source_of(node) else str(name)
+
+
+def _shares_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite: only builds.
+
+
+class _Rewriter:
+    """Builds the copies. twins: the copy of each node, by its piece; the node itself if it depends on nothing in FP8."""
+
+    def __init__(self, walk: Walk, found: Candidates) -> None:
+        self.walk = walk
+        self.graph = walk.graph
+        self.again = found.again
+        self.tensors = {key: tensor for key, tensor in found.tensors.items() if tensor.recipe is not None}
+        self.twins: dict[tuple[fx.Node, int | None], fx.Node] = {}
+
+    def rewrite(self) -> None:
+        """Quantize the tensors, copy the ops that read them, and let the originals take the copies' gradients."""
+        ends = dict(self._ends())
+        for tensor in self.tensors.values():
+            self.twins[tensor.node, tensor.piece] = self._quantized(tensor)
+        for node, readers in ends.items():
+            self._end(node, self._twin(node, piece_of(node)), readers)
+
+    def _ends(self) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+        """Yield each node whose gradient is to be that of its copy, with the nodes that read it and have no copy."""
+        changed = dict[fx.Node, None]()
+        for node, op in self.again.items():
+            piece = piece_of(node)
+            inputs = [n for n in _inputs(node) if _value(n).requires_grad]
+            # sums of several tensors end the copies: their gradients need none
+            alike = op.linear and len(inputs) == 1 and inputs[0] in changed and piece_of(inputs[0]) == piece
+            if alike or (not op.linear and any(self._depends(n, piece) for n in _inputs(node))):
+                changed[node] = None
+        for node in changed:
+            readers = [u for u in node.users if u not in changed or piece_of(u) != piece_of(node)]
+            if readers:
+                yield node, readers
+
+    def _depends(self, node: fx.Node, piece: int | None) -> bool:
+        """Return whether a node is a tensor that is saved in FP8, or will be computed again from one."""
+        if (node, piece) in self.tensors:
+            return True
+        return node in self.again and piece_of(node) == piece and any(self._depends(n, piece) for n in _inputs(node))
+
+    def _twin(self, node: fx.Node, piece: int | None) -> fx.Node:
+        key = node, piece
+        if key not in self.twins:
+            self.twins[key] = node
+            if node in self.again and piece_of(node) == piece:
+                twins = {n: self._twin(n, piece) for n in node.all_input_nodes}
+                if any(n is not twin for n, twin in twins.items()):
+                    with self.graph.inserting_after(node):
+                        self.twins[key] = self.graph.node_copy(node, twins.__getitem__)
+        return self.twins[key]
+
+    def _quantized(self, tensor: Candidate) -> fx.Node:
+        """Return the tensor quantized and dequantized: as for a matmul, if it is one's operand, else by a new node."""
+        node, piece, verdict = tensor.node, tensor.piece, tensor.verdict
+        assert verdict is not None and tensor.recipe is not None
+        first = next(n for n in self.again if piece_of(n) == piece and node in n.all_input_nodes)
+        value, last = _value(node), (_value(node).dim() - 1,)
+        known = next((u for u in node.users if u.target is ops.qdq_operand and piece_of(u) == piece), None)
+        if known is not None:
+            quantizer: Any = known.args[1]
+            if known > first:
+                first.prepend(known)
+        else:
+            recipe = RowwiseScaling() if tensor.reduced else tensor.recipe
+            quantizer = quantizer_of(recipe, "input", value, last, record=True)
+            with self.graph.inserting_before(first):
+                known = self.graph.call_function(ops.qdq_operand, (node, quantizer))
+            known.meta.update({**node.meta, PIECE: piece} if piece is not None else node.meta)
+            slot = self.walk.names.slot(verdict.name, "saved")
+            known.meta[WATCHED] = [Watched(slot, "saved", verdict.source)]
+            if isinstance(quantizer, ops.Stateful):
+                self.walk.slots.append(Slot(slot, "saved", -1, verdict.source, quantizer, known))
+            verdict.bytes -= _known(value.numel())
+        known.meta["custom"] = {**(known.meta.get("custom") or {}), SAVED_FP8: True}
+        verdict.status, verdict.scaling = "in FP8", quantizer.recipe.name
+        verdict.bytes += _known(value.numel()) * value.element_size()
+        return known
+
+    def _end(self, node: fx.Node, twin: fx.Node, readers: list[fx.Node]) -> None:
+        """Let the gradients of readers of `node` go to `twin`."""
+        others = readers
+        if not self._reduces(node):
+            others = [u for u in readers if not self._in_matmul(u, node, twin)]
+        if others:
+            with self.graph.inserting_after(twin):
+                new = self.graph.call_function(ops.differentiated_as, (node, twin))
+            new.meta.update(node.meta)
+            for user in others:
+                user.replace_input_with(node, new)
+
+    def _reduces(self, node: fx.Node) -> bool:
+        """Return whether the ops from tensors in FP8 to `node` reduce rows."""
+        inputs = (n for n in _inputs(node) if (n, piece_of(node)) not in self.tensors)
+        return node in self.again and (self.again[node].reduces or any(map(self._reduces, inputs)))
+
+    def _in_matmul(self, reader: fx.Node, node: fx.Node, twin: fx.Node) -> bool:
+        """Let the gradients of a matmul that reads `node` be those of the matmul of `twin`, if `reader` is part of one.
+
+        Its operand is quantized for all three products, or for each: see `QuantizeCall`.
+        """
+        if reader.target is ops.qdq_operand and all(map(_is_product, reader.users)):
+            self._all_products(reader, node, twin)
+        elif reader.target is ops.qdq_no_grad and isinstance(reader.args[1], ops.Rowwise | ops.Blockwise):
+            self._own_products(reader, node, twin)
+        elif _is_product(reader):
+            reader.replace_input_with(node, twin)
+        else:
+            return False
+        return True
+
+    def _all_products(self, operand: fx.Node, node: fx.Node, twin: fx.Node) -> None:
+        quantizer: Any = operand.args[1]
+        with self.graph.inserting_after(operand):
+            other = self.graph.call_function(ops.qdq_as, (twin, node, quantizer))
+        other.meta.update({key: value for key, value in operand.meta.items() if key != WATCHED})
+        for slot in (slot for slot in self.walk.slots if slot.node is operand):
+            slot.also.append(other)
+        for product in list(operand.users):
+            with self.graph.inserting_after(product):
+                copy = self.graph.node_copy(product, lambda n: other if n is operand else n)
+            copy.meta["custom"] = {**copy.meta["custom"], "fp8pass_kind": "gradients"}
+            with self.graph.inserting_after(copy):
+                new = self.graph.call_function(ops.differentiated_as, (product, copy))
+            new.meta.update(product.meta)
+            product.replace_all_uses_with(new, delete_user_cb=functools.partial(_is_not, new))
+
+    def _own_products(self, operand: fx.Node, node: fx.Node, twin: fx.Node) -> None:
+        for_gradients = [product for product in operand.users if product.meta["custom"]["fp8pass_kind"] != "output"]
+        if len(for_gradients) == len(operand.users):
+            operand.replace_input_with(node, twin)
+        elif for_gradients:
+            with self.graph.inserting_after(operand):
+                other = self.graph.node_copy(operand, lambda n: twin if n is node else n)
+            other.meta.pop(WATCHED, None)
+            for product in for_gradients:
+                product.replace_input_with(operand, other)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return "fp8pass_kind" in (node.meta.get("custom") or {}) and not _is_quantize(node)
+
+
+def _is_quantize(node: fx.Node) -> bool:
+    return (getattr(node.target, "__module__", None) or "").split(".")[0] == "fp8pass"
+
+
+def _is_not(new: fx.Node, user: fx.Node) -> bool:
+    return user is not new
+
+
+def _known(size: Any) -> int:
+    """Return a size; 0 if it is symbolic."""
+    return size if isinstance(size, int) else 0
+
+
+def _shape(node: fx.Node) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else str(size) for size in _value(node).shape)
