@@ -68,7 +68,9 @@ class Run:
 
 @dataclass
 class Culprit:
-    """A matmul, or the moments of an optimizer. name, kind, source: as in `Gemm`; kind may also be "moments".
+    """A matmul, a tensor that is saved in FP8, or the moments of an optimizer.
+
+    name, kind, source: as in `Gemm`, or as in `Saved` with kind "saved"; or kind is "moments".
 
     scaling: the name of its recipe. operands: each of them makes the check pass if it alone stays in high precision.
     better: {operand: "dynamic" or "rowwise"}, for those of `operands` with which the check also passes under that
@@ -87,7 +89,7 @@ class Culprit:
 
     @property
     def kind(self) -> str:
-        """One of "output", "grad_input", "grad_weight", "moments"."""
+        """One of "output", "grad_input", "grad_weight", "saved", "moments"."""
         return self.unit.kind
 
     @property
@@ -129,7 +131,7 @@ class Bisection:
     @property
     def filter(self) -> list[str]:
         """Name patterns for `Config.filter` that leave out the modules of all culprits."""
-        units = [c.unit for found in self.culprits for c in found if c.name]
+        units = [c.unit for found in self.culprits for c in found if c.kind in FACTORS and c.name]
         names = (part.removesuffix(".output") for u in units for part in parts_of(f"{u.name}.output"))
         return list(dict.fromkeys(names))
 
@@ -158,6 +160,8 @@ class Bisection:
         if self.filter:
             seen = "with which the check was seen to pass" if self.cured else "which has not been seen to be enough"
             advice.append(f"{'or' if self.remedy else 'To go on:'} filter={self.filter}, {seen}.")
+        if saved := [c.name for found in self.culprits for c in found if c.kind == "saved"]:
+            advice.append(f"To go on: save_fp8=False, or name patterns that do not match {' and '.join(saved)}.")
         if any(c.kind == "moments" for found in self.culprits for c in found):
             advice.append("To go on: optimizer_state='off'.")
         if self.repeated is False:
@@ -321,7 +325,7 @@ class _Bisector:
             )
         self.units, lowerings, cached = self.trial.seen, self.trial.lowerings, self.trial.cached
         applied = self.trial.applied
-        found.matmuls = sum(unit.kind != "moments" for unit in self.units)
+        found.matmuls = sum(unit.kind in FACTORS for unit in self.units)
         if outcome != "fails":
             found.verdict = "passes"
             return
@@ -384,8 +388,8 @@ class _Bisector:
                 self._note(f"No smaller set than {_count(left)} fails: many small errors that add up, it seems.")
             found.culprits.append([Culprit(u, r.name if (r := self.units[u]) else "") for u in smallest])
             # Without the culprits' other matmuls too, because the filter that is proposed leaves out whole modules.
-            names = {u.name for u in smallest if u.kind != "moments"}
-            left = [u for u in left if u not in smallest and u.name not in names]
+            names = {u.name for u in smallest if u.kind in FACTORS}
+            left = [u for u in left if u not in smallest and not (u.kind in FACTORS and u.name in names)]
         if not found.culprits:
             return
         found.cured = not left or self._try(self._without(), units=left) == "passes"
@@ -409,7 +413,7 @@ class _Bisector:
         units = [c.unit for c in together]
         for culprit in together:
             recipe, unit = self.units[culprit.unit], culprit.unit
-            for role in FACTORS[unit.kind] if unit.kind != "moments" else ():
+            for role in _operands(unit):
                 if self._try(f"its {role} in high precision", units=units, instead={(unit, role): None}) != "passes":
                     continue
                 culprit.operands.append(role)
@@ -426,12 +430,7 @@ class _Bisector:
         if not all(c.better and c.name for c in culprits):
             return
         others = {c.name: _better(self.units[c.unit]) for c in culprits}
-        instead = {
-            (u, role): others[u.name]
-            for u in self.units
-            if u.name in others and u.kind != "moments"
-            for role in FACTORS[u.kind]
-        }
+        instead = {(u, role): others[u.name] for u in self.units if u.name in others for role in _operands(u)}
         remedy = {name: other.name for name, other in others.items() if other}
         if self._try(f"everything in FP8, {_items(remedy)}", instead=instead) == "passes":
             self.found.remedy = remedy
@@ -444,12 +443,18 @@ def _better(recipe: Recipe | None) -> Recipe | None:
     return RowwiseScaling() if isinstance(recipe, DynamicScaling) else None
 
 
+def _operands(unit: Unit) -> tuple[Role, ...]:
+    """Return the operands of a matmul; () for other units."""
+    return () if unit.kind == "moments" or unit.kind == "saved" else FACTORS[unit.kind]
+
+
 def _count(units: Sequence[Unit]) -> str:
     """Return a short description of the units, of which there is at least one."""
     if len(units) == 1:
         return str(units[0])
     first, last = ("the optimizer's moments" if u.kind == "moments" else u.name or "-" for u in (units[0], units[-1]))
-    return f"{len(units)} matmuls, of {first}" + (f" to {last}," if first != last else ",")
+    what = "matmuls" if all(u.kind != "saved" for u in units) else "matmuls and tensors"
+    return f"{len(units)} {what}, of {first}" + (f" to {last}," if first != last else ",")
 
 
 def _smallest(units: list[Unit], fails: Callable[[list[Unit]], bool]) -> list[Unit]:

@@ -28,6 +28,11 @@ class Saved:
     rule: str = ""
     reason: str = ""
 
+    def __str__(self) -> str:
+        how = f"{self.scaling}, {self.bytes / 1e6:.1f} MB less" if self.scaling else f"as it is: {self.reason}"
+        where = f" ({self.source})" if self.source else ""
+        return f"  {self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]{where} {how}"
+
 
 @dataclass
 class Gemm:

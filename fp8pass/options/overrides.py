@@ -27,12 +27,12 @@ REQUIRED = ("list_matmuls", "take_states", "read_moments", "skip_nonfinite", "wr
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a program that can run in FP8 or not: one matmul, or the optimizers' moments.
+    """A part of a program that can be in FP8 or not: one matmul, a tensor of `save_fp8`, or the optimizers' moments.
 
     Units are equal in every run of the program, in whatever order graphs are compiled. kind: which of the three matmuls
-    of a call it is; or "moments", with all other fields empty. name: as in reports. source: "file.py:12". trace: all
-    lines of the user's code that lead there. ordinal: number of the call among those with this name and trace in one
-    graph, from 0.
+    of a call it is; or "saved", see `Saved`; or "moments", with all other fields empty. name: as in reports. source:
+    "file.py:12". trace: all lines of the user's code that lead there. ordinal: number of the call among those with this
+    name and trace in one graph, from 0.
     """
 
     kind: Kind | Literal["moments", "saved"]
@@ -44,6 +44,8 @@ class Unit:
     def __str__(self) -> str:
         if self.kind == "moments":
             return "the optimizer's moments"
+        if self.kind == "saved":
+            return f"{self.name} at {self.source or '?'}, saved for the backward"
         times = f", its call {self.ordinal + 1} there" if self.ordinal else ""
         return f"{self.kind} of {self.name or 'a matmul'} at {self.source or '?'}{times}"
 

@@ -26,10 +26,10 @@ from fp8pass.names import MATMULS, Names, parts_of, without_wrappers
 from fp8pass.options.config import Config
 from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
 
-ROLES = {role for factors in FACTORS.values() for role in factors}
+ROLES = {*(role for factors in FACTORS.values() for role in factors), "saved"}
 # "_1" ends the name of a slot of a module's second use in a graph, "~1" that of a second slot of the same name.
 _NUMBER = re.compile(r"(_\d+)?(~\d+)?$")
-FILTER, MONITOR, STATIC = "filter", "monitor", "StaticScaling"
+FILTER, MONITOR, SAVE, STATIC = "filter", "monitor", "save_fp8", "StaticScaling"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ def patterns_of(config: Config) -> Iterator[Pattern]:
         yield from (Pattern(FILTER, text) for text in config.filter)
     if not isinstance(config.monitor, bool):
         yield from (Pattern(MONITOR, text) for text in config.monitor)
+    if not isinstance(config.save_fp8, bool):
+        yield from (Pattern(SAVE, text) for text in config.save_fp8)
     recipe = config.recipe
     for plan in [plan for _, plan in recipe.phases] if isinstance(recipe, Schedule) else [recipe]:
         rules = plan.rules if isinstance(plan, ByModule) else ()

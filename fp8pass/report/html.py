@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fp8pass.graph.verdict import Gemm
-from fp8pass.report.report import RECOMPUTED, Picture, Report
+from fp8pass.report.report import RECOMPUTED, Picture, Report, saved_summary
 
 CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr")
 """The keys that a row of numerics may have besides slot and step."""
@@ -65,11 +65,15 @@ def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = Non
         "pictures": [_picture(p, texts) for p in report.pictures],
         "breaks": [str(b) for b in report.breaks],
         "recompiles": [str(r) for r in report.recompiles],
-        "notes": [*map(str, report.timings), *report.notes, *report.faults],
+        "notes": [*map(str, report.timings), *_saved(report), *report.notes, *report.faults],
         "error": report.error,
         "numerics": None if numerics is None else _numerics(numerics),
         "texts": texts.all(),
     }
+
+
+def _saved(report: Report) -> list[str]:
+    return [saved_summary(report.saved), *map(str, report.saved)] if report.saved else []
 
 
 def _gemm(g: Gemm, texts: _Texts) -> list[Any]:

@@ -319,20 +319,28 @@ class Report:
         return rows
 
     def footnotes(self) -> list[str]:
-        """Return the lines below the table, in groups after empty lines: reasons; notes; breaks to summary."""
+        """Return the lines below the table, in groups after empty lines: reasons; notes; `saved`; breaks to summary."""
         reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
         if any(g.recomputed for g in self.gemms):
             notes[f"note: {RECOMPUTED}"] = None
+        saved = [saved_summary(self.saved), *map(str, self.saved)] if self.saved else []
         failed = [f"compilation ended here: {self.error}"] if self.error else []
         last = [*map(str, self.breaks), *map(str, self.recompiles), *self.notes, *self.faults, *failed, self.summary()]
-        return [line for group in (reasons, list(notes), last) if group for line in ("", *group)]
+        return [line for group in (reasons, list(notes), saved, last) if group for line in ("", *group)]
 
     def _numbered(self) -> dict[str, int]:
         return {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
 
     def __str__(self) -> str:
         return "\n".join([*ruled(aligned(self.rows())), *self.footnotes()])
+
+
+def saved_summary(saved: Sequence[Saved]) -> str:
+    """Return one line: how many tensors are saved in FP8, and how much less that is."""
+    in_fp8 = [tensor for tensor in saved if tensor.status == "in FP8"]
+    less = sum(tensor.bytes for tensor in in_fp8) / 1e6
+    return f"{len(in_fp8)} of {len(saved)} tensors that save_fp8 selects are saved in FP8: {less:.1f} MB less"
 
 
 RECOMPUTED = "what is recomputed runs once more in the backward, for activation checkpointing: its FLOPs count twice"

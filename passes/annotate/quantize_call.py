@@ -100,7 +100,7 @@ class QuantizeCall:
     def _tried(self, unit: overrides.Unit, pair: Pair, tensors: dict[Role, Tensor]) -> Pair | Reject:
         """Return the quantizers that a trial of `fp8pass.bisect` uses instead of `pair`, or its refusal."""
         trial, (kind, call) = overrides.current(), (unit.kind, self.call)
-        assert trial is not None and kind != "moments"
+        assert trial is not None and kind != "moments" and kind != "saved"
         of: dict[str, Role] = {"grad_input": "input", "grad_weight": "weight"}
         needed = kind == "output" or tensors[of[kind]].requires_grad
         if not (trial.see(unit, call.recipe) if needed else trial.units is None):

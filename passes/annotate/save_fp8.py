@@ -24,26 +24,29 @@ pass marks both, and `read_copies` lets the backward read what is quantized for 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import FakeTensor, OpOverload, TorchDispatchMode
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verdict import Saved
-from fp8pass.graph.wanted import HIGH_PRECISION
 from fp8pass.names import short, source_of
 from fp8pass.node_meta import PIECE, SAVED_FP8, SAVED_RESULT
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import for_instance
 from fp8pass.passes.annotate.quantize_call import Walk
 from fp8pass.passes.annotate.quantizers import quantizer_of
-from fp8pass.passes.common.matmul_calls import mutates, signature_of
-from fp8pass.passes.common.patterns import aten
+from fp8pass.passes.common.repeatable_ops import (
+    Op,
+    elements_of,
+    float_inputs,
+    is_plain,
+    keeps_its_result,
+    op_of,
+    value_of,
+)
 from fp8pass.passes.common.state_inputs import Slot
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import WATCHED, Watched
@@ -60,7 +63,7 @@ def save(walk: Walk) -> list[Saved]:
         name = walk.names.module_of(tensor.named_by) or tensor.node.name
         if not walk.config.saves(name):
             continue
-        verdict = Saved(name, _shape(tensor.node), short(_value(tensor.node).dtype), source_of(tensor.readers[0]))
+        verdict = Saved(name, _shape(tensor.node), short(value_of(tensor.node).dtype), source_of(tensor.readers[0]))
         try:
             tensor.recipe = check(walk, candidates, tensor, name)
             tensor.verdict = verdict
@@ -76,9 +79,13 @@ def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
     for operand in walk.graph.find_nodes(op="call_function", target=ops.qdq_operand):
         if (result := result_of(operand, found)) is None:
             continue
-        watched, value, quantizer = operand.meta[WATCHED][0], _value(result), operand.args[1]
+        watched, value, quantizer = operand.meta[WATCHED][0], value_of(result), operand.args[1]
         name = watched.name.removesuffix(f".{watched.role}")
-        if watched.role != "input" or not walk.config.saves(name) or _is_tried_otherwise(name, watched.source, quantizer.recipe):
+        if (
+            watched.role != "input"
+            or not walk.config.saves(name)
+            or _is_tried_otherwise(name, watched.source, quantizer.recipe)
+        ):
             continue
         for node, part in ((result, "op"), (operand, "quantize")):
             node.meta["custom"] = {**(node.meta.get("custom") or {}), SAVED_RESULT: part}
@@ -99,27 +106,11 @@ def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
             return None
         if node is not operand.args[0] and len(node.users) > 1:
             return None
-    made = node.op in ("call_function", "call_method") and node.target is not operator.getitem
-    if not made or node in found.again or _is_ours(node) or not _is_plain(_value(node)):
-        return None
-    return node if _value(node).requires_grad and signature_of(node) is None else None
+    return node if node not in found.again and not _is_ours(node) and keeps_its_result(node) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pattern.
-
-
-@dataclass(frozen=True)
-class Op:
-    """What is known of a node that can be computed again: an elementwise op, a norm, or a reduction of rows.
-
-    linear: its gradient reads no tensor that is computed from a parameter or an activation. moves: it only changes the
-    shape, or the order of elements. reduces: it reduces rows.
-    """
-
-    linear: bool
-    moves: bool
-    reduces: bool
 
 
 @dataclass
@@ -158,93 +149,11 @@ def match(graph: fx.Graph) -> Candidates:
     found = Candidates({node: op for node in graph.nodes if (op := op_of(node)) is not None})
     for node, op in found.again.items():
         if not op.linear:
-            for read in _inputs(node):
+            for read in float_inputs(node):
                 _provide(found, read, piece_of(node), node)
     for candidate in found.tensors.values():
         candidate.reduced = _is_reduced(found, candidate)
     return found
-
-
-def op_of(node: fx.Node) -> Op | None:
-    """Return what is known of a node; None if it cannot be computed again: by its ATen ops, run on fake tensors."""
-    value = node.meta.get("example_value")
-    if not _is_plain(value) or not value.requires_grad or mutates(node) or not _is_torchs(node):
-        return None
-    if not all("example_value" in n.meta for n in node.all_input_nodes):
-        return None
-    called = _aten_calls(node)
-    if not called or not all(map(_is_repeatable, called)):
-        return None
-    packets = {call.packet for call in called if not call.op.is_view}
-    graded = [n for n in _inputs(node) if _value(n).requires_grad]
-    scales = packets <= _LINEAR | _SCALING and len(graded) == 1 and node.args.count(graded[0]) == 1
-    linear = packets <= _LINEAR or (scales and not (aten.div in packets and node.args[0] is not graded[0]))
-    return Op(linear, packets <= {aten.clone, aten._unsafe_view}, any(map(_reduces, called)))
-
-
-def _is_torchs(node: fx.Node) -> bool:
-    module = getattr(node.target, "__module__", None) or ""
-    return node.op == "call_method" or (
-        node.op == "call_function" and (module.split(".")[0] in ("torch", "_operator") or isinstance(node.target, OpOverload))
-    )
-
-
-@dataclass(frozen=True)
-class _Call:
-    op: OpOverload
-    args: tuple[Any, ...]
-
-    @property
-    def packet(self) -> Any:
-        """The op without its overload; of an in-place op, which writes into a tensor that the function made, `add`."""
-        name = self.op.overloadpacket.__name__
-        return getattr(aten, name.removesuffix("_"))
-
-
-class _Calls(TorchDispatchMode):
-    """Records the ATen ops that a function calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten":  # not "prim", which asks a tensor for its device
-            self.calls.append(_Call(func, args))
-        return func(*args, **(kwargs or {}))
-
-
-def _aten_calls(node: fx.Node) -> list[_Call]:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-    with torch.no_grad(), _Calls() as recorder:
-        if node.op == "call_method":
-            getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            node.target(*args, **kwargs)  # type: ignore[operator]
-    return recorder.calls
-
-
-_LINEAR = {aten.add, aten.sub, aten.rsub, aten.neg, aten.sum, aten.mean, aten._to_copy, aten.clone, aten._unsafe_view}
-_SCALING = {aten.mul, aten.div}
-_NORMS = {aten.native_layer_norm, aten._fused_rms_norm}
-
-
-def _is_repeatable(call: _Call) -> bool:
-    """Return whether an op is elementwise, a view, a norm or a reduction of rows, and draws no random numbers."""
-    tags = call.op.tags
-    if torch.Tag.nondeterministic_seeded in tags:
-        return False
-    elementwise = torch.Tag.pointwise in tags or call.op.is_view or call.packet in _LINEAR - {aten.sum, aten.mean}
-    return elementwise or _reduces(call)
-
-
-def _reduces(call: _Call) -> bool:
-    if call.packet in _NORMS:
-        return True
-    if torch.Tag.reduction not in call.op.tags or len(call.args) < 2:
-        return False
-    dims = call.args[1] if isinstance(call.args[1], (list, tuple)) else [call.args[1]]
-    return all(isinstance(d, int) and d in (-1, call.args[0].dim() - 1) for d in dims)
 
 
 def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Node) -> None:
@@ -258,14 +167,14 @@ def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Nod
     if key in found.tensors or key in found.known:
         return
     if node in found.again and piece_of(node) == piece:
-        large = [n for n in _inputs(node) if _value(n).numel() >= _value(node).numel()]
+        large = [n for n in float_inputs(node) if elements_of(n) >= elements_of(node)]
         if len(large) == 1:
             _provide(found, large[0], piece, reader)
         if all((n, piece) in found.tensors or (n, piece) in found.known for n in large):
             found.known.add(key)
             return
     # what is broadcast is small, and the caller holds the graph's inputs
-    if node.op in ("placeholder", "get_attr") or _value(node).numel() < _value(reader).numel():
+    if node.op in ("placeholder", "get_attr") or elements_of(node) < elements_of(reader):
         found.known.add(key)
     else:
         found.tensors[key] = Candidate(node, piece, [reader])
@@ -292,22 +201,6 @@ def piece_of(node: fx.Node) -> int | None:
     return piece
 
 
-def _value(node: fx.Node) -> Tensor:
-    value = node.meta["example_value"]
-    assert isinstance(value, Tensor), node
-    return value
-
-
-def _inputs(node: fx.Node) -> list[fx.Node]:
-    """Return the floating tensors that a node reads."""
-    values = ((n, n.meta.get("example_value")) for n in node.all_input_nodes)
-    return [n for n, value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, FakeTensor) and value.dtype in HIGH_PRECISION and value.layout is torch.strided
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Check: only refuses.
 
@@ -315,8 +208,8 @@ def _is_plain(value: object) -> bool:
 def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> Recipe:
     """Return the recipe by which a tensor is quantized. Raises Reject if it stays as it is."""
     node = tensor.node
-    if not _is_plain(_value(node)):
-        raise Reject("type", f"it is a {type(_value(node)).__name__} of {short(_value(node).dtype)}")
+    if not is_plain(value_of(node)):
+        raise Reject("type", f"it is a {type(value_of(node)).__name__} of {short(value_of(node).dtype)}")
     if node in walk.mutated:
         raise Reject("mutation", f"{node.name} is written to after it is computed")
     recipe, why = walk.config.recipe_of(name)
@@ -342,7 +235,7 @@ def _reads_it_too(found: Candidates, node: fx.Node) -> str:
         if user.op == "output":
             return "the graph returns it"
         if user in found.again or _is_ours(user):
-            is_view = user in found.again and _shares_storage(_value(user), _value(node))
+            is_view = user in found.again and _shares_storage(value_of(user), value_of(node))
             if is_view and (reader := _reads_it_too(found, user)):
                 return reader
         elif isinstance(value, (tuple, list)):  # of views, as `chunk` returns
@@ -365,7 +258,7 @@ def _called(node: fx.Node) -> str:
 
 
 def _shares_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -373,7 +266,7 @@ def _shares_storage(a: Tensor, b: Tensor) -> bool:
 
 
 class _Rewriter:
-    """Builds the copies. twins: the copy of each node, by its piece; the node itself if it depends on nothing in FP8."""
+    """Builds the copies. twins: the copy of each node, by its piece; the node itself if nothing before it is in FP8."""
 
     def __init__(self, walk: Walk, found: Candidates) -> None:
         self.walk = walk
@@ -386,30 +279,30 @@ class _Rewriter:
         """Quantize the tensors, copy the ops that read them, and let the originals take the copies' gradients."""
         ends = dict(self._ends())
         for tensor in self.tensors.values():
-            self.twins[tensor.node, tensor.piece] = self._quantized(tensor)
+            self.twins[tensor.node, tensor.piece] = quantized = self._quantized(tensor)
+            if tensor.node in ends and quantized not in ends[tensor.node]:
+                ends[tensor.node].append(quantized)
+        # all copies, before the originals get other inputs
+        twins = {node: self._twin(node, piece_of(node)) for node in ends}
         for node, readers in ends.items():
-            self._end(node, self._twin(node, piece_of(node)), readers)
+            self._end(node, twins[node], readers)
 
     def _ends(self) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         """Yield each node whose gradient is to be that of its copy, with the nodes that read it and have no copy."""
-        changed = dict[fx.Node, None]()
+        changed, depends = dict[fx.Node, None](), set(self.tensors)
         for node, op in self.again.items():
             piece = piece_of(node)
-            inputs = [n for n in _inputs(node) if _value(n).requires_grad]
+            inputs = [n for n in float_inputs(node) if value_of(n).requires_grad]
             # sums of several tensors end the copies: their gradients need none
             alike = op.linear and len(inputs) == 1 and inputs[0] in changed and piece_of(inputs[0]) == piece
-            if alike or (not op.linear and any(self._depends(n, piece) for n in _inputs(node))):
-                changed[node] = None
+            if any((n, piece) in depends for n in float_inputs(node)):
+                depends.add((node, piece))
+                if alike or not op.linear:
+                    changed[node] = None
         for node in changed:
             readers = [u for u in node.users if u not in changed or piece_of(u) != piece_of(node)]
-            if readers:
+            if readers or any(node is tensor.node for tensor in self.tensors.values()):
                 yield node, readers
-
-    def _depends(self, node: fx.Node, piece: int | None) -> bool:
-        """Return whether a node is a tensor that is saved in FP8, or will be computed again from one."""
-        if (node, piece) in self.tensors:
-            return True
-        return node in self.again and piece_of(node) == piece and any(self._depends(n, piece) for n in _inputs(node))
 
     def _twin(self, node: fx.Node, piece: int | None) -> fx.Node:
         key = node, piece
@@ -427,8 +320,9 @@ class _Rewriter:
         node, piece, verdict = tensor.node, tensor.piece, tensor.verdict
         assert verdict is not None and tensor.recipe is not None
         first = next(n for n in self.again if piece_of(n) == piece and node in n.all_input_nodes)
-        value, last = _value(node), (_value(node).dim() - 1,)
-        known = next((u for u in node.users if u.target is ops.qdq_operand and piece_of(u) == piece), None)
+        value, last = value_of(node), (value_of(node).dim() - 1,)
+        operands = (u for u in node.users if u.target is ops.qdq_operand and piece_of(u) == piece)
+        known: fx.Node | None = next(operands, None)
         if known is not None:
             quantizer: Any = known.args[1]
             if known > first:
@@ -438,7 +332,7 @@ class _Rewriter:
             quantizer = quantizer_of(recipe, "input", value, last, record=True)
             with self.graph.inserting_before(first):
                 known = self.graph.call_function(ops.qdq_operand, (node, quantizer))
-            known.meta.update({**node.meta, PIECE: piece} if piece is not None else node.meta)
+            known.meta.update({**node.meta, **({} if piece is None else {PIECE: piece})})
             slot = self.walk.names.slot(verdict.name, "saved")
             known.meta[WATCHED] = [Watched(slot, "saved", verdict.source)]
             if isinstance(quantizer, ops.Stateful):
@@ -463,7 +357,7 @@ class _Rewriter:
 
     def _reduces(self, node: fx.Node) -> bool:
         """Return whether the ops from tensors in FP8 to `node` reduce rows."""
-        inputs = (n for n in _inputs(node) if (n, piece_of(node)) not in self.tensors)
+        inputs = (n for n in float_inputs(node) if (n, piece_of(node)) not in self.tensors)
         return node in self.again and (self.again[node].reduces or any(map(self._reduces, inputs)))
 
     def _in_matmul(self, reader: fx.Node, node: fx.Node, twin: fx.Node) -> bool:
@@ -475,7 +369,7 @@ class _Rewriter:
             self._all_products(reader, node, twin)
         elif reader.target is ops.qdq_no_grad and isinstance(reader.args[1], ops.Rowwise | ops.Blockwise):
             self._own_products(reader, node, twin)
-        elif _is_product(reader):
+        elif _is_product(reader) and reader.meta["custom"]["fp8pass_kind"] != "output":
             reader.replace_input_with(node, twin)
         else:
             return False
@@ -527,4 +421,4 @@ def _known(size: Any) -> int:
 
 
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
-    return tuple(size if isinstance(size, int) else str(size) for size in _value(node).shape)
+    return tuple(size if isinstance(size, int) else str(size) for size in value_of(node).shape)

@@ -221,9 +221,7 @@ def root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _backward_kind(
-    roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward], of_copy: bool
-) -> Kind:
+def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: list[_Forward], of_copy: bool) -> Kind:
     """Return which product of its layer a matmul of the backward is.
 
     grad_weight reads the forward's first operand and contracts M; grad_input reads its second operand and contracts N.

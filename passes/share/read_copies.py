@@ -11,6 +11,7 @@ The save_fp8 pass has marked the quantize and the dequantize. Runs before the re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -52,13 +53,17 @@ class ReadCopies:
 
 
 def match(copy: fx.Node, backward: set[fx.Node]) -> Match | None:
-    """Return the result that `copy` dequantizes, moved, if it is marked and the backward reads the result; else None."""
+    """Return how a marked `copy` dequantizes a result that the backward reads; None for any other node."""
     if not _is_marked(copy) or copy in backward or not is_tensor(copy):
         return None
+    if any(_is_marked(user) for user in copy.users):
+        return None  # a step on the way
     made = reach([copy], lambda n: filter(is_tensor, n.all_input_nodes), _is_marked)
     if dtype_of(copy) in FP8_DTYPES or not any(dtype_of(n) in FP8_DTYPES for n in made):
         return None
-    operands = [n for n in made if not _is_marked(n) and val(n).shape == val(copy).shape and dtype_of(n) == dtype_of(copy)]
+    operands = [
+        n for n in made if not _is_marked(n) and val(n).shape == val(copy).shape and dtype_of(n) == dtype_of(copy)
+    ]
     if len(operands) != 1:
         return None
     (result,), moves = operands, list[fx.Node]()
@@ -76,7 +81,8 @@ def _moved_back(build: Builder, reader: fx.Node, m: Match) -> fx.Node:
     for move in m.moves:
         before = val(first(move))
         if move.target is aten.permute.default:
-            dims: list[int] = [d % before.dim() for d in move.args[1]]  # type: ignore[operator, union-attr]
+            order: Any = move.args[1]
+            dims = [d % before.dim() for d in order]
             node = build.emit(reader, aten.permute.default, node, [dims.index(d) for d in range(len(dims))])
         elif move.target not in COPIES:
             node = build.emit(reader, aten.reshape.default, node, list(before.shape))

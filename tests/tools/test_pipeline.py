@@ -34,7 +34,13 @@ def pipeline(**options: Any) -> Pipeline:
 
 
 PARTS = {
-    "annotate": {"check", "quantize_call", "quantizers", "slow_matmuls"},  # the last one warns, before all passes
+    "annotate": {
+        "check",
+        "quantize_call",
+        "quantizers",
+        "save_fp8",
+        "slow_matmuls",
+    },  # the last one warns, before all passes
     "rewrite": {"batches", "epilogue", "layout", "operands", "row_scales"},  # parts of scaled_mm
     "layers": {"structure"},
     "collectives": {"chains", "shared_scales"},
