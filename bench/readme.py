@@ -152,6 +152,16 @@ def fused_kernel() -> str:
     return run(sys.executable, "bench/fused_kernel.py")
 
 
+def saved() -> str:
+    """Return the tables of bench/saved.py."""
+    return run(sys.executable, "-W", "ignore", "bench/saved.py")
+
+
+def saved_verdicts() -> str:
+    """Return the verdicts on the tensors that a layer saves."""
+    return block(run(sys.executable, "-W", "ignore", "bench/saved.py", "--verdicts"))
+
+
 def step_traffic() -> str:
     """Return the table of bench/traffic.py for whole steps."""
     return run(sys.executable, "bench/traffic.py", "--optimizer", "AdamW", "--blocks", "llama_mlp", "llama_block")
@@ -253,6 +263,8 @@ SECTIONS = {
     "inspect": inspect,
     "traffic": traffic,
     "fused_kernel": fused_kernel,
+    "saved": saved,
+    "saved_verdicts": saved_verdicts,
     "step_traffic": step_traffic,
     "compile_time": compile_time,
     "host_overhead": host_overhead,
@@ -277,6 +289,8 @@ FILES = {
     "traffic": "docs/kernels.md",
     "fused_kernel": "docs/fused-matmuls.md",
     "inspect": "docs/inspect.md",
+    "saved": "docs/saved-tensors.md",
+    "saved_verdicts": "docs/saved-tensors.md",
     "step_traffic": "docs/train-step.md",
     "comms": "docs/distributed.md",
     "cpu_matmuls": "docs/cpu.md",

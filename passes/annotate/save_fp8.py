@@ -81,11 +81,9 @@ def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
             continue
         watched, value, quantizer = operand.meta[WATCHED][0], value_of(result), operand.args[1]
         name = watched.name.removesuffix(f".{watched.role}")
-        if (
-            watched.role != "input"
-            or not walk.config.saves(name)
-            or _is_tried_otherwise(name, watched.source, quantizer.recipe)
-        ):
+        if watched.role != "input" or not walk.config.saves(name):
+            continue
+        if _is_tried_otherwise(name, watched.source, quantizer.recipe):
             continue
         for node, part in ((result, "op"), (operand, "quantize")):
             node.meta["custom"] = {**(node.meta.get("custom") or {}), SAVED_RESULT: part}
@@ -99,9 +97,9 @@ def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
 
     Elementwise ops and matmuls do not read their results in their backward, or are copied.
     """
-    node = operand
+    node: Any = operand
     while node is operand or (node in found.again and found.again[node].moves):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
         if not isinstance(node, fx.Node) or not all(_is_ours(user) or user in found.again for user in node.users):
             return None
         if node is not operand.args[0] and len(node.users) > 1:
@@ -216,7 +214,7 @@ def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> Recipe
     if recipe is None or isinstance(recipe, (StaticScaling, Calibration)):
         raise LeftOut("recipe", why or "no recipe for training selects it")
     if reader := _reads_it_too(found, node):
-        raise Reject("other reader", f"{reader}, so that it is saved as it is anyway")
+        raise Reject("other reader", f"{reader}, so it is kept anyway")
     if _is_tried_otherwise(name, source_of(tensor.readers[0]), recipe):
         raise LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
     return for_instance(recipe, name, bool(walk.names.owned))
@@ -367,7 +365,7 @@ class _Rewriter:
         """
         if reader.target is ops.qdq_operand and all(map(_is_product, reader.users)):
             self._all_products(reader, node, twin)
-        elif reader.target is ops.qdq_no_grad and isinstance(reader.args[1], ops.Rowwise | ops.Blockwise):
+        elif reader.target is ops.qdq_no_grad and any(isinstance(a, ops.Rowwise | ops.Blockwise) for a in reader.args):
             self._own_products(reader, node, twin)
         elif _is_product(reader) and reader.meta["custom"]["fp8pass_kind"] != "output":
             reader.replace_input_with(node, twin)
