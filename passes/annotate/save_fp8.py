@@ -24,6 +24,7 @@ pass marks both, and `read_copies` lets the backward read what is quantized for 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import for_instance
 from fp8pass.passes.annotate.quantize_call import Walk
 from fp8pass.passes.annotate.quantizers import quantizer_of
+from fp8pass.passes.common.regions import in_its_modes
 from fp8pass.passes.common.repeatable_ops import (
     Op,
     elements_of,
@@ -80,7 +82,7 @@ def _results(walk: Walk, found: Candidates) -> Iterator[Saved]:
         if (result := result_of(operand, found)) is None:
             continue
         watched, value, quantizer = operand.meta[WATCHED][0], value_of(result), operand.args[1]
-        name = watched.name.removesuffix(f".{watched.role}")
+        name = re.sub(rf"\.{watched.role}(_\d+)?$", "", watched.name)
         if watched.role != "input" or not walk.config.saves(name):
             continue
         if _is_tried_otherwise(name, watched.source, quantizer.recipe):
@@ -104,7 +106,7 @@ def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
             return None
         if node is not operand.args[0] and len(node.users) > 1:
             return None
-    return node if node not in found.again and not _is_ours(node) and keeps_its_result(node) else None
+    return node if node in found.keeping else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,15 +138,22 @@ class Candidate:
 class Candidates:
     """The ops of a graph that can be computed again, and the tensors, by node and piece, to compute them from."""
 
-    again: dict[fx.Node, Op]
+    again: dict[fx.Node, Op] = field(default_factory=dict)
+    keeping: set[fx.Node] = field(default_factory=set)
+    """The other ops whose backward reads their own result."""
     tensors: dict[tuple[fx.Node, int | None], Candidate] = field(default_factory=dict)
-    known: set[tuple[fx.Node, int | None]] = field(default_factory=set)
-    """What can be computed again from `tensors`, and what the backward reads as it is."""
+    made_of: dict[tuple[fx.Node, int | None], set[fx.Node]] = field(default_factory=dict)
+    """The candidates that other nodes can be computed from."""
 
 
 def match(graph: fx.Graph) -> Candidates:
     """Return what the backward of elementwise ops and norms reads, and could read in FP8."""
-    found = Candidates({node: op for node in graph.nodes if (op := op_of(node)) is not None})
+    found = Candidates()
+    for node in in_its_modes(graph):  # autocast, with which a function may take tensors of several dtypes
+        if (op := op_of(node)) is not None:
+            found.again[node] = op
+        elif keeps_its_result(node):
+            found.keeping.add(node)
     for node, op in found.again.items():
         if not op.linear:
             for read in float_inputs(node):
@@ -157,25 +166,45 @@ def match(graph: fx.Graph) -> Candidates:
 def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Node) -> None:
     """Note that the backward of `reader`, in this piece of the graph, reads `node`: make it known.
 
-    Ops of one tensor are gone back through. Of several, the result is known if they are, and else is a candidate.
+    Ops of one tensor are gone back through. The result of an op of several is known if it can be computed from tensors
+    that are candidates anyway, and else is one itself.
     """
     key = node, piece
     if key in found.tensors:
         found.tensors[key].readers.append(reader)
-    if key in found.tensors or key in found.known:
+    if key in found.tensors or _made_of(found, node, piece) is not None:
         return
-    if node in found.again and piece_of(node) == piece:
-        large = [n for n in float_inputs(node) if elements_of(n) >= elements_of(node)]
-        if len(large) == 1:
-            _provide(found, large[0], piece, reader)
-        if all((n, piece) in found.tensors or (n, piece) in found.known for n in large):
-            found.known.add(key)
-            return
+    large = _large_inputs(node) if node in found.again and piece_of(node) == piece else []
+    if len(large) == 1:
+        _provide(found, large[0], piece, reader)
     # what is broadcast is small, and the caller holds the graph's inputs
-    if node.op in ("placeholder", "get_attr") or elements_of(node) < elements_of(reader):
-        found.known.add(key)
-    else:
+    elif node.op not in ("placeholder", "get_attr") and elements_of(node) >= elements_of(reader):
         found.tensors[key] = Candidate(node, piece, [reader])
+
+
+def _made_of(found: Candidates, node: fx.Node, piece: int | None) -> set[fx.Node] | None:
+    """Return the candidates that `node` can be computed from; None if it needs other tensors.
+
+    A sum of tensors from several candidates is not computed again: a residual stream would be, from its beginning.
+    """
+    key = node, piece
+    if key in found.tensors:
+        return {node}
+    if key not in found.made_of:
+        made: set[fx.Node] | None = None
+        if node in found.again and piece_of(node) == piece:
+            parts = [_made_of(found, n, piece) for n in _large_inputs(node)]
+            if parts and not any(part is None for part in parts):
+                made = {n for part in parts for n in part or ()}
+                made = None if found.again[node].linear and len(made) > 1 else made
+        if made is None:
+            return None  # not noted: it may become one
+        found.made_of[key] = made
+    return found.made_of[key]
+
+
+def _large_inputs(node: fx.Node) -> list[fx.Node]:
+    return [n for n in float_inputs(node) if elements_of(n) >= elements_of(node)]
 
 
 def _is_reduced(found: Candidates, candidate: Candidate) -> bool:

@@ -33,19 +33,27 @@ class Op:
 
 def op_of(node: fx.Node) -> Op | None:
     """Return what is known of a node; None if it cannot be computed again: by its ATen ops, run on fake tensors."""
-    value = node.meta.get("example_value")
-    if not is_plain(value) or not value.requires_grad or mutates(node) or not _is_torchs(node):
-        return None
-    if not all("example_value" in n.meta for n in node.all_input_nodes):
+    if not _can_be_called(node):
         return None
     called = _aten_calls(node)
-    if not called or not all(map(_is_repeatable, called)):
+    if not called:  # a cast to the dtype that a tensor has returns the tensor
+        return Op(linear=True, moves=False, reduces=False) if float_inputs(node) else None
+    if not all(map(_is_repeatable, called)):
         return None
     packets = {call.packet for call in called if not call.op.is_view}
     graded = [n for n in float_inputs(node) if value_of(n).requires_grad]
     scales = packets <= _LINEAR | _SCALING and len(graded) == 1 and node.args.count(graded[0]) == 1
     linear = packets <= _LINEAR or (scales and not (aten.div in packets and node.args[0] is not graded[0]))
     return Op(linear, packets <= {aten.clone, aten._unsafe_view}, any(map(_reduces, called)))
+
+
+def _can_be_called(node: fx.Node) -> bool:
+    """Return whether the node's function is torch's, and can be called once more on Dynamo's examples."""
+    value = node.meta.get("example_value")
+    if not is_plain(value) or not value.requires_grad or any(hint(size) is None for size in value.shape):
+        return False  # a size that depends on data would get another symbol
+    known = all("example_value" in n.meta for n in node.all_input_nodes)
+    return known and not mutates(node) and _is_torchs(node)
 
 
 def _is_torchs(node: fx.Node) -> bool:
@@ -98,7 +106,7 @@ def _called(node: fx.Node) -> Any:
 
 def keeps_its_result(node: fx.Node) -> bool:
     """Return whether the backward of an op of torch's reads the op's own result, as that of attention or softmax."""
-    if not _is_torchs(node) or mutates(node) or not all("example_value" in n.meta for n in node.all_input_nodes):
+    if not _can_be_called(node):
         return False
     with torch.enable_grad():
         result = _called(node)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass.graph.verdict import Saved
 from fp8pass.options.overrides import Trial, trying
+from fp8pass.passes.annotate import save_fp8
 from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling
 from fp8pass.scaling import E4M3
 from tests.helpers.harness import annotated, compiled, sqnr, train, verdicts
@@ -241,3 +242,26 @@ def test_a_trial_of_bisect_leaves_tensors_as_they_are() -> None:
     assert {unit.name for unit in saved} == {"gate", "up"} and len(every.seen) == 3 * 3 + 2
     without = gradient(Trial(units=set(every.seen) - saved), save_fp8=True)
     assert torch.equal(without, gradient(None)) and not torch.equal(without, in_fp8)
+
+
+def test_under_autocast_and_with_sizes_that_depend_on_data() -> None:
+    model, x = MODELS["gated"](), torch.randn(32, 64)
+
+    def chosen(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = model(x)
+        return y[y[:, 0] > 0].exp().sum() + y.sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = report_of(chosen, x)
+    assert {(tensor.name, tensor.status) for tensor in found} >= {("gate", "in FP8"), ("up", "in FP8")}
+
+
+def test_a_fault_costs_only_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(save_fp8, "match", fails)
+    with pytest.warns(UserWarning, match="in its pass save_fp8"), verdicts() as report:
+        compiled(MODELS["gated"](), save_fp8=True, on_fault="warn")(torch.randn(32, 64)).sum().backward()
+    assert len(report.rewritten) == 9 and not report.saved and len(report.faults) == 1
