@@ -63,7 +63,6 @@ def runs(block: str) -> dict[str, Run]:
     first = inspect(f"bench.blocks:{block}", peer="torchao:tensorwise").runs
     with_pass = inspect(f"bench.saved:{block}").runs
     others = {"bf16": first[1], "bf16, torch's pass": with_pass[1], "torchao tensorwise": first[2]}
-    others["fp8pass delayed, torch's pass"] = with_pass[0]
     return {**others, **{name: of[0] for name, of in found.items()}}
 
 

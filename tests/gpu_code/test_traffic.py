@@ -31,6 +31,13 @@ FUSED = {
     "gpt2_mlp": (1_688_265_174, 12, 2, 3),
 }
 
+# The same with `save_fp8`, and the bytes that are saved for the backward.
+SAVED = {
+    "llama_mlp": (2_383_850_148, 13, 1, 444_629_097),
+    "llama_block": (4_193_357_082, 29, 1, 688_980_161),
+    "gpt2_mlp": (2_082_873_930, 13, 2, 302_022_741),
+}
+
 IN_TORCH_2_11 = torch.__version__.startswith("2.11.")
 """torch 2.11 fuses the shifts of the amax histories with other kernels than newer versions do."""
 
@@ -77,6 +84,12 @@ def test_traffic_with_matmuls_that_quantize_their_result(block: str) -> None:
     kernels = [k for k in found.kernels if k.name.startswith("scaled_mm_fused")]
     assert (*around_matmuls(found), len(kernels)) == FUSED[block]
     assert all(k.kind == "gemm" and k.modules and k.compiled and not k.compiled.spilled for k in kernels)
+
+
+@pytest.mark.parametrize("block", ["gpt2_mlp", *(pytest.param(b, marks=VARIANT) for b in ("llama_mlp", "llama_block"))])
+def test_traffic_with_what_is_saved_in_fp8(block: str) -> None:
+    found = inspected(block, options={"save_fp8": True})
+    assert (*around_matmuls(found), found.bytes_saved) == SAVED[block]
 
 
 MEASURED = json.loads((ROOT / "bench" / "results" / "h100.json").read_text())["sections"]["llama_mlp"]["points"]
