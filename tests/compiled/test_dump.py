@@ -216,7 +216,7 @@ def test_dumps_of_bfloat16(tmp_path: Path) -> None:
     run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
     assert 1e-3 < distances.pop("005.dynamo.annotate.before.py") < FP8
-    assert 1e-4 < distances.pop("014.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
+    assert 1e-4 < distances.pop("015.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
     assert max(distances.values()) < ROUNDING, distances
 
 
@@ -280,7 +280,7 @@ def test_a_dump_alone(
         runpy.run_path(str(file), run_name="__main__")
         done = capsys.readouterr().out
     lines = done.splitlines()
-    assert re.match(r"014.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
+    assert re.match(r"015.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
     assert re.match(
         r"output 0 +float32\[16, 48\] +sum \S+, norm \S+, max \S+  (equal|relative distance \S+)$", lines[1]
     )
@@ -342,10 +342,10 @@ def test_a_fault_in_a_pass_keeps_the_dumps_and_names_them(tmp_path: Path, monkey
     (folder,) = (tmp_path / "run_000").glob("graph_*")
     assert str(folder) in str(e.value)
     assert str(e.value).count("The dumps so far are in") == 1
-    assert files(folder, "*.py")[-1] == "014.joint.scaled_mm.before.py"
-    head = (folder / "014.joint.scaled_mm.before.py").read_text().splitlines()[0]
+    assert files(folder, "*.py")[-1] == "015.joint.scaled_mm.before.py"
+    head = (folder / "015.joint.scaled_mm.before.py").read_text().splitlines()[0]
     assert head.startswith("# the graph before scaled_mm failed: a fault of fp8pass in its pass scaled_mm: 'broken'")
-    assert results(folder / "014.joint.scaled_mm.before.py")
+    assert results(folder / "015.joint.scaled_mm.before.py")
     assert "| failed: a fault of fp8pass" in (tmp_path / "run_000" / "index.md").read_text()
 
 
