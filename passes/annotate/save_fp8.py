@@ -275,8 +275,7 @@ def _reads_it_too(found: Candidates, node: fx.Node) -> str:
 
 def _is_ours(node: fx.Node) -> bool:
     """Return whether a node is a quantize, or a matmul of quantized operands."""
-    module = getattr(node.target, "__module__", None) or ""
-    return module.split(".")[0] == "fp8pass" or "fp8pass_kind" in (node.meta.get("custom") or {})
+    return _is_quantize(node) or _is_product(node)
 
 
 def _called(node: fx.Node) -> str:

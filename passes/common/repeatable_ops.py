@@ -20,7 +20,7 @@ from fp8pass.passes.common.patterns import aten
 
 @dataclass(frozen=True)
 class Op:
-    """What is known of a node that can be computed again: an elementwise op, a norm, or a reduction of rows.
+    """Describe a node that can be computed again: an elementwise op, a norm, or a reduction of rows.
 
     linear: its gradient reads no tensor that is computed from a parameter or an activation. moves: it only changes the
     shape, or the order of elements. reduces: it reduces rows.
