@@ -72,7 +72,7 @@ def _settings(
     if pipeline.config.mode is not None:
         patches.update(list_mode_options(pipeline.config.mode))
     if pipeline.config.save_fp8:
-        patches.update(_LARGEST)
+        patches.update({name: max(least, getattr(inductor_config, name) or 0) for name, least in _LARGEST.items()})
     caches = {}
     known = known_to_caches(module)
     if known is None:

@@ -39,6 +39,7 @@ from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import for_instance
 from fp8pass.passes.annotate.quantize_call import Walk
 from fp8pass.passes.annotate.quantizers import quantizer_of
+from fp8pass.passes.common.patterns import reach
 from fp8pass.passes.common.regions import in_its_modes
 from fp8pass.passes.common.repeatable_ops import (
     Op,
@@ -67,7 +68,7 @@ def save(walk: Walk) -> list[Saved]:
             continue
         verdict = Saved(name, _shape(tensor.node), short(value_of(tensor.node).dtype), source_of(tensor.readers[0]))
         try:
-            tensor.recipe = check(walk, candidates, tensor, name)
+            tensor.quantizer = check(walk, candidates, tensor, name)
             tensor.verdict = verdict
         except Reject as reject:
             verdict.rule, verdict.reason = reject.rule, str(reject)
@@ -117,15 +118,15 @@ def result_of(operand: fx.Node, found: Candidates) -> fx.Node | None:
 class Candidate:
     """A tensor that is computed otherwise, and read by the backward of ops that can be computed again.
 
-    readers: those ops, in the piece of the graph that `piece` numbers. reduced: True if rows of it are reduced. recipe,
-    verdict: None if it stays as it is.
+    readers: those ops, in the piece of the graph that `piece` numbers. reduced: True if rows of it are reduced.
+    quantizer, verdict: None if it stays as it is.
     """
 
     node: fx.Node
     piece: int | None
     readers: list[fx.Node] = field(default_factory=list)
     reduced: bool = False
-    recipe: Recipe | None = None
+    quantizer: ops.Quantizer | None = None
     verdict: Saved | None = None
 
     @property
@@ -172,7 +173,7 @@ def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Nod
     key = node, piece
     if key in found.tensors:
         found.tensors[key].readers.append(reader)
-    if key in found.tensors or _made_of(found, node, piece) is not None:
+    if key in found.tensors or _made_of(found, node, piece, set()) is not None:
         return
     large = _large_inputs(node) if node in found.again and piece_of(node) == piece else []
     if len(large) == 1:
@@ -182,25 +183,23 @@ def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Nod
         found.tensors[key] = Candidate(node, piece, [reader])
 
 
-def _made_of(found: Candidates, node: fx.Node, piece: int | None) -> set[fx.Node] | None:
+def _made_of(found: Candidates, node: fx.Node, piece: int | None, others: set[fx.Node]) -> set[fx.Node] | None:
     """Return the candidates that `node` can be computed from; None if it needs other tensors.
 
     A sum of tensors from several candidates is not computed again: a residual stream would be, from its beginning.
+    others: nodes for which None has been returned; not kept for later, since further candidates may be found.
     """
     key = node, piece
     if key in found.tensors:
         return {node}
+    if key not in found.made_of and node not in others and node in found.again and piece_of(node) == piece:
+        parts = [_made_of(found, n, piece, others) for n in _large_inputs(node)]
+        made = {n for part in parts for n in part or ()}
+        if parts and None not in parts and not (found.again[node].linear and len(made) > 1):
+            found.made_of[key] = made
     if key not in found.made_of:
-        made: set[fx.Node] | None = None
-        if node in found.again and piece_of(node) == piece:
-            parts = [_made_of(found, n, piece) for n in _large_inputs(node)]
-            if parts and not any(part is None for part in parts):
-                made = {n for part in parts for n in part or ()}
-                made = None if found.again[node].linear and len(made) > 1 else made
-        if made is None:
-            return None  # not noted: it may become one
-        found.made_of[key] = made
-    return found.made_of[key]
+        others.add(node)
+    return found.made_of.get(key)
 
 
 def _large_inputs(node: fx.Node) -> list[fx.Node]:
@@ -209,17 +208,13 @@ def _large_inputs(node: fx.Node) -> list[fx.Node]:
 
 def _is_reduced(found: Candidates, candidate: Candidate) -> bool:
     """Return whether ops that are computed again from the candidate, and from no other one, reduce rows."""
-    todo, met = [candidate.node], {candidate.node}
-    while todo:
-        for user in todo.pop().users:
-            key = user, candidate.piece
-            if user in met or user not in found.again or piece_of(user) != candidate.piece or key in found.tensors:
-                continue
-            if found.again[user].reduces:
-                return True
-            met.add(user)
-            todo.append(user)
-    return False
+
+    def computed_again(node: fx.Node) -> bool:
+        key = node, candidate.piece
+        return node in found.again and piece_of(node) == candidate.piece and key not in found.tensors
+
+    met = reach([candidate.node], lambda node: filter(computed_again, node.users))
+    return any(found.again[node].reduces for node in met if node is not candidate.node)
 
 
 def piece_of(node: fx.Node) -> int | None:
@@ -232,8 +227,8 @@ def piece_of(node: fx.Node) -> int | None:
 # Check: only refuses.
 
 
-def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> Recipe:
-    """Return the recipe by which a tensor is quantized. Raises Reject if it stays as it is."""
+def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> ops.Quantizer:
+    """Return how a tensor is quantized. Raises Reject if it stays as it is."""
     node = tensor.node
     if not is_plain(value_of(node)):
         raise Reject("type", f"it is a {type(value_of(node)).__name__} of {short(value_of(node).dtype)}")
@@ -246,7 +241,17 @@ def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> Recipe
         raise Reject("other reader", f"{reader}, so it is kept anyway")
     if _is_tried_otherwise(name, source_of(tensor.readers[0]), recipe):
         raise LeftOut("bisect", "this trial of fp8pass.bisect leaves it in high precision")
-    return for_instance(recipe, name, bool(walk.names.owned))
+    if (operand := operand_of(tensor)) is not None:
+        quantizer: Any = operand.args[1]
+        return quantizer  # type: ignore[no-any-return]
+    recipe = RowwiseScaling() if tensor.reduced else for_instance(recipe, name, bool(walk.names.owned))
+    return quantizer_of(recipe, "input", value_of(node), (value_of(node).dim() - 1,), record=True)
+
+
+def operand_of(tensor: Candidate) -> fx.Node | None:
+    """Return the node that quantizes a tensor for matmuls, in its piece of the graph; None if there is none."""
+    operands = (u for u in tensor.node.users if u.target is ops.qdq_operand and piece_of(u) == tensor.piece)
+    return next(operands, None)
 
 
 def _is_tried_otherwise(name: str, source: str, recipe: Recipe) -> bool:
@@ -298,7 +303,7 @@ class _Rewriter:
         self.walk = walk
         self.graph = walk.graph
         self.again = found.again
-        self.tensors = {key: tensor for key, tensor in found.tensors.items() if tensor.recipe is not None}
+        self.tensors = {key: tensor for key, tensor in found.tensors.items() if tensor.quantizer is not None}
         self.twins: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -325,9 +330,10 @@ class _Rewriter:
                 depends.add((node, piece))
                 if alike or not op.linear:
                     changed[node] = None
+        nodes = {tensor.node for tensor in self.tensors.values()}
         for node in changed:
             readers = [u for u in node.users if u not in changed or piece_of(u) != piece_of(node)]
-            if readers or any(node is tensor.node for tensor in self.tensors.values()):
+            if readers or node in nodes:
                 yield node, readers
 
     def _twin(self, node: fx.Node, piece: int | None) -> fx.Node:
@@ -344,18 +350,13 @@ class _Rewriter:
     def _quantized(self, tensor: Candidate) -> fx.Node:
         """Return the tensor quantized and dequantized: as for a matmul, if it is one's operand, else by a new node."""
         node, piece, verdict = tensor.node, tensor.piece, tensor.verdict
-        assert verdict is not None and tensor.recipe is not None
+        quantizer: Any = tensor.quantizer
+        assert verdict is not None and quantizer is not None
         first = next(n for n in self.again if piece_of(n) == piece and node in n.all_input_nodes)
-        value, last = value_of(node), (value_of(node).dim() - 1,)
-        operands = (u for u in node.users if u.target is ops.qdq_operand and piece_of(u) == piece)
-        known: fx.Node | None = next(operands, None)
-        if known is not None:
-            quantizer: Any = known.args[1]
-            if known > first:
-                first.prepend(known)
-        else:
-            recipe = RowwiseScaling() if tensor.reduced else tensor.recipe
-            quantizer = quantizer_of(recipe, "input", value, last, record=True)
+        size, known = _known(value_of(node).numel()), operand_of(tensor)
+        verdict.status, verdict.scaling = "in FP8", quantizer.recipe.name
+        verdict.bytes = size * value_of(node).element_size()
+        if known is None:
             with self.graph.inserting_before(first):
                 known = self.graph.call_function(ops.qdq_operand, (node, quantizer))
             known.meta.update({**node.meta, **({} if piece is None else {PIECE: piece})})
@@ -363,10 +364,10 @@ class _Rewriter:
             known.meta[WATCHED] = [Watched(slot, "saved", verdict.source)]
             if isinstance(quantizer, ops.Stateful):
                 self.walk.slots.append(Slot(slot, "saved", -1, verdict.source, quantizer, known))
-            verdict.bytes -= _known(value.numel())
+            verdict.bytes -= size
+        elif known > first:
+            first.prepend(known)
         known.meta["custom"] = {**(known.meta.get("custom") or {}), SAVED_FP8: True}
-        verdict.status, verdict.scaling = "in FP8", quantizer.recipe.name
-        verdict.bytes += _known(value.numel()) * value.element_size()
         return known
 
     def _end(self, node: fx.Node, twin: fx.Node, readers: list[fx.Node]) -> None:
@@ -383,8 +384,12 @@ class _Rewriter:
 
     def _reduces(self, node: fx.Node) -> bool:
         """Return whether the ops from tensors in FP8 to `node` reduce rows."""
-        inputs = (n for n in float_inputs(node) if (n, piece_of(node)) not in self.tensors)
-        return node in self.again and (self.again[node].reduces or any(map(self._reduces, inputs)))
+
+        def computed_again(other: fx.Node) -> bool:
+            return other in self.again and (other, piece_of(node)) not in self.tensors
+
+        met = reach([node], lambda other: filter(computed_again, float_inputs(other)))
+        return any(self.again[other].reduces for other in met)
 
     def _in_matmul(self, reader: fx.Node, node: fx.Node, twin: fx.Node) -> bool:
         """Let the gradients of a matmul that reads `node` be those of the matmul of `twin`, if `reader` is part of one.

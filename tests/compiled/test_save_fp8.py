@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8pass
+from fp8pass._torch import functorch_config
 from fp8pass.graph.verdict import Saved
 from fp8pass.options.overrides import Trial, trying
 from fp8pass.passes.annotate import save_fp8
@@ -265,3 +266,31 @@ def test_a_fault_costs_only_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.warns(UserWarning, match="in its pass save_fp8"), verdicts() as report:
         compiled(MODELS["gated"](), save_fp8=True, on_fault="warn")(torch.randn(32, 64)).sum().backward()
     assert len(report.rewritten) == 9 and not report.saved and len(report.faults) == 1
+
+
+def test_with_a_memory_budget() -> None:
+    """Torch's partitioner then computes more again, and less is saved; the gradients stay those of the reference."""
+    model, (x,) = MODELS["gated"](), [torch.randn(2048, 64)]
+    options: Any = {"recipe": "dynamic", "save_fp8": True}
+    annotated(model, **options)(x).sum().backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    sizes = []
+    for budget in (1.0, 0.1):
+        model.zero_grad()
+        with verdicts() as report, functorch_config.patch(activation_memory_budget=budget):
+            y = compiled(model, **options)(x)
+            sizes.append(saved_by(y, x))
+            y.sum().backward()
+        assert not report.faults and all(
+            sqnr(wanted[name], p.grad) > 100 for name, p in model.named_parameters() if p.grad is not None
+        )
+    assert sizes[1] < sizes[0] / 2
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. blockwise kernels exist on sm_90")
+def test_blocks_that_do_not_fit() -> None:
+    """The recipe's blocks of 128 do not divide the rows of 64: the tensor stays as it is, with a reason."""
+    model = Activated(F.gelu)
+    recipe = {"first": "blockwise", "second": "rowwise"}
+    (tensor,) = report_of(model, torch.randn(32, 64), recipe=recipe)
+    assert (tensor.status, tensor.rule) == ("as it is", "block size") and "64" in tensor.reason
