@@ -51,9 +51,10 @@ def lower_through_inductor(
     return compiled
 
 
-_LARGEST = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
-"""Inductor gives a value that is computed by more loads or ops than this a buffer. Its own limits on GPUs are 4 and 30;
-the gradient of a gated activation reads two tensors in FP8, each with its scale, and dequantizes both."""
+_MOST_OPS, _MOST_READS = {"realize_opcount_threshold": 60}, {"realize_reads_threshold": 6}
+"""Inductor gives a value that takes more ops or loads than this a buffer. Its own limits on GPUs are 30 and 4. The
+gradient of rotary positions, which is quantized next, takes 31 ops. With `save_fp8`, the gradient of a gated activation
+reads two tensors in FP8, each with its scale, and dequantizes both."""
 
 
 def _settings(
@@ -67,12 +68,11 @@ def _settings(
             "joint_custom_pre_pass": append_pass(inductor_config.joint_custom_pre_pass, pipeline),
             "custom_partitioner_fn": Partition(inductor_config.custom_partitioner_fn, pipeline.partitioned),
             "post_grad_custom_pre_pass": append_pass(inductor_config.post_grad_custom_pre_pass, kernel_passes),
+            **_limits(pipeline),
         }
     )
     if pipeline.config.mode is not None:
         patches.update(list_mode_options(pipeline.config.mode))
-    if pipeline.config.save_fp8:
-        patches.update({name: max(least, getattr(inductor_config, name) or 0) for name, least in _LARGEST.items()})
     caches = {}
     known = known_to_caches(module)
     if known is None:
@@ -84,3 +84,9 @@ def _settings(
         patches["fx_graph_cache"] = False
         caches["enable_autograd_cache"] = False
     return patches, caches
+
+
+def _limits(pipeline: Pipeline) -> dict[str, int]:
+    """Return how many ops and loads a value may take, as many as Inductor is set to or more."""
+    limits = _MOST_OPS | (_MOST_READS if pipeline.config.save_fp8 else {})
+    return {name: max(most, getattr(inductor_config, name) or 0) for name, most in limits.items()}

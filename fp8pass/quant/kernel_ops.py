@@ -132,6 +132,21 @@ def _apart(x: Tensor) -> Sequence[int]:
     return (ALIGNED_STRIDE,) if x.dim() == 1 else torch.empty(x.shape, device="meta").stride()
 
 
+@_op("repeated", tags=_POINTWISE)
+def _repeated(x: Tensor, times: int) -> list[Tensor]:
+    """Return `x` once for each of its readers.
+
+    Inductor gives a value a buffer if it has many ops and several readers. Where one kernel computes all the readers,
+    it needs none.
+    """
+    return [x.clone() for _ in range(times)]
+
+
+@_repeated.register_fake
+def _(x: Tensor, times: int) -> list[Tensor]:
+    return [torch.empty_like(x) for _ in range(times)]
+
+
 @_op("write", mutates_args=("into",))
 def _write(into: Tensor, x: Tensor) -> None:
     """Compute `into.copy_(x)` in the kernel that computes `x`, in its loop order. Nothing may read `into` later."""
@@ -150,7 +165,7 @@ QUANTIZE, ROWS, ROUNDED = (
     torch.ops.fp8pass.rounded.default,
 )
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
-ALIGNED = torch.ops.fp8pass.aligned.default
+ALIGNED, REPEATED = torch.ops.fp8pass.aligned.default, torch.ops.fp8pass.repeated.default
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -205,6 +220,11 @@ def _(x: Any) -> Any:
     # where the copy is one number, Inductor would write it into the memory of one that it reads, which may be unaligned
     Virtualized.graph.never_reuse_buffers.update(copy.get_read_names())
     return copy
+
+
+@_lowers(REPEATED)
+def _(x: Any, times: int) -> Any:
+    return [_pointwise(x, x.get_dtype(), x.make_loader(), x.get_size()) for _ in range(times)]
 
 
 @_lowers(WRITE)

@@ -7,7 +7,7 @@ before   a: bf16[R]        = amax(abs(x: bf16[R, C]), -1);  amax: bf16[] = amax(
 after    v: bf16[k, R/k, C] = reshape(x)
          a: bf16[k, C]     = amax(abs(v), 1);  amax: bf16[] = amax(a)
          x_q               = reshape(quantize(v))
-         x_t               = reshape(clone(permute(quantize(v), [2, 0, 1])))
+         x_t               = reshape(quantize(clone(permute(v, [2, 0, 1]))))
          b                 = sum(sum(v, 1), 0)
 changes  nothing: a maximum does not depend on order; a sum is in float32 either way
 
@@ -27,6 +27,7 @@ is tiled as a whole before, by update_tiles.py.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable
 
@@ -34,13 +35,16 @@ import torch
 from torch import fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.builder import Builder, val
+from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import TILED, WITH_AMAX
 from fp8pass.passes.common.patterns import (
+    JOINS,
+    MOVEMENT,
     aten,
     has_one_element,
     is_elementwise,
+    reach,
     sources,
 )
 from fp8pass.passes.common.tiles import (
@@ -54,8 +58,11 @@ from fp8pass.passes.common.tiles import (
     readers_nearby,
     reduce_in_tiles,
 )
-from fp8pass.quant.kernel_ops import JOINED, QUANTIZE
+from fp8pass.quant.kernel_ops import JOINED, QUANTIZE, REPEATED
 
+MAX_OPS = 6
+"""Most ops that Inductor surely computes again in each reader: it counts loads, casts and comparisons, too, and stops at
+30."""
 MAX_JOINED_WEIGHTS = 8
 """Most siblings in one kernel: Inductor does not join more of them elementwise (`config.max_pointwise_cat_inputs`)."""
 
@@ -117,9 +124,12 @@ def _rewrite(build: Builder, m: Match) -> None:
             aten.clone.default, emit(aten.permute.default, part, [2, 0, 1]), memory_format=torch.contiguous_format
         )
 
-    # each result quantizes again: Inductor may put a node that reads the other's result into another kernel
-    x_t = _made_here(emit, each(emit, tiles, lambda part: transposed(quantized(part)), 0), "columns")
+    # each result quantizes again: Inductor may put a node that reads the other's result into another kernel. And each is
+    # arranged before it is quantized: where that takes more than 100 ops, Inductor gives the quantized tensor a buffer
+    x_t = _made_here(emit, each(emit, tiles, lambda part: quantized(transposed(part)), 0), "columns")
     x_q = _made_here(emit, each(emit, tiles, quantized, 2), "columns")
+    for part in filter(_is_long, tiles):
+        _repeat(build, part)
     m.copy.replace_all_uses_with(emit(aten.reshape.default, x_t, [m.columns, m.rows]))
     m.x_q.replace_all_uses_with(emit(aten.reshape.default, x_q, list(val(m.x_q).shape)))
 
@@ -139,6 +149,20 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
     return parts
 
 
+def _is_long(x: fx.Node) -> bool:
+    """Return whether `x` is the result of more than MAX_OPS ops in a row, moves of elements not counted."""
+    through = reach([x], lambda n: filter(is_tensor, n.all_input_nodes), lambda n: is_elementwise(n) or n.target in JOINS)
+    return sum(n.op == "call_function" and n.target not in MOVEMENT for n in through) > MAX_OPS
+
+
+def _repeat(build: Builder, x: fx.Node) -> None:
+    """Give each reader of `x` an `x` of its own, so that Inductor does not write it to memory for them."""
+    readers = list(x.users)
+    copies = build.emit(min(readers), REPEATED, x, len(readers))
+    for i, reader in enumerate(readers):
+        reader.replace_input_with(x, build.emit(min(readers), operator.getitem, copies, i))
+
+
 def _cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
     """Return the contiguous parts of a cat, and its dimension; no parts if `x` is not a cat of such."""
     if x.target is not aten.cat.default or not is_launched(x):
@@ -150,14 +174,15 @@ def _cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
-    """Return the parts of `x = cat(parts, -1)` if two of them read one tensor; else `[x]`.
+    """Return the parts of `x = cat(parts, -1)` if two of them read one tensor, or one takes many ops; else `[x]`.
 
-    Each part then gets its own computation. Where Inductor computes a cat element by element, it reads such a tensor
-    once for each part.
+    Each part then gets its own computation. Where Inductor computes a cat element by element, it reads a common tensor
+    once for each part, and computes all parts for every element.
     """
     parts, dim = _cat_of(x)
     read = Counter(n for p in parts for n in {p, *sources(p, is_elementwise)} if not has_one_element(n))
-    return parts if dim == val(x).dim() - 1 and any(times > 1 for times in read.values()) else [x]
+    apart = any(times > 1 for times in read.values()) or any(map(_is_long, parts))
+    return parts if dim == val(x).dim() - 1 and apart else [x]
 
 
 def _is_pile(x: fx.Node) -> bool:

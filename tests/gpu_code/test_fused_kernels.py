@@ -18,6 +18,7 @@ SIZES = {
     "three tiles down, two across": (192, 128, 64, SMALL, "exact"),
     "sizes that tiles do not divide, K of 16": (80, 48, 16, IN_HALVES, "exact"),
     "NaN and infinities": (80, 48, 48, IN_HALVES, "exact nan"),
+    "zero scales": (80, 48, 48, IN_HALVES, "exact nan zero"),
     "no TMA": (80, 48, 48, "", "exact pointers"),
     "one tile, as chosen, sums that round": (96, 112, 64, "", ""),
 }
@@ -25,6 +26,7 @@ EVERYDAY = {
     ("gelu", "sizes that tiles do not divide, K of 16"),
     ("relu_squared", "NaN and infinities"),
     ("gated", "no TMA"),
+    ("by_rows", "zero scales"),
     ("gated_backward", "sizes that tiles do not divide, K of 16"),
     ("gated_backward", "NaN and infinities"),
     ("residual", "three tiles down, two across"),

@@ -234,11 +234,14 @@ def _is_oracles(
 
 
 def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: str) -> dict[str, Any]:
-    """Compare one case. tile: its numbers; "" for the one that is chosen. how: words of "exact", "nan", "pointers"."""
+    """Compare one case. tile: its numbers; "" for the one that is chosen. how: words of "exact", "nan", "zero" and "pointers"."""
     torch.manual_seed(0)
     given = inputs_of(name, int(m), int(n), int(k), "exact" in how)
     if "nan" in how:
         spoil(given)
+    if "zero" in how:
+        for scale in (x for x in given if x.dtype == F32):
+            scale[scale > 0.9 if scale.dim() else ...] = 0.0
     # the interpreter's functions can't be compiled
     nothing = mock.patch.object(fuse_matmuls, "shared_memory", return_value=0)
     with gpu.there(), nothing, config.patch(emulate_precision_casts=True):

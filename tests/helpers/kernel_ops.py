@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, ROWS
+from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, REPEATED, ROWS
 from tests.helpers.harness import BF16, E4M3, E5M2, scale
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -29,4 +29,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "concatenated, reduced": (lambda a, b: CONCATENATED([a.amax(1), b.amax(1)], 0), (torch.randn(3, 4), torch.randn(2, 9))),
     "concatenated, transposed": (lambda a, b: CONCATENATED([a.t().contiguous(), b.t().contiguous()], 0), (torch.randn(3, 4), torch.randn(3, 5))),
     "concatenated FP8": (lambda a, b, s: CONCATENATED([QUANTIZE(x, s, E4M3) for x in (a, b)], 1).float(), (torch.randn(3, 4), torch.randn(3, 5), scale())),
+    "repeated": (lambda x: torch.stack([r * i for i, r in enumerate(REPEATED(x * 2, 3))]), (torch.randn(3, 4),)),
+    "repeated, turned": (lambda x: torch.add(*REPEATED(x.t(), 2)).contiguous(), (torch.randn(3, 4),)),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from fp8pass.passes.common.tiles import COLUMNS, ROWS
 from fp8pass.passes.kernels import quantize_tiles
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
-from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE
+from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, REPEATED
 from tests.helpers import harness
 from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, apply, aten, count, expect_graph, scale, text
 
@@ -77,10 +77,10 @@ abs_default: "bf16[2, 64, 32]" = aten.abs.default(reshape_default)
 amax_default: "bf16[2, 32]" = aten.amax.default(abs_default, [1])
 amax_default_1: "bf16[]" = aten.amax.default(amax_default)
 convert_element_type: "f32[]" = prims.convert_element_type.default(amax_default_1, torch.float32)
-quantize_default_1: "f8e4m3fn[2, 64, 32]" = fp8pass.quantize.default(reshape_default, s_1, torch.float8_e4m3fn)
-permute_default: "f8e4m3fn[32, 2, 64]" = aten.permute.default(quantize_default_1, [2, 0, 1])
-clone_default: "f8e4m3fn[32, 2, 64]" = aten.clone.default(permute_default, memory_format = torch.contiguous_format)
-inductor_force_stride_order_default: "f8e4m3fn[32, 2, 64]" = prims.inductor_force_stride_order.default(clone_default, [128, 64, 1])
+permute_default: "bf16[32, 2, 64]" = aten.permute.default(reshape_default, [2, 0, 1])
+clone_default: "bf16[32, 2, 64]" = aten.clone.default(permute_default, memory_format = torch.contiguous_format)
+quantize_default_1: "f8e4m3fn[32, 2, 64]" = fp8pass.quantize.default(clone_default, s_1, torch.float8_e4m3fn)
+inductor_force_stride_order_default: "f8e4m3fn[32, 2, 64]" = prims.inductor_force_stride_order.default(quantize_default_1, [128, 64, 1])
 quantize_default_2: "f8e4m3fn[2, 64, 32]" = fp8pass.quantize.default(reshape_default, s_1, torch.float8_e4m3fn)
 inductor_force_stride_order_default_1: "f8e4m3fn[2, 64, 32]" = prims.inductor_force_stride_order.default(quantize_default_2, [2048, 32, 1])
 reshape_default_2: "f8e4m3fn[32, 128]" = aten.reshape.default(inductor_force_stride_order_default, [32, 128])
@@ -366,6 +366,28 @@ def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.Monkey
     before = text(module)
     apply(module, QuantizeTiles())
     assert text(module) == before, "a second run finds something"
+
+
+def gradients_of_rotary_positions(q: Tensor, v: Tensor, cos: Tensor, sin: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradient of a projection to q, which is rotated, and v, which is not."""
+    a, b = q.float().chunk(2, -1)
+    turned = torch.cat([a * cos + b * sin, b * cos - a * sin], -1).to(q.dtype)
+    return with_amax(torch.cat([turned, v.neg()], -1), s)
+
+
+def test_a_part_that_takes_many_ops_is_computed_for_each_of_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor gives a value with several readers a buffer if it takes many ops."""
+    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    inputs = (*(torch.randn(128, 32, dtype=BF16) for _ in range(2)), torch.rand(128, 16), torch.rand(128, 16), scale(8.0))
+    module = capture(gradients_of_rotary_positions, *inputs)
+    wanted = module(*inputs)
+    apply(module, QuantizeTiles())
+    (repeated,) = (n for n in module.graph.nodes if n.target is REPEATED)
+    assert repeated.args[1] == len(repeated.users) == 3  # an amax, and both orientations
+    assert (count(module, CONCATENATED), count(module, aten.cat.default)) == (3, 1)
+    for a, b in zip(wanted, module(*inputs), strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a.float(), b.float())
 
 
 def test_weights_joined_by_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
