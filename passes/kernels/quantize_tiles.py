@@ -61,8 +61,7 @@ from fp8pass.passes.common.tiles import (
 from fp8pass.quant.kernel_ops import JOINED, QUANTIZE, REPEATED
 
 MAX_OPS = 6
-"""Most ops that Inductor surely computes again in each reader: it counts loads, casts and comparisons, too, and stops at
-30."""
+"""Most ops that Inductor surely computes again in each reader: it counts loads, casts and comparisons too."""
 MAX_JOINED_WEIGHTS = 8
 """Most siblings in one kernel: Inductor does not join more of them elementwise (`config.max_pointwise_cat_inputs`)."""
 
@@ -124,8 +123,8 @@ def _rewrite(build: Builder, m: Match) -> None:
             aten.clone.default, emit(aten.permute.default, part, [2, 0, 1]), memory_format=torch.contiguous_format
         )
 
-    # each result quantizes again: Inductor may put a node that reads the other's result into another kernel. And each is
-    # arranged before it is quantized: where that takes more than 100 ops, Inductor gives the quantized tensor a buffer
+    # Each result quantizes again: Inductor may put a node that reads the other's result into another kernel. And the
+    # transposed one is arranged before it is quantized: what takes more than 100 ops gets a buffer as it is.
     x_t = _made_here(emit, each(emit, tiles, lambda part: quantized(transposed(part)), 0), "columns")
     x_q = _made_here(emit, each(emit, tiles, quantized, 2), "columns")
     for part in filter(_is_long, tiles):
@@ -151,8 +150,8 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
 
 def _is_long(x: fx.Node) -> bool:
     """Return whether `x` is the result of more than MAX_OPS ops in a row, moves of elements not counted."""
-    through = reach([x], lambda n: filter(is_tensor, n.all_input_nodes), lambda n: is_elementwise(n) or n.target in JOINS)
-    return sum(n.op == "call_function" and n.target not in MOVEMENT for n in through) > MAX_OPS
+    met = reach([x], lambda n: filter(is_tensor, n.all_input_nodes), lambda n: is_elementwise(n) or n.target in JOINS)
+    return sum(n.op == "call_function" and n.target not in MOVEMENT for n in met) > MAX_OPS
 
 
 def _repeat(build: Builder, x: fx.Node) -> None:

@@ -378,7 +378,12 @@ def gradients_of_rotary_positions(q: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 def test_a_part_that_takes_many_ops_is_computed_for_each_of_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor gives a value with several readers a buffer if it takes many ops."""
     monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
-    inputs = (*(torch.randn(128, 32, dtype=BF16) for _ in range(2)), torch.rand(128, 16), torch.rand(128, 16), scale(8.0))
+    inputs = (
+        *(torch.randn(128, 32, dtype=BF16) for _ in range(2)),
+        torch.rand(128, 16),
+        torch.rand(128, 16),
+        scale(8.0),
+    )
     module = capture(gradients_of_rotary_positions, *inputs)
     wanted = module(*inputs)
     apply(module, QuantizeTiles())
