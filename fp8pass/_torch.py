@@ -71,6 +71,7 @@ with required_names():
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, ExternKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
     from torch._inductor.runtime import triton_helpers
+    from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._inductor.scheduler import (
         BaseSchedulerNode,
@@ -752,6 +753,7 @@ __all__ = [
     "around_compilations",
     "as_fakes",
     "before_eager_optimizers",
+    "benchmarker",
     "cache_dir",
     "call_of_kernel",
     "callback_handler",

@@ -17,6 +17,7 @@ from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransfor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt, left_out
+from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
@@ -24,6 +25,7 @@ from fp8pass.graph.refusal import LeftOut
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
 from fp8pass.hardware import cpu_key
+from fp8pass.inductor import timed
 from fp8pass.inductor.choices import ONE_AT_A_TIME
 from fp8pass.names import Names
 from fp8pass.node_meta import GEMM
@@ -252,7 +254,8 @@ class KernelPasses(CustomGraphPass):
         todo = [p for p in KERNELS if self.attempt.form == "fp8" and self.attempt.runs(p.name)]
         if draws:  # show what a GPU would run
             todo = [p for p in todo if p.name != EmulateMatmuls.name]
-        context = Context(self.config)
+        times = timed.autotunes() and not is_pretended()
+        context = Context(self.config, seconds_of=self._seconds if times else None)
         with ONE_AT_A_TIME, self.timing.counting("passes"):
             _run_all(todo, _module_of(graph), context, self.dump, f"{part}{number}", _verify)
         for name, note in context.fused.items():
@@ -260,6 +263,10 @@ class KernelPasses(CustomGraphPass):
                 gemm.note = gemm.note or note
         if drawing is not None and draws:
             drawing.add(graph, part_of(graph))
+
+    def _seconds(self, module: fx.GraphModule) -> float:
+        """Time a graph that is compiled with the same passes, of which none fuses matmuls."""
+        return timed.seconds(module, KernelPasses(replace(self.config, epilogues="off")))
 
 
 class Pipeline(CustomGraphPass):

@@ -35,11 +35,10 @@ class Decide:
     how: str
     target: Target | None
 
-    @property
-    def may_fuse(self) -> bool:
-        """True if a matmul may be fused at all: so that nothing is generated in vain."""
+    def may_fuse(self, times: bool = False) -> bool:
+        """Return whether a matmul may be fused at all: so that nothing is generated in vain. times: `auto` times it."""
         if self.how == "auto":
-            return self.target is not None and (self.target.name in MEASURED or is_pretended())
+            return self.target is not None and (times or self.target.name in MEASURED or is_pretended())
         return self.how == "always"
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -34,6 +34,8 @@ class Context:
     """Sentences for the report that belong to the graph, not to one matmul."""
     fused: dict[str, str] = field(default_factory=dict)
     """{name of a matmul, as in `meta[GEMM]`: a sentence about what its kernel computes too}."""
+    seconds_of: Callable[[fx.GraphModule], float] | None = None
+    """Times a graph on the GPU, compiled by Inductor with all passes but fuse_matmuls; None where nothing is timed."""
     computed: Computed = field(default_factory=dict)
     """Nodes whose values `verify` has computed, and skips until something that they depend on changes."""
 

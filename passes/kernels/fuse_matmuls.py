@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import fx
 
 from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
+from fp8pass.errors import first_line
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.compiled import shared_memory
 from fp8pass.fused.epilogue import CannotFuse, Read, written
@@ -42,6 +43,7 @@ from fp8pass.hardware import target_of
 from fp8pass.names import short
 from fp8pass.node_meta import GEMM
 from fp8pass.passes.common.after_matmul import Epilogue, epilogue_of, products_of
+from fp8pass.passes.common.alone import alone
 from fp8pass.passes.common.patterns import (
     RESHAPES,
     as_node,
@@ -167,16 +169,66 @@ def with_code(plan: Plan, m: Match) -> Plan:
     return replace(plan, epilogue=written(_module(m), plan.matmul.products))
 
 
-def tiled(plan: Plan, gpu: Gpu) -> Plan:
-    """Return the plan with the first tile that fits the GPU. Raises CannotFuse if there is none."""
+def tiled(plan: Plan, gpu: Gpu) -> Iterator[Plan]:
+    """Yield the plan with each tile that fits the GPU, the best as far as is known first. Raises CannotFuse if none."""
+    fits = False
     for tile in candidates(plan, gpu.shared_memory):
         found = replace(plan, tile=tile)
         down, across = found.tiles()
         found = replace(found, programs=min(gpu.multiprocessors, down * across))
         if shared_memory(found) <= gpu.shared_memory:
-            return found
-    moved = plan.bytes_per_element
-    raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
+            fits = True
+            yield found
+    if not fits:
+        moved = plan.bytes_per_element
+        raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
+
+
+_fastest: dict[Plan, Plan | str] = {}
+"""{a plan without a tile: the one with the fastest tile, or the reason why two kernels are better}, as timed."""
+
+
+def fastest(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan:
+    """Return the plan with the tile that takes least time. Raises CannotFuse if what runs otherwise takes less.
+
+    seconds_of: times a graph. The graphs hold everything that the kernel computes, and the last stages of its amaxes.
+    """
+    if plan not in _fastest:
+        _fastest[plan] = _timed(m, plan, gpu, seconds_of)
+    if isinstance(found := _fastest[plan], str):
+        raise CannotFuse(found)
+    return found
+
+
+def _timed(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan | str:
+    try:
+        apart = seconds_of(_alone(m))
+        fused = {p: seconds_of(_fused_alone(m, p, gpu)) for p in tiled(plan, gpu)}
+    except Exception as error:  # noqa: BLE001, of many types: from Inductor, Triton and CUDA
+        log.warning("fp8pass: %s could not be timed, and stays as it is: %s", m.epilogue.matmul, first_line(error))
+        return f"timing it failed: {first_line(error)}"
+    best = min(fused, key=fused.__getitem__)
+    if fused[best] < apart:
+        return best
+    return f"one kernel takes {1e6 * fused[best]:.0f} us as timed, and separate ones {1e6 * apart:.0f} us"
+
+
+def _alone(m: Match) -> fx.GraphModule:
+    """Return a graph of the matmul and of what its kernel could compute after it."""
+    e = m.epilogue
+    return alone({*e.matmul.all_input_nodes, *e.inputs}, [o.instead_of for o in m.made])
+
+
+def _fused_alone(m: Match, plan: Plan, gpu: Gpu) -> fx.GraphModule:
+    """Return the graph of `_alone` after its rewrite."""
+    module = _alone(m)
+    found = match(*_matmuls(module.graph))
+    assert found is not None
+    same = with_code(plan_of(found, gpu), found) == replace(plan, tile=ANY, programs=0)
+    assert same, "alone, the matmul is matched in another way"
+    rewrite(Builder(module.graph, FuseMatmuls.name), found, plan)
+    module.graph.eliminate_dead_code()
+    return module
 
 
 def _matmul(m: Match, gpu: Gpu) -> Matmul:
@@ -236,26 +288,33 @@ class FuseMatmuls:
     def _one(self, matmul: fx.Node, context: Context) -> bool:
         device, name = val(matmul).device, matmul.meta.get(GEMM, "")
         decide = Decide(context.config.epilogues, target_of(device, context.config.target))
-        if not decide.may_fuse:
+        if not decide.may_fuse(times=context.seconds_of is not None):
             return False
         try:
             if reason := why_other(matmul):
                 raise CannotFuse(reason)
             if (m := match(matmul)) is None:
                 return False
-            plan = plan_of(m, gpu := gpu_of(device))
-            if reason := decide.why_apart(plan):
-                raise CannotFuse(reason)
-            plan = tiled(with_code(plan, m), gpu)
+            plan = _planned(m, gpu_of(device), decide, context.seconds_of)
         except CannotFuse as error:
             reason = f"its kernel does not compute the ops after it: {error}"
             log.debug("%s: %s", name or matmul.name, reason)
             if decide.how == "always":
                 context.fused[name] = reason
             return False
-        context.fused[name] = _said(m, plan, decide)
+        context.fused[name] = _said(m, plan, "" if context.seconds_of is not None else decide.how_known)
         rewrite(context.builder(matmul.graph, self.name), m, plan)
         return True
+
+
+def _planned(m: Match, gpu: Gpu, decide: Decide, seconds_of: Callable[[fx.GraphModule], float] | None) -> Plan:
+    """Return the plan of the kernel, with its tile. Raises CannotFuse if none fits, or if two kernels are better."""
+    plan = plan_of(m, gpu)
+    if seconds_of is not None and decide.how == "auto":
+        return fastest(m, with_code(plan, m), gpu, seconds_of)
+    if reason := decide.why_apart(plan):
+        raise CannotFuse(reason)
+    return next(tiled(with_code(plan, m), gpu))
 
 
 def _matmuls(graph: fx.Graph) -> list[fx.Node]:
@@ -266,12 +325,12 @@ def _is_on_gpu(matmul: fx.Node) -> bool:
     return (hardware.pretended_device or val(matmul).device).type == "cuda"
 
 
-def _said(m: Match, plan: Plan, decide: Decide) -> str:
-    """Return a sentence for the matmul's verdict."""
+def _said(m: Match, plan: Plan, how_known: str) -> str:
+    """Return a sentence for the matmul's verdict, which ends with how it is known that one kernel is better."""
     made = dict.fromkeys(short(val(q).dtype) for q in m.epilogue.quantizes)
     what = f"computes the ops after it and quantizes to {', '.join(made)}" if made else "computes the ops after it"
     saved = (plan.bytes_apart - plan.extra_bytes) / 1e6
-    return f"its kernel {what}, which moves {saved:.0f} MB less{decide.how_known}"
+    return f"its kernel {what}, which moves {saved:.0f} MB less{how_known}"
 
 
 def rewrite(build: Builder, m: Match, plan: Plan) -> None:

@@ -155,7 +155,7 @@ def _is_long(x: fx.Node) -> bool:
 
 
 def _repeat(build: Builder, x: fx.Node) -> None:
-    """Give each reader of `x` an `x` of its own, so that Inductor does not write it to memory for them."""
+    """Let each reader of `x` read another copy, so that Inductor does not write `x` to memory for them."""
     readers = list(x.users)
     copies = build.emit(min(readers), REPEATED, x, len(readers))
     for i, reader in enumerate(readers):

@@ -247,7 +247,7 @@ def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: 
     with gpu.there(), nothing, config.patch(emulate_precision_casts=True):
         found, graph = found_in(name, given)
         sizes = L40S if "pointers" in how else H100
-        plan = tiled(with_code(plan_of(found, sizes), found), sizes)
+        plan = next(tiled(with_code(plan_of(found, sizes), found), sizes))
     if tile:
         plan = replace(plan, tile=Tile(*map(int, tile.split())))
         down, across = plan.tiles()
@@ -271,7 +271,7 @@ def compile_case(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
     sizes = Gpu(int(capability), 132, shared)
     with gpu.there():
         m, _ = found_in(name, given)
-        plan = tiled(with_code(plan_of(m, sizes), m), sizes)
+        plan = next(tiled(with_code(plan_of(m, sizes), m), sizes))
     done = compiled(plan)
     ptx = done.asm["ptx"]
     return {

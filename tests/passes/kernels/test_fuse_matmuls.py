@@ -16,6 +16,7 @@ from fp8pass.fused import choice
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.epilogue import CannotFuse
 from fp8pass.graph.builder import val
+from fp8pass.graph.pass_base import Context
 from fp8pass.hardware import TARGETS
 from fp8pass.options.config import Config
 from fp8pass.passes.common.patterns import as_node
@@ -251,7 +252,7 @@ def test_columns_are_summed_for_the_gradient_of_a_bias() -> None:
 def test_an_epilogue_that_fits_no_tile_is_declined_with_numbers() -> None:
     m = matched(captured(lambda y, s: both(F.silu(y), s)))
     with pytest.raises(CannotFuse, match="no tile whose epilogue moves 2 bytes per element fits into 1024 bytes"):
-        tiled(plan_of(m, H100), Gpu(90, 132, 1024))
+        next(tiled(plan_of(m, H100), Gpu(90, 132, 1024)))
 
 
 def test_always_says_why_a_matmul_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,16 +291,74 @@ def test_auto_fuses_what_is_faster_as_measured() -> None:
 
 def test_auto_fuses_nothing_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     auto, kept = Decide("auto", TARGETS["b200"]), _plan(saved=True)
-    assert auto.may_fuse and auto.why_apart(kept) == ""  # without the GPU, the roofline predicts
+    assert auto.may_fuse() and auto.why_apart(kept) == ""  # without the GPU, the roofline predicts
     monkeypatch.setattr(hardware, "pretended_device", None)
     ways = auto, Decide("auto", TARGETS["h100"]), Decide("always", None), Decide("off", TARGETS["h100"])
-    assert [way.may_fuse for way in ways] == [False, True, True, False]
+    assert [way.may_fuse() for way in ways] == [False, True, True, False]
+    assert [way.may_fuse(times=True) for way in ways] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(("seconds", "fuses"), [(1e-13, True), (1e-11, False)])
 def test_auto_reads_the_table(monkeypatch: pytest.MonkeyPatch, seconds: float, fuses: bool) -> None:
     monkeypatch.setitem(choice.MEASURED, "b200", ((0, 0.0), (2, seconds)))
     assert (Decide("auto", TARGETS["b200"]).why_apart(_plan()) == "") == fuses
+
+
+class Clock:
+    """Times graphs as told: those with a `_scaled_mm`, and those with a kernel, by its tile."""
+
+    def __init__(self, apart: float, fused: Callable[[int], float]) -> None:
+        self.apart, self.fused = apart, fused
+        self.plans: list[Any] = []
+
+    def __call__(self, module: fx.GraphModule) -> float:
+        calls = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+        assert len(calls) + count(module, aten._scaled_mm.default) == 1
+        self.plans += [kernel_called(call).plan for call in calls]
+        return self.fused(self.plans[-1].tile.columns) if calls else self.apart
+
+
+def timed(clock: Any, times: int = 1, **options: Any) -> tuple[fx.GraphModule, Any]:
+    """Run the pass with timings on as many equal graphs; return the last, and its context."""
+    fuse_matmuls._fastest.clear()
+    for _ in range(times):
+        module = captured(lambda y, s: both(F.relu(y) * 2, s), m=512, n=512)
+        context = Context(Config(recipe=None, **{"epilogues": "auto", **options}), seconds_of=clock)
+        FuseMatmuls().run(module.graph, context)
+    return module, context
+
+
+def test_the_tile_that_took_least_time_is_chosen() -> None:
+    clock = Clock(apart=30e-6, fused=lambda columns: 20e-6 if columns == 128 else 25e-6)
+    module, context = timed(clock, times=2)
+    (call,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert kernel_called(call).plan.tile.columns == 128
+    tiles = [plan.tile for plan in clock.plans]
+    assert len(set(tiles)) == len(tiles) > 2  # equal matmuls are timed once
+    assert next(iter(context.fused.values())).startswith("its kernel computes the ops after it")
+
+
+def test_separate_kernels_that_took_less_time_stay(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    module, _ = timed(Clock(apart=10e-6, fused=lambda _: 20e-6))
+    assert count(module, aten._scaled_mm.default) == 1
+    assert "one kernel takes 20 us as timed, and separate ones 10 us" in caplog.text
+
+
+def test_a_matmul_that_can_not_be_timed_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(_: fx.GraphModule) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+    module, _ = timed(fails)
+    assert count(module, aten._scaled_mm.default) == 1
+    (record,) = (r for r in caplog.records if r.levelname == "WARNING")
+    assert record.message.endswith("could not be timed, and stays as it is: CUDA out of memory.")
+
+
+def test_always_times_nothing() -> None:
+    clock = Clock(apart=10e-6, fused=lambda _: 20e-6)
+    module, _ = timed(clock, epilogues="always")
+    assert count(module, aten._scaled_mm.default) == len(clock.plans) == 0
 
 
 def test_an_epilogue_in_float32_counts_its_bytes() -> None:
