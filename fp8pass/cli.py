@@ -22,8 +22,9 @@ from fp8pass.dynamo.outside import missed
 from fp8pass.errors import Fp8Error
 from fp8pass.inspect.import_path import built, named
 from fp8pass.inspect.inspector import OPTIMIZERS, PEERS, inspect
-from fp8pass.inspect.table import show
-from fp8pass.options.config import make_config
+from fp8pass.inspect.table import show, show_memory
+from fp8pass.options.config import Config, make_config
+from fp8pass.recipes import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,6 +162,7 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument("--target", help="the GPU to decide for, if it isn't the one that the inputs are on")
     command.add_argument("--forward", action="store_true", help="without the backward")
     command.add_argument("--kernels", action="store_true", help="generate Inductor's code too, for --html")
+    command.add_argument("--memory", action="store_true", help="predict a step's memory on the target (h100, if none)")
     command.add_argument("--html", type=Path, help="file to write a page to: table, graphs, kernels")
     command.add_argument("--json", type=Path, help="file to write the table to")
 
@@ -181,12 +183,23 @@ def _explain(args: argparse.Namespace) -> int:
         report.to_html(args.html)
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    try:
+        if args.memory and not failure:
+            _show_memory(args.spec, config)
+    except (Fp8Error, ValueError) as error:
+        failure = f"the memory is not known: {error}"
     if failure:
         print(f"fp8pass explain: {failure}", file=sys.stderr)
         return 2
     if outside := missed(report.gemms):
         print(f"fp8pass explain: {len(outside)} matmuls ran where fp8pass compiles nothing", file=sys.stderr)
     return int(bool(outside or report.faults))
+
+
+def _show_memory(spec: str, config: Config) -> None:
+    if not isinstance(config.recipe, Recipe):
+        raise Fp8Error("there is no recipe; write --recipe delayed, say")
+    show_memory(inspect(spec, config.target or "h100", config.recipe.name, peer=PEERS[0]))
 
 
 def _inspect(args: argparse.Namespace) -> int:

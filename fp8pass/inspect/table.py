@@ -93,10 +93,25 @@ def _total(run: Run, bf16: float) -> tuple[str, ...]:
     gemms = run.of("gemm")
     return (
         run.name, f"{run.gemm_bytes / MEGABYTE:.0f}", f"{run.rest_bytes / MEGABYTE:.0f}", str(len(gemms)),
-        str(run.launches), str(run.extern_launches), f"{run.bytes_saved / MEGABYTE:.0f}",
-        f"{run.peak_bytes / MEGABYTE:.0f}" if run.peak_bytes else "unknown", f"{run.seconds * 1e3:.3f}",
+        str(run.launches), str(run.extern_launches), *_memory(run), f"{run.seconds * 1e3:.3f}",
         f"{sum(k.seconds for k in gemms) * 1e3:.3f}", f"{bf16 / run.seconds:.2f}",
     )  # fmt: skip
+
+
+def _memory(run: Run) -> tuple[str, str]:
+    """Return the megabytes saved for the backward, and at the peak."""
+    digits = 0 if run.bytes_saved >= 100 * MEGABYTE else 2
+    peak = f"{run.peak_bytes / MEGABYTE:.{digits}f}" if run.peak_bytes else "unknown"
+    return f"{run.bytes_saved / MEGABYTE:.{digits}f}", peak
+
+
+def show_memory(found: Inspection) -> None:
+    """Print what each run saves for the backward, and the most memory that a step holds."""
+    rows: Rows = [(run.name, *_memory(run)) for run in found.runs]
+    title = f"memory of a training step on {found.target}, predicted by compiling it, without parameters and inputs"
+    _print(title, ("<", "saved for the backward MB", "peak MB"), rows)
+    for note in found.notes:
+        print(note)
 
 
 def text_table(heads: Sequence[str], rows: Rows) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8pass import hardware
+from fp8pass import cli, hardware
 from fp8pass.cli import main
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
@@ -32,6 +32,29 @@ def linear() -> Inspection:
     return inspect_there(
         "tests.helpers.inspected:linear", recipe="dynamic", peer="torchao:tensorwise", ptx=True, options=ANY_SIZE
     )
+
+
+def test_explain_prints_the_memory_of_a_step(
+    linear: Inspection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def known(*args: Any, **kwargs: Any) -> Inspection:
+        asked.append((*args, kwargs))
+        return linear
+
+    monkeypatch.setattr(cli, "inspect", known)
+    spec = "tests.helpers.inspected:linear"
+    assert main(["explain", spec, "--recipe", "dynamic", "--memory"]) == 0
+    assert asked == [(spec, "h100", "dynamic", {"peer": "torchao:tensorwise"})]
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[lines.index(next(line for line in lines if line.startswith("memory of a training step on h100"))) :]
+    for run in linear.runs:
+        (row,) = (line for line in rows if line.startswith(run.name))
+        assert row.split()[-2:] == [f"{run.bytes_saved / 1e6:.2f}", f"{run.peak_bytes / 1e6:.2f}"]
+    monkeypatch.setenv("FP8PASS_RECIPE", "none")
+    assert main(["explain", spec, "--memory"]) == 2
+    assert "the memory is not known: there is no recipe" in capsys.readouterr().err
 
 
 def matmuls(run: Run) -> list[tuple[str, str, int, int]]:
