@@ -67,9 +67,13 @@ QUICK_SHAPES = ((128, 64, 96),)
 
 RECIPES = ("delayed", "dynamic", "rowwise", "blockwise", "mxfp8")
 TORCHAO = ("tensorwise", "rowwise")
-FUSED = "delayed, fused"
-"""Delayed scaling with `epilogues="always"`: matmuls that quantize their result, wherever it is possible."""
-ALL = (*RECIPES, FUSED, *(f"torchao {recipe}" for recipe in TORCHAO))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "delayed, fused": {"epilogues": "always"},  # matmuls that quantize their result, wherever it is possible
+    "delayed, save_fp8": {"save_fp8": True},
+    "delayed, save_fp8, fused": {"save_fp8": True, "epilogues": "always"},
+}
+"""Recipes with further options."""
+ALL = (*RECIPES, *VARIANTS, *(f"torchao {recipe}" for recipe in TORCHAO))
 
 
 @dataclass(frozen=True)
@@ -406,10 +410,10 @@ def contenders(bench: Bench, workload: Workload) -> list[Contender]:
     target, mode = bench.target, workload.mode
     no_fp8 = why_no_fp8(bench.device, target)
     found = []
-    for name in (*RECIPES, FUSED):
-        recipe, epilogues = ("delayed", "always") if name == FUSED else (name, "auto")
+    for name in (*RECIPES, *VARIANTS):
+        recipe = name.partition(",")[0]
         no_blocks = why_no_block_kernel(recipe, bench.device, target) if recipe in ("blockwise", "mxfp8") else ""
-        options = {"recipe": recipe, "epilogues": epilogues, "mode": mode, "lowering": bench.lowering}
+        options = {"recipe": recipe, "mode": mode, "lowering": bench.lowering, **VARIANTS.get(name, {})}
         ours = partial(by_fp8pass, min_speedup=workload.min_speedup, **options)
         found.append(Contender(name, ours, no_fp8 or no_blocks, ours=True))
     peers = TORCHAO if workload.peers else ()

@@ -66,12 +66,12 @@ def hold(points: Points, recipes: list[str], bounds: dict[str, h200.Bounds]) -> 
         else:
             assert not h200.why_wrong(point["sqnr_db"], bounds["bf16" if recipe == "bf16" else "fp8"])
             assert 0 < point["seconds_fp8_p20"] <= point["seconds_fp8"] <= point["seconds_fp8_p80"]
-        if recipe in (*OURS, h200.FUSED):
+        if recipe in (*OURS, *h200.VARIANTS):
             assert point["matmuls"].endswith("100% of matmul FLOPs (1 graph)") and point["declined"] == []
 
 
 @pytest.mark.parametrize(
-    "recipes", [OURS[:1], pytest.param([*OURS, *BLOCKS, h200.FUSED, *PEERS], marks=pytest.mark.variant)], ids=len
+    "recipes", [OURS[:1], pytest.param([*OURS, *BLOCKS, *h200.VARIANTS, *PEERS], marks=pytest.mark.variant)], ids=len
 )
 def test_dry_run(recipes: list[str], tmp_path: Path) -> None:
     matmuls, models = ["gemm", "linear_fwd_bwd", "xla"], ["llama_mlp", "llama_block", "llama_step", "cudagraphs"]
