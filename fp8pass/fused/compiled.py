@@ -19,6 +19,8 @@ def compiled(plan: Plan) -> Any:
 
     signature = {name: pointer_type(dtype) for name, dtype in plan.parameters.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
+    if plan.matmul.symbolic:
+        signature["m"] = "i32"
     source = ASTSource(kernel_of(plan).fn, signature, {}, aligned)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
     return triton.compile(source, target=GPUTarget("cuda", plan.capability, 32), options=options)

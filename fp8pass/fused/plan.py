@@ -54,7 +54,8 @@ class Matmul:
 
     products: 1; or 2, if b holds two matrices side by side, whose products the epilogue combines element by element.
     operands: the dtypes of a and b. strides: of a's rows and b's columns. scales: "tensorwise" or "rowwise". bias: its
-    dtype; None if there is none. dtype: of the result. fast: sums stay in the tensor cores.
+    dtype; None if there is none. dtype: of the result. fast: sums stay in the tensor cores. symbolic: M is an argument
+    of the kernel, which then writes nothing transposed and no sums; `m` is what M was when the graph was compiled.
     """
 
     m: int
@@ -67,6 +68,12 @@ class Matmul:
     bias: torch.dtype | None
     dtype: torch.dtype
     fast: bool
+    symbolic: bool = False
+
+    @property
+    def rows(self) -> str:
+        """M as the kernel writes it."""
+        return "m" if self.symbolic else str(self.m)
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Plan:
 
     @property
     def parameters(self) -> dict[str, torch.dtype]:
-        """The names of the kernel's parameters, in order, and the dtypes of the tensors that they point to."""
+        """The names of the kernel's parameters that are tensors, in order, and their dtypes."""
         a, b = self.matmul.operands
         bias = {"bias": self.matmul.bias} if self.matmul.bias else {}
         inputs = {f"in{read.input}": read.dtype for read in self.epilogue.reads}
@@ -119,7 +126,11 @@ class Plan:
         return -(-self.matmul.m // self.tile.rows), -(-self.matmul.n // self.tile.columns)
 
     def shape(self, output: Output) -> list[int]:
-        """Return the shape of an output."""
+        """Return the shape of an output, with what a symbolic M was when the graph was compiled.
+
+        There is an amax for each tile; where M is symbolic, for each program.
+        """
         m, n, (down, across) = self.matmul.m, self.matmul.n * len(output.results), self.tiles()
-        partials = down * across * self.tile.parts * len(output.results)
+        takers = self.programs if self.matmul.symbolic else down * across
+        partials = takers * self.tile.parts * len(output.results)
         return {"rows": [m, n], "columns": [n, m], "amax": [partials], "sums": [down, n]}[output.kind]

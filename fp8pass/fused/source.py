@@ -37,9 +37,13 @@ def source_of(plan: Plan) -> str:
     """Return the source of the kernel, a Python module."""
     body = [*_descriptors(plan), *_constants(plan), *_loop(plan)]
     choice = f"triton.Config({{}}, num_warps={plan.tile.warps}, num_stages={plan.tile.stages})"
-    head = ["", f"@triton.autotune([{choice}], [])", "@triton.jit", f"def {NAME}({', '.join(plan.parameters)}):"]
+    head = ["", f"@triton.autotune([{choice}], [])", "@triton.jit", f"def {NAME}({', '.join(_parameters(plan))}):"]
     lines = [*head, *(f"    {line}" for line in body)]
     return TRITON_IMPORTS + "\n".join(lines) + "\n"
+
+
+def _parameters(plan: Plan) -> list[str]:
+    return [*plan.parameters, *(["m"] if plan.matmul.symbolic else [])]
 
 
 def by_tma(read: Read, plan: Plan) -> bool:
@@ -53,21 +57,25 @@ def _descriptors(plan: Plan) -> Iterator[str]:
     if not plan.tma:
         return
     m, t = plan.matmul, plan.tile
-    yield _descriptor("a", "a", [m.m, m.k], m.strides[0], [t.rows, t.depth])
+    yield _descriptor("a", "a", [m.rows, m.k], m.strides[0], [t.rows, t.depth])
     yield _descriptor("b", "b", [m.n * m.products, m.k], m.strides[1], [t.columns, t.depth])
     block = [t.rows, t.width]
     for read in plan.epilogue.reads:
         if by_tma(read, plan):
-            shape = [m.m + read.offset // read.row, read.row]
-            yield _descriptor(read.variable, f"in{read.input}", shape, read.row, block)
+            before = read.offset // read.row
+            rows = f"{m.rows} + {before}" if before else m.rows
+            yield _descriptor(read.variable, f"in{read.input}", [rows, read.row], read.row, block)
     for i, output in enumerate(plan.outputs):
         if _stores_by_tma(output, plan):
-            shape = plan.shape(output)
-            yield _descriptor(f"out{i}", f"out{i}", shape, shape[1], block if output.kind == "rows" else block[::-1])
+            height, width = plan.shape(output)
+            by_rows = output.kind == "rows"
+            shape = [m.rows if by_rows else height, width]
+            yield _descriptor(f"out{i}", f"out{i}", shape, width, block if by_rows else block[::-1])
 
 
-def _descriptor(name: str, tensor: str, shape: list[int], stride: int, block: list[int]) -> str:
-    return f"{name}_blocks = tl.make_tensor_descriptor({tensor}, {shape}, [{stride}, 1], {block})"
+def _descriptor(name: str, tensor: str, shape: Sequence[int | str], stride: int, block: list[int]) -> str:
+    sizes = ", ".join(map(str, shape))
+    return f"{name}_blocks = tl.make_tensor_descriptor({tensor}, [{sizes}], [{stride}, 1], {block})"
 
 
 def _stores_by_tma(output: Output, plan: Plan) -> bool:
@@ -85,19 +93,34 @@ def _constants(plan: Plan) -> Iterator[str]:
     for read in plan.epilogue.reads:
         if not read.row and not read.column:
             yield f"{read.variable} = {_computed(f'tl.load(in{read.input} + {read.offset})', read.dtype)}"
+    if plan.matmul.symbolic:
+        yield f"down = tl.cdiv(m, {plan.tile.rows})"
+    yield from (f"most{i}_{number} = 0" for i, number in _kept_amaxes(plan))
+
+
+def _kept_amaxes(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Yield the amaxes that a program takes of all its tiles: (output, number among its amaxes)."""
+    for i, output in enumerate(plan.outputs):
+        if output.kind == "amax" and plan.matmul.symbolic:  # else there is one for each tile
+            yield from ((i, number) for number in range(len(output.results) * plan.tile.parts))
 
 
 def _loop(plan: Plan) -> Iterator[str]:
-    (down, across), t = plan.tiles(), plan.tile
+    (tiles, across), t = plan.tiles(), plan.tile
+    down = "down" if plan.matmul.symbolic else str(tiles)
     yield f"# {plan.programs} programs compute the {down} by {across} tiles, one after the other"
     # with two products, a flat loop was slower on an H100
     flatten = ", flatten=True" if plan.tma and plan.matmul.products == 1 else ""
-    yield f"for tile in tl.range(tl.program_id(0), {down * across}, {plan.programs}{flatten}):"
+    total = f"down * {across}" if plan.matmul.symbolic else str(tiles * across)
+    yield f"for tile in tl.range(tl.program_id(0), {total}, {plan.programs}{flatten}):"
     for line in (*_place(down, across, t), *_products(plan), *_epilogue(plan)):
         yield f"    {line}"
+    for i, number in _kept_amaxes(plan):
+        address = f"out{i} + {plan.programs * number} + tl.program_id(0)"
+        yield f"tl.store({address}, {_of_bits(f'most{i}_{number}', plan.outputs[i])})"
 
 
-def _place(down: int, across: int, tile: Tile) -> Iterator[str]:
+def _place(down: str, across: int, tile: Tile) -> Iterator[str]:
     yield f"# {GROUP} rows of tiles first, column by column: they read the same operands"
     yield f"first = tile // {GROUP * across} * {GROUP}"
     yield f"height = tl.minimum({down} - first, {GROUP})"
@@ -168,7 +191,7 @@ def _operand_b(plan: Plan, number: int) -> Iterator[str]:
 def _filled(plan: Plan, dim: str, index: str) -> str:
     """Return where a block of an operand is filled from memory; elsewhere it is 0, which adds nothing to a sum."""
     m = plan.matmul
-    inside = f"({dim} < {m.m if dim == 'row' else m.n})"
+    inside = f"({dim} < {m.rows if dim == 'row' else m.n})"
     return inside if m.k % plan.tile.depth == 0 else f"{inside} & (depth[{index}] < {m.k})"
 
 
@@ -195,8 +218,8 @@ def _mask(plan: Plan, *dims: str) -> str:
 
 def _inside(plan: Plan, dims: Sequence[str]) -> str:
     m, t = plan.matmul, plan.tile
-    edges = {"row": (m.m, t.rows), "column": (m.n, t.columns)}
-    return " & ".join(f"({d} < {edges[d][0]})" for d in dims if edges[d][0] % edges[d][1])
+    edges = {"row": (m.rows, m.symbolic or m.m % t.rows), "column": (m.n, m.n % t.columns)}
+    return " & ".join(f"({d} < {edges[d][0]})" for d in dims if edges[d][1])
 
 
 def _computed(loaded: str, dtype: torch.dtype) -> str:
@@ -217,7 +240,7 @@ def _reads(plan: Plan) -> Iterator[str]:
 
 def _load(read: Read, plan: Plan) -> str:
     last = read.row * plan.matmul.m + read.column * plan.matmul.n + read.offset
-    wide = ".to(tl.int64)" if last >= 1 << 31 else ""
+    wide = ".to(tl.int64)" if last >= 1 << 31 or plan.matmul.symbolic else ""
     terms = [f"{name}{wide} * {factor}" for name, factor in (("row", read.row), ("column", read.column)) if factor]
     dims = [name for name, factor in (("row", read.row), ("column", read.column)) if factor]
     return f"tl.load(in{read.input} + {' + '.join(terms)} + {read.offset}{_mask(plan, *dims)})"
@@ -242,8 +265,14 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
     dtype, inside, n = triton_type(output.dtype), _inside(plan, ("row", "column")), m.n * len(output.results)
     first = f" + {m.n * part}" if part else ""
     if output.kind == "amax":
-        before = down * across * (part * plan.tile.parts + half)
-        yield from _amax(f"out{i} + {before} + tile", f"bits{i}_{part}", value, inside, dtype)
+        number = part * plan.tile.parts + half
+        bits = f"bits{i}_{part}"
+        yield f"{bits} = tl.abs({value}).to(tl.int32, bitcast=True)"
+        bits = f"tl.max({f'tl.where({inside}, {bits}, 0)' if inside else bits})"
+        if m.symbolic:
+            yield f"most{i}_{number} = tl.maximum(most{i}_{number}, {bits})"
+        else:
+            yield f"tl.store(out{i} + {down * across * number} + tile, {_of_bits(bits, output)})"
     elif output.kind == "sums":
         kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
         address = f"out{i} + (i // {plan.tile.rows}) * {n} + column{first}"
@@ -253,13 +282,11 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
         yield f"out{i}_blocks.store([{place}], ({value}).to({dtype}){turned})"
     else:
         strides = (n, 1) if output.kind == "rows" else (1, m.m)
-        wide = ".to(tl.int64)" if m.m * n >= 1 << 31 else ""
+        wide = ".to(tl.int64)" if m.m * n >= 1 << 31 or m.symbolic else ""
         address = f"out{i} + row{wide} * {strides[0]} + (column{first}){wide} * {strides[1]}"
         yield f"tl.store({address}, ({value}).to({dtype}){_mask(plan, 'row', 'column')})"
 
 
-def _amax(address: str, bits: str, value: str, inside: str, dtype: str) -> Iterator[str]:
-    """Write one amax per tile. As integers, the bits of magnitudes are in the order of the numbers, with NaN last."""
-    yield f"{bits} = tl.abs({value}).to(tl.int32, bitcast=True)"
-    kept = f"tl.where({inside}, {bits}, 0)" if inside else bits
-    yield f"tl.store({address}, tl.max({kept}).to(tl.float32, bitcast=True).to({dtype}))"
+def _of_bits(bits: str, output: Output) -> str:
+    """Return an amax from its bits. As integers, the bits of magnitudes are in the order of the numbers, NaN last."""
+    return f"({bits}).to(tl.float32, bitcast=True).to({triton_type(output.dtype)})"

@@ -35,6 +35,7 @@ from fp8pass._torch import (
     device_interface,
     ensure_device_guard,
     functorch_config,
+    hint_of,
     inductor_compile_fx,
     inductor_config,
     inductor_debug,
@@ -378,7 +379,7 @@ class Generated:
 
         Parameters are inputs. Tensors that share storage count once.
         """
-        kept = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _tensors(self.outputs)}
+        kept = {x.untyped_storage()._cdata: hint_of(x.untyped_storage().nbytes()) for x in _tensors(self.outputs)}
         inputs = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
         for x in _tensors([*inputs, *self.outputs[: self.n_returned]]):
             kept.pop(x.untyped_storage()._cdata, None)

@@ -21,6 +21,7 @@ from fp8pass._torch import (
     MemoryDep,
     NopKernelSchedulerNode,
     Virtualized,
+    hint_of,
     kernel_called,
 )
 from fp8pass.fused.choice import epilogue_seconds
@@ -146,7 +147,7 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
 def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
     """Return the row of a matmul whose kernel also computes the ops after it."""
     given: Any = op.kwargs["kwargs"]
-    tensors = {name: _val(node) for name, node in given.items()}
+    tensors = {name: _val(node) for name, node in given.items() if is_tensor(node)}
     written = sum(x.nbytes for name, x in tensors.items() if name.startswith("out"))
     read = sum(x.nbytes for x in tensors.values()) - written
     a, b, m = tensors["a"], tensors["b"], plan.matmul
@@ -211,9 +212,13 @@ def _scaling(scale: Tensor, a: Tensor) -> str:
 
 
 def _val(node: Any) -> Tensor:
+    """Return the value of a node, with the hints of symbolic sizes, which are the sizes of the inputs given."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
-    return value
+    if all(isinstance(size, int) for size in value.shape):
+        return value
+    sizes, strides = (tuple(map(hint_of, of)) for of in (value.shape, value.stride()))
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
 
 def _attention_flops(op: fx.Node) -> float:
@@ -244,8 +249,8 @@ _QUIET = {
     "max", "maximum", "mm", "ne", "new_zeros", "permute", "produce_trampoline_autograd_apply", "qdq_gradient",
     "qdq_no_grad", "qdq_operand", "reciprocal", "repeat_interleave", "reshape", "scalar_tensor", "select",
     "select_gradients", "slice", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "to",
-    "trampoline_autograd_apply", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where",
-    "zeros_like",
+    "trampoline_autograd_apply", "transpose", "triton_kernel_wrapper_mutation", "type_as", "unbind", "unflatten",
+    "unsqueeze", "view", "view_as", "where", "zeros_like",
 }  # fmt: skip
 """Data movement, conversions and the parts of quantizing: `_what` does not name these but "copy", "quantize", ..."""
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}

@@ -10,11 +10,13 @@ import heapq
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass._torch import hint_of
 from fp8pass.graph.builder import is_tensor, val
 from fp8pass.passes.common.patterns import (
     CASTS,
@@ -39,45 +41,50 @@ _SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
 
 @dataclass(frozen=True)
 class Products:
-    """The result of a matmul: one matrix [M, N], or two. parts: the nodes of these."""
+    """The result of a matmul: one matrix [M, N], or two. parts: the nodes of these. m: may be symbolic."""
 
     matmul: fx.Node
     parts: tuple[fx.Node, ...]
-    m: int
+    m: int | torch.SymInt
     n: int
     _fitting: dict[fx.Node, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def holds(self, x: object) -> bool:
         """Return whether `x` is a matrix [M, N], with M as one dimension or as several."""
-        if not is_tensor(x) or not all(isinstance(size, int) for size in val(x).shape):
+        if not is_tensor(x) or not val(x).shape:
             return False
-        return val(x).shape[-1:] == (self.n,) and val(x).numel() == self.m * self.n
+        return _same(val(x).shape[-1], self.n) and _same(val(x).numel(), self.m * self.n)
 
     def layout(self, reader: fx.Node, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return (shape, strides) of what `reader`, an elementwise op, reads, seen as what broadcasts to [M, N].
 
-        None if it can't be seen so, or is on another device.
+        A symbolic M is there as its hint. None if it can't be seen so, or is on another device.
         """
         if not is_tensor(node) or val(node).device != val(self.matmul).device:
             return None
         shape, strides = val(node).shape, val(node).stride()
-        if not all(isinstance(size, int) for size in shape):
-            return None
-        if val(node).numel() == 1:
+        if _same(val(node).numel(), 1):
             return (), ()
-        if shape[-1] not in (1, self.n):
+        if not _same(shape[-1], 1) and not _same(shape[-1], self.n):
             return None
-        if all(size == 1 for size in shape[:-1]):
-            return (1, self.n), (0, strides[-1])
-        apart = all(shape[i] == 1 or strides[i] == strides[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
-        leading = val(first(reader) if reader.target in RESHAPES else reader).shape[:-1]
-        return ((self.m, shape[-1]), (strides[-2], strides[-1])) if apart and shape[:-1] == leading else None
+        if all(_same(size, 1) for size in shape[:-1]):
+            found = (1, self.n), (0, strides[-1])
+        else:
+            apart = all(
+                _same(shape[i], 1) or _same(strides[i], strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 2)
+            )
+            leading = val(first(reader) if reader.target in RESHAPES else reader).shape[:-1]
+            alike = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
+            if not apart or not alike:
+                return None
+            found = (hint_of(self.m), shape[-1]), (strides[-2], strides[-1])
+        return found if all(isinstance(x, int) for of in found for x in of) else None
 
     def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
-        """Return the view that `layout` describes."""
+        """Return a tensor as `layout` describes it."""
         layout = self.layout(reader, node)
         assert layout is not None
-        return val(node).as_strided(*layout)
+        return val(node).new_empty_strided(*layout)
 
     def fits(self, node: fx.Node) -> bool:
         """Return whether `node` is elementwise on matrices, and reads only what can be read tile by tile."""
@@ -95,6 +102,11 @@ class Products:
         if node.target in RESHAPES and not self.holds(first(node)):
             return False
         return all(self.layout(node, i) is not None for i in node.all_input_nodes)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two sizes are known to be equal, without adding a guard on symbolic ones."""
+    return bool(statically_known_true(a == b))
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -205,7 +217,8 @@ def epilogue_of(products: Products) -> Epilogue | None:
     e.quantizes = [n for n in near if n.target is QUANTIZE and e.parts(first(n)) and _is_known(n.args[1], e.matmul)]
     if e.quantizes:
         e.amaxes = [n for n in near if is_amax(n) and e.parts(of_amax(n))]
-        e.sums = [n for n in near if _is_column_sum(n) and e.parts(first(n))]
+        if isinstance(products.m, int):  # the sums of each tile are as many as there are tiles
+            e.sums = [n for n in near if _is_column_sum(n) and e.parts(first(n))]
     e.add(_computing(e, e.ends or _last(e)))
     _add_what_inputs_are_computed_from(e)
     if e.quantizes:

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import hardware
-from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
+from fp8pass._torch import call_of_kernel, hint_of, triton_kernel_wrapper_functional
 from fp8pass.errors import first_line
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.compiled import shared_memory
@@ -49,6 +50,7 @@ from fp8pass.passes.common.patterns import (
     as_node,
     aten,
     first,
+    has_one_element,
     move_before,
     prims,
 )
@@ -120,13 +122,15 @@ def why_other(matmul: fx.Node) -> str:
     if matmul.kwargs or _arguments(matmul)[5] is not None or val(matmul).dtype.itemsize == 1:
         return "it scales its result"
     a, b, scale_a, scale_b = (val(as_node(x)) for x in matmul.args[:4])
-    if not all(isinstance(size, int) for x in (a, b) for size in x.shape):
-        return "its sizes are symbolic"
+    if not all(isinstance(size, int) for size in (*b.shape, *a.stride(), *b.stride())):
+        return "its K or N is symbolic"
     if not a.stride()[1] == b.stride()[0] == 1:
         return "its operands are not contiguous along the sum"
-    by_rows = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
-    scaled = scale_a.numel() == scale_b.numel() == 1 or by_rows
-    return "" if scaled and scale_a.dtype == scale_b.dtype == torch.float32 else "its scales are those of blocks"
+    of_rows = scale_a.shape[1:] == (1,) and statically_known_true(scale_a.shape[0] == a.shape[0])
+    by_rows = of_rows and scale_b.shape == (1, b.shape[1])
+    by_tensor = scale_b.numel() == 1 and has_one_element(as_node(matmul.args[2]))
+    scaled = (by_rows or by_tensor) and scale_a.dtype == scale_b.dtype == torch.float32
+    return "" if scaled else "its scales are those of blocks"
 
 
 def _arguments(matmul: fx.Node) -> list[Any]:
@@ -175,7 +179,8 @@ def tiled(plan: Plan, gpu: Gpu) -> Iterator[Plan]:
     for tile in candidates(plan, gpu.shared_memory):
         found = replace(plan, tile=tile)
         down, across = found.tiles()
-        found = replace(found, programs=min(gpu.multiprocessors, down * across))
+        programs = gpu.multiprocessors if plan.matmul.symbolic else min(gpu.multiprocessors, down * across)
+        found = replace(found, programs=programs)
         if shared_memory(found) <= gpu.shared_memory:
             fits = True
             yield found
@@ -233,14 +238,16 @@ def _fused_alone(m: Match, plan: Plan, gpu: Gpu) -> fx.GraphModule:
 
 def _matmul(m: Match, gpu: Gpu) -> Matmul:
     node, products = m.epilogue.matmul, m.epilogue.products
-    a, b, scale_a = (val(as_node(x)) for x in node.args[:3])
-    scales = "tensorwise" if scale_a.numel() == 1 else "rowwise"
+    a, b = (val(as_node(x)) for x in node.args[:2])
+    scales = "tensorwise" if has_one_element(as_node(node.args[2])) else "rowwise"
     bias = None if _arguments(node)[4] is None else val(as_node(_arguments(node)[4])).dtype
     fast = bool(_arguments(node)[7]) or gpu.capability >= 100  # whose tensor cores add in float32 in any case
     operands, strides = (a.dtype, b.dtype), (a.stride()[0], b.stride()[1])
+    symbolic = not isinstance(products.m, int)
     return Matmul(
-        products.m, products.n, a.shape[1], len(products.parts), operands, strides, scales, bias, val(node).dtype, fast
-    )
+        hint_of(products.m), products.n, a.shape[1], len(products.parts), operands, strides, scales, bias,
+        val(node).dtype, fast, symbolic,
+    )  # fmt: skip
 
 
 def _module(m: Match) -> fx.GraphModule:
@@ -254,7 +261,7 @@ def _module(m: Match) -> fx.GraphModule:
             made[node].meta["val"] = value
 
     for part in e.products.parts:
-        take(part, val(part).new_empty(e.products.m, e.products.n))
+        take(part, val(part).new_empty(hint_of(e.products.m), e.products.n))
     for reader in e.nodes:
         for node in reader.all_input_nodes:
             if node not in e.nodes:
@@ -343,12 +350,14 @@ def rewrite(build: Builder, m: Match, plan: Plan) -> None:
     operands = dict(zip(["a", "b", "scale_a", "scale_b", "bias"], given, strict=False))
     inputs = {f"in{i}": node for i, node in enumerate(e.inputs, len(e.products.parts))}
     device = val(e.matmul).device
+    rows = build.emit(at, aten.sym_size.int, given[0], 0) if plan.matmul.symbolic else plan.matmul.m
     outputs = {
-        f"out{i}": build.emit(at, aten.empty.memory_format, plan.shape(o), dtype=o.dtype, device=device)
+        f"out{i}": build.emit(at, aten.empty.memory_format, _shape(plan, o, rows), dtype=o.dtype, device=device)
         for i, o in enumerate(plan.outputs)
     }
     tensors = {**operands, **inputs, **outputs}
-    call = call_of_kernel(kernel_of(plan), plan.programs, {p: tensors[p] for p in plan.parameters}, list(outputs))
+    given_to_kernel = {p: tensors[p] for p in plan.parameters} | ({"m": rows} if plan.matmul.symbolic else {})
+    call = call_of_kernel(kernel_of(plan), plan.programs, given_to_kernel, list(outputs))
     result = build.emit(at, triton_kernel_wrapper_functional, **call)
     for name, o in zip(outputs, m.made, strict=True):
         made = build.emit(at, operator.getitem, result, name)
@@ -357,6 +366,12 @@ def rewrite(build: Builder, m: Match, plan: Plan) -> None:
     for node in sorted({e.matmul, *e.nodes, *dead}, reverse=True):  # else the next match would find them read
         if not node.users:
             build.graph.erase_node(node)
+
+
+def _shape(plan: Plan, output: Output, rows: Any) -> list[Any]:
+    """Return the shape of an output. rows: M, or a node that holds it."""
+    shape = plan.shape(output)
+    return [rows, *shape[1:]] if output.kind == "rows" else shape
 
 
 def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:

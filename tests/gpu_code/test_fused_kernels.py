@@ -19,6 +19,8 @@ SIZES = {
     "sizes that tiles do not divide, K of 16": (80, 48, 16, IN_HALVES, "exact"),
     "NaN and infinities": (80, 48, 48, IN_HALVES, "exact nan"),
     "zero scales": (80, 48, 48, IN_HALVES, "exact nan zero"),
+    "symbolic M": (80, 48, 48, IN_HALVES, "exact nan symbolic"),
+    "symbolic M, no TMA": (176, 48, 48, "", "exact pointers symbolic"),
     "no TMA": (80, 48, 48, "", "exact pointers"),
     "one tile, as chosen, sums that round": (96, 112, 64, "", ""),
 }
@@ -27,6 +29,8 @@ EVERYDAY = {
     ("relu_squared", "NaN and infinities"),
     ("gated", "no TMA"),
     ("by_rows", "zero scales"),
+    ("gated", "symbolic M"),
+    ("several_dims", "symbolic M, no TMA"),
     ("gated_backward", "sizes that tiles do not divide, K of 16"),
     ("gated_backward", "NaN and infinities"),
     ("residual", "three tiles down, two across"),
@@ -51,12 +55,18 @@ def _variants(cases: list[tuple[str, str]], everyday: Any) -> list[Any]:
 
 
 @interpreted
-@pytest.mark.parametrize(("name", "size"), _variants([(n, s) for n in CASES for s in SIZES], EVERYDAY))
+@pytest.mark.parametrize(
+    ("name", "size"),
+    _variants([(n, s) for n in CASES for s in SIZES], EVERYDAY),
+)
 def test_a_kernel_writes_what_the_graph_computes_to_the_bit(name: str, size: str) -> None:
     m, n, k, tile, how = SIZES[size]
     found = compared(name, m, n, k, tile, how)
     assert found["products"] == (2 if name == "gated" else 1)
-    assert sorted(of["kind"] for of in found["outputs"]) == WRITES.get(name, ["amax", "columns", "rows"])
+    writes = WRITES.get(name, ["amax", "columns", "rows"])
+    if "symbolic" in how:
+        writes = [kind for kind in writes if kind in ("amax", "rows")]
+    assert sorted(of["kind"] for of in found["outputs"]) == writes
     for of in found["outputs"]:
         assert of["special"], of  # NaN and infinities are where the graph has them
         assert of["differing"] == 0, of
@@ -84,15 +94,23 @@ CAPABILITIES = "90", "89", "100"
 @pytest.mark.parametrize(
     ("name", "capability"),
     _variants(
-        [(n, c) for n in CASES for c in CAPABILITIES],
-        {("gelu", "90"), ("gated_backward", "90"), ("gated", "90"), ("gelu", "89"), ("gated_backward", "100")},
+        [(n, c) for n in (*CASES, *(f"{n} symbolic" for n in CASES)) for c in CAPABILITIES],
+        {
+            ("gated symbolic", "90"),
+            ("gelu", "90"),
+            ("gated_backward", "90"),
+            ("gated", "90"),
+            ("gelu", "89"),
+            ("gated_backward", "100"),
+        },
     ),
 )
 def test_a_kernel_compiles_without_spills_and_stores_whole_blocks(name: str, capability: str) -> None:
     found = ask("tests.helpers.fused_matmuls", "compiled", name, capability)
     assert found["tensor_cores"]
     if TRITON >= (3, 7):  # 3.6, which comes with torch 2.11, spills up to 856 bytes per thread of some, most on sm_89
-        assert found["spilled"] == 0
+        # the masks of a symbolic M take two registers that sm_100 does not have left in some
+        assert found["spilled"] <= (8 if "symbolic" in name and capability == "100" else 0)
     assert 0 < found["shared"] <= (232448 if capability != "89" else 101376)
     if capability == "89":  # 16 bytes at once, in either orientation
         assert found["tma_stores"] == 0 and max(found["widths"]) == 128

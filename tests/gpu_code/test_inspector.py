@@ -287,3 +287,17 @@ def test_rows_are_values() -> None:
     assert row.bytes_moved == 7
     run = Run("r", (row, row), 0)
     assert (run.rest_bytes, run.gemm_bytes, run.launches, run.extern_launches) == (14, 0, 2, 0)
+
+
+def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
+    """The compiler asks for no kernel per number: M is an argument of the one that it generates."""
+    options = {**ANY_SIZE, "epilogues": "always"}
+    (found,) = inspect_there(
+        "tests.helpers.inspected:any_number_of_tokens", run="fp8pass delayed", ptx=True, options=options
+    ).runs
+    fused = [k for k in found.kernels if k.name.startswith("scaled_mm_fused")]
+    assert [(k.graph, k.what) for k in fused] == [
+        ("forward", "[512, 256] x [256, 1024] e4m3 x e4m3 tensorwise, its epilogue writes e4m3, bf16"),
+        ("backward", "[512, 256] x [256, 1024] e5m2 x e4m3 tensorwise, its epilogue writes e5m2"),
+    ]
+    assert all(k.compiled is not None and not k.compiled.spilled for k in fused)

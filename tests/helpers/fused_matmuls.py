@@ -201,16 +201,20 @@ def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> lis
     for i, node in enumerate(m.epilogue.inputs, len(m.epilogue.products.parts)):
         tensors[f"in{i}"] = values[node.name]
     for i, o in enumerate(plan.outputs):
-        tensors[f"out{i}"] = torch.empty(plan.shape(o), dtype=o.dtype).view(torch.uint8).fill_(0x55).view(o.dtype)
+        tensors[f"out{i}"] = (
+            torch.empty(with_m(plan, len(args[0])).shape(o), dtype=o.dtype).view(torch.uint8).fill_(0x55).view(o.dtype)
+        )
     kernel = kernel_of(plan).fn
     kernel.fn.__globals__["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions
     with (
         mock.patch.object(interpreter, "_convert_float", convert_float),
         mock.patch.object(tl.math, "tanh", hyperbolic_tangent, create=True),
     ):
-        kernel[(plan.programs,)](*(tensors[p] for p in plan.parameters))
+        sizes = [len(args[0])] if plan.matmul.symbolic else []
+        kernel[(plan.programs,)](*(tensors[p] for p in plan.parameters), *sizes)
     found = []
-    for i, made in enumerate(m.made):
+    written = [made for made in m.made if not plan.matmul.symbolic or made.kind in ("rows", "amax")]
+    for i, made in enumerate(written):
         got, wanted = tensors[f"out{i}"], values[made.instead_of.name]
         got = got.amax() if made.kind == "amax" else got.sum(0).to(wanted.dtype) if made.kind == "sums" else got
         got = got.view(wanted.shape)
@@ -225,6 +229,17 @@ def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> lis
     return found
 
 
+def with_symbolic_m(plan: Plan) -> Plan:
+    """Return the plan as it would be for a symbolic M: no pass finds transposed copies or sums there."""
+    outputs = tuple(o for o in plan.outputs if o.kind in ("rows", "amax"))
+    return replace(plan, matmul=replace(plan.matmul, symbolic=True), outputs=outputs)
+
+
+def with_m(plan: Plan, m: int) -> Plan:
+    """Return the plan as if it had been made for another M."""
+    return replace(plan, matmul=replace(plan.matmul, m=m))
+
+
 def _is_oracles(
     got: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None
 ) -> bool:
@@ -234,7 +249,7 @@ def _is_oracles(
 
 
 def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: str) -> dict[str, Any]:
-    """Compare one case. tile: its numbers; "" for the one that is chosen. how: words of "exact", "nan", "zero" and "pointers"."""
+    """Compare one case. tile: its numbers; "" for the one that is chosen. how: words of "exact", "nan", "zero", "pointers", "symbolic"."""
     torch.manual_seed(0)
     given = inputs_of(name, int(m), int(n), int(k), "exact" in how)
     if "nan" in how:
@@ -252,7 +267,9 @@ def interpret(gpu: FakeCuda, name: str, m: str, n: str, k: str, tile: str, how: 
         plan = replace(plan, tile=Tile(*map(int, tile.split())))
         down, across = plan.tiles()
         plan = replace(plan, programs=min(sizes.multiprocessors, down * across))
-    return {"outputs": run(found, plan, graph, given), "tiles": plan.tiles(), "products": plan.matmul.products}
+    if "symbolic" in how:  # the kernel must not depend on what M was when it was generated
+        plan = with_m(replace(with_symbolic_m(plan), programs=sizes.multiprocessors), 4096)
+    return {"outputs": run(found, plan, graph, given), "products": plan.matmul.products}
 
 
 def compared(name: str, m: int, n: int, k: int, tile: str, how: str) -> dict[str, Any]:
@@ -263,7 +280,11 @@ def compared(name: str, m: int, n: int, k: int, tile: str, how: str) -> dict[str
 
 
 def compile_case(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
-    """Compile a case of a large matmul for a GPU; return registers, spills, and how it stores."""
+    """Compile a case of a large matmul for a GPU; return registers, spills, and how it stores.
+
+    name: of a case, and "symbolic" if M is an argument of the kernel.
+    """
+    name, _, symbolic = name.partition(" ")
     given = inputs_of(name, 64, 64, 64, True)
     large = {64: 4096, 128: 8192, 96: 4128}
     given = [x.new_empty([large.get(size, size) for size in x.shape]) for x in given]
@@ -271,7 +292,8 @@ def compile_case(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
     sizes = Gpu(int(capability), 132, shared)
     with gpu.there():
         m, _ = found_in(name, given)
-        plan = next(tiled(with_code(plan_of(m, sizes), m), sizes))
+        plan = with_code(plan_of(m, sizes), m)
+        plan = next(tiled(with_symbolic_m(plan) if symbolic else plan, sizes))
     done = compiled(plan)
     ptx = done.asm["ptx"]
     return {

@@ -60,3 +60,11 @@ def wrong_shape() -> tuple[Any, ...]:
 
 
 not_a_factory = 1
+
+
+def any_number_of_tokens() -> tuple[Any, ...]:
+    """Return an MLP, and an input whose number of rows is symbolic."""
+    model = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.GELU(), nn.Linear(1024, 256)).bfloat16()
+    x = _input(512, 256)
+    torch._dynamo.mark_dynamic(x, 0)
+    return model, x

@@ -24,7 +24,7 @@ from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls, Gpu, match, plan_of, tiled, why_other
 from fp8pass.quant.kernel_ops import QUANTIZE
-from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run
+from tests.helpers.harness import BF16, E4M3, E5M2, F32, apply, capture, count, run, scale
 
 H100 = Gpu(90, 132, 232448)
 aten = torch.ops.aten
@@ -186,6 +186,17 @@ def test_matmuls_that_the_kernel_does_not_compute(change: Callable[[fx.Node], No
     assert why_other(matmul) == ""
     change(matmul)
     assert why_other(matmul) == reason
+
+
+def test_matmuls_of_symbolic_size() -> None:
+    """M may be symbolic, see test_inspector.py; K and N may not."""
+
+    def whole(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return F.relu(torch._scaled_mm(a, b.t(), s, s, None, None, BF16, True))
+
+    module = capture(whole, torch.zeros(128, 64, dtype=E4M3), torch.zeros(32, 64, dtype=E4M3), scale(1.0), dynamic=True)
+    (matmul,) = module.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    assert why_other(matmul) == "its K or N is symbolic"
 
 
 def test_a_sum_with_a_residual_is_fused_unless_a_later_kernel_reads_the_residual_again() -> None:
