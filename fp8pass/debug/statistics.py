@@ -148,12 +148,8 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
         raise TypeError(f"since is {since!r}: pass the number of a step")
     module = state_of(model).module
     assert module is not None
-    rows: list[SlotStats] = []
-    watched = False
-    for state in registry.states():
-        if state.monitor_buffer is not None and usual_name(module, state, "") is not None:
-            watched = True
-            rows += _rows(module, state, state.monitor_buffer, since)
+    watched = _watched(module)
+    rows = [row for state, buffer in watched for row in _rows(module, state, buffer, since)]
     if not watched:
         raise Fp8Error(
             "nothing of this model is watched: compile it with options={'monitor': True}, or with "
@@ -164,6 +160,16 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
     if known and not rows:
         raise ValueError(f"slots={slots!r}: matches none of {len(known)} watched tensors{nearest(slots, known, n=3)}")
     return Stats(tuple(sorted(rows, key=lambda row: (row.step, row.order))))
+
+
+def is_watched(model: Any) -> bool:
+    """Return whether `stats` has anything to return for a module: it was compiled with `monitor=True`, and has run."""
+    return bool(_watched(state_of(model).module))
+
+
+def _watched(module: Any) -> list[tuple[InstanceState, MonitorBuffer]]:
+    mine = [state for state in registry.states() if usual_name(module, state, "") is not None]
+    return [(state, state.monitor_buffer) for state in mine if state.monitor_buffer is not None]
 
 
 def _rows(module: Any, state: InstanceState, monitor_buffer: MonitorBuffer, since: int) -> Iterator[SlotStats]:

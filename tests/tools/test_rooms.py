@@ -33,7 +33,7 @@ FLOORS = (
     ("inspect", "training_step"),
     ("debug",),
     ("fp8pass",),
-    ("demo",),
+    ("demo", "integrations"),
     ("cli",),
 )
 """Rooms by floor, from the ground. A room imports only from floors below its own."""

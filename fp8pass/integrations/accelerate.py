@@ -1,0 +1,112 @@
+"""Train with Hugging Face Accelerate: `Accelerator(dynamo_plugin=Fp8Plugin(options={"recipe": "rowwise"}))`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+from fp8pass.errors import Fp8Error
+from fp8pass.integrations.step import OpenStep
+from fp8pass.options.config import make_config
+
+BACKEND = "fp8pass"
+
+
+class Fp8Plugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate has no types
+    """A plugin that lets `Accelerator.prepare` compile models with fp8pass.
+
+    Args:
+        options: Fields of `fp8pass.Config`, as for `torch.compile(..., options=...)`.
+        use_regional_compilation: Whether repeated blocks are compiled one by one, each once. None: as
+            ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION says.
+        dynamic: As for `torch.compile`.
+
+    Raises:
+        ValueError: If an option is unknown or its value is invalid.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        use_regional_compilation: bool | None = None,
+        dynamic: bool | None = None,
+    ) -> None:
+        make_config(options or {})
+        accept_backend()
+        super().__init__(
+            backend=BACKEND,
+            options=dict(options or {}),
+            use_regional_compilation=use_regional_compilation,
+            dynamic=dynamic,
+        )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments for `torch.compile`, which takes a mode or options, not both."""
+        given: dict[str, Any] = super().to_kwargs()
+        given.pop("mode", None)
+        return {**given, "backend": BACKEND}
+
+
+class Accumulation:
+    """A context for each microbatch, instead of `accelerator.accumulate(model)`, that makes all of a step one step.
+
+    Without it, delayed scaling takes every microbatch for a step. Make one before the loop, and enter it in the loop.
+
+    Args:
+        accelerator: Whose `gradient_accumulation_steps` say how many microbatches a step has.
+        model: What `accelerator.prepare` returned.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self._step, self._microbatch = OpenStep(), ExitStack()
+
+    def __enter__(self) -> None:
+        """Begin a microbatch, and a step if none is under way."""
+        self._step.begin(self.model)
+        self._microbatch.enter_context(self.accelerator.accumulate(self.model))
+
+    def __exit__(self, failed: Any, *_: Any) -> None:
+        """End the microbatch, and the step if the optimizer has stepped, or if an error ends the loop."""
+        self._microbatch.close()
+        if self.accelerator.sync_gradients or failed:
+            self._step.end()
+
+
+def accept_backend() -> None:
+    """Let Accelerate, and transformers' `torch_compile_backend`, take "fp8pass" as the name of a backend.
+
+    Accelerate looks names up in an enumeration, which has the backends of torch and a few others.
+    """
+    if BACKEND.upper() in DynamoBackend.__members__:
+        return
+    member = str.__new__(DynamoBackend, BACKEND.upper())
+    member._name_ = member._value_ = BACKEND.upper()
+    inherited = DynamoBackend._missing_
+
+    def missing(cls: type, value: object) -> Any:
+        return member if value == BACKEND.upper() else inherited(value)
+
+    # an enumeration calls this for values that it does not have
+    DynamoBackend._missing_ = classmethod(missing)
+
+
+def check(accelerator: Accelerator) -> None:
+    """Check that Accelerate does nothing that contradicts fp8pass.
+
+    Raises:
+        Fp8Error: If Accelerate's own FP8 is on as well, or DeepSpeed, which compiles models by itself.
+    """
+    if accelerator.mixed_precision == "fp8":
+        raise Fp8Error(
+            'Accelerate\'s mixed_precision="fp8" replaces layers by those of another FP8 library: write '
+            'mixed_precision="bf16", or drop fp8pass'
+        )
+    if accelerator.distributed_type == "DEEPSPEED":
+        raise Fp8Error("DeepSpeed compiles and shards models by itself: use DDP or FSDP2 with fp8pass, or drop fp8pass")

@@ -1,0 +1,27 @@
+"""Hold a step of delayed scaling open between two events of a training loop."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from fp8pass.states.steps import accumulate
+
+
+class OpenStep:
+    """A step that begins at one call and ends at another, for loops that are not ours to wrap in a context."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self.is_open = False
+
+    def begin(self, model: Any) -> None:
+        """Begin a step of a module, unless one is under way."""
+        if not self.is_open:
+            self._open.enter_context(accumulate(model))
+            self.is_open = True
+
+    def end(self) -> None:
+        """End the step under way, if there is one."""
+        self._open.close()
+        self.is_open = False
