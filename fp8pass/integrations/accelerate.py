@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -79,13 +80,12 @@ class Accumulation:
             self._step.end()
 
 
+@functools.cache
 def accept_backend() -> None:
     """Let Accelerate, and transformers' `torch_compile_backend`, take "fp8pass" as the name of a backend.
 
     Accelerate looks names up in an enumeration, which has the backends of torch and a few others.
     """
-    if BACKEND.upper() in DynamoBackend.__members__:
-        return
     member = str.__new__(DynamoBackend, BACKEND.upper())
     member._name_ = member._value_ = BACKEND.upper()
     inherited = DynamoBackend._missing_

@@ -189,8 +189,8 @@ def tiled(plan: Plan, gpu: Gpu) -> Iterator[Plan]:
         raise CannotFuse(f"no tile whose epilogue moves {moved} bytes per element fits into {gpu.shared_memory} bytes")
 
 
-_fastest: dict[Plan, Plan | str] = {}
-"""{a plan without a tile: the one with the fastest tile, or the reason why two kernels are better}, as timed."""
+_fastest: dict[tuple[Plan, Gpu], Plan | str] = {}
+"""{(a plan without a tile, a GPU): the plan with the fastest tile, or the reason why two kernels are better}."""
 
 
 def fastest(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule], float]) -> Plan:
@@ -198,9 +198,11 @@ def fastest(m: Match, plan: Plan, gpu: Gpu, seconds_of: Callable[[fx.GraphModule
 
     seconds_of: times a graph. The graphs hold everything that the kernel computes, and the last stages of its amaxes.
     """
-    if plan not in _fastest:
-        _fastest[plan] = _timed(m, plan, gpu, seconds_of)
-    if isinstance(found := _fastest[plan], str):
+    if plan.matmul.symbolic:
+        raise CannotFuse("its M is symbolic, and only kernels for one size are timed; epilogues='always' fuses it")
+    if (plan, gpu) not in _fastest:
+        _fastest[plan, gpu] = _timed(m, plan, gpu, seconds_of)
+    if isinstance(found := _fastest[plan, gpu], str):
         raise CannotFuse(found)
     return found
 
