@@ -32,22 +32,19 @@ FUSED = {
 }
 
 IN_TORCH_2_15 = torch.__version__.startswith("2.15.")
-"""torch 2.15 reads a row of one block once more."""
+"""torch 2.15 reads some rows of two blocks once more."""
 
 # The same with `save_fp8`, and the bytes that are saved for the backward.
 SAVED = {
     "llama_mlp": (2_383_850_148, 13, 1, 444_629_097),
-    "llama_block": (3_996_323_106, 30, 1, 688_980_161),
+    "llama_block": (3_996_323_106 + 7 * 2048 * IN_TORCH_2_15, 30, 1, 688_980_161),
     "gpt2_mlp": (2_082_873_930 + 2 * 4096 * IN_TORCH_2_15, 13, 2, 302_022_741),
 }
 
-IN_TORCH_2_11 = torch.__version__.startswith("2.11.")
-"""torch 2.11 fuses the shifts of the amax histories with other kernels than newer versions do."""
-
 # The same for a whole step, with the update by AdamW, which writes the FP8 copies of the weights.
 STEP = {
-    "llama_mlp": (5_437_399_698 + 30 * IN_TORCH_2_11, 21, 1),
-    "llama_block": (7_418_840_716 + 60 * IN_TORCH_2_11, 40, 2),
+    "llama_mlp": (5_437_399_698, 21, 1),
+    "llama_block": (7_418_840_716 + 12 * 2048 * IN_TORCH_2_15, 40, 2),
 }
 MLP = [4096 * 14336] * 3
 WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
