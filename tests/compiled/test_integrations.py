@@ -1,4 +1,4 @@
-"""What frameworks' loops get from fp8pass: flags that contradict each other, steps, and checkpoints without a state."""
+"""Test what training loops of frameworks get: refused flags, steps of several microbatches, and the state in checkpoints."""
 
 from __future__ import annotations
 
