@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from fp8pass.states.steps import accumulate
+
+_of_models: WeakKeyDictionary[Any, OpenStep] = WeakKeyDictionary()
+"""The latest step of each module. A loop that ended by an error may have left it open."""
 
 
 class OpenStep:
@@ -18,6 +22,9 @@ class OpenStep:
     def begin(self, model: Any) -> None:
         """Begin a step of a module, unless one is under way."""
         if not self.is_open:
+            if (left := _of_models.get(model)) is not None:
+                left.end()
+            _of_models[model] = self
             self._open.enter_context(accumulate(model))
             self.is_open = True
 

@@ -57,6 +57,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
     ) -> None:
         """Check the arguments, restore the state if training resumes, and begin to collect verdicts."""
         check_arguments(args)
+        self._training.close()  # an error may have ended the training before
         self._model = model
         self._restore(state)
         self._report = self._training.enter_context(collect())
@@ -124,6 +125,3 @@ def check_arguments(args: TrainingArguments) -> None:
                 f"drop {name}; bf16=True evaluates in bfloat16 too"
             )
     check(AcceleratorState())
-
-
-__all__ = ["Fp8Callback", "check_arguments"]

@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from fp8pass.integrations import lightning as for_lightning
     from fp8pass.integrations import transformers as for_transformers
     from fp8pass.integrations.accelerate import Accumulation, Fp8Plugin, accept_backend, check
+    from fp8pass.integrations.step import OpenStep
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")  # from other packages
 
@@ -155,3 +156,16 @@ def test_lightnings_checkpoint_holds_the_state() -> None:
 def test_lightnings_own_fp8_is_refused() -> None:
     with pytest.raises(Fp8Error, match='write precision="bf16-mixed", or drop fp8pass'):
         for_lightning.Fp8Callback().on_fit_start(SimpleNamespace(precision="transformer-engine"), SimpleNamespace())
+
+
+def test_a_step_that_an_error_left_open_ends_when_another_loop_begins_one() -> None:
+    model = compiled()
+    left, begun = OpenStep(), OpenStep()
+    left.begin(model)
+    begun.begin(model)
+    assert not left.is_open
+    for _ in range(2):
+        begun.begin(model)
+        model(torch.randn(16, 32)).sum().backward()
+        begun.end()
+    assert fp8pass.state(model).steps == 3
