@@ -9,6 +9,8 @@ from fp8pass.debug.explainer import explain as explain
 from fp8pass.debug.statistics import stats as stats
 from fp8pass.errors import Fp8Error as Fp8Error
 from fp8pass.options.config import Config as Config
+from fp8pass.options.setting import autocast as autocast
+from fp8pass.options.setting import enabled as enabled
 from fp8pass.quant.ops import qdq as qdq
 from fp8pass.scaling import cast_to_representable as cast_to_representable
 from fp8pass.scaling import dequantize as dequantize
@@ -26,10 +28,12 @@ __all__ = [
     "Fp8Error",
     "ScaleState",
     "accumulate",
+    "autocast",
     "bisect",
     "calibrate",
     "cast_to_representable",
     "dequantize",
+    "enabled",
     "explain",
     "fsdp",
     "in_qdq",

@@ -33,6 +33,7 @@ from fp8pass.lowering.lower import fake_state, lower
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
+from fp8pass.options.setting import current_setting
 from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import (
     annotated,
@@ -44,6 +45,7 @@ from fp8pass.pipeline import (
     written,
 )
 from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
+from fp8pass.runtime.setting_graph import SettingGraph
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey
 from fp8pass.states.amax_reduction import join_reduction
@@ -95,10 +97,30 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         refs = written(module)
     if refs:
         return _update(module, example_inputs, config, refs)
-    if trial is not None and trial.way == "reference":
-        return _reference(module, example_inputs, config)
+    is_reference = trial is not None and trial.way == "reference"
+    return _by_setting(module, example_inputs, config, _reference if is_reference else _compiled)
+
+
+def _by_setting(
+    module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, compile_one: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a callable that compiles the graph for each `autocast` setting; it is compiled now for the current one."""
+    context, fakes = context_for_later(), as_fakes(example_inputs)  # for the reason in `_Graph.compiled`
+
+    def compile_with(config: Config) -> Callable[..., Any]:
+        with tracing(context):
+            run: Callable[..., Any] = compile_one(module, fakes, config)
+        return run
+
+    graph, setting = SettingGraph(config, _code(), compile_with), current_setting()
+    first = config if setting is None else setting.applied(config)
+    graph.has(setting, compile_one(module, example_inputs, first))
+    return graph
+
+
+def _compiled(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> Callable[..., Any]:
     if config.varies:
-        return _varying(module, example_inputs, config, compile_graph)
+        return _varying(module, example_inputs, config, _compiled)
     return _Graph(module, example_inputs, config).compiled()
 
 
@@ -263,10 +285,7 @@ def _varying(
         config = replace(config, monitor=False)  # the monitor counts nothing without gradients
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     owned = Names(placeholders).owned
-    compile_id = CompileContext.current_compile_id()
-    # The frame's number, which all compilations of a function share; the id's other number counts these.
-    code = str(compile_id.frame_id) if compile_id is not None else ""
-    counter = SlotTable.counter(tuple(owned.values()), code)
+    counter = SlotTable.counter(tuple(owned.values()), _code())
 
     def compile_at(step: int) -> Callable[..., Any]:
         with tracing(context):
@@ -279,6 +298,13 @@ def _varying(
     first = compile_one(module, example_inputs, config.at_step(0))
     graph.has(0, first)
     return _fake_first(graph, first, [])
+
+
+def _code() -> str:
+    """Return what identifies the function that Dynamo compiles."""
+    compile_id = CompileContext.current_compile_id()
+    # The frame's number, which all compilations of a function share; the id's other number counts these.
+    return str(compile_id.frame_id) if compile_id is not None else ""
 
 
 def reference(

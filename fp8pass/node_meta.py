@@ -25,3 +25,7 @@ TILED = "fp8pass_tiled"
 
 GEMM = "fp8pass_gemm"
 """On the nodes that replaced a matmul; the value is the matmul's name in the joint graph."""
+ENABLED = "fp8pass_enabled"
+"""In `node.meta["custom"]`, on nodes of Dynamo's graph within `fp8pass.autocast`: whether FP8 is enabled there."""
+RECIPE = "fp8pass_recipe"
+"""In `node.meta["custom"]`, next to `ENABLED`: the recipe that holds there, if one was given."""

@@ -267,7 +267,19 @@ NAMED: dict[str, Callable[[], Recipe]] = {
     "mxfp8": MXFP8Scaling,
 }
 
-Plan = Recipe | ByModule | None
+
+@dataclass(frozen=True)
+class Disabled:
+    """No recipe, for code that is called within `fp8pass.enabled(False)`. plan: the recipe outside of it."""
+
+    plan: Any
+
+    def of(self, fqn: str) -> tuple[None, str]:
+        """Return (None, reason) for every matmul."""
+        return None, "it runs within fp8pass.enabled(False)"
+
+
+Plan = Recipe | ByModule | Disabled | None
 """The type that `Config.recipe` resolves to, at one step of the training."""
 
 
@@ -276,7 +288,7 @@ def resolve(recipe: Any, what: str = "recipe") -> Plan | Schedule:
 
     what: the name of the option, for errors.
     """
-    if recipe is None or (isinstance(recipe, (Recipe, ByModule, Schedule)) and type(recipe) is not Recipe):
+    if recipe is None or (isinstance(recipe, (Recipe, ByModule, Disabled, Schedule)) and type(recipe) is not Recipe):
         return recipe
     if isinstance(recipe, Mapping):
         for pattern in recipe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from fp8pass.fields import (
     wrong,
 )
 from fp8pass.hardware import TARGETS
-from fp8pass.recipes import ByModule, DelayedScaling, Plan, Recipe, Schedule, matches, resolve
+from fp8pass.recipes import ByModule, DelayedScaling, Disabled, Plan, Recipe, Schedule, matches, resolve
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
@@ -193,7 +193,11 @@ class Config(Checked):
     @property
     def reduction(self) -> Reduction | None:
         """The reduction of delayed scaling's amaxes among ranks; None for none. Not for schedules: see `at_step`."""
-        if not self.reduce_amax or not any(isinstance(recipe, DelayedScaling) for recipe in self.recipes):
+        return self.reduction_for(self.recipes)
+
+    def reduction_for(self, recipes: Iterable[Recipe]) -> Reduction | None:
+        """Return the reduction for matmuls with these recipes; None if none of them is delayed scaling."""
+        if not self.reduce_amax or not any(isinstance(recipe, DelayedScaling) for recipe in recipes):
             return None
         return Reduction(self.amax_group, self.reduce_amax_interval)
 
@@ -257,7 +261,7 @@ class Config(Checked):
             (recipe, ""), or (None, reason) if the matmul has none; the reason is "" if no matmul has a recipe.
         """
         assert not isinstance(self.recipe, (str, Schedule)), self.recipe
-        if isinstance(self.recipe, ByModule):
+        if isinstance(self.recipe, (ByModule, Disabled)):
             return self.recipe.of(fqn)
         assert self.recipe is None or isinstance(self.recipe, Recipe)
         return self.recipe, ""

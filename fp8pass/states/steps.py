@@ -259,6 +259,11 @@ def checkpointed_region() -> tuple[Region, Pass] | None:
     return None if owner is None else (_region_of(owner), Pass.REPEATED if in_backward else Pass.FIRST)
 
 
+def repeats_forward() -> bool:
+    """Return whether the call is in a region with use_reentrant=True that a backward repeats."""
+    return current_graph_task_id() != -1 and bool(_contexts_of_stack())
+
+
 def _region_of(owner: Any) -> Region:
     # an attribute of torch's object for the region, with which it is freed
     if not hasattr(owner, "fp8pass_region"):

@@ -36,6 +36,7 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.names import source_of
 from fp8pass.options.config import Config
+from fp8pass.options.setting import within
 from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.check import check, check_not_left_out, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
@@ -95,7 +96,8 @@ class _Annotator(Walk):
         of.owned_paths = tuple(owned.values())
         of.owned = [i for i, p in enumerate(self.placeholders) if p in owned]
         # in this order: each adds its inputs after all others, and Annotation promises states, then frozen, then cached
-        of.tables = lift_state(self.graph, self.slots, self.regions, of.owned_paths, self.device, self.config.reduction)
+        reduction = self.config.reduction_for(slot.quantizer.recipe for slot in self.slots)
+        of.tables = lift_state(self.graph, self.slots, self.regions, of.owned_paths, self.device, reduction)
         of.frozen = freeze(self.graph, of.tables, self.slots, self.by_columns)
         of.cached = cache(self.graph, of.tables, self.slots, self.regions, self.weights)
 
@@ -139,7 +141,9 @@ class _Annotator(Walk):
                 raise Reject("internal", self.declined)
             merged, experts = self.merged.get(node), self._is_of_experts(node, signature)
             inside = self.inside.get(node, ())
-            call = check(node, signature, choice.name, self.config, self.grad_enabled, merged, experts, inside)
+            call = check(
+                node, signature, choice.name, within(node, self.config), self.grad_enabled, merged, experts, inside
+            )
             choice.predicted_speedup = call.speedup  # before the checks below raise: the report shows it anyway
             check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config)
             self._check_device(node, signature)
@@ -158,7 +162,7 @@ class _Annotator(Walk):
         if reject is None:
             return
         choice, _ = self._listed(node, name_of(node), node.all_input_nodes)
-        recipe, why = self.config.recipe_of(choice.name)
+        recipe, why = within(node, self.config).recipe_of(choice.name)
         _decline(choice, reject if recipe is not None else LeftOut("recipe", why))
 
     def _is_of_experts(self, node: fx.Node, signature: MatmulSignature) -> bool:
@@ -181,7 +185,7 @@ class _Annotator(Walk):
                 choice, _ = self._choice(node, signature)
                 a, b = (argument(node, where).meta["example_value"] for where in (signature.a, signature.b))
                 try:
-                    check_not_left_out(choice.name, self.config, a, b)
+                    check_not_left_out(choice.name, within(holder, self.config), a, b)
                     raise Reject("region", why)
                 except Reject as reject:
                     _decline(choice, reject)

@@ -35,6 +35,7 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of
 from fp8pass.names import Names
 from fp8pass.node_meta import PIECE
+from fp8pass.options.setting import within
 from fp8pass.passes.annotate.check import ONE_SCALE, check
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Part, parts
@@ -71,7 +72,7 @@ def _sibling(node: fx.Node, part: Part, context: DynamoContext) -> Sibling | Non
         return None
     name, _ = context.names.of(node, LINEAR.name, [argument(node, LINEAR.b)])
     try:
-        call = check(node, LINEAR, name, context.config, node.meta["example_value"].requires_grad)
+        call = check(node, LINEAR, name, within(node, context.config), node.meta["example_value"].requires_grad)
     except Reject:
         return None  # the annotate pass rejects this call again, and reports why
     return Sibling(node, call.recipe, call.sizes)

@@ -36,6 +36,7 @@ from fp8pass.graph.verdict import Saved
 from fp8pass.names import short, source_of
 from fp8pass.node_meta import PIECE, SAVED_FP8, SAVED_RESULT
 from fp8pass.options import overrides
+from fp8pass.options.setting import within
 from fp8pass.passes.annotate.check import for_instance
 from fp8pass.passes.annotate.quantize_call import Walk
 from fp8pass.passes.annotate.quantizers import quantizer_of
@@ -234,7 +235,7 @@ def check(walk: Walk, found: Candidates, tensor: Candidate, name: str) -> ops.Qu
         raise Reject("type", f"it is a {type(value_of(node)).__name__} of {short(value_of(node).dtype)}")
     if node in walk.mutated:
         raise Reject("mutation", f"{node.name} is written to after it is computed")
-    recipe, why = walk.config.recipe_of(name)
+    recipe, why = within(node, walk.config).recipe_of(name)
     if recipe is None or isinstance(recipe, (StaticScaling, Calibration)):
         raise LeftOut("recipe", why or "no recipe for training selects it")
     if reader := _reads_it_too(found, node):

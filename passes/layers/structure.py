@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fp8pass._torch import FakeTensor, is_traceable_wrapper_subclass
-from fp8pass.node_meta import GATHERED, SAVED_FP8, SAVED_RESULT
+from fp8pass.node_meta import ENABLED, GATHERED, RECIPE, SAVED_FP8, SAVED_RESULT
 
-_NOTES = ("fp8pass_kind", GATHERED, SAVED_FP8, SAVED_RESULT)
-"""Keys in `node.meta["custom"]` that passes over the joint graph read, and in which equal calls may differ."""
+_NOTES = ("fp8pass_kind", ENABLED, RECIPE, GATHERED, SAVED_FP8, SAVED_RESULT)
+"""Keys in `node.meta["custom"]` that passes read, and in which equal calls may differ."""
 
 
 @dataclass(frozen=True)

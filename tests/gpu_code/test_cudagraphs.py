@@ -215,3 +215,41 @@ def test_whole_steps_under_cuda_graphs_are_those_without() -> None:
     assert skips["cudagraph_skips"] == before
     for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
         assert torch.equal(a, b), i
+
+
+@pytest.mark.gpu
+def test_calls_in_other_settings_under_cuda_graphs_are_those_without() -> None:
+    """Each setting has recorded graphs of its own, which share the parameters and leave the state at its address."""
+
+    def results(**options: Any) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = make(Block, BF16).cuda()
+        run = compiled(model, lowering="inductor", min_speedup=0, **options)
+        found: list[Tensor] = []
+        for i, batch in enumerate(batches(20, 16, 32, dtype=BF16)):
+            torch.compiler.cudagraph_mark_step_begin()
+            with fp8pass.autocast(i % 3 != 1, recipe="dynamic" if i % 3 == 2 else None):
+                y = run(batch.cuda())
+            y.float().square().mean().backward()
+            found += [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        return found
+
+    skips = torch._dynamo.utils.counters["inductor"]
+    before = skips["cudagraph_skips"]
+    graphs, plain = results(mode="reduce-overhead"), results()
+    assert skips["cudagraph_skips"] == before
+    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
+        assert torch.equal(a, b), i
+
+
+def test_the_state_stays_at_its_address_in_other_settings() -> None:
+    model = make()
+    run, found = compiled(model), []
+    for i, x in enumerate(batches(6, 16, 32)):
+        with fp8pass.enabled(i % 3 != 1):
+            run(x).square().mean().backward()
+        ids = {id(p) for p in model.parameters()}
+        states = [s for s in registry.states() if ids & set(map(id, s.owned_tensors()))]
+        found.append([t.data_ptr() for state in states for t in state.inputs()])
+    assert found[0] and all(pointers == found[0] for pointers in found)
