@@ -8,6 +8,9 @@ from fp8pass.debug.bisector import bisect as bisect
 from fp8pass.debug.explainer import explain as explain
 from fp8pass.debug.statistics import stats as stats
 from fp8pass.errors import Fp8Error as Fp8Error
+from fp8pass.frozen.freeze import freeze as freeze
+from fp8pass.frozen.freeze import unfreeze as unfreeze
+from fp8pass.frozen.load import load_frozen as load_frozen
 from fp8pass.options.config import Config as Config
 from fp8pass.options.setting import autocast as autocast
 from fp8pass.options.setting import enabled as enabled
@@ -35,8 +38,10 @@ __all__ = [
     "dequantize",
     "enabled",
     "explain",
+    "freeze",
     "fsdp",
     "in_qdq",
+    "load_frozen",
     "out_qdq",
     "qdq",
     "quantize",
@@ -44,4 +49,5 @@ __all__ = [
     "state",
     "stats",
     "train_step",
+    "unfreeze",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ with required_names():
     from torch._dynamo.code_context import code_context
     from torch._dynamo.convert_frame import ConvertFrame, output_codes
     from torch._dynamo.eval_frame import skip_code
-    from torch._dynamo.exc import RestartAnalysis, SkipFrame, TorchDynamoException
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons, to_fake_tensor
@@ -504,6 +504,12 @@ def _flattened(mesh: DeviceMesh, _world: Any) -> dist.ProcessGroup:
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
 
 
+def trace_again(reason: str) -> NoReturn:
+    """Make Dynamo trace the frame that it compiles anew. To be called by a backend, which has changed what it reads."""
+    # of the exceptions that restart Dynamo, the one that it does not take for a backend's failure
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
 def context_for_later() -> TracingContext:
     """Return a copy of the current compilation's context, to compile the graph again when it is called.
 
@@ -826,6 +832,7 @@ __all__ = [
     "timeout_of",
     "top_saved_tensors_hooks",
     "torch_triton",
+    "trace_again",
     "trace_structured",
     "tracing",
     "triton_combo_kernel",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from fp8pass._torch import (
@@ -21,12 +21,14 @@ from fp8pass._torch import (
     detect_fake_mode,
     first_call_is_fake,
     in_aot_compile,
+    trace_again,
     tracing,
 )
 from fp8pass.dump.writer import Dump
 from fp8pass.dynamo.retry import take_note_of_graph
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import Attempt, Later, fall_back, left_out
+from fp8pass.frozen.freeze import freeze_parameters
 from fp8pass.graph.annotation import Annotation
 from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.lower import fake_state, lower
@@ -38,6 +40,7 @@ from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import (
     annotated,
     annotated_update,
+    freezable,
     gradients,
     moments_of,
     real_inputs,
@@ -97,8 +100,18 @@ def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any], config:
         refs = written(module)
     if refs:
         return _update(module, example_inputs, config, refs)
+    _freeze(module, example_inputs, config)
     is_reference = trial is not None and trial.way == "reference"
     return _by_setting(module, example_inputs, config, _reference if is_reference else _compiled)
+
+
+def _freeze(module: fx.GraphModule, example_inputs: Sequence[Any], config: Config) -> None:
+    """Replace weights by FP8 ones as the option `frozen` says; then let Dynamo trace the code with these."""
+    found = {example_inputs[i]: scales for i, scales in freezable(module, config).items()}
+    found = {weight: scales for weight, scales in found.items() if type(weight) is nn.Parameter}
+    if found and (frozen := freeze_parameters(found)):
+        log.info("frozen='fp8': %d weights are in FP8 alone now, of %s", len(frozen), ", ".join(frozen))
+        trace_again("fp8pass has replaced frozen weights by FP8 ones")
 
 
 def _by_setting(

@@ -33,6 +33,7 @@ from fp8pass.fields import Rule, called_with, several
 from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_models
 from fp8pass.quant.sharded import amax_over, on_part, part_of
+from fp8pass.quant.wrapper_tensor import WrapperTensor
 from fp8pass.recipes import matches
 
 aten = torch.ops.aten
@@ -277,26 +278,7 @@ def _scales_over(mesh: DeviceMesh, shards: dict[int, Tensor]) -> dict[int, Tenso
     return dict(zip(shards, scale.unbind(0), strict=True))
 
 
-class _WrapperTensor(Tensor):
-    """Base of tensor subclasses that run ops on the tensors they hold; subclasses implement `_run`."""
-
-    _run: Any
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run one op by `_run`."""
-        return cls._dispatched(func, args, kwargs or {})
-
-    # in a compiled train step, Dynamo would trace it as the user's code
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _dispatched(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        return cls._run(func, args, kwargs)
-
-
-class Fp8Shard(_WrapperTensor):
+class Fp8Shard(WrapperTensor):
     """A parameter in high precision that FSDP gathers in FP8. Ops run on the tensor that it holds.
 
     The ops that FSDP uses to shard and copy parameters return tensors of this class; other ops return plain tensors.
@@ -412,7 +394,7 @@ _KEEPING = {
 """Ops that FSDP uses to shard, copy and move parameters: their results are `Fp8Shard`, too."""
 
 
-class GatheredWeight(_WrapperTensor):
+class GatheredWeight(WrapperTensor):
     """A gathered weight f[N, K] that every op reads as `dequantize(x_q, scale_inv)`."""
 
     _x_q: Tensor

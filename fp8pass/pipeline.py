@@ -17,6 +17,7 @@ from fp8pass._torch import TAKES_LISTS_OF_PASSES, CustomGraphPass, GraphTransfor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt, left_out
+from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit
 from fp8pass.graph.builder import multiplies
@@ -35,6 +36,7 @@ from fp8pass.options.overrides import REQUIRED
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.annotate import Annotate
+from fp8pass.passes.annotate.frozen_parameters import frozen_parameters
 from fp8pass.passes.annotate.inline_composites import InlineComposites
 from fp8pass.passes.annotate.inline_regions import InlineRegions
 from fp8pass.passes.annotate.insert_monitors import InsertMonitors
@@ -164,6 +166,11 @@ def annotated(
     if context.notes or annotation.saved:
         publish(Report(notes=context.notes, saved=annotation.saved))
     return annotation
+
+
+def freezable(module: fx.GraphModule, config: Config) -> dict[int, Scales]:
+    """Return the positions of inputs of Dynamo's graph that `frozen="fp8"` keeps in FP8, with their scales."""
+    return frozen_parameters(module, config) if config.frozen == "fp8" and config.recipe is not None else {}
 
 
 def pieces_of(module: fx.GraphModule, config: Config) -> list[Piece]:

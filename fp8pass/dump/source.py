@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
 from fp8pass.dump.replay import Quantized, Random, RngState, Transposed
+from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.fsdp import Fp8Shard, GatheredWeight
 from fp8pass.quant.ops import cached_operand
 from fp8pass.recipes import Recipe
@@ -264,7 +265,7 @@ def _about(x: Tensor, name: str) -> float:
 
 def _is_plain(x: Any) -> TypeGuard[Tensor]:
     """Return whether `x` is a tensor of this process alone; a DTensor has shards on other ranks."""
-    return isinstance(x, Tensor) and not isinstance(x, (DTensor, Fp8Shard, GatheredWeight))
+    return isinstance(x, Tensor) and not isinstance(x, (DTensor, Fp8Shard, FrozenWeight, GatheredWeight))
 
 
 def _is_real(x: Tensor) -> bool:

@@ -36,6 +36,7 @@ Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
 ON_FAULT = ("warn", "raise")
 OPTIMIZER_STATES = ("off", "fp8")
+FROZEN = ("off", "fp8")
 EPILOGUES = ("auto", "off", "always")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
@@ -134,6 +135,9 @@ class Config(Checked):
     save_fp8: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
     """Save what the backward of elementwise ops and norms reads in FP8, 1 byte per element: True, or name patterns of
     modules (`layers.3.*`, `*.gate`) that compute or normalize it. Gradients are then those at the quantized tensors."""
+    frozen: str = field(default="off", metadata=names(*FROZEN).field)
+    """"fp8" keeps weights of linear layers that require no gradient in FP8 alone, 1 byte per element, from the moment
+    their layer is compiled: see `fp8pass.freeze`."""
     optimizer_state: str = field(default="off", metadata=names(*OPTIMIZER_STATES).field)
     """"fp8" keeps an optimizer's first moments in e4m3 and the square roots of its second moments in float16: 3 bytes
     per parameter instead of 8. Only in `fp8pass.train_step`, for compiled optimizers."""

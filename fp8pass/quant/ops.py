@@ -232,12 +232,15 @@ class Blockwise:
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         matrix, back = self._matrix_of(x)
+        result: Tensor = dequantize_blocks(*self.parts(matrix), x.dtype)
+        return result if back is None else result.view([x.shape[d] for d in back]).permute(_inverse(back))
+
+    def parts(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize a matrix f[R, C] with blocks along C; return (`x_q` f8[R, C], scale_inv for each block)."""
         blocks, scale, scale_inv = self._blocks(matrix)
         # contiguous: of a permuted `x` the quantized tensor would be permuted, and `blockwise_mm` takes only rows
         x_q = scaling.quantize(blocks, scale, self.dtype).reshape(matrix.shape).contiguous()
-        scale_inv = scale_inv.reshape(blocks.shape[0], blocks.shape[2]).contiguous()
-        result: Tensor = dequantize_blocks(x_q, scale_inv, x.dtype)
-        return result if back is None else result.view([x.shape[d] for d in back]).permute(_inverse(back))
+        return x_q, scale_inv.reshape(blocks.shape[0], blocks.shape[2]).contiguous()
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` in blocks, and the scale of each block."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import hardware
+from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.wanted import HIGH_PRECISION, check_sizes, hint, recipe_of
@@ -19,11 +20,22 @@ from fp8pass.passes.common.matmul_calls import Dims, MatmulSignature, argument, 
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.quant import sharded
-from fp8pass.recipes import Calibration, DelayedScaling, DynamicScaling, Recipe, RowwiseScaling, StaticScaling
+from fp8pass.recipes import (
+    BlockwiseScaling,
+    Calibration,
+    DelayedScaling,
+    DynamicScaling,
+    Recipe,
+    RowwiseScaling,
+    StaticScaling,
+)
 from fp8pass.roofline import predicted_speedup
 
 ONE_SCALE = (DelayedScaling, DynamicScaling)
 """Recipes that quantize a merged tensor with one scale. Compared by exact type: the subclasses calibrate."""
+
+IN_FP8 = (GatheredWeight, FrozenWeight)
+"""Types of weights that are quantized before the graph runs: by FSDP before its all-gather, or once and for all."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,8 @@ def check(
         recipe = _by_rows(recipe)
         if no_kernel is not None:
             raise no_kernel
+    if isinstance(b, FrozenWeight):
+        recipe = _for_frozen(recipe, b)
     if isinstance(sharded.part_of(b), GatheredWeight) and type(recipe) not in ONE_SCALE:
         raise Reject(
             "gathered in FP8",
@@ -105,6 +119,16 @@ def _by_rows(recipe: Recipe) -> Recipe:
     if isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration):
         return RowwiseScaling(high_precision=recipe.high_precision, fast_accum=recipe.fast_accum)
     raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
+
+
+def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
+    """Return the recipe of a matmul whose weight is kept in FP8: one that has the weight's scales."""
+    kept = {"high_precision": recipe.high_precision, "fast_accum": recipe.fast_accum}
+    if weight.scales == "block":
+        return recipe if isinstance(recipe, BlockwiseScaling) else BlockwiseScaling(**kept)
+    if weight.scales == "row":
+        return recipe if isinstance(recipe, RowwiseScaling) else RowwiseScaling(**kept)
+    return recipe if type(recipe) in ONE_SCALE else DynamicScaling(**kept)
 
 
 def check_speedup(call: Call, device: torch.device, config: Config) -> None:

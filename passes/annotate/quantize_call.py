@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.node_meta import GATHERED, PIECE
 from fp8pass.options import overrides
-from fp8pass.passes.annotate.check import Call
+from fp8pass.passes.annotate.check import IN_FP8, Call
 from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import Slot, Weight
@@ -155,7 +154,7 @@ class QuantizeCall:
 
     def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
         """Return `x` quantized and dequantized: one node for all matmuls that read it in the same way."""
-        if isinstance(sharded.part_of(x.meta["example_value"]), GatheredWeight):  # FSDP quantizes before the all-gather
+        if isinstance(sharded.part_of(x.meta["example_value"]), IN_FP8):
             return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
         if isinstance(quantizer, ops.Observe):  # calibration records it under the name of each slot
             return self._quantized(how, (x, quantizer), x, role)
@@ -257,7 +256,7 @@ class QuantizeCall:
 
 def _is_cacheable(x: Tensor) -> bool:
     """Return whether `x` is a parameter that lies whole on this rank."""
-    return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, GatheredWeight))
+    return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, *IN_FP8))
 
 
 def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.matmul_calls import Dims
 from fp8pass.quant import ops
@@ -48,6 +49,8 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
         return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
     if isinstance(recipe, (StaticScaling, Calibration)) and kind != "output":
         return LeftOut("not calibrated", "static scales are for inference; no gradient was calibrated")
+    if kind == "grad_input" and isinstance(weight := tensors["weight"], FrozenWeight) and weight.scales == "row":
+        return LeftOut("frozen rows", "its frozen weight has a scale for each row, and grad_input sums over the rows")
     if dims.has_groups and kind == "grad_weight":
         assert isinstance(recipe, RowwiseScaling), recipe
         rows: object = tensors["input"].shape[0]
