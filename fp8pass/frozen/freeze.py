@@ -64,8 +64,8 @@ def freeze(
         found.append(name)
     if not found:
         raise ValueError(
-            "freeze: no linear layer has a weight that requires no gradient: call model.requires_grad_(False) before you "
-            "add adapters"
+            "freeze: no linear layer has a weight that requires no gradient: call model.requires_grad_(False) before "
+            "you add adapters"
         )
     return found
 

@@ -25,8 +25,8 @@ def load_frozen(model: Any, directory: str | Path) -> list[str]:
 
     Takes safetensors with e4m3 weights and scales: `quant_method: fp8` with blocks of 128x128, as DeepSeek and Qwen
     publish, and compressed-tensors with a scale per tensor or row. Names are those of the model's parameters. Other
-    tensors are loaded as `load_state_dict` does, into the model's dtype. A weight with incomplete blocks is dequantized,
-    with a line in the log. Scales of activations are not used: the recipe scales them.
+    tensors are loaded as `load_state_dict` does, into the model's dtype. A weight with incomplete blocks is
+    dequantized, with a line in the log. Scales of activations are not used: the recipe scales them.
 
     Args:
         model: A module, not yet compiled; with transformers, `AutoModelForCausalLM.from_config(config)`.

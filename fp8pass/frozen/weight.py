@@ -45,7 +45,7 @@ class FrozenWeight(WrapperTensor):
     @staticmethod
     @torch.no_grad()
     def of(weight: Tensor, scales: Scales) -> FrozenWeight:
-        """Quantize `weight` f[N, K] by its own amaxes. Scales of blocks are powers of 2, as recipe `blockwise` has them.
+        """Quantize `weight` f[N, K] by its own amaxes. Scales of blocks are powers of 2, as in recipe `blockwise`.
 
         Raises Fp8Error if blocks of 128 do not divide N and K.
         """

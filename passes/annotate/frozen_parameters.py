@@ -1,4 +1,4 @@
-"""Find the parameters that `frozen="fp8"` keeps in FP8 alone: frozen weights of linear layers that the recipe selects."""
+"""Find the parameters that `frozen="fp8"` keeps in FP8 alone: frozen weights that the recipe selects."""
 
 from __future__ import annotations
 
