@@ -45,9 +45,9 @@ for name, layer in list(model.model.named_modules()):
         parent, _, key = name.rpartition(".")
         setattr(model.model.get_submodule(parent), key, LoRA(layer))
 
-weights = [w for name, w in model.named_parameters() if name.endswith("base.weight")]
-print(f"{len(weights)} frozen weights: {sum(4 * w.numel() for w in weights)} bytes in float32", end=", ")
-print(f"{len(fp8pass.freeze(model, filter=['lm_head']))} in FP8: {sum(w.numel() for w in weights)} bytes, and their scales")
+names = fp8pass.freeze(model, filter=["lm_head"])
+count = sum(w.numel() for name, w in model.named_parameters() if name.endswith("base.weight"))
+print(f"{len(names)} frozen weights: {count} bytes and scales; in float32 they were {4 * count} bytes")
 
 compiled = torch.compile(model, backend="fp8pass", options={"recipe": "delayed"})
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
