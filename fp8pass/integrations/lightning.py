@@ -17,7 +17,7 @@ from fp8pass.states.checkpoint import state as state_of
 with importing("lightning", "2.6"):
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import Precision
-    from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+    from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy as FabricDeepSpeedStrategy
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -61,7 +61,8 @@ class Fp8Callback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the figures of FP8 after a step."""
-        if not self._step.is_open and trainer.global_step % (trainer.log_every_n_steps or 1) == 0:
+        interval: int = getattr(trainer, "log_every_n_steps", 1) or 1  # which the class does not declare
+        if not self._step.is_open and trainer.global_step % interval == 0:
             pl_module.log_dict(self._figures.read())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +102,7 @@ def check(loop: Trainer | Fabric, model: nn.Module | None = None) -> None:
         Fp8Error: If its precision replaces layers by those of another FP8 library, or its strategy is DeepSpeed, which
             compiles models by itself; or if autocast computes in another type of 16 bits than the parameters have.
     """
-    strategy = loop.strategy
+    strategy: Any = loop.strategy
     plugin: Precision = strategy.precision if isinstance(loop, Fabric) else strategy.precision_plugin
     precision = plugin.precision
     if precision.startswith("transformer-engine"):

@@ -216,7 +216,7 @@ def with_transformers(folder: str, checkpoint: str | None = None, sharded: bool 
     """Train a small Llama by the Trainer: under DDP, or sharded by transformers with FSDP2."""
     import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     from fp8pass.integrations.transformers import Fp8Callback
 
@@ -329,7 +329,7 @@ def with_fabric(folder: str, strategy: Any, resume: bool) -> dict[str, Any]:
 @on_ranks(2, variant=True)
 def fabric() -> Any:
     """Train under DDP, and with FSDP2, whose loading calls `load_state_dict` of no object but model and optimizer."""
-    from lightning.fabric.strategies import ModelParallelStrategy
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 
     def shard(model: Any, mesh: Any) -> Any:
         for part in (*model.blocks, model):
@@ -391,7 +391,9 @@ def lightning_trainer() -> Any:
                 devices=2, strategy="ddp", logger=False, log_every_n_steps=1, enable_progress_bar=False,
                 enable_model_summary=False,
             )  # fmt: skip
-            loader = DataLoader(data()[: len(data()) // 2], batch_size=4)  # SAVED steps, for Lightning resumes epochs
+            loader: DataLoader[Any] = DataLoader(
+                data()[: len(data()) // 2], batch_size=4
+            )  # SAVED steps, for Lightning resumes epochs
             trainer.fit(module, loader, ckpt_path=f"{folder}/epoch=0.ckpt" if name == "resumed" else None)
             runs[name] = found(module, sorted(set(module.steps) - {0}), logged=dict(trainer.callback_metrics))
     return runs
