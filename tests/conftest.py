@@ -28,7 +28,9 @@ BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
 """For each tier, the function that its tests must not reach, and the message. This keeps the fast tier fast."""
 TESTS = Path(__file__).parent
 GROUPS = (
-    dict.fromkeys(("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel"), "ranks")
+    dict.fromkeys(
+        ("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel", "trainers"), "ranks"
+    )
     | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
     | {name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")}
 )

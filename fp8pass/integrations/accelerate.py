@@ -1,4 +1,7 @@
-"""Train with Hugging Face Accelerate: `Accelerator(dynamo_plugin=Fp8Plugin(options={"recipe": "rowwise"}))`."""
+"""Train with Hugging Face Accelerate: `Accelerator(dynamo_plugin=Fp8Plugin(options={"recipe": "rowwise"}))`.
+
+Importing this module lets Accelerate take "fp8pass" as the name of a backend, in ACCELERATE_DYNAMO_BACKEND say.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,21 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+import torch
+from torch import nn
 
 from fp8pass.errors import Fp8Error
+from fp8pass.integrations.checks import check_autocast, importing
 from fp8pass.integrations.step import OpenStep
 from fp8pass.options.config import make_config
 
+with importing("accelerate", "1.15"):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, is_initialized
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
 BACKEND = "fp8pass"
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Fp8Plugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate has no types
@@ -38,7 +48,6 @@ class Fp8Plugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate has no t
         dynamic: bool | None = None,
     ) -> None:
         make_config(options or {})
-        accept_backend()
         super().__init__(
             backend=BACKEND,
             options=dict(options or {}),
@@ -47,7 +56,13 @@ class Fp8Plugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate has no t
         )
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for `torch.compile`, which takes a mode or options, not both."""
+        """Return the arguments for `torch.compile`, which takes a mode or options, not both.
+
+        Raises:
+            Fp8Error: If Accelerate does something that contradicts fp8pass, see `check`.
+        """
+        if is_initialized():  # that is, when `Accelerator.prepare` compiles
+            check(AcceleratorState())
         given: dict[str, Any] = super().to_kwargs()
         given.pop("mode", None)
         return {**given, "backend": BACKEND}
@@ -61,9 +76,13 @@ class Accumulation:
     Args:
         accelerator: Whose `gradient_accumulation_steps` say how many microbatches a step has.
         model: What `accelerator.prepare` returned.
+
+    Raises:
+        Fp8Error: If Accelerate does something that contradicts fp8pass, see `check`.
     """
 
     def __init__(self, accelerator: Accelerator, model: Any) -> None:
+        check(accelerator, model)
         self.accelerator = accelerator
         self.model = model
         self._step, self._microbatch = OpenStep(), ExitStack()
@@ -97,16 +116,27 @@ def accept_backend() -> None:
     DynamoBackend._missing_ = classmethod(missing)
 
 
-def check(accelerator: Accelerator) -> None:
+accept_backend()
+
+
+def check(accelerator: Accelerator | AcceleratorState, model: nn.Module | None = None) -> None:
     """Check that Accelerate does nothing that contradicts fp8pass.
 
+    Args:
+        accelerator: An Accelerator, or its state.
+        model: The model that is trained, whose parameters' types are checked too.
+
     Raises:
-        Fp8Error: If Accelerate's own FP8 is on as well, or DeepSpeed, which compiles models by itself.
+        Fp8Error: If Accelerate's own FP8 is on as well, or DeepSpeed, which compiles models by itself; or if autocast
+            computes in another type of 16 bits than the parameters have.
     """
-    if accelerator.mixed_precision == "fp8":
+    precision = accelerator.mixed_precision
+    if precision == "fp8":
         raise Fp8Error(
             'Accelerate\'s mixed_precision="fp8" replaces layers by those of another FP8 library: write '
             'mixed_precision="bf16", or drop fp8pass'
         )
     if accelerator.distributed_type == "DEEPSPEED":
         raise Fp8Error("DeepSpeed compiles and shards models by itself: use DDP or FSDP2 with fp8pass, or drop fp8pass")
+    if model is not None:
+        check_autocast(model, AUTOCAST.get(precision), f'mixed_precision="{precision}"')

@@ -6,23 +6,22 @@ Importing this module lets `TrainingArguments(torch_compile_backend="fp8pass")` 
 from __future__ import annotations
 
 import base64
-from contextlib import ExitStack
 from typing import Any
 
-from accelerate.state import AcceleratorState
-from safetensors.torch import load, save
 from torch import nn
-from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
-from fp8pass.debug.statistics import is_watched, stats
 from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.integrations.accelerate import accept_backend, check
+from fp8pass.integrations.accelerate import check
+from fp8pass.integrations.checks import importing
+from fp8pass.integrations.figures import Figures
 from fp8pass.integrations.step import OpenStep
-from fp8pass.report.report import Report, collect
 from fp8pass.states.checkpoint import state as state_of
 
-accept_backend()
+with importing("transformers", "5.24"):
+    from accelerate.state import AcceleratorState
+    from safetensors.torch import load, save
+    from transformers import TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
 
 STATE = "fp8_state"
 """The attribute of the callback in a checkpoint's trainer_state.json: the state as safetensors, in base64."""
@@ -42,8 +41,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._training, self._step = ExitStack(), OpenStep()
-        self._report = Report()
+        self._step, self.figures = OpenStep(), Figures()
 
     def state(self) -> dict[str, Any]:
         """Return what goes into a checkpoint: see `ExportableState`."""
@@ -56,11 +54,10 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Check the arguments, restore the state if training resumes, and begin to collect verdicts."""
-        check_arguments(args)
-        self._training.close()  # an error may have ended the training before
+        check_arguments(args, model)
         self._model = model
         self._restore(state)
-        self._report = self._training.enter_context(collect())
+        self.figures.begin(model)
 
     def _restore(self, state: TrainerState) -> None:
         callbacks: Any = state.stateful_callbacks  # a dict, unlike the class says
@@ -94,26 +91,22 @@ class Fp8Callback(TrainerCallback, ExportableState):
         """Add the figures of FP8 to the logs."""
         if self._model is None or logs is None or "loss" not in logs:
             return
-        figures = self._figures()
+        figures = self.figures.read()
         logs.update(figures)
         state.log_history[-1].update(figures)
-
-    def _figures(self) -> dict[str, float]:
-        flops = self._report.flops
-        found = {"fp8_share": self._report.fp8_flops / flops} if flops else {}
-        if is_watched(self._model) and (watched := stats(self._model).latest):
-            found["fp8_saturation"] = max(row.saturation for row in watched)
-            found["fp8_underflow"] = max(row.underflow for row in watched)
-        return found
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop collecting verdicts."""
         self._step.end()
-        self._training.close()
+        self.figures.end()
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def check_arguments(args: TrainingArguments, model: nn.Module | None = None) -> None:
     """Check that nothing in the Trainer's arguments contradicts fp8pass.
+
+    Args:
+        args: The arguments.
+        model: The model that is trained, whose parameters' types are checked too.
 
     Raises:
         Fp8Error: If it does; the message says what to drop.
@@ -124,4 +117,9 @@ def check_arguments(args: TrainingArguments) -> None:
                 f"{name}=True converts the model's parameters for evaluation, and training would go on with them: "
                 f"drop {name}; bf16=True evaluates in bfloat16 too"
             )
-    check(AcceleratorState())
+    if args.n_gpu > 1:
+        raise Fp8Error(
+            f"one process with {args.n_gpu} GPUs trains by nn.DataParallel, whose copies of the model have no FP8 "
+            "state: start a process for each GPU, torchrun --nproc-per-node=gpu, or set CUDA_VISIBLE_DEVICES=0"
+        )
+    check(AcceleratorState(), model)
