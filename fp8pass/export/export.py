@@ -78,8 +78,8 @@ def export_fp8(
 
     Raises:
         FileExistsError: If the directory exists, without `overwrite`.
-        Fp8Error: If no layer can be exported, or under `strict` if one can't; if weights hold NaN; if delayed scales are
-            missing; if adapters are not merged; or if files can't be written.
+        Fp8Error: If no layer can be exported, or under `strict` if one can't; if weights hold NaN; if delayed scales
+            are missing; if adapters are not merged; or if files can't be written.
         TypeError: If `model` is not a module.
         ValueError: If `recipe`, `leave_out` or `max_shard_size` is not valid.
     """
@@ -183,6 +183,5 @@ def _write_configs(module: nn.Module, quantization: dict[str, Any], folder: Path
     if hub.is_pretrained(module):
         hub.write_configs(module, quantization, folder)
     else:
-        write_json(
-            {"architectures": [type(module).__name__], "quantization_config": quantization}, folder / "config.json"
-        )
+        content = {"architectures": [type(module).__name__], "quantization_config": quantization}
+        write_json(content, folder / "config.json")

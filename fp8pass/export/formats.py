@@ -61,15 +61,13 @@ def config_compressed(recipes: Mapping[str, Recipe], kept: Sequence[str]) -> dic
     schemes: dict[tuple[str, str, bool], list[str]] = {}
     for name, recipe in recipes.items():
         schemes.setdefault(_scheme(recipe), []).append(name)
-    only = len(schemes) == 1
-    groups = {
-        f"group_{i}": _group(*scheme, ["Linear"] if only else of) for i, (scheme, of) in enumerate(schemes.items())
-    }
+    targets = list(schemes.values()) if len(schemes) > 1 else [["Linear"]]
+    groups = [_group(*scheme, of) for scheme, of in zip(schemes, targets, strict=True)]
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": list(kept),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

@@ -38,9 +38,8 @@ def as_stored(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that `save_pretrained` writes, by their names in files: without tied ones, experts apart."""
     revert, without_tied = _of_transformers()
     ignored = set(module._keys_to_ignore_on_save or ())
-    stored: dict[str, Tensor] = revert(
-        module, without_tied({n: x for n, x in tensors.items() if n not in ignored}, module)
-    )
+    saved = {name: x for name, x in tensors.items() if name not in ignored}
+    stored: dict[str, Tensor] = revert(module, without_tied(saved, module))
     return stored
 
 

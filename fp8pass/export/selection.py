@@ -131,8 +131,8 @@ def _verdicts(module: nn.Module, recipe: Any) -> Any:
     any_use = any(use_of(gathered.get(id(p), p)) is not None for p in module.parameters())
     if not any_use and not slots:
         raise Fp8Error(
-            f"fp8pass has not seen this {type(module).__name__} run, so that it does not know which layers were trained "
-            "in FP8: export the model that was trained, in its process, or pass recipe="
+            f"fp8pass has not seen this {type(module).__name__} run, and does not know which layers were trained in "
+            "FP8: export the model that was trained, in its process, or pass recipe="
         )
     return by_use
 

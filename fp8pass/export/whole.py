@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,20 +28,25 @@ class Ranks:
 
     def on_writer(self, do: Callable[[], Result]) -> Result | None:
         """Return what `do` returns on the rank that writes; None on others. Raises its error on all ranks."""
-        result, error = None, None
-        if self.writes:
-            try:
-                result = do()
-            except Exception as raised:
-                error = raised
-        if self._is_sharded:
-            told: list[Any] = [None if error is None else f"rank 0: {type(error).__name__}: {error}"]
-            dist.broadcast_object_list(told, src=0)
-            if error is None and told[0] is not None:
-                raise Fp8Error(told[0])
-        if error is not None:
-            raise error
+        if not self.writes:
+            told = self._broadcast(None)
+            if told is not None:
+                raise Fp8Error(told)
+            return None
+        try:
+            result = do()
+        except Exception as error:
+            self._broadcast(f"rank 0: {error}")
+            raise
+        self._broadcast(None)
         return result
+
+    def _broadcast(self, told: str | None) -> str | None:
+        """Return what the rank that writes has told, where ranks hold parts of the model; else None."""
+        box = [told]
+        if self._is_sharded:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     @torch.no_grad()
     def gathered(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[int, Tensor]]:

@@ -33,7 +33,7 @@ _in_evaluation: Any = WeakTensorKeyDictionary()
 
 
 def noting(weights: Sequence[WeightUse], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, a graph with these weights, which also notes how it quantizes those of the instance it is called for.
+    """Return `run`, a graph with these weights, which also notes how it quantizes the weights that it is called with.
 
     Instances share graphs, so that only calls tell whose weights a graph has quantized.
     """
@@ -55,7 +55,7 @@ def noting(weights: Sequence[WeightUse], run: Callable[..., Any]) -> Callable[..
 
 
 def use_of(weight: Tensor) -> NotedUse | None:
-    """Return how training has quantized a weight, or evaluation if only that ran or if it has static scales; or None."""
+    """Return how training has quantized a weight, or evaluation, if only that ran or its scales are static; or None."""
     trained, evaluated = _in_training.get(weight), _in_evaluation.get(weight)
     is_static = evaluated is not None and isinstance(evaluated.recipe, StaticScaling)
     use: NotedUse | None = evaluated if trained is None or is_static else trained
