@@ -43,9 +43,9 @@ def without_numbers(text: str, name: str) -> list[str]:
     return sorted(lines) if name in NOISY else lines
 
 
-WITH_FRAMEWORKS = ("accelerate_loop", "lightning_module", "transformers_trainer")
+WITH_FRAMEWORKS = ("accelerate_loop", "export_fp8", "lightning_module", "transformers_trainer")
 """Examples that take 10 to 30 seconds each, most of which it takes to import a framework. One runs every day."""
-EVERY_DAY = [name for name in EXAMPLES if name not in (*NOISY, *WITH_FRAMEWORKS[:2])]
+EVERY_DAY = [name for name in EXAMPLES if name not in (*NOISY, *WITH_FRAMEWORKS[:3])]
 
 
 def ended(*names: str) -> dict[str, forked.Ended]:
@@ -59,7 +59,7 @@ def ended(*names: str) -> dict[str, forked.Ended]:
 
 @pytest.mark.parametrize(
     "names",
-    [EVERY_DAY, *(pytest.param(list(names), marks=pytest.mark.variant) for names in (NOISY, WITH_FRAMEWORKS[:2]))],
+    [EVERY_DAY, *(pytest.param(list(names), marks=pytest.mark.variant) for names in (NOISY, WITH_FRAMEWORKS[:3]))],
     ids=["all", "noisy", "frameworks"],
 )
 def test_each_prints_what_its_page_says(names: list[str]) -> None:
