@@ -9,6 +9,7 @@ from fp8pass.debug.explainer import explain as explain
 from fp8pass.debug.statistics import stats as stats
 from fp8pass.errors import Fp8Error as Fp8Error
 from fp8pass.export.export import export_fp8 as export_fp8
+from fp8pass.export.onnx_file import export_onnx as export_onnx
 from fp8pass.options.config import Config as Config
 from fp8pass.quant.ops import qdq as qdq
 from fp8pass.scaling import cast_to_representable as cast_to_representable
@@ -33,6 +34,7 @@ __all__ = [
     "dequantize",
     "explain",
     "export_fp8",
+    "export_onnx",
     "fsdp",
     "in_qdq",
     "out_qdq",

@@ -64,7 +64,7 @@ def write_configs(module: Any, quantization: dict[str, Any], folder: Path) -> No
     config = copy.deepcopy(module.config)
     config.dtype = str(module.dtype).removeprefix("torch.")
     config.architectures = [type(module).__name__.removeprefix("FSDP")]  # `fully_shard` derives such a class
-    config.quantization_config = quantization
+    config.update({"quantization_config": quantization})
     config.save_pretrained(folder)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from fp8pass._torch import gathered_parameters
 from fp8pass.errors import Fp8Error
@@ -31,6 +30,7 @@ from fp8pass.states.checkpoint import state
 
 BLOCK = 128
 """Rows and columns of the blocks of a weight under `BlockwiseScaling`."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 EXPORTED = (DelayedScaling, DynamicScaling, StaticScaling, RowwiseScaling, BlockwiseScaling)
 
 
@@ -81,7 +81,7 @@ def select(module: nn.Module, recipe: Any, leave_out: Sequence[str], heads: Sequ
     for path, layer in _matrices(module):
         if not _is_linear(layer):
             found.kept[path] = f"it is a {type(layer).__name__}, and the formats have a place only for nn.Linear"
-            found.lost += [] if isinstance(layer, _ConvNd) else [path]
+            found.lost += [] if isinstance(layer, CONVOLUTIONS) else [path]
             continue
         verdict = verdict_of(path, layer)
         if verdict is None or verdict.recipe is None:

@@ -14,6 +14,7 @@ from fp8pass._torch import gathered_parameters
 from fp8pass.errors import Fp8Error
 from fp8pass.fsdp import Fp8Shard
 from fp8pass.names import without_wrappers
+from fp8pass.quant.sharded import part_of
 
 Result = TypeVar("Result")
 
@@ -73,10 +74,11 @@ class Ranks:
 
 def _whole(x: Tensor) -> Tensor:
     """Return the whole tensor. A collective if ranks hold parts of it."""
+    part = part_of(x)
     if not isinstance(x, DTensor):
-        return x._tensor if isinstance(x, Fp8Shard) else x
-    if isinstance(x._local_tensor, Fp8Shard):
+        return part._tensor if isinstance(part, Fp8Shard) else part
+    if isinstance(part, Fp8Shard):
         x = DTensor.from_local(
-            x._local_tensor._tensor, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+            part._tensor, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
         )
     return x.full_tensor()
