@@ -137,7 +137,7 @@ def _tensors(
     in_blocks: bool,
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Return the tensors to write by their names in files; and the names of modules in files, by their paths."""
-    matrices = {path: _quantized(path, layer, by_id, scales) for path, layer in selection.layers.items()}
+    matrices = {path: _quantized(layer, by_id, scales) for path, layer in selection.layers.items()}
     tensors = {**by_name, **{f"{path}.weight": matrix.x_q for path, matrix in matrices.items()}}
     stored = hub.as_stored(module, tensors) if hub.is_pretrained(module) else _apart(tensors)
     places = _places(module, [*matrices, *selection.kept], by_name)
@@ -164,9 +164,9 @@ def _places(module: nn.Module, paths: Sequence[str], tensors: Mapping[str, Tenso
     return places
 
 
-def _quantized(path: str, layer: Layer, by_id: Mapping[int, Tensor], scales: Scales) -> Fp8Matrix:
+def _quantized(layer: Layer, by_id: Mapping[int, Tensor], scales: Scales) -> Fp8Matrix:
     which = next(i for i, weight in enumerate(layer.together) if weight is layer.weight)
-    return quantized(path, [by_id[id(weight)] for weight in layer.together], which, layer.recipe, scales)
+    return quantized(layer.paths, [by_id[id(weight)] for weight in layer.together], which, layer.recipe, scales)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

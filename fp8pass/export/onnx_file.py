@@ -95,7 +95,7 @@ def export_onnx(
             raise Fp8Error(
                 f"the weight of {path} is {layer.weight.dtype}: export model.float(), as ONNX runs in float32"
             )
-        matrix = quantized(path, [layer.weight.detach()], 0, layer.recipe, Scales({}))
+        matrix = quantized([path], [layer.weight.detach()], 0, layer.recipe, Scales({}))
         quantizing.set_submodule(path, _Quantized(matrix, linear.bias))
     program: Any = torch.onnx.export(
         quantizing, tuple(args), dynamo=True, opset_version=OPSET, dynamic_shapes=dynamic_shapes, verbose=False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8pass._torch import gathered_parameters
 from fp8pass.errors import Fp8Error
 from fp8pass.fsdp import Fp8Shard
-from fp8pass.names import without_wrappers
+from fp8pass.names import parts_of, without_wrappers
 from fp8pass.options.config import Config
 from fp8pass.quant.sharded import part_of
 from fp8pass.recipes import (
@@ -39,11 +39,13 @@ class Layer:
     """A linear layer to write in FP8. weight: the parameter [N, K], as the model holds it.
 
     together: the parameters that one scale is computed from, concatenated along dim 0; the weight is one of them.
+    paths: of all layers that share the weight, whose slot has the name of one of them.
     """
 
     weight: Tensor
     recipe: Recipe
     together: tuple[Tensor, ...]
+    paths: tuple[str, ...]
 
 
 @dataclass
@@ -86,12 +88,15 @@ def select(module: nn.Module, recipe: Any, leave_out: Sequence[str], heads: Sequ
         verdict = verdict_of(path, layer)
         if verdict is None or verdict.recipe is None:
             found.kept[path] = "no graph has called it" if verdict is None else verdict.reason
-        elif reason := _why_not(path, layer, verdict.recipe, leave_out, heads, sharing):
+        elif any(matches(path, pattern) for pattern in leave_out):
+            found.kept[path] = "leave_out names it"
+        elif reason := _why_not(layer, verdict.recipe, heads, sharing[id(layer.weight)]):
             found.kept[path] = reason
             found.lost.append(path)
         else:
             weight: Any = layer.weight
-            found.layers[path] = Layer(weight, verdict.recipe, verdict.together or (weight,))
+            paths = (path, *(name for name, _ in sharing[id(weight)]))
+            found.layers[path] = Layer(weight, verdict.recipe, verdict.together or (weight,), paths)
     _check_patterns(leave_out, [*found.layers, *found.kept])
     return found
 
@@ -118,7 +123,7 @@ def _verdicts(module: nn.Module, recipe: Any) -> Any:
         return lambda path, layer: _by_recipe(config, path, layer)
     gathered = gathered_parameters(module)
     originals = {id(whole): sharded for sharded, whole in _pairs(module, gathered)}
-    slots = {name for name in state(module).slots if name.endswith(".weight")}
+    slots = {part for name in state(module).slots for part in parts_of(name)}
 
     def by_use(path: str, layer: nn.Module) -> _Verdict | None:
         weight: Any = layer.weight
@@ -134,6 +139,8 @@ def _verdicts(module: nn.Module, recipe: Any) -> Any:
             f"fp8pass has not seen this {type(module).__name__} run, and does not know which layers were trained in "
             "FP8: export the model that was trained, in its process, or pass recipe="
         )
+    if not any_use and (saved := state(module).recipe) != repr(DelayedScaling()):
+        raise Fp8Error(f"the FP8 state was saved under {saved}: pass that as recipe=")
     return by_use
 
 
@@ -159,21 +166,14 @@ def _of_shard(weight: Any, verdict: _Verdict) -> _Verdict:
 
 
 def _why_not(
-    path: str,
-    layer: nn.Module,
-    recipe: Recipe,
-    leave_out: Sequence[str],
-    heads: Sequence[nn.Module],
-    sharing: dict[int, list[tuple[str, nn.Module]]],
+    layer: nn.Module, recipe: Recipe, heads: Sequence[nn.Module], sharing: Sequence[tuple[str, nn.Module]]
 ) -> str:
-    """Return why a layer that ran in FP8 is not written in FP8; "" if it is."""
-    if any(matches(path, pattern) for pattern in leave_out):
-        return "leave_out names it"
+    """Return why a layer that ran in FP8 is not written in FP8; "" if it is. sharing: the holders of its weight."""
     if any(layer is head for head in heads):
         return "it is the model's head, which vLLM and SGLang do not load in FP8"
     if not isinstance(recipe, EXPORTED):
         return f"recipe {recipe.name!r} has scales that neither format has a place for"
-    others = [f"{name} ({type(m).__name__})" for name, m in sharing[id(layer.weight)] if not _is_linear(m)]
+    others = [f"{name} ({type(m).__name__})" for name, m in sharing if not _is_linear(m)]
     return f"it shares its weight with {', '.join(others)}" if others else ""
 
 

@@ -45,17 +45,17 @@ class Scales:
         slots = (name.removesuffix(".scale") for name in saved if name.endswith(".weight.scale"))
         self._slot_of = {part: slot for slot in slots for part in (*parts_of(slot), slot)}
 
-    def of(self, path: str, recipe: DelayedScaling) -> Tensor:
-        """Return the scale f32[] of a layer's weight; 0 if it has none yet.
+    def of(self, paths: Sequence[str], recipe: DelayedScaling) -> Tensor:
+        """Return the scale f32[] of the weight of the layers with these paths; 0 if it has none yet.
 
         Raises:
             Fp8Error: If the state has no slot for it.
         """
-        slot = self._slot_of.get(f"{path}.weight")
+        slot = next((s for path in paths if (s := self._slot_of.get(f"{path}.weight"))), None)
         if slot is None:
             raise Fp8Error(
-                f"the FP8 state has no slot {path}.weight: delayed scales come from training. Load the state that was "
-                "saved with the weights, fp8pass.state(model).load_state_dict(...), or pass recipe='dynamic'"
+                f"the FP8 state has no slot {paths[0]}.weight: delayed scales come from training. Load the state that "
+                "was saved with the weights, fp8pass.state(model).load_state_dict(...), or pass recipe='dynamic'"
             )
         scale, history, amax = (self._saved[f"{slot}.{part}"].cpu() for part in ("scale", "amax_history", "amax"))
         limit = _f32(scaling.fp8_max(scaling.E4M3))[None]
@@ -71,29 +71,29 @@ class Scales:
 
 
 @torch.no_grad()
-def quantized(path: str, weights: Sequence[Tensor], which: int, recipe: Recipe, scales: Scales) -> Fp8Matrix:
-    """Return the weight at `which` in FP8. weights: [N, K] each; they share their scale.
+def quantized(paths: Sequence[str], weights: Sequence[Tensor], which: int, recipe: Recipe, scales: Scales) -> Fp8Matrix:
+    """Return the weight at `which` in FP8. paths: of the layers that have it. weights: [N, K] each; they share a scale.
 
     Raises:
         Fp8Error: If a weight is not finite, or delayed scaling has no slot for the layer.
     """
     x = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
-    x_q, scale_inv = _parts(path, x, recipe, scales)
+    x_q, scale_inv = _parts(paths, x, recipe, scales)
     if not scale_inv.isfinite().all() or not x.isfinite().all():
-        raise Fp8Error(f"the weight of {path} holds NaN or inf: export a checkpoint from before the run diverged")
+        raise Fp8Error(f"the weight of {paths[0]} holds NaN or inf: export a checkpoint from before the run diverged")
     rows = [len(w) for w in weights]
     mine = x_q.narrow(0, sum(rows[:which]), rows[which]).contiguous()
     input_scale = None
     if isinstance(recipe, StaticScaling):
-        input_scale = _f32(recipe.scales[f"{path}.input"]).reciprocal()
+        input_scale = _f32(recipe.scales[f"{paths[0]}.input"]).reciprocal()
     return Fp8Matrix(mine, scale_inv, input_scale)
 
 
-def _parts(path: str, x: Tensor, recipe: Recipe, scales: Scales) -> tuple[Tensor, Tensor]:
+def _parts(paths: Sequence[str], x: Tensor, recipe: Recipe, scales: Scales) -> tuple[Tensor, Tensor]:
     """Return x_q and scale_inv: see `Fp8Matrix`."""
     if isinstance(recipe, DelayedScaling):
         delayed = ops.Delayed(recipe, scaling.E4M3, slot=0, index=0, bootstrap=True, record=False)
-        return delayed.parts(x, scales.of(path, recipe)[None], torch.empty(0))
+        return delayed.parts(x, scales.of(paths, recipe)[None], torch.empty(0))
     if isinstance(recipe, DynamicScaling):
         return ops.Dynamic(recipe, scaling.E4M3).parts(x)
     if isinstance(recipe, RowwiseScaling):
@@ -101,7 +101,7 @@ def _parts(path: str, x: Tensor, recipe: Recipe, scales: Scales) -> tuple[Tensor
     if isinstance(recipe, BlockwiseScaling):
         return ops.Blockwise(recipe, scaling.E4M3, BLOCK, square=True).parts(x)
     assert isinstance(recipe, StaticScaling), recipe
-    scale = _f32(recipe.scales[f"{path}.weight"])
+    scale = _f32(recipe.scales[f"{paths[0]}.weight"])
     return scaling.quantize(x, scale, scaling.E4M3), scale.reciprocal()
 
 

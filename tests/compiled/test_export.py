@@ -246,6 +246,14 @@ def test_a_loaded_state_gives_the_scales_of_a_model_that_has_not_run(tmp_path: P
         fp8pass.export_fp8(loaded, tmp_path / "b")
     a, b = tensors(tmp_path / "a"), tensors(tmp_path / "b")
     assert a.keys() == b.keys() and all(torch.equal(bits(a[k]), bits(b[k])) for k in a)
+    saved = {
+        **fp8pass.state(trained).state_dict(),
+        "recipe": torch.tensor([*b"DelayedScaling(margin=2)"], dtype=torch.uint8),
+    }
+    other = Net()
+    fp8pass.state(other).load_state_dict(saved)
+    with pytest.raises(fp8pass.Fp8Error, match=r"was saved under DelayedScaling\(margin=2\): pass that as recipe="):
+        fp8pass.export_fp8(other, tmp_path / "c")
 
 
 def test_blocks_compiled_one_by_one_are_known_although_they_share_code(tmp_path: Path) -> None:
@@ -283,7 +291,7 @@ class Tied(nn.Module):
 def test_tied_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Tied()
     with without_caches():
-        compiled(model, recipe="rowwise")(torch.arange(32)).sum().backward()
+        compiled(model)(torch.arange(32)).sum().backward()  # the slot of `a` and `b` has one name
         with caplog.at_level(logging.WARNING, "fp8pass"):
             done = fp8pass.export_fp8(model, tmp_path / "out")
     assert list(done.layers) == ["a", "b"]
