@@ -47,7 +47,7 @@ def export(recipe: str, folder: Path) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
     model, tokens = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).bfloat16(), torch.arange(64).view(1, 64)
     chosen: Any = recipe
     if recipe == "delayed":

@@ -21,7 +21,8 @@ def is_pretrained(module: nn.Module) -> bool:
 
 def heads_of(module: nn.Module) -> list[nn.Module]:
     """Return the layer that turns hidden states into logits, if the model has one."""
-    head = module.get_output_embeddings() if is_pretrained(module) else None
+    model: Any = module
+    head = model.get_output_embeddings() if is_pretrained(module) else None
     return [] if head is None else [head]
 
 
