@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import secrets
@@ -28,7 +29,12 @@ def bytes_of(size: Any) -> int:
 
 
 def check_free(directory: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if there is something at the path of the directory that may not be replaced."""
+    """Raise FileExistsError if there is something at the path of the directory that may not be replaced.
+
+    Raises Fp8Error if safetensors is not installed.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise Fp8Error("export_fp8 writes files of safetensors, which is not installed: pip install fp8pass[export]")
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: pass a directory that does not exist yet")
     if directory.exists() and not overwrite:

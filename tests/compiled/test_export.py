@@ -333,6 +333,13 @@ def test_a_directory_that_exists(tmp_path: Path) -> None:
         fp8pass.export_fp8(model, out / "model.safetensors", recipe="rowwise", overwrite=True)
 
 
+def test_without_safetensors(tmp_path: Path) -> None:
+    without = mock.patch("importlib.util.find_spec", return_value=None)
+    with without, pytest.raises(fp8pass.Fp8Error, match=r"pip install fp8pass\[export\]"):
+        fp8pass.export_fp8(Net(), tmp_path / "out", recipe="rowwise")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, overwrite: bool) -> None:
     """A limit on the size of files fails as a full disk does: in the middle of a write."""
