@@ -8,6 +8,8 @@ from fp8pass.debug.bisector import bisect as bisect
 from fp8pass.debug.explainer import explain as explain
 from fp8pass.debug.statistics import stats as stats
 from fp8pass.errors import Fp8Error as Fp8Error
+from fp8pass.export.export import export_fp8 as export_fp8
+from fp8pass.export.onnx_file import export_onnx as export_onnx
 from fp8pass.frozen.freeze import freeze as freeze
 from fp8pass.frozen.freeze import unfreeze as unfreeze
 from fp8pass.frozen.load import load_frozen as load_frozen
@@ -38,6 +40,8 @@ __all__ = [
     "dequantize",
     "enabled",
     "explain",
+    "export_fp8",
+    "export_onnx",
     "freeze",
     "fsdp",
     "in_qdq",

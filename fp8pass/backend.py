@@ -51,6 +51,7 @@ from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
 from fp8pass.runtime.setting_graph import SettingGraph
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey
+from fp8pass.runtime.weight_uses import noting
 from fp8pass.states.amax_reduction import join_reduction
 from fp8pass.states.slots import SlotTable, registry
 
@@ -178,7 +179,7 @@ class _Graph:
         compiled = lower(annotation, [*example_inputs, *state], config, dump, attempt, later)
         self.later = later
         if not annotation.has_state:
-            return _without_slots(compiled, config, self.is_fake_first)
+            return noting(annotation.weights, _without_slots(compiled, config, self.is_fake_first))
 
         def for_cold_slots() -> Callable[..., Any]:
             run, _ = fall_back(compile_cold, config, cold_dump, attempt)
@@ -195,7 +196,7 @@ class _Graph:
                 return lower(of, [*self.example_inputs, *state], config, dump, attempt)
 
         graph = CompiledGraph(compiled, annotation, for_cold_slots)
-        return _fake_first(graph, compiled, state) if self.is_fake_first else graph
+        return noting(annotation.weights, _fake_first(graph, compiled, state) if self.is_fake_first else graph)
 
     def compile_later(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
         """Compile the graph again in a backward, which runs without grad mode and autocast: restore both."""

@@ -19,6 +19,7 @@ from fp8pass.graph.verdict import Saved
 from fp8pass.node_meta import SAVED_RESULT
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import WatchTable, watch_cached, watch_operand
+from fp8pass.recipes import Recipe
 from fp8pass.states.slots import SlotTable
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -76,6 +77,19 @@ class MatmulChoice:
 
 
 @dataclass(frozen=True)
+class WeightUse:
+    """A linear layer's call in the graph, and how it quantizes the weight of the layer's output.
+
+    positions: among Dynamo's inputs, of the parameter [N, K], or of the parameters that are concatenated along dim 0.
+    recipe: None in high precision, for which `reason` says why.
+    """
+
+    positions: tuple[int, ...]
+    recipe: Recipe | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Body:
     """A function that pieces of the graph share: equal layers, for example.
 
@@ -106,6 +120,7 @@ class Annotation:
     scale, amax_history, amax, step_ended and held. is_update: True for a graph that updates parameters. watched: the
     tensors that the numerics monitor watches; its buffers are the last inputs. bodies: the functions that the graph
     consists of, by the names of their graphs; empty if it is in one piece. saved: verdicts on what `save_fp8` is for.
+    weights: the calls of linear layers.
     """
 
     module: fx.GraphModule
@@ -121,6 +136,7 @@ class Annotation:
     watched: WatchTable | None = None
     bodies: dict[str, Body] = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)
+    weights: list[WeightUse] = field(default_factory=list)
 
     @property
     def has_state(self) -> bool:

@@ -171,8 +171,11 @@ class Rowwise:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
-        amax = scaling.amax_along(x, self.dims)
-        return scaling.dequantize(*_quantized_by_amax(x, amax, self.dtype, self.recipe.power_of_2), x.dtype)
+        return scaling.dequantize(*self.parts(x), x.dtype)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize `x`; return (`x_q`, scale_inv of each row, f32 with size 1 along `dims`)."""
+        return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale of each row."""
@@ -232,11 +235,14 @@ class Blockwise:
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         matrix, back = self._matrix_of(x)
-        result: Tensor = dequantize_blocks(*self.parts(matrix), x.dtype)
+        result: Tensor = dequantize_blocks(*self._parts_of(matrix), x.dtype)
         return result if back is None else result.view([x.shape[d] for d in back]).permute(_inverse(back))
 
-    def parts(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a matrix f[R, C] with blocks along C; return (`x_q` f8[R, C], scale_inv for each block)."""
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize `x`; return (`x_q` [R, C], scale_inv [R / r, C / c] of blocks of r rows and c columns)."""
+        return self._parts_of(self._matrix_of(x)[0])
+
+    def _parts_of(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         blocks, scale, scale_inv = self._blocks(matrix)
         # contiguous: of a permuted `x` the quantized tensor would be permuted, and `blockwise_mm` takes only rows
         x_q = scaling.quantize(blocks, scale, self.dtype).reshape(matrix.shape).contiguous()

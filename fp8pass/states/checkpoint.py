@@ -72,6 +72,11 @@ class State:
         return sorted(self._entries())
 
     @property
+    def recipe(self) -> str:
+        """The text of the recipes that the state belongs to, without the length of histories; "" if not known."""
+        return self._recipe()
+
+    @property
     def steps(self) -> int:
         """The number of training steps that the module has begun, including the steps before a load."""
         return max((self._steps, *(state.tracker.step for state in self._states())))

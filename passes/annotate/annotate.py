@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from fp8pass import hardware, scaling
 from fp8pass._torch import set_grad_enabled
 from fp8pass.errors import Fp8Error, faults_of, warn_once
-from fp8pass.graph.annotation import CHECKPOINT, MatmulChoice
+from fp8pass.graph.annotation import CHECKPOINT, MatmulChoice, WeightUse
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.names import source_of
@@ -41,7 +41,7 @@ from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.check import check, check_not_left_out, check_speedup, for_instance
 from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
-from fp8pass.passes.common.matmul_calls import MatmulSignature, argument, mutates, signature_of
+from fp8pass.passes.common.matmul_calls import LINEAR, MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.patterns import reach
 from fp8pass.passes.common.regions import Region, in_its_modes, named_body
 from fp8pass.passes.common.state_inputs import cache, freeze, lift_state
@@ -150,10 +150,23 @@ class _Annotator(Walk):
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
         except Reject as reject:
             _decline(choice, reject)
+            self._note_weight(argument(node, signature.b), signature, None, reject)
             return
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
+        weight = argument(node, signature.b)
         QuantizeCall(self, call, choice, anchor).rewrite()
+        self._note_weight(weight, signature, call.recipe, choice.declined.get("output"))
+
+    def _note_weight(
+        self, weight: Any, signature: MatmulSignature, recipe: Recipe | None, reject: Reject | None
+    ) -> None:
+        """Record how a linear layer's call takes its weight, if that is a parameter, or several that are merged."""
+        parts = self.names.parts(weight) if signature is LINEAR and isinstance(weight, fx.Node) else ()
+        if parts:
+            positions = tuple(self.placeholders.index(p) for p in parts)
+            use = WeightUse(positions, recipe) if reject is None else WeightUse(positions, None, str(reject))
+            self.annotation.weights.append(use)
 
     def _note_refusal(self, node: fx.Node) -> None:
         """Record a refused choice for a call that multiplies matrices but could not be written as matmuls."""

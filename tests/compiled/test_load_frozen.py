@@ -93,7 +93,9 @@ def test_what_is_not_such_a_checkpoint(tmp_path: Path) -> None:
         fp8pass.load_frozen(model, write(tmp_path, tensors))
     with pytest.raises(Fp8Error, match=r"is \[7\]: a weight \[256, 128\] has one scale, 256 of rows, or \[2, 1\]"):
         fp8pass.load_frozen(model, write(tmp_path, {**tensors, "0.weight_scale": torch.ones(7)}))
-    with pytest.raises(Fp8Error, match=r"0\.weight is \[128, 128\] in the checkpoint, and the model has a parameter \[256"):
+    with pytest.raises(
+        Fp8Error, match=r"0\.weight is \[128, 128\] in the checkpoint, and the model has a parameter \[256"
+    ):
         fp8pass.load_frozen(model, write(tmp_path, {**tensors, "0.weight": torch.ones(128, 128).to(E4M3)}))
     with pytest.raises(Fp8Error, match=r"0\.weight is torch\.float32, and 0\.weight_scale is its scale"):
         fp8pass.load_frozen(model, write(tmp_path, {**tensors, "0.weight": torch.ones(256, 128)}))

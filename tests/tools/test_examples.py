@@ -43,7 +43,7 @@ def without_numbers(text: str, name: str) -> list[str]:
     return sorted(lines) if name in NOISY else lines
 
 
-WITH_FRAMEWORKS = ("accelerate_loop", "lightning_module", "lora", "transformers_trainer")
+WITH_FRAMEWORKS = ("accelerate_loop", "export_fp8", "lightning_module", "lora", "transformers_trainer")
 """Examples that take 10 to 30 seconds each, most of which it takes to import a framework. One runs every day."""
 EVERY_DAY = [name for name in EXAMPLES if name not in (*NOISY, *WITH_FRAMEWORKS[:-1])]
 

@@ -35,6 +35,8 @@ def test_public_names_have_docstrings() -> None:
         "cast_to_representable",
         "dequantize",
         "explain",
+        "export_fp8",
+        "export_onnx",
         "fsdp",
         "in_qdq",
         "out_qdq",

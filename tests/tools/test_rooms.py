@@ -26,7 +26,7 @@ FLOORS = (
     ("dump", "dynamo", "passes.annotate", "passes.collectives", "passes.kernels", "passes.layers", "passes.rewrite"),
     ("faults", "passes.share"),
     ("runtime",),
-    ("passes", "passes.update"),
+    ("export", "passes", "passes.update"),
     ("pipeline",),
     ("calibration", "lowering"),
     ("backend",),
