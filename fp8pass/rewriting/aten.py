@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import stateless
 
-from fp8pass._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
+from fp8pass._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, pytree
 from fp8pass.errors import Fp8Error, first_line
 from fp8pass.graph.annotation import copy_to_edit
 
@@ -47,9 +47,12 @@ def functional_aten(gm: fx.GraphModule, leaves: Sequence[Any]) -> fx.GraphModule
     _check_inputs(placeholders, leaves)
     mode = _its_mode(flat.graph)
     if not _is_functional_aten(flat.graph):
-        return _traced(flat, leaves, mode)
-    if mode is None:
+        flat = _traced(flat, leaves, mode)
+    elif mode is None:
         _find_values(flat, leaves)
+    output = flat.graph.output_node()
+    (results,) = output.args
+    output.args = (tuple(pytree.tree_leaves(results)),)
     return flat
 
 
@@ -230,17 +233,17 @@ def _with_attributes(module: fx.GraphModule, traced: fx.GraphModule, names: Sequ
     inputs = graph.find_nodes(op="placeholder")
     own = module.graph.find_nodes(op="placeholder")
     for node, name in zip(inputs, names, strict=False):
-        with graph.inserting_after(inputs[-1]):
-            attribute = graph.get_attr(name)
-        attribute.meta = dict(node.meta)
-        node.replace_all_uses_with(attribute)
+        if node.users:
+            with graph.inserting_after(inputs[-1]):
+                read = graph.create_node("get_attr", name)
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
         graph.erase_node(node)
     for node, old in zip(inputs[len(names) :], own, strict=True):
         node.name = node.target = old.name
     for name, value in _constants(traced).items():
         if not hasattr(module, name):
             setattr(module, name, value)
-    graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
 
 

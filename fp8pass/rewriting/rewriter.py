@@ -123,14 +123,12 @@ def _finish(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _structure(gm: fx.GraphModule) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that gives the graph's results, in a flat sequence, the form in which `gm` returns them."""
+    """Return a function that gives the leaves of the graph's results the form in which `gm` returns them."""
     (results,) = gm.graph.output_node().args
     info = getattr(gm.graph._codegen, "pytree_info", None)
-    if info is not None and info.out_spec is not None:
-        return lambda flat: pytree.tree_unflatten(list(flat), info.out_spec)
-    if isinstance(results, fx.Node) or results is None:
-        return lambda flat: flat[0]
-    return type(results) if type(results) in (tuple, list) else tuple
+    spec = None if info is None else info.out_spec
+    spec = spec or pytree.tree_flatten(results)[1]
+    return lambda leaves: pytree.tree_unflatten(list(leaves), spec)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,9 @@ class RewriteState:
                 continue
             scale, amax_history, amax = left[:3]
             del left[:3]
-            state.tensors = state.tensors._replace(scale=scale, amax_history=amax_history, amax_forward=amax)
+            state.tensors = state.tensors._replace(
+                scale=scale.detach(), amax_history=amax_history.detach(), amax_forward=amax.detach()
+            )
 
     @property
     def first(self) -> fx.GraphModule:
@@ -94,8 +96,9 @@ class RewriteState:
         """Return whether a slot has no scale in the next step. Synchronizes with the device, until none is cold."""
         return any(not state.warm and bool(state.cold()) for state in self._states if state.table.training)
 
+    @torch.no_grad()
     def run(self, gm: Callable[..., Any], *args: Any) -> Any:
-        """Run the graph for a step with the current state, and keep the new state.
+        """Run the graph for a step with the current state, and keep the new state. Autograd records nothing.
 
         Args:
             gm: The graph that `fp8pass.rewrite` returned, or what another compiler has made of it. In a step that

@@ -333,9 +333,8 @@ class _Writer:
                 return scaling.merge_amax(torch.full_like(found, scaling.NOTHING), found, on_nonfinite)
 
             (self.rolled[number][2],) = self.build.inline(output, record, *new)
-        (results,) = output.args
-        own = tuple(results) if isinstance(results, (tuple, list)) else (results,)
-        output.args = ((*own, *(n for of in self.rolled for n in of)),)
+        results: Any = output.args[0]
+        output.args = ((*results, *(n for of in self.rolled for n in of)),)
 
     # -- Matmuls.
 
