@@ -191,8 +191,9 @@ class _Finder:
         for node in self.matmuls:
             if node in self.backward and (gradient := self._gradient_of(node)) is not None:
                 by_gradient.setdefault(self._number(gradient), []).append(node)
-        for nodes in by_gradient.values():
-            self._assign(nodes)
+        groups = list(by_gradient.values())
+        for position, nodes in enumerate(groups):
+            self._assign(nodes, groups[position + 1 :])
         return list(self.layers.values()), self.reasons
 
     def _number(self, factor: fx.Node) -> int:
@@ -217,29 +218,34 @@ class _Finder:
         self.reasons[node] = "both of its operands depend on a gradient, as in a second derivative"
         return None
 
-    def _assign(self, nodes: list[fx.Node]) -> None:
-        """Assign matmuls that read one gradient, which belongs to one layer, or to several that are added up."""
+    def _assign(self, nodes: list[fx.Node], later: list[list[fx.Node]]) -> None:
+        """Assign matmuls that read one gradient, which belongs to one layer, or to several that are added up.
+
+        later: the groups of matmuls that read the other gradients, which autograd computes after this one.
+        """
         left = list(nodes)
-        while left:
-            fits: dict[int, list[tuple[fx.Node, Product]]] = {}
-            for node in left:
-                for layer, product in self._candidates(node):
-                    of = fits.setdefault(self.values.of(layer.output), [])
-                    if product.kind not in [p.kind for _, p in of]:
-                        of.append((node, product))
-            if not fits:
-                break
+        while fits := self._fits(left):
             most = max(map(len, fits.values()))
-            best = [self.layers[number] for number, of in fits.items() if len(of) == most]
-            if len(best) > 1 and not self.may_confuse([layer.output for layer in best]):
+            best = [number for number, of in fits.items() if len(of) == most]
+            # autograd goes back through the forward, so of several gradients the first belongs to the last layer
+            is_one_each = len(best) == 1 + sum(set(best) == set(self._fits(other)) for other in later)
+            if len(best) > 1 and not is_one_each and not self.may_confuse([self.layers[n].output for n in best]):
                 self._note(left, f"it may belong to any of {len(best)} matmuls of the forward, whose recipes differ")
                 return
-            # autograd goes back through the forward, so the gradient that is computed first belongs to the last layer
-            layer = best[-1]
-            for node, product in fits[self.values.of(layer.output)]:
-                layer.products.append(product)
-                left.remove(node)
+            for product in fits[best[-1]]:
+                self.layers[best[-1]].products.append(product)
+                left.remove(product.node)
         self._note(left, "no matmul of the forward reads its other operand with matching sizes")
+
+    def _fits(self, nodes: list[fx.Node]) -> dict[int, list[Product]]:
+        """Return for each layer, by the number of its output, the products of it that the matmuls may be."""
+        fits: dict[int, list[Product]] = {}
+        for node in nodes:
+            for layer, product in self._candidates(node):
+                of = fits.setdefault(self.values.of(layer.output), [])
+                if product.kind not in [p.kind for p in of]:
+                    of.append(product)
+        return dict(sorted(fits.items()))
 
     def _note(self, nodes: list[fx.Node], reason: str) -> None:
         self.reasons.update(dict.fromkeys(nodes, reason))

@@ -106,10 +106,16 @@ class _Planner:
         }
         for node in self.graph.nodes:
             if node.target in ALL_MATMULS and node not in listed:
-                why = self.reasons.get(node, "matmuls of groups, as of experts, are not rewritten in a traced graph")
-                rule = "product" if node in self.reasons else "grouped"
-                choice = self._choose(node, [Product(node, "output")])
-                self._decline(choice, Reject(rule, why))
+                self._refuse(node)
+
+    def _refuse(self, node: fx.Node) -> None:
+        """Decline a matmul that belongs to no layer."""
+        choice = self._choose(node, [Product(node, "output")])
+        if node not in self.reasons:
+            self._decline(choice, Reject("grouped", "matmuls of groups, as of experts, stay as they are in such a graph"))
+            return
+        choice.rule, choice.wanted = "product", True
+        choice.reason = f"which product of which layer it is can't be decided: {self.reasons[node]}"
 
     def _decide(self, layer: Layer) -> None:
         node = layer.output
