@@ -253,5 +253,3 @@ def _constants(traced: fx.GraphModule) -> dict[str, Any]:
     for node in traced.graph.find_nodes(op="get_attr"):
         found[str(node.target)] = getattr(traced, str(node.target))
     return found
-
-

@@ -12,10 +12,11 @@ from torch import Tensor, fx
 from fp8pass._torch import pytree
 from fp8pass.dump.writer import Dump
 from fp8pass.fields import nearest
-from fp8pass.graph.annotation import copy_to_edit
+from fp8pass.graph.annotation import MatmulChoice, copy_to_edit
 from fp8pass.lowering.eager import rewrite_all
 from fp8pass.names import Names, module_path
 from fp8pass.options.config import Config, make_config
+from fp8pass.options.unmatched import patterns_of
 from fp8pass.pipeline import Pipeline, quantized, runs_anywhere
 from fp8pass.recipes import Calibration, Schedule
 from fp8pass.report.report import Report
@@ -36,7 +37,7 @@ _OF_THE_COMPILER = {
     "lowering": "Inductor is not called",
     "compile_once": "the graph stays in one piece",
     "epilogues": "kernels are the caller's choice",
-    "on_fault": "an error is always raised",
+    "merge_siblings": "the layers of a traced graph stay apart",
 }
 """Options that have no meaning for a graph whose compiler is somebody else, with the reason."""
 
@@ -84,6 +85,7 @@ def rewrite(
     cold = copy_to_edit(flat) if config.recipe is not None else flat
     dump = Dump.of(config, flat, "rewrite")
     context = quantized(flat, config, _TracedNames(flat, paths), False, dump)
+    _check_patterns(config, flat, context.choices, paths)
     pipeline = Pipeline(config, context.choices, dump)
     rewrite_all(flat, pipeline)
     runs_anywhere(flat, config, dump)
@@ -100,10 +102,10 @@ def rewrite(
 def _checked(config: Config | Mapping[str, Any] | None) -> Config:
     if not isinstance(config, Config):
         config = make_config(config)
-    given = {f.name for f in fields(Config) if getattr(config, f.name) != f.default}
+    # FP8PASS_* variables may be meant for other graphs of the process
+    usual = make_config()
+    given = {f.name for f in fields(Config) if getattr(config, f.name) not in (f.default, getattr(usual, f.name))}
     wrong = [f"{name}={getattr(config, name)!r} ({why})" for name, why in _OF_THE_COMPILER.items() if name in given]
-    if config.merge_siblings:
-        wrong.append("merge_siblings=True (the layers of a traced graph stay apart)")
     if isinstance(config.recipe, Schedule):
         wrong.append("a recipe by step (rewrite the graph for each phase, with config.at_step(step))")
     elif any(isinstance(recipe, Calibration) for recipe in config.recipes):
@@ -148,6 +150,20 @@ def _paths(gm: fx.GraphModule, example_inputs: Sequence[Any], names: Mapping[str
         if isinstance(x, Tensor) and (key or isinstance(x, torch.nn.Parameter)):
             found[name] = key or name
     return {**found, **names}
+
+
+def _check_patterns(
+    config: Config, module: fx.GraphModule, choices: Sequence[MatmulChoice], paths: Mapping[str, str]
+) -> None:
+    """Raise ValueError for a pattern of a recipe or filter that matches no name in the graph."""
+    leaves = [*(str(n.target) for n in module.graph.find_nodes(op="get_attr")), *paths.values()]
+    names = {c.name for c in choices}
+    for path in leaves:
+        steps = path.split(".")
+        names |= {".".join(steps[:i]) for i in range(1, len(steps) + 1)}
+    for pattern in patterns_of(config):
+        if pattern.option in ("recipe", "filter") and not pattern.is_in(names):
+            raise ValueError(f"{pattern.why(names, 'the graph')}. The inputs of the graph get names by names=")
 
 
 class _TracedNames(Names):

@@ -355,6 +355,7 @@ def recipe_text(states: Sequence[InstanceState]) -> str:
 
 
 def check_recipe(saved: str, own: str) -> None:
+    """Raise Fp8Error if a state was saved under recipes that lack one of a model's. Both are of `recipe_text`."""
     if saved and own and not _is_among(own, saved):
         raise Fp8Error(
             f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
@@ -374,6 +375,7 @@ def as_tensor(text: str) -> Tensor:
 
 
 def as_text(recipe: Tensor) -> str:
+    """Decode what `as_tensor` returned."""
     return bytes(recipe.tolist()).rstrip(b"\0").decode(errors="ignore")  # the cut may be within a character
 
 

@@ -112,7 +112,7 @@ class _Planner:
         """Decline a matmul that belongs to no layer."""
         choice = self._choose(node, [Product(node, "output")])
         if node not in self.reasons:
-            self._decline(choice, Reject("grouped", "matmuls of groups, as of experts, stay as they are in such a graph"))
+            self._decline(choice, Reject("grouped", "matmuls of experts stay as they are in a traced graph"))
             return
         choice.rule, choice.wanted = "product", True
         choice.reason = f"which product of which layer it is can't be decided: {self.reasons[node]}"
@@ -174,7 +174,9 @@ class _Planner:
         check_speedup(call, device, config)
         _, alpha, _ = bias_of(node)
         if alpha != 1 or "dtype" in str(node.target):
-            raise Reject("form", f"{node.format_node()}: only products that are not scaled, in the type of their operands")
+            raise Reject(
+                "form", f"{node.format_node()}: only products that are not scaled, in the type of their operands"
+            )
         self.device = self.device or device
         if device != self.device:
             raise Reject("device", f"on {device}, while the state of this graph is on {self.device}")
@@ -200,9 +202,7 @@ class _Planner:
         for repeat in layer.repeats if product.kind == "output" else ():
             self.factors[repeat] = replace(product, node=repeat), (found[0], found[1])
 
-    def _slot(
-        self, layer: Layer, name: str, product: Product, position: int, quantizer: ops.Quantizer
-    ) -> _Slot | None:
+    def _slot(self, layer: Layer, name: str, product: Product, position: int, quantizer: ops.Quantizer) -> _Slot | None:
         if not isinstance(quantizer, (ops.Delayed, ops.Static)):
             return None
         role = product.roles[position]
