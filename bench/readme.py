@@ -17,7 +17,7 @@ from typing import Any
 import rooms_drawing
 from diagram import svg
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +53,8 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Return a table of all passes in order, each with its graph and the first line of its docstring."""
-    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE, "joint graph": JOINT}
+    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE}
+    stages |= {"graph of another tracer": TRACED, "joint graph": JOINT}
     stages |= {"forward, backward, update": KERNELS}
     graphs = {p.name: graph for graph, passes in stages.items() for p in passes}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
