@@ -75,9 +75,7 @@ def rewrite(
         TypeError: If `gm` is not a GraphModule.
         ValueError: If the configuration has options that only a compiler has, or if `names` names no input.
     """
-    if not isinstance(gm, fx.GraphModule):
-        inside = " (pass its .module())" if hasattr(gm, "graph_module") else ""
-        raise TypeError(f"rewrite() takes a torch.fx.GraphModule, not {type(gm).__name__}{inside}")
+    _check_module(gm)
     config = _checked(config)
     leaves = pytree.tree_leaves(tuple(example_inputs))
     flat = functional_aten(gm, leaves)
@@ -97,6 +95,12 @@ def rewrite(
         return _finish(first)
 
     return flat, RewriteState(context.tables, _structure(gm), make_first), pipeline.report
+
+
+def _check_module(gm: Any) -> None:
+    if not isinstance(gm, fx.GraphModule):
+        inside = " (pass its .module())" if hasattr(gm, "graph_module") else ""
+        raise TypeError(f"rewrite() takes a torch.fx.GraphModule, not {type(gm).__name__}{inside}")
 
 
 def _checked(config: Config | Mapping[str, Any] | None) -> Config:

@@ -151,14 +151,14 @@ class RewriteState:
         own = {name for state in self._delayed() for name in state.table.names}
         if missing := sorted(own - entries.keys()):
             raise Fp8Error(
-                f"the state lacks {len(missing)} slots of the graph: {', '.join(missing[:3])}"
+                f"the state lacks slots of the graph: {_some(missing)}"
                 f"{nearest(missing[0], entries)}. Give the inputs the names of the saved model, by names=, or load it "
                 "with strict=False"
             )
         trains = any(state.table.training for state in self._states)
         if trains and (unknown := sorted(entries.keys() - own)):
             raise Fp8Error(
-                f"the state has {len(unknown)} slots that the graph lacks: {', '.join(unknown[:3])}"
+                f"the state has slots that the graph lacks: {_some(unknown)}"
                 f"{nearest(unknown[0], own)}. Load it with strict=False to leave them out"
             )
 
@@ -172,6 +172,10 @@ def _new(table: SlotTable) -> InstanceState:
         scales = [float(table.recipe.scales[name]) for name in table.names]
         state.tensors.scale.copy_(torch.tensor(scales))
     return state
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _inputs(state: InstanceState) -> list[Tensor]:

@@ -93,9 +93,12 @@ class Values:
         if node.op == "get_attr":
             key = "get_attr", id(_attribute(node))  # one tensor may have several names
         elif node.op == "call_function" and not _is_impure(node):
-            args = fx.map_arg((node.args, node.kwargs), lambda n: _Number(self._of[n]))
+            args = fx.node.map_aggregate((node.args, node.kwargs), self._known)
             key = str(node.target), repr(args)
         return self._numbers.setdefault(key, len(self._numbers))
+
+    def _known(self, x: Any) -> Any:
+        return _Number(self._of[x]) if isinstance(x, fx.Node) else x
 
 
 def _attribute(node: fx.Node) -> Any:
@@ -151,8 +154,9 @@ def _is_one(node: fx.Node) -> bool:
         return False
     if not (has_one_element(node) and val(node).is_floating_point()):
         return False
-    likes = {aten.ones_like.default: 1, aten.full_like.default: node.args[1] if len(node.args) > 1 else None}
-    return likes.get(node.target) == 1 or (node.target is aten.full.default and constant(node) == 1)
+    if node.target is aten.full_like.default:
+        return node.args[1] == 1
+    return node.target is aten.ones_like.default or (node.target is aten.full.default and constant(node) == 1)
 
 
 def _dependents(graph: fx.Graph, seeds: list[fx.Node]) -> set[fx.Node]:
@@ -255,10 +259,10 @@ class _Finder:
         first, second = operands(node)
         position = 0 if second in self.backward else 1  # of the factor that the forward has read
         factor = (first, second)[position]
-        for kind in ("grad_input", "grad_weight"):
-            role = "weight" if kind == "grad_input" else "input"
-            product = Product(node, kind, swapped=FACTORS[kind].index(role) != position)  # type: ignore[arg-type]
-            for layer in self.readers.get((self._number(factor), kind), []):  # type: ignore[arg-type]
+        kinds: tuple[tuple[Kind, Role], ...] = (("grad_input", "weight"), ("grad_weight", "input"))
+        for kind, role in kinds:
+            product = Product(node, kind, swapped=FACTORS[kind].index(role) != position)
+            for layer in self.readers.get((self._number(factor), kind), []):
                 taken = {p.kind for p in layer.products}
                 if kind not in taken and _fits(layer.output, node, product, position, factor):
                     yield layer, product

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -218,7 +218,7 @@ class _Planner:
         by_recipe: dict[DelayedScaling | StaticScaling, list[_Slot]] = {}
         for slot in self.slots.values():
             by_recipe.setdefault(slot.quantizer.recipe, []).append(slot)
-        found = []
+        found: list[SlotTable] = []
         for recipe, slots in by_recipe.items():
             slots.sort(key=lambda s: s.role == "grad_output")
             for position, slot in enumerate(slots):
@@ -411,7 +411,7 @@ def _as_taken(view: fx.Node, y: fx.Node) -> tuple[Any, ...]:
     if view.target is aten.t.default:
         return aten.permute.default, y, dims[::-1]
     if view.target is aten.transpose.int:
-        i, j = view.args[1:]
+        i, j = cast("tuple[int, int]", view.args[1:])
         dims[i], dims[j] = dims[j], dims[i]
         return aten.permute.default, y, dims
     if view.target in (aten.view.default, aten._unsafe_view.default):
