@@ -155,7 +155,7 @@ def _is_one(node: fx.Node) -> bool:
     if not (has_one_element(node) and val(node).is_floating_point()):
         return False
     if node.target is aten.full_like.default:
-        return node.args[1] == 1
+        return bool(node.args[1] == 1)
     return node.target is aten.ones_like.default or (node.target is aten.full.default and constant(node) == 1)
 
 

@@ -63,7 +63,7 @@ def step_of(model: nn.Module) -> Any:
 
 
 def joint(model: nn.Module, **how: Any) -> tuple[fx.GraphModule, dict[str, Tensor]]:
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     return make_fx(step_of(model), **how)(parameters, *batches(1)[0]), parameters
 
 
@@ -90,11 +90,15 @@ def check_against_compiled(model: nn.Module, recipe: Any, steps: Sequence[tuple[
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "dynamic", "rowwise"])
+VARIANT = pytest.mark.variant
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(r, marks=VARIANT) for r in ("dynamic", "rowwise"))])
 def test_a_joint_graph_computes_what_torch_compile_does(recipe: str) -> None:
     check_against_compiled(mlp(), recipe, batches())
 
 
+@VARIANT
 def test_layers_that_share_tensors() -> None:
     check_against_compiled(Twice(), "delayed", batches())
 
@@ -103,7 +107,7 @@ def test_recipes_by_module_of_layers_that_share_an_input() -> None:
     check_against_compiled(QKV(), {"q": "delayed", "k": "rowwise", "v": "dynamic"}, batches())
 
 
-@pytest.mark.variant
+@VARIANT
 def test_bfloat16() -> None:
     check_against_compiled(mlp(torch.bfloat16), "delayed", batches(dtype=torch.bfloat16))
 
@@ -213,7 +217,7 @@ def test_a_plain_symbolic_trace_is_for_inference() -> None:
         graph(x)[0].sum().backward()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=VARIANT), True])
 def test_torch_export(dynamic: bool) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -260,9 +264,10 @@ def test_writes_into_inputs_stay() -> None:
 def test_static_scales() -> None:
     model, (x, _) = mlp(), batches(1)[0]
     recipe = recipes.StaticScaling(fp8pass.calibrate(model, [x]))
-    graph, state, _ = fp8pass.rewrite(fx.symbolic_trace(model), (x,), {"recipe": recipe})
+    options: dict[str, Any] = {"recipe": recipe}
+    graph, state, _ = fp8pass.rewrite(fx.symbolic_trace(model), (x,), options)
     with torch.no_grad():
-        expected = torch.compile(model, backend="fp8pass", options={"lowering": "eager", "recipe": recipe})(x)
+        expected = torch.compile(model, backend="fp8pass", options={"lowering": "eager", **options})(x)
     assert torch.equal(state.run(graph, x), expected)
     assert state.names == ["scales"]
 

@@ -26,7 +26,8 @@ INPUTS = [torch.randn(s, dtype=BF16, requires_grad=True) for s in ((4, 8, 32), (
 def quantized(function: Any = step, inputs: Any = INPUTS, **config: Any) -> tuple[fx.GraphModule, TracedContext]:
     module = capture(function, *inputs)
     output = module.graph.output_node()
-    output.args = (tuple(output.args[0]) if isinstance(output.args[0], (list, tuple)) else (output.args[0],),)
+    results: Any = output.args[0]
+    output.args = (tuple(results) if isinstance(results, (list, tuple)) else (results,),)
     context = TracedContext(Config(**config), names=Names([]), bootstrap=False)
     QuantizeTraced().run(module.graph, context)
     verify(module.graph)
