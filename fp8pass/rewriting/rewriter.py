@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import pytree
 from fp8pass.dump.writer import Dump
+from fp8pass.errors import warn_once
 from fp8pass.fields import nearest
 from fp8pass.graph.annotation import MatmulChoice, copy_to_edit
 from fp8pass.lowering.eager import rewrite_all
@@ -86,6 +87,9 @@ def rewrite(
     _check_patterns(config, flat, context.choices, paths)
     pipeline = Pipeline(config, context.choices, dump)
     rewrite_all(flat, pipeline)
+    pipeline.report.notes += context.notes
+    for note in context.notes:
+        warn_once(f"fp8pass: {note}")
     runs_anywhere(flat, config, dump)
     _finish(flat)
 

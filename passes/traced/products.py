@@ -167,17 +167,14 @@ def _dependents(graph: fx.Graph, seeds: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def find_layers(
-    graph: fx.Graph, values: Values, may_confuse: Callable[[list[fx.Node]], bool]
-) -> tuple[list[Layer], dict[fx.Node, str]]:
-    """Return the layers in the order of their outputs, and for each matmul of the backward without one, the reason.
+class Finder:
+    """Finds the layers of a graph.
 
     may_confuse: returns whether it doesn't matter which of several outputs in the forward a gradient belongs to.
+    layers: in the order of their outputs, from `run` on; by the number of the output. reasons: for each matmul of the
+    backward without a layer, why it has none.
     """
-    return _Finder(graph, values, may_confuse).run()
 
-
-class _Finder:
     def __init__(self, graph: fx.Graph, values: Values, may_confuse: Callable[[list[fx.Node]], bool]) -> None:
         self.values = values
         self.may_confuse = may_confuse
@@ -187,7 +184,8 @@ class _Finder:
         self.readers: dict[tuple[int, Kind], list[Layer]] = {}
         self.reasons: dict[fx.Node, str] = {}
 
-    def run(self) -> tuple[list[Layer], dict[fx.Node, str]]:
+    def run(self) -> Finder:
+        """Find the layers; return itself."""
         for node in self.matmuls:
             if node not in self.backward:
                 self._add_output(node)
@@ -198,7 +196,7 @@ class _Finder:
         groups = list(by_gradient.values())
         for position, nodes in enumerate(groups):
             self._assign(nodes, groups[position + 1 :])
-        return list(self.layers.values()), self.reasons
+        return self
 
     def _number(self, factor: fx.Node) -> int:
         return self.values.of(base(factor))
@@ -256,16 +254,30 @@ class _Finder:
 
     def _candidates(self, node: fx.Node) -> Iterator[tuple[Layer, Product]]:
         """Yield the layers that a matmul of the backward may belong to, in the order of the forward."""
-        first, second = operands(node)
-        position = 0 if second in self.backward else 1  # of the factor that the forward has read
-        factor = (first, second)[position]
+        # of the factor that the forward has read
+        position = 0 if operands(node)[1] in self.backward else 1
+        for layer, product in self._alike(node, position):
+            if product.kind not in {p.kind for p in layer.products}:
+                yield layer, product
+
+    def _alike(self, node: fx.Node, position: int) -> Iterator[tuple[Layer, Product]]:
+        """Yield the layers of which a matmul may be a gradient, if the factor at `position` is not the gradient."""
+        factor = operands(node)[position]
         kinds: tuple[tuple[Kind, Role], ...] = (("grad_input", "weight"), ("grad_weight", "input"))
         for kind, role in kinds:
             product = Product(node, kind, swapped=FACTORS[kind].index(role) != position)
             for layer in self.readers.get((self._number(factor), kind), []):
-                taken = {p.kind for p in layer.products}
-                if kind not in taken and _fits(layer.output, node, product, position, factor):
+                if _fits(layer.output, node, product, position, factor):
                     yield layer, product
+
+    def disguised(self) -> tuple[fx.Node, fx.Node] | None:
+        """Return a matmul of a graph without a backward that looks like a gradient, and of which matmul; or None."""
+        for layer in self.layers.values() if not self.backward else ():
+            for position in (0, 1):
+                for other, _ in self._alike(layer.output, position):
+                    if other.output < layer.output:
+                        return layer.output, other.output
+        return None
 
 
 def _fits(output: fx.Node, node: fx.Node, product: Product, position: int, factor: fx.Node) -> bool:

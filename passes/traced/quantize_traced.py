@@ -33,9 +33,9 @@ from fp8pass.node_meta import KIND
 from fp8pass.passes.annotate.check import Call, check, check_speedup, for_instance
 from fp8pass.passes.annotate.quantizers import Pair, quantizers
 from fp8pass.passes.common.matmul_calls import signature_of
-from fp8pass.passes.common.patterns import ALL_MATMULS, CASTS, COPIES, aten, fp8_source
+from fp8pass.passes.common.patterns import ALL_MATMULS, CASTS, COPIES, at, aten, fp8_source
 from fp8pass.passes.rewrite.list_matmuls import operands
-from fp8pass.passes.traced.products import VIEWS, Layer, Product, Values, base, bias_of, chain, find_layers
+from fp8pass.passes.traced.products import VIEWS, Finder, Layer, Product, Values, base, bias_of, chain
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Kind, Role, StaticScaling
 from fp8pass.states.slots import SlotTable
@@ -92,7 +92,10 @@ class _Planner:
         self.graph = graph
         self.context = context
         self.values = Values(graph)
-        self.layers, self.reasons = find_layers(graph, self.values, self._has_one_recipe)
+        finder = Finder(graph, self.values, self._has_one_recipe).run()
+        self.layers, self.reasons = list(finder.layers.values()), finder.reasons
+        if (found := finder.disguised()) is not None:
+            context.notes.append(_disguise(*found))
         self.records = any(layer.trains for layer in self.layers)
         self.factors: dict[fx.Node, tuple[Product, tuple[Factor, Factor]]] = {}
         self.slots: dict[Hashable, _Slot] = {}
@@ -250,6 +253,13 @@ def _turned(quantizer: ops.Quantizer, product: Product, position: int) -> ops.Qu
     x = val(operands(product.node)[position])
     last = x.dim() - 1
     return replace(quantizer, dims=tuple({last: last - 1, last - 1: last}.get(d, d) for d in quantizer.dims))
+
+
+def _disguise(node: fx.Node, other: fx.Node) -> str:
+    return (
+        f"the graph counts as a forward, for it has no input named tangents..., and no gradient of a loss; "
+        f"yet {at(node)} looks like a gradient of {at(other)}. If it is one, name the inputs that are gradients so"
+    )
 
 
 def _origin(node: fx.Node) -> fx.Node:

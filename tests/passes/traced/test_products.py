@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass.passes.traced.products import Layer, Values, backward_of, find_layers
+from fp8pass.passes.traced.products import Finder, Layer, Values, backward_of
 from tests.helpers.harness import capture
 
 X, W, V = torch.randn(6, 8), torch.randn(8, 8), torch.randn(8, 8)
@@ -20,9 +20,14 @@ def grads(loss: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
     return loss, *torch.autograd.grad(loss, of)  # type: ignore[return-value]
 
 
+def find_layers(graph: fx.Graph, same: bool = True) -> tuple[list[Layer], dict[fx.Node, str]]:
+    found = Finder(graph, Values(graph), lambda _: same).run()
+    return list(found.layers.values()), found.reasons
+
+
 def layers_of(function: Any, *inputs: Tensor, same: bool = True) -> tuple[list[Layer], dict[fx.Node, str]]:
     graph = capture(function, *(x.detach().requires_grad_() for x in inputs)).graph
-    return find_layers(graph, Values(graph), lambda _: same)
+    return find_layers(graph, same)
 
 
 def kinds(layers: list[Layer]) -> list[list[str]]:
@@ -41,7 +46,7 @@ def test_three_products_of_a_layer() -> None:
 
 def test_a_forward_has_outputs_only() -> None:
     graph = capture(lambda x, w: torch.ones((), dtype=x.dtype) * (x @ w), X, W).graph
-    assert kinds(find_layers(graph, Values(graph), lambda _: True)[0]) == [["output"]]
+    assert kinds(find_layers(graph)[0]) == [["output"]]
     assert not backward_of(capture(lambda x, w: x @ w, X, W).graph)
 
 
@@ -74,7 +79,7 @@ def test_equal_sizes_are_told_apart_by_the_order_of_autograd() -> None:
         return grads((torch.relu(x @ w) * torch.tanh(x @ v) + torch.sigmoid(x @ u)).sum(), w, v, u)
 
     graph = capture(three, X, *(W.detach().requires_grad_() for _ in range(3))).graph
-    layers, reasons = find_layers(graph, Values(graph), lambda _: False)
+    layers, reasons = find_layers(graph, same=False)
     assert not reasons
     results: Any = graph.output_node().args[0]
     for layer, gradient in zip(layers, results[1:], strict=True):
@@ -86,10 +91,10 @@ def test_a_choice_that_matters_is_declined() -> None:
         return grads((torch.relu(x @ w) * (x @ v)).sum(), w)
 
     graph = capture(one_is_frozen, X, W.detach().requires_grad_(), V).graph
-    layers, reasons = find_layers(graph, Values(graph), lambda _: False)
+    layers, reasons = find_layers(graph, same=False)
     assert kinds(layers) == [["output"], ["output"]]
     assert list(reasons.values()) == ["it may belong to any of 2 matmuls of the forward, whose recipes differ"]
-    assert kinds(find_layers(graph, Values(graph), lambda _: True)[0]) == [["output"], ["grad_weight", "output"]]
+    assert kinds(find_layers(graph)[0]) == [["output"], ["grad_weight", "output"]]
 
 
 def test_a_forward_that_checkpointing_repeats_is_one_layer() -> None:
@@ -112,7 +117,7 @@ def test_batches_and_symbolic_sizes(dynamic: bool) -> None:
 
     inputs = [torch.randn(2, 5, 8, requires_grad=True) for _ in range(3)]
     graph = make_fx(attention, tracing_mode="symbolic" if dynamic else "fake")(*inputs).graph
-    assert kinds(find_layers(graph, Values(graph), lambda _: True)[0]) == [ALL, ALL]
+    assert kinds(find_layers(graph)[0]) == [ALL, ALL]
 
 
 def test_a_second_derivative_is_declined() -> None:
@@ -128,3 +133,18 @@ def test_a_product_with_itself_has_no_roles() -> None:
     layers, reasons = layers_of(lambda w: grads((w @ w.t()).sum(), w), W)
     assert kinds(layers) == [["output"]]
     assert len(reasons) == 2
+
+
+def test_a_backward_without_a_seed_is_noticed() -> None:
+    """Its gradient is an input of any name. A tied weight looks alike, and is the only forward that does."""
+
+    def backward(x: Tensor, w: Tensor, dy: Tensor) -> Any:
+        return x @ w.t(), dy @ w
+
+    graph = capture(backward, X, W, torch.randn(6, 8)).graph
+    found = Finder(graph, Values(graph), lambda _: True).run().disguised()
+    assert found is not None
+    assert [n.name for n in found] == ["mm_1", "mm"]
+    for forward in (lambda x, w: torch.tanh(x @ w) @ w, lambda x, w: (x @ w) @ torch.relu(w).t()):
+        graph = capture(forward, X, W).graph
+        assert Finder(graph, Values(graph), lambda _: True).run().disguised() is None
