@@ -66,6 +66,7 @@ from fp8pass.passes.share.save_scales import SaveScales
 from fp8pass.passes.share.save_sums import SaveSums
 from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.passes.share.use_transposes import UseTransposes
+from fp8pass.passes.traced.quantize_traced import STATE as STATE
 from fp8pass.passes.traced.quantize_traced import QuantizeTraced, TracedContext
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.expand_foreach import ExpandForeach

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import functionalize
+from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
-from torch.nn.utils import stateless
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, pytree
 from fp8pass.errors import Fp8Error, first_line
@@ -187,6 +186,17 @@ class _Values(fx.Interpreter):
         return result
 
 
+class _Interpreted(torch.nn.Module):
+    """Runs a graph node by node, so that the new nodes keep its source lines."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, attributes: Mapping[str, Any], *inputs: Any) -> Any:
+        return _Values(self.module, attributes, keeps=False).run(*inputs, enable_io_processing=False)
+
+
 def _find_values(module: fx.GraphModule, leaves: Sequence[Any]) -> None:
     """Compute the fake tensors of all nodes, in one mode."""
     mode, of = FakeTensorMode(), _Attributes(module)
@@ -205,10 +215,9 @@ def _traced(module: fx.GraphModule, leaves: Sequence[Any], mode: FakeTensorMode 
     fakes = [*_fakes_of(mode, of.tensors), *_fakes_of(mode, leaves)]
 
     def run(*values: Any) -> Any:
-        own = {n: x for n, x in zip(of.names, values, strict=False) if n in of.own}
-        with stateless._reparametrize_module(module, own, tie_weights=True):
-            interpreter = _Values(module, of.by_target(values[:count]), keeps=False)
-            return interpreter.run(*values[count:], enable_io_processing=False)
+        own = {f"module.{n}": x for n, x in zip(of.names, values, strict=False) if n in of.own}
+        inputs = (of.by_target(values[:count]), *values[count:])
+        return functional_call(_Interpreted(module), own, inputs, tie_weights=True)
 
     with mode, torch.no_grad(), preserve_node_meta():
         traced = _explained(lambda: make_fx(run)(*fakes))

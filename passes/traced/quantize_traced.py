@@ -170,7 +170,7 @@ class _Planner:
         signature = signature_of(node)
         assert signature is not None, node
         for n in (node, *node.all_input_nodes):
-            n.meta.setdefault("example_value", n.meta["val"])
+            n.meta["example_value"] = n.meta["val"]
         call = check(node, signature, choice.name, config, layer.trains)
         choice.predicted_speedup = call.speedup
         device = val(node).device
