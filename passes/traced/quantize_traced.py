@@ -263,10 +263,14 @@ def _disguise(node: fx.Node, other: fx.Node) -> str:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Return the tensor that a factor is a view, a copy or a cast of."""
-    while (node.target in VIEWS or node.target in CASTS) and isinstance(node.args[0], fx.Node):
+    """Return the tensor that a factor is a view, a copy or a cast of, or is gathered from: the one with a name."""
+    while _keeps_name(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def _keeps_name(node: fx.Node) -> bool:
+    return node.target in VIEWS or node.target in CASTS or "c10d_functional" in str(node.target)
 
 
 class _Writer:
