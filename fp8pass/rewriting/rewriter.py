@@ -22,7 +22,7 @@ from fp8pass.pipeline import Pipeline, quantized, runs_anywhere
 from fp8pass.recipes import Calibration, Schedule
 from fp8pass.report.report import Report
 from fp8pass.rewriting.aten import functional_aten
-from fp8pass.rewriting.state import RewriteState
+from fp8pass.rewriting.rewrite_state import RewriteState
 
 _OF_THE_COMPILER = {
     "weight_cache": "the caller keeps no FP8 copies of weights between calls",
