@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import NamedTuple
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 WIDTH, MARGIN, LINE, GAP = 860, 20, 26, 30
 LABELS = 250  # width of the left column, which names the graph
@@ -59,7 +59,12 @@ def stages() -> list[Stage]:
             tuple(p.name for p in UPDATE),
         ),
         Stage("AOTAutograd", ("traces autograd, and decomposes functions into ATen ops",)),
-        Stage("joint graph", ("forward and backward together:", "passes change numbers"), tuple(p.name for p in JOINT)),
+        Stage(
+            "joint graph",
+            ("forward and backward together:", "passes change numbers;", "of another tracer: the yellow one first"),
+            tuple(p.name for p in JOINT),
+            tuple(p.name for p in TRACED),
+        ),
         Stage("partitioner", ("cuts the graph in two, and saves FP8 where matmuls of the backward read FP8",)),
         Stage(
             "forward, backward, update",

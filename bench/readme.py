@@ -17,7 +17,7 @@ from typing import Any
 import rooms_drawing
 from diagram import svg
 
-from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, UPDATE
+from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,7 +53,8 @@ def example(name: str) -> str:
 
 def table_of_passes() -> str:
     """Return a table of all passes in order, each with its graph and the first line of its docstring."""
-    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE, "joint graph": JOINT}
+    stages: dict[str, Any] = {"Dynamo's graph": DYNAMO, "Dynamo's graph of an update": UPDATE}
+    stages |= {"graph of another tracer": TRACED, "joint graph": JOINT}
     stages |= {"forward, backward, update": KERNELS}
     graphs = {p.name: graph for graph, passes in stages.items() for p in passes}
     rows = ["| pass | works on | what it does |", "|---|---|---|"]
@@ -253,6 +254,7 @@ SECTIONS = {
     "train_step": lambda: example("train_step.py"),
     "qdq": lambda: example("qdq.py"),
     "transformers_trainer": lambda: example("transformers_trainer.py"),
+    "rewrite_graph": lambda: example("rewrite_graph.py"),
     "accelerate_loop": lambda: example("accelerate_loop.py"),
     "lightning_module": lambda: example("lightning_module.py"),
     "lora": lambda: example("lora.py"),
@@ -290,6 +292,7 @@ FILES = {
     "train_step": "docs/train-step.md",
     "qdq": "docs/quantize-dequantize.md",
     "transformers_trainer": "docs/transformers.md",
+    "rewrite_graph": "docs/rewrite.md",
     "accelerate_loop": "docs/accelerate.md",
     "lightning_module": "docs/lightning.md",
     "lora": "docs/lora.md",

@@ -211,6 +211,8 @@ def source_of(node: fx.Node, outermost: bool = False) -> str:
     """
     trace = node.meta.get("stack_trace") or ""
     frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
+    # tracers other than Dynamo keep torch's own frames
+    frames = [line for line in frames if f'"{TORCH}' not in line] or frames
     if not frames:
         return ""
     frame = frames[0 if outermost else -1]  # outermost first, as in Python's tracebacks

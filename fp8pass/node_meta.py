@@ -2,6 +2,8 @@
 
 MADE_BY = "fp8pass"
 """On a node that a pass made; the value is the pass's name."""
+KIND = "fp8pass_kind"
+"""On a matmul of a graph that somebody else traced: which product of its layer it is, see `recipes.Kind`."""
 PIECE = "fp8pass_piece"
 """On the nodes of Dynamo's graph: the number of the piece, a layer say, that is compiled as a function of its own."""
 SAVED = "fp8pass_saved"

@@ -68,6 +68,8 @@ from fp8pass.passes.share.save_scales import SaveScales
 from fp8pass.passes.share.save_sums import SaveSums
 from fp8pass.passes.share.save_transposes import SaveTransposes
 from fp8pass.passes.share.use_transposes import UseTransposes
+from fp8pass.passes.traced.quantize_traced import STATE as STATE
+from fp8pass.passes.traced.quantize_traced import QuantizeTraced, TracedContext
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.expand_foreach import ExpandForeach
 from fp8pass.passes.update.find_moments import moments_of as moments_of
@@ -125,6 +127,9 @@ JOINT: tuple[Pass[Context], ...] = (
     BatchRecords(),  # last: the rewrites have removed the records of dead quantizes
 )
 """The passes over forward and backward in one graph. They change numbers, and what is saved for the backward."""
+
+TRACED: tuple[Pass[TracedContext], ...] = (QuantizeTraced(),)
+"""The passes over a graph of ATen ops that somebody else has traced, before those of `JOINT`."""
 
 KERNELS: tuple[Pass[Context], ...] = (
     SplitForeach(),  # first: the tensors that it splits off are quantized by ops that FoldQuantizes folds
@@ -215,6 +220,21 @@ def annotated_update(
     module = copy_to_edit(module)  # drops attributes that no node reads any more
     module.recompile()
     return Annotation(module, [], [], is_update=True)
+
+
+def quantized(module: fx.GraphModule, config: Config, names: Names, bootstrap: bool, dump: Dump) -> TracedContext:
+    """Insert quantize-dequantize into a traced graph, in place; return choices and slots: see `TracedContext`."""
+    context = TracedContext(config, names=names, bootstrap=bootstrap)
+    todo = TRACED if config.recipe is not None else ()
+    _run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", _verify)
+    return context
+
+
+def runs_anywhere(module: fx.GraphModule, config: Config, dump: Dump) -> None:
+    """Replace the FP8 matmuls of a traced graph that this device has no kernel for, in place."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            _run_all((EmulateMatmuls(),), part, Context(config), dump, "traced", _verify)
 
 
 def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:

@@ -116,12 +116,17 @@ class Delayed:
 
     def parts(self, x: Tensor, scales: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; record its amax in `amax`, in place. Return (`x_q`, scale_inv f32[])."""
+        x_q, scale_inv, new = self.with_amax(x, scales)
+        if self.record:
+            amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
+        return x_q, scale_inv
+
+    def with_amax(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[])."""
         new = scaling.amax(x)
         _, scale = self.scaled(x, scales)
         x_q = scaling.quantize(x, scale, self.dtype)
-        if self.record:
-            amax.copy_(record(amax, new, self.index, self.recipe.on_nonfinite))
-        return x_q, scaling.inverse_unless_nonfinite(scale, new)
+        return x_q, scaling.inverse_unless_nonfinite(scale, new), new
 
     def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` in the shape in which it is quantized, and the scale."""

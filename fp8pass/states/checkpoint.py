@@ -95,7 +95,7 @@ class State:
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
             return {}
-        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: _as_tensor(self._recipe())}
+        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Restore a state that `state_dict` returned, before or after the first call of the compiled module.
@@ -116,10 +116,10 @@ class State:
                 lacks), or was saved under another recipe. The message lists the keys, slots or values.
         """
         finish()  # an all-reduce of amaxes under way would otherwise write its result over the loaded state
-        entries = _entries_of(state_dict)
-        saved = _as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
+        entries = entries_of(state_dict)
+        saved = as_text(state_dict[RECIPE]) if RECIPE in state_dict else ""
         steps = int(state_dict[STEPS]) if STEPS in state_dict else 0
-        _check_values(entries, steps, freezes=not saved or "on_nonfinite='freeze'" in saved)
+        check_values(entries, steps, freezes=not saved or "on_nonfinite='freeze'" in saved)
         if not state_dict:
             log.warning(
                 "an empty FP8 state is loaded; if one was saved with torch.distributed.checkpoint, load "
@@ -138,7 +138,7 @@ class State:
                     f"the saved FP8 state has slots of layers that {type(module).__name__} does not have: {unknown}. "
                     "Load it into the model that it was saved from, or load the part that fits, with strict=False."
                 )
-            _check_recipe(saved, self._own_recipe())
+            check_recipe(saved, self._own_recipe())
             if missing or (extra and trained):
                 raise Fp8Error(
                     f"the saved FP8 state does not fit this model. Missing slots: {missing}. Unexpected slots: {extra}."
@@ -163,8 +163,8 @@ class State:
     def begin_with(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load another state's `state_dict`, not strictly, before the module itself has any state."""
         self._steps = int(state_dict[STEPS])
-        saved = _as_text(state_dict[RECIPE])
-        self._loaded = _Loaded(_entries_of(state_dict), saved, strict=False, steps=self._steps)
+        saved = as_text(state_dict[RECIPE])
+        self._loaded = _Loaded(entries_of(state_dict), saved, strict=False, steps=self._steps)
 
     def judge(self, state: InstanceState) -> None:
         """Warn of loaded slots that the first step after the load did not use; they are kept, as a later step may."""
@@ -216,14 +216,14 @@ class State:
 
     def _write(self, state: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
-        state.write(found, anew=bool(saved) and not _is_among(_recipe_text([state]), saved))
+        state.write(found, anew=bool(saved) and not _is_among(recipe_text([state]), saved))
 
     def _recipe(self) -> str:
         return self._own_recipe() or self._loaded.recipe
 
     def _own_recipe(self) -> str:
         """Return the text of the recipes that the module is trained with; "" if they are not known yet."""
-        return _recipe_text(self._states())
+        return recipe_text(self._states())
 
     def _states(self) -> list[InstanceState]:
         """Return all instance states of the module, oldest first, including those without slots."""
@@ -283,7 +283,7 @@ class State:
             absent = [name for name in names if name not in loaded.entries]
             # a graph that first runs in a later step, as in a phase of a schedule, had not run in the saved run either
             if loaded.strict and state.table.training and self.steps <= loaded.steps + 1:
-                _check_recipe(loaded.recipe, _recipe_text([state]))
+                check_recipe(loaded.recipe, recipe_text([state]))
                 if absent:
                     raise Fp8Error(
                         f"the loaded FP8 state does not fit this model. Missing slots: {absent}. Load it into the "
@@ -353,13 +353,14 @@ def _renames(module: nn.Module | None, state: InstanceState) -> tuple[list[_Rena
     return renames, votes.most_common(1)[0][0] if votes else None
 
 
-def _recipe_text(states: Sequence[InstanceState]) -> str:
+def recipe_text(states: Sequence[InstanceState]) -> str:
     """Return the text of the instance states' recipes without the length of their histories, which may change."""
     recipes = (s.table.delayed for s in states if s.table.names)
     return AND.join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
 
 
-def _check_recipe(saved: str, own: str) -> None:
+def check_recipe(saved: str, own: str) -> None:
+    """Raise Fp8Error if a state was saved under recipes that lack one of a model's. Both are of `recipe_text`."""
     if saved and own and not _is_among(own, saved):
         raise Fp8Error(
             f"the FP8 state was saved under {saved}, and this model is trained with {own}. Load it with strict=False "
@@ -373,12 +374,13 @@ def _is_among(own: str, saved: str) -> bool:
     return cut or set(own.split(AND)) <= set(saved.split(AND))
 
 
-def _as_tensor(text: str) -> Tensor:
+def as_tensor(text: str) -> Tensor:
     """Encode the text as u8[512]: cut, or padded with zeros."""
     return torch.tensor(list(text.encode()[:_RECIPE_BYTES].ljust(_RECIPE_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _as_text(recipe: Tensor) -> str:
+def as_text(recipe: Tensor) -> str:
+    """Decode what `as_tensor` returned."""
     return bytes(recipe.tolist()).rstrip(b"\0").decode(errors="ignore")  # the cut may be within a character
 
 
@@ -412,7 +414,7 @@ def _free_name(name: str, key: Any, taken: dict[str, Any]) -> str:
     return f"{name}~{number}" if number else name
 
 
-def _entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
+def entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
     """Return the slots of a state dict. Raises Fp8Error if it is not the state dict of a `State`."""
     if not isinstance(state_dict, Mapping) or not all(isinstance(value, Tensor) for value in state_dict.values()):
         raise Fp8Error(f"the FP8 state to load is not a dict of tensors, but {_kind_of(state_dict)}; {_WHAT}")
@@ -442,7 +444,7 @@ def _kind_of(x: object) -> str:
     return f"has a {type(value).__name__} as {name!r}"
 
 
-def _check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> None:
+def check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> None:
     """Raise Fp8Error for values that training never leaves.
 
     freezes: on_nonfinite="freeze" is possible, so amaxes and histories may hold NaN and inf.

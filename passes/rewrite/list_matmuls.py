@@ -19,7 +19,7 @@ from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short, source_of
-from fp8pass.node_meta import GEMM, SAVED, SAVED_FP8
+from fp8pass.node_meta import GEMM, KIND, SAVED, SAVED_FP8
 from fp8pass.passes.common.patterns import (
     ADDING_MATMULS,
     ALL_MATMULS,
@@ -72,8 +72,8 @@ class ListMatmuls:
             a, b = operands(node)
             index = _custom(node).get("fp8pass")
             roots = root(a), root(b)
-            kind: Any = "output"
-            if node in backward:
+            kind: Any = node.meta.get(KIND, "output")
+            if node in backward and KIND not in node.meta:
                 kind = _custom(node).get("fp8pass_kind") or "output"
                 if kind not in KINDS[1:]:
                     kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []), of_copy=kind != "output")

@@ -43,6 +43,7 @@ def test_public_names_have_docstrings() -> None:
         "qdq",
         "quantize",
         "recipes",
+        "rewrite",
         "state",
         "stats",
         "train_step",
