@@ -504,6 +504,14 @@ def _flattened(mesh: DeviceMesh, _world: Any) -> dist.ProcessGroup:
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
 
 
+def checkpoint_reader(checkpoint_id: str) -> StorageReader:
+    """Return the reader that `torch.distributed.checkpoint.load` takes for a folder or an fsspec address."""
+    from torch.distributed.checkpoint._storage_utils import _storage_setup  # what it imports takes long
+
+    reader: StorageReader = _storage_setup(None, checkpoint_id, reader=True)
+    return reader
+
+
 def context_for_later() -> TracingContext:
     """Return a copy of the current compilation's context, to compile the graph again when it is called.
 
@@ -758,6 +766,7 @@ __all__ = [
     "call_of_kernel",
     "callback_handler",
     "cancel_compilations",
+    "checkpoint_reader",
     "compilations",
     "compile_fx",
     "compile_fx_inner",
