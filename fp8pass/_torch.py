@@ -504,12 +504,11 @@ def _flattened(mesh: DeviceMesh, _world: Any) -> dist.ProcessGroup:
     return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
 
 
-def checkpoint_reader(checkpoint_id: str) -> StorageReader:
+def checkpoint_reader(checkpoint_id: str) -> Any:  # a StorageReader, whose import takes long
     """Return the reader that `torch.distributed.checkpoint.load` takes for a folder or an fsspec address."""
-    from torch.distributed.checkpoint._storage_utils import _storage_setup  # what it imports takes long
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
 
-    reader: StorageReader = _storage_setup(None, checkpoint_id, reader=True)
-    return reader
+    return _storage_setup(None, checkpoint_id, reader=True)
 
 
 def context_for_later() -> TracingContext:

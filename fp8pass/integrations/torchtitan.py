@@ -205,9 +205,7 @@ class Fp8CheckpointManager(CheckpointManager):  # type: ignore[misc]
         states[KEY] = self._fp8 = _State(model_parts)
         super().__init__(config, model_parts=model_parts, states=states, **given)
 
-    def dcp_load(
-        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
-    ) -> None:
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load a checkpoint, with the state if it is there. Raises Fp8Error if the state does not fit the model."""
         if KEY in state_dict:
             metadata = checkpoint_reader(checkpoint_id).read_metadata()

@@ -25,6 +25,8 @@ pytest.importorskip("torchtitan")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torchtitan's own imports warn of
     from tests.helpers.titan_runs import llama, on_cpu, parsed  # first: it makes torchtitan take the CPU
+
+    # isort: split
     from torchtitan.components.checkpointer import BaseCheckpointManager
     from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.models.llama3 import model_registry

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.helpers import titan_on_cpu
+from tests.helpers import titan_on_cpu  # noqa: F401  # first: it makes torchtitan take the CPU
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torchtitan's own imports warn of
@@ -84,7 +84,9 @@ def parsed(*flags: str) -> Fp8Trainer.Config:
     """Return what torchtitan makes of its command line."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ConfigManager().parse_args(["--module", __spec__.name if __spec__ else __name__, "--config", "llama", *flags])
+        return ConfigManager().parse_args(
+            ["--module", __spec__.name if __spec__ else __name__, "--config", "llama", *flags]
+        )
 
 
 if __name__ == "__main__":
