@@ -15,7 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from fp8pass._torch import MODULE_CALL, checkpoint_reader, flattened
 from fp8pass.errors import Fp8Error, warn_once
-from fp8pass.fields import RULE
+from fp8pass.fields import RULE, choose
 from fp8pass.options.config import Config, make_config
 from fp8pass.options.unmatched import names_of
 from fp8pass.recipes import DelayedScaling, Schedule
@@ -124,8 +124,11 @@ def in_fp8(config: Trainer.Config, **options: Any) -> Fp8Trainer.Config:
             f"in_fp8 takes a config of torchtitan's Trainer, not a {type(config).__qualname__}, whose trainer runs "
             "its steps in another way: for this model call torch.compile yourself, or leave fp8pass out"
         )
-    make_config(options)
-    return derive(config, Fp8Trainer.Config, fp8=Fp8Options(**options))
+    for name in options:
+        choose("fp8pass option", name, tuple(of.name for of in _OPTIONS))
+    fp8 = Fp8Options(**options)
+    fp8.config()
+    return derive(config, Fp8Trainer.Config, fp8=fp8)
 
 
 def check(config: Fp8Trainer.Config) -> None:
