@@ -29,15 +29,15 @@ utils.device_type, utils.device_module = "cpu", SimpleNamespace(**{**vars(torch.
 IS_COMPLETE = hasattr(dist, "set_timeout")
 """True if torch has what torchtitan 0.3 needs: 2.15 has it all; 2.13 trains one process, without `set_timeout`."""
 if not IS_COMPLETE:
-    dist.set_timeout = lambda *_: None
+    vars(dist)["set_timeout"] = lambda *_: None
 
 _set_divisor = FSDPModule.set_gradient_divide_factor
 
 
-def _set_divisor_by_sum(module: FSDPModule, factor: float) -> None:
+def _set_divisor_by_sum(self: FSDPModule, factor: float) -> None:
     """Set the divisor of gradients, without the reduction that gloo lacks."""
-    _set_divisor(module, factor)
-    module.set_force_sum_reduction_for_comms(True)
+    _set_divisor(self, factor)
+    self.set_force_sum_reduction_for_comms(True)
 
 
 FSDPModule.set_gradient_divide_factor = _set_divisor_by_sum  # type: ignore[method-assign]
