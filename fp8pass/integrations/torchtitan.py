@@ -90,7 +90,7 @@ class Fp8Trainer(Trainer):  # type: ignore[misc]  # torchtitan is not installed 
 
     def __init__(self, config: Config) -> None:
         check(config)
-        parallelize = _compiling(config.model_spec.parallelize_fn, config.fp8)
+        parallelize = compiling(config.model_spec.parallelize_fn, config.fp8)
         changes: dict[str, Any] = {
             "model_spec": replace(config.model_spec, parallelize_fn=parallelize),
             # torchtitan refuses other names for models with FlexAttention, though fp8pass lowers through Inductor
@@ -156,18 +156,16 @@ def check(config: Fp8Trainer.Config) -> None:
 
 
 def _check_state(config: Fp8Trainer.Config) -> None:
-    if not _has_state(config.fp8.config()):
-        return
-    if not config.training.disable_cuda_graphs:
+    options, saves = config.fp8.config(), config.checkpoint
+    if not config.training.disable_cuda_graphs and (options.monitor or _has_state(options)):
         raise Fp8Error(
-            "torchtitan records forward and backward as a CUDA graph, which replays one step of delayed scaling: set "
-            "--training.disable_cuda_graphs, or take a recipe without state, --fp8.recipe dynamic say"
+            "torchtitan records forward and backward as a CUDA graph, which replays one step of delayed scaling and of "
+            "the monitor: set --training.disable_cuda_graphs, or take a recipe without state, --fp8.recipe dynamic say"
         )
-    saves = config.checkpoint
-    if saves.enable and not isinstance(saves, CheckpointManager.Config):
+    if saves.enable and _has_state(options) and not isinstance(saves, CheckpointManager.Config):
         raise Fp8Error(
             f"{type(saves).__qualname__} can't hold the FP8 state: write checkpoint=CheckpointManager.Config(...), of "
-            "torchtitan.components.checkpoint, or set --checkpoint.enable false"
+            "torchtitan.components.checkpoint, or set --checkpoint.no-enable"
         )
 
 
@@ -176,13 +174,15 @@ def _has_state(config: Config) -> bool:
     return isinstance(config.recipe, Schedule) or any(isinstance(recipe, DelayedScaling) for recipe in config.recipes)
 
 
-def _compiling(parallelize: Callable[..., nn.Module], options: Fp8Options) -> Callable[..., nn.Module]:
+def compiling(parallelize: Callable[..., nn.Module], options: Fp8Options) -> Callable[..., nn.Module]:
     """Return torchtitan's `parallelize`, followed by `compile` with fp8pass for each module that it has compiled."""
 
     def parallelize_in_fp8(model: nn.Module, *, parallel_dims: ParallelDims, **given: Any) -> nn.Module:
         model = parallelize(model, parallel_dims=parallel_dims, **given)
         config = options.config(_sharing(parallel_dims))
         compiled = [module for module in model.modules() if getattr(module, MODULE_CALL) is not None]
+        if not compiled and not parallel_dims.pp_enabled:  # a stage may have an embedding only
+            raise Fp8Error(f"torchtitan compiles no module of a {type(model).__name__}: train it without in_fp8")
         for module in compiled:
             module.compile(backend="fp8pass", options={"config": config}, fullgraph=True)
         return model

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ with warnings.catch_warnings():
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
 
-    from fp8pass.integrations.torchtitan import KEY, Fp8CheckpointManager, Fp8Options, check, in_fp8
+    from fp8pass.integrations.torchtitan import KEY, Fp8CheckpointManager, Fp8Options, check, compiling, in_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # from torchtitan and torch.distributed.checkpoint
 
@@ -98,6 +99,15 @@ def test_refused_configs(change: Callable[[Any], None], said: str) -> None:
     change(config)
     with pytest.raises(Fp8Error, match=said):
         check(config)
+
+
+def test_a_model_of_which_torchtitan_compiles_nothing() -> None:
+    model, single = nn.Linear(16, 16), SimpleNamespace(pp_enabled=False)
+    parallelize = compiling(lambda model, parallel_dims: model, Fp8Options())
+    with pytest.raises(Fp8Error, match="torchtitan compiles no module of a Linear: train it without in_fp8"):
+        parallelize(model, parallel_dims=single)
+    model.compile()
+    assert parallelize(model, parallel_dims=single) is model
 
 
 def test_without_state_cuda_graphs_and_other_managers_are_allowed() -> None:
