@@ -128,7 +128,8 @@ def in_fp8(config: Trainer.Config, **options: Any) -> Fp8Trainer.Config:
         choose("fp8pass option", name, tuple(of.name for of in _OPTIONS))
     fp8 = Fp8Options(**options)
     fp8.config()
-    return derive(config, Fp8Trainer.Config, fp8=fp8)
+    found: Fp8Trainer.Config = derive(config, Fp8Trainer.Config, fp8=fp8)
+    return found
 
 
 def check(config: Fp8Trainer.Config) -> None:
