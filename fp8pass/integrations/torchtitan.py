@@ -71,7 +71,7 @@ class Fp8Options(make_dataclass("_Options", map(_option, _OPTIONS), kw_only=True
         return {of.name: str(getattr(self, of.name)) for of in _OPTIONS}
 
 
-class Fp8Trainer(Trainer):  # type: ignore[misc]  # torchtitan is not installed where types are checked
+class Fp8Trainer(Trainer):  # type: ignore[misc]  # torchtitan has no types
     """torchtitan's Trainer, which compiles with fp8pass the modules that torchtitan compiles.
 
     The microbatches of a step, of gradient accumulation and of pipelines, are one step of delayed scaling. Its state is

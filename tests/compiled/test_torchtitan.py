@@ -118,9 +118,9 @@ def test_without_state_cuda_graphs_and_other_managers_are_allowed() -> None:
 
 
 def test_the_config_of_another_trainer() -> None:
-    class OtherTrainer(Trainer):
+    class OtherTrainer(Trainer):  # type: ignore[misc]  # torchtitan has no types
         @dataclass(kw_only=True, slots=True)
-        class Config(Trainer.Config):
+        class Config(Trainer.Config):  # type: ignore[misc]
             pass
 
     with pytest.raises(Fp8Error, match=r"not a .*OtherTrainer.Config, whose trainer runs its steps in another way"):

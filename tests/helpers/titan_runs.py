@@ -31,11 +31,11 @@ with warnings.catch_warnings():
 STEPS = 4
 
 
-class Bytes(BaseTokenizer):
+class Bytes(BaseTokenizer):  # type: ignore[misc]  # torchtitan has no types
     """Takes each byte for a token."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]
         """It has no options."""
 
     def __init__(self, config: Config, **_: Any) -> None:
