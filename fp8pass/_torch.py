@@ -510,6 +510,13 @@ def trace_again(reason: str) -> NoReturn:
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
+def checkpoint_reader(checkpoint_id: str) -> Any:  # a StorageReader, whose import takes long
+    """Return the reader that `torch.distributed.checkpoint.load` takes for a folder or an fsspec address."""
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    return _storage_setup(None, checkpoint_id, reader=True)
+
+
 def context_for_later() -> TracingContext:
     """Return a copy of the current compilation's context, to compile the graph again when it is called.
 
@@ -764,6 +771,7 @@ __all__ = [
     "call_of_kernel",
     "callback_handler",
     "cancel_compilations",
+    "checkpoint_reader",
     "compilations",
     "compile_fx",
     "compile_fx_inner",

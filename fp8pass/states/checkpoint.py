@@ -468,10 +468,18 @@ def check_values(entries: Mapping[str, Entry], steps: int, freezes: bool) -> Non
 def _unknown(entries: Mapping[str, Entry], module: nn.Module) -> str:
     """Return a text that lists slots whose layer the module lacks, with the nearest layer's name; "" if none do."""
     names = names_of(module)
-    layers = {slot: [part.rpartition(".")[0] for part in parts_of(slot)] for slot in entries}
-    absent = [slot for slot, of in layers.items() if not all(x in names or x.rpartition(".")[2] in MATMULS for x in of)]
-    told = [f"{slot}{nearest(layers[slot][0], names)}" for slot in absent[:3]]
+    absent = [slot for slot in entries if not has_layers_of(slot, names)]
+    told = [f"{slot}{nearest(_layers_of(slot)[0], names)}" for slot in absent[:3]]
     return "; ".join(told) + (f"; and {len(absent) - 3} more" if len(absent) > 3 else "")
+
+
+def has_layers_of(slot: str, names: Set[str]) -> bool:
+    """Return whether a module has the layers of a slot. names: those of the module, see `names_of`."""
+    return all(layer in names or layer.rpartition(".")[2] in MATMULS for layer in _layers_of(slot))
+
+
+def _layers_of(slot: str) -> list[str]:
+    return [part.rpartition(".")[0] for part in parts_of(slot)]
 
 
 def _regrouped(entries: dict[str, Entry], wanted: Set[str]) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import readme
 
 from tests.helpers import forked
 
-EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py"))
+WITHOUT = () if find_spec("torchtitan") else ("torchtitan_train",)
+"""Examples of packages that tests do not install, and that are not there."""
+EXAMPLES = sorted(path.stem for path in (readme.ROOT / "examples").glob("*.py") if path.stem not in WITHOUT)
 MARKERS = {"train": "example"}
 """The names of sections in pages, if they differ from the example's."""
 NOISY = ("divergence", "monitor")
@@ -43,9 +46,11 @@ def without_numbers(text: str, name: str) -> list[str]:
     return sorted(lines) if name in NOISY else lines
 
 
-WITH_FRAMEWORKS = ("accelerate_loop", "export_fp8", "lightning_module", "lora", "transformers_trainer")
-"""Examples that take 10 to 30 seconds each, most of which it takes to import a framework. One runs every day."""
-EVERY_DAY = [name for name in EXAMPLES if name not in (*NOISY, *WITH_FRAMEWORKS[:-1])]
+_ALL = ("accelerate_loop", "export_fp8", "lightning_module", "lora", "torchtitan_train")
+WITH_FRAMEWORKS = [name for name in _ALL if name in EXAMPLES]
+"""Examples that take 10 to 30 seconds each, most of which it takes to import a framework; transformers_trainer, which
+is one too, runs every day."""
+EVERY_DAY = [name for name in EXAMPLES if name not in (*NOISY, *WITH_FRAMEWORKS)]
 
 
 def ended(*names: str) -> dict[str, forked.Ended]:
@@ -59,7 +64,7 @@ def ended(*names: str) -> dict[str, forked.Ended]:
 
 @pytest.mark.parametrize(
     "names",
-    [EVERY_DAY, *(pytest.param(list(names), marks=pytest.mark.variant) for names in (NOISY, WITH_FRAMEWORKS[:-1]))],
+    [EVERY_DAY, *(pytest.param(list(names), marks=pytest.mark.variant) for names in (NOISY, WITH_FRAMEWORKS))],
     ids=["all", "noisy", "frameworks"],
 )
 def test_each_prints_what_its_page_says(names: list[str]) -> None:
