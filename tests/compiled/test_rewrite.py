@@ -103,6 +103,7 @@ def test_layers_that_share_tensors() -> None:
     check_against_compiled(Twice(), "delayed", batches())
 
 
+@VARIANT
 def test_recipes_by_module_of_layers_that_share_an_input() -> None:
     check_against_compiled(QKV(), {"q": "delayed", "k": "rowwise", "v": "dynamic"}, batches())
 
