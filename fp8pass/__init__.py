@@ -10,9 +10,9 @@ from fp8pass.debug.statistics import stats as stats
 from fp8pass.errors import Fp8Error as Fp8Error
 from fp8pass.export.export import export_fp8 as export_fp8
 from fp8pass.export.onnx_file import export_onnx as export_onnx
-from fp8pass.frozen.freeze import freeze as freeze
-from fp8pass.frozen.freeze import unfreeze as unfreeze
 from fp8pass.frozen.load import load_frozen as load_frozen
+from fp8pass.frozen.replace import freeze as freeze
+from fp8pass.frozen.replace import unfreeze as unfreeze
 from fp8pass.options.config import Config as Config
 from fp8pass.options.setting import autocast as autocast
 from fp8pass.options.setting import enabled as enabled

@@ -28,7 +28,7 @@ from fp8pass.dump.writer import Dump
 from fp8pass.dynamo.retry import take_note_of_graph
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import Attempt, Later, fall_back, left_out
-from fp8pass.frozen.freeze import freeze_parameters
+from fp8pass.frozen.replace import freeze_parameters
 from fp8pass.graph.annotation import Annotation
 from fp8pass.lowering.ddp_cuts import configured
 from fp8pass.lowering.lower import fake_state, lower

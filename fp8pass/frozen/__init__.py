@@ -1,4 +1,5 @@
 """Keep frozen weights in FP8 alone: 1 byte per element. Adapters such as LoRA's train beside them.
 
-Not here: static scales of inference, whose FP8 weights are beside the parameters: see `runtime/frozen_weights.py`.
+May import: `fsdp`, `quant`, `options` and what is below them.
+Does not live here: FP8 weights of static scales, which are beside the parameters: see `runtime/frozen_weights.py`.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8pass.errors import Fp8Error
-from fp8pass.frozen.freeze import module_of
+from fp8pass.frozen.replace import module_of
 from fp8pass.frozen.weight import BLOCK, FrozenWeight, parameter
 from fp8pass.scaling import E4M3
 
@@ -84,7 +84,7 @@ def _tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _taken(name: str, tensors: dict[str, Tensor], model: nn.Module) -> FrozenWeight | None:
-    """Take the weight that a scale's name belongs to, and the scale, out of `tensors`; None if it is no such name.
+    """Take a weight and its scale out of `tensors`, by the scale's name; return None if the name is another tensor's.
 
     A weight with incomplete blocks stays there, dequantized.
     """

@@ -87,7 +87,8 @@ class FrozenWeight(WrapperTensor):
     def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if func in _KEEPING and kwargs.get("dtype") in (None, args[0].dtype):
             x, kwargs = args[0], {k: v for k, v in kwargs.items() if k != "dtype"}
-            return FrozenWeight(*(func(part, *args[1:], **kwargs) for part in (x._x_q, x._scale_inv)), x.dtype)
+            x_q, scale_inv = (func(part, *args[1:], **kwargs) for part in (x._x_q, x._scale_inv))
+            return FrozenWeight(x_q, scale_inv, x.dtype)
         plain = pytree.tree_map_only(FrozenWeight, FrozenWeight.dequantized, (args, kwargs))
         result = func(*plain[0], **plain[1])
         if not (func._schema.is_mutable and args and isinstance(args[0], FrozenWeight)):

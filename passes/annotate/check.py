@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -123,7 +124,7 @@ def _by_rows(recipe: Recipe) -> Recipe:
 
 def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
     """Return the recipe of a matmul whose weight is kept in FP8: one that has the weight's scales."""
-    kept = {"high_precision": recipe.high_precision, "fast_accum": recipe.fast_accum}
+    kept: dict[str, Any] = {"high_precision": recipe.high_precision, "fast_accum": recipe.fast_accum}
     if weight.scales == "block":
         return recipe if isinstance(recipe, BlockwiseScaling) else BlockwiseScaling(**kept)
     if weight.scales == "row":

@@ -122,9 +122,8 @@ def test_compressed_tensors_computes_with_static_scales(tmp_path: Path) -> None:
         scales = fp8pass.calibrate(model, [{"input_ids": tokens}])
         plain = model(tokens).logits
         scales = {name: x for name, x in scales.items() if name.startswith("model.")}
-        run = torch.compile(
-            model, backend="fp8pass", options={"recipe": fp8pass.recipes.StaticScaling(scales), "lowering": "eager"}
-        )
+        recipe: Any = fp8pass.recipes.StaticScaling(scales)
+        run = torch.compile(model, backend="fp8pass", options={"recipe": recipe, "lowering": "eager"})
         ours = run(tokens).logits
         done = fp8pass.export_fp8(run, tmp_path / "out")
         assert len(done.layers) == 7

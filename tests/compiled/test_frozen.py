@@ -63,11 +63,18 @@ def passed(model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> dict[str,
     return {"output": y.detach(), "input": x.grad.clone(), **grads}
 
 
+def frozen_of(model: Net) -> FrozenWeight:
+    weight: Any = model.first.base.weight
+    assert isinstance(weight, FrozenWeight)
+    return weight
+
+
 def byte_count(model: nn.Module) -> int:
     """Return the bytes of all tensors that belong to a model, as the garbage collector sees them."""
     gc.collect()
-    own = {id(p) for p in model.parameters()}
-    own |= {id(t) for p in model.parameters() if isinstance(p, FrozenWeight) for t in (p._x_q, p._scale_inv)}
+    weights: list[Any] = list(model.parameters())
+    own = {id(p) for p in weights}
+    own |= {id(t) for p in weights if isinstance(p, FrozenWeight) for t in (p._x_q, p._scale_inv)}
     tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) in own]
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if type(t) in (nn.Parameter, Tensor)
@@ -174,7 +181,7 @@ def test_the_option_gives_what_freeze_gives() -> None:
 def test_an_optimizer_trains_the_adapters_alone() -> None:
     model = make()
     fp8pass.freeze(model)
-    before = [model.first.base.weight._x_q.clone(), model.first.up.weight.detach().clone()]
+    before = [frozen_of(model)._x_q.clone(), model.first.up.weight.detach().clone()]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
     @fp8pass.train_step(lowering="eager")
@@ -187,7 +194,7 @@ def test_an_optimizer_trains_the_adapters_alone() -> None:
 
     losses = [float(step(x)) for x in inputs(1) * 6]
     assert losses[-1] < losses[0]
-    assert torch.equal(model.first.base.weight._x_q.view(torch.uint8), before[0].view(torch.uint8))
+    assert torch.equal(frozen_of(model)._x_q.view(torch.uint8), before[0].view(torch.uint8))
     assert not torch.equal(model.first.up.weight, before[1])
 
 
@@ -205,11 +212,11 @@ def test_merged_adapters_are_quantized_again_with_a_warning() -> None:
     model = make()
     fp8pass.freeze(model)
     layer = model.first
-    expected = layer.base.weight.dequantized() + layer.up.weight.detach() @ layer.down.weight.detach()
+    expected = frozen_of(model).dequantized() + layer.up.weight.detach() @ layer.down.weight.detach()
     with pytest.warns(UserWarning, match=r"is quantized again: small changes may be lost. Call fp8pass\.unfreeze"):
         layer.base.weight.data += (layer.up.weight @ layer.down.weight).detach()
     assert isinstance(layer.base.weight, FrozenWeight) and isinstance(layer.base.weight, nn.Parameter)
-    assert sqnr(expected, layer.base.weight.dequantized()) > 25
+    assert sqnr(expected, frozen_of(model).dequantized()) > 25
 
 
 def test_saved_and_loaded_with_torch() -> None:

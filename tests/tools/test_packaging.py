@@ -30,15 +30,19 @@ def test_public_names_have_docstrings() -> None:
         "Fp8Error",
         "ScaleState",
         "accumulate",
+        "autocast",
         "bisect",
         "calibrate",
         "cast_to_representable",
         "dequantize",
+        "enabled",
         "explain",
         "export_fp8",
         "export_onnx",
+        "freeze",
         "fsdp",
         "in_qdq",
+        "load_frozen",
         "out_qdq",
         "qdq",
         "quantize",
@@ -47,6 +51,7 @@ def test_public_names_have_docstrings() -> None:
         "state",
         "stats",
         "train_step",
+        "unfreeze",
     ]
     assert all(getattr(fp8pass, name).__doc__ for name in fp8pass.__all__)
 

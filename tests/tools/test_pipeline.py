@@ -36,6 +36,7 @@ def pipeline(**options: Any) -> Pipeline:
 PARTS = {
     "annotate": {
         "check",
+        "frozen_parameters",
         "quantize_call",
         "quantizers",
         "save_fp8",

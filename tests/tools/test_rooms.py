@@ -21,7 +21,7 @@ FLOORS = (
     ("hardware", "inductor", "module_tensors", "names", "quant"),
     ("options", "roofline"),
     ("fsdp", "fused", "states"),
-    ("graph",),
+    ("frozen", "graph"),
     ("report", "passes.common"),
     ("dump", "dynamo", "passes.annotate", "passes.collectives", "passes.kernels", "passes.layers", "passes.rewrite"),
     ("faults", "passes.share", "passes.traced"),
