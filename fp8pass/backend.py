@@ -47,6 +47,7 @@ from fp8pass.pipeline import (
     warn_of_slow_matmuls,
     written,
 )
+from fp8pass.recipes import Disabled
 from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
 from fp8pass.runtime.setting_graph import SettingGraph
 from fp8pass.runtime.update_graph import UpdateGraph
@@ -178,8 +179,10 @@ class _Graph:
         )
         compiled = lower(annotation, [*example_inputs, *state], config, dump, attempt, later)
         self.later = later
+        # a call within `enabled(False)` does not say how the model trains
+        weights = [] if isinstance(config.recipe, Disabled) else annotation.weights
         if not annotation.has_state:
-            return noting(annotation.weights, _without_slots(compiled, config, self.is_fake_first))
+            return noting(weights, _without_slots(compiled, config, self.is_fake_first))
 
         def for_cold_slots() -> Callable[..., Any]:
             run, _ = fall_back(compile_cold, config, cold_dump, attempt)
@@ -196,7 +199,7 @@ class _Graph:
                 return lower(of, [*self.example_inputs, *state], config, dump, attempt)
 
         graph = CompiledGraph(compiled, annotation, for_cold_slots)
-        return noting(annotation.weights, _fake_first(graph, compiled, state) if self.is_fake_first else graph)
+        return noting(weights, _fake_first(graph, compiled, state) if self.is_fake_first else graph)
 
     def compile_later(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:
         """Compile the graph again in a backward, which runs without grad mode and autocast: restore both."""

@@ -44,7 +44,10 @@ def load_frozen(model: Any, directory: str | Path) -> list[str]:
     model, directory = module_of(model, "load_frozen"), Path(directory)
     _check_method(directory)
     tensors = dict(_tensors_of(directory))
-    frozen = {name: weight for name in list(tensors) if (weight := _taken(name, tensors, model)) is not None}
+    frozen = {}
+    for layer, _, key in [name.rpartition(".") for name in tensors]:
+        if key in SCALES and (weight := _taken(layer, f"{layer}.{key}", tensors, model)) is not None:
+            frozen[layer] = weight
     unused = [name for name in tensors if name.rpartition(".")[2] in ("input_scale", "output_scale")]
     if unused:
         log.info("load_frozen: %d scales of activations are not used, %s say", len(unused), unused[0])
@@ -83,14 +86,11 @@ def _tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
         yield from load_file(directory / name).items()
 
 
-def _taken(name: str, tensors: dict[str, Tensor], model: nn.Module) -> FrozenWeight | None:
-    """Take a weight and its scale out of `tensors`, by the scale's name; return None if the name is another tensor's.
+def _taken(layer: str, name: str, tensors: dict[str, Tensor], model: nn.Module) -> FrozenWeight | None:
+    """Take the weight of a layer and its scale out of `tensors`; name: that of the scale.
 
-    A weight with incomplete blocks stays there, dequantized.
+    A weight with incomplete blocks stays there, dequantized, and the result is None.
     """
-    layer, _, key = name.rpartition(".")
-    if key not in SCALES:
-        return None
     x_q, scale_inv = tensors.pop(f"{layer}.weight", None), tensors.pop(name).float()
     where = f"{layer}.weight"
     if x_q is None or x_q.dtype != E4M3:

@@ -128,7 +128,8 @@ def freeze_parameters(found: Mapping[Tensor, Scales]) -> list[str]:
 
     Parameters that not only linear layers hold, or that can't be kept in FP8, stay as they are.
     """
-    modules = [m for m in gc.get_objects() if isinstance(m, nn.Module)]
+    # the type, since a weak proxy answers for its object, and raises an error once that is gone
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     done = []
     for weight, scales in found.items():
         holders = [m for m in modules if _holds(m, weight)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,3 +260,12 @@ def test_equal_layers_with_other_settings_are_not_compiled_as_one() -> None:
     model[1].enabled = True  # type: ignore[assignment]
     report = fp8pass.explain(model, torch.randn(16, 32))
     assert {g.name for g in report.declined if g.kind == "output"} == {"0.a", "2.a"}
+
+
+def test_calls_in_high_precision_do_not_change_what_is_exported(tmp_path: Path) -> None:
+    model = make()
+    run, x = compiled(model), torch.randn(16, 32)
+    passed(model, run, x)
+    with fp8pass.enabled(False):
+        passed(model, run, x)
+    assert set(fp8pass.export_fp8(model, tmp_path / "out").layers) == {"up", "down"}

@@ -52,21 +52,19 @@ def inputs(n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(64, 128, generator=generator).to(dtype).requires_grad_() for _ in range(n)]
 
 
-def passed(model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> dict[str, Tensor]:
+def passed(model: nn.Module, run: Callable[..., Tensor], x: Any) -> dict[str, Tensor]:
     """Run forward and backward; return the output and all gradients, by name."""
     model.zero_grad()
     x.grad = None
     y = run(x)
     y.float().square().mean().backward()
-    assert x.grad is not None
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"output": y.detach(), "input": x.grad.clone(), **grads}
 
 
 def frozen_of(model: Net) -> FrozenWeight:
     weight: Any = model.first.base.weight
-    assert isinstance(weight, FrozenWeight)
-    return weight
+    return weight  # type: ignore[no-any-return]
 
 
 def byte_count(model: nn.Module) -> int:
