@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, fx, nn
 
 import fp8pass
+from fp8pass._torch import make_boxed_func
 from fp8pass.lowering import eager
 from fp8pass.recipes import BlockwiseScaling, DelayedScaling, DynamicScaling, RowwiseScaling, StaticScaling
 from fp8pass.runtime.weight_cache import weights_of
@@ -64,7 +65,7 @@ def capturing() -> Iterator[None]:
     def run(module: fx.GraphModule) -> Any:
         placeholders = module.graph.find_nodes(op="placeholder")
         replaced = {placeholders.index(n.args[0]) for n in module.graph.nodes if eager._replaces_input(n)}
-        return eager.make_boxed_func(functools.partial(eager._run_unseen, Operands(module).run, replaced))
+        return make_boxed_func(functools.partial(eager._run_unseen, Operands(module).run, replaced))
 
     with mock.patch.object(eager, "op_by_op", run):
         yield
