@@ -115,6 +115,7 @@ def test_compressed_tensors_loads_scales_by_row_and_tensor(recipe: str, tmp_path
     check(loaded, tmp_path / "out", model, done.layers)
 
 
+@pytest.mark.variant
 def test_compressed_tensors_computes_with_static_scales(tmp_path: Path) -> None:
     """Left as they are, compressed-tensors quantizes inputs by `input_scale`, and multiplies what fp8pass does."""
     compressed_tensors()
@@ -146,7 +147,7 @@ def own_files(recipe: str, folder: Path) -> tuple[dict[str, Tensor], Any]:
     return written(folder), quantization(folder)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "static"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("static", marks=pytest.mark.variant)])
 def test_the_folder_is_as_compressed_tensors_writes_it(recipe: str, tmp_path: Path) -> None:
     compressed_tensors()
     model = make(LLAMA)
