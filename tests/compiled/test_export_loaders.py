@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fp8pass
-from tests.helpers.harness import without_caches
+from tests.helpers.harness import compiled, without_caches
 
 with warnings.catch_warnings():  # of packages that transformers imports
     warnings.simplefilter("ignore")
@@ -114,6 +115,7 @@ def test_compressed_tensors_loads_scales_by_row_and_tensor(recipe: str, tmp_path
     check(loaded, tmp_path / "out", model, done.layers)
 
 
+@pytest.mark.variant
 def test_compressed_tensors_computes_with_static_scales(tmp_path: Path) -> None:
     """Left as they are, compressed-tensors quantizes inputs by `input_scale`, and multiplies what fp8pass does."""
     compressed_tensors()
@@ -122,8 +124,7 @@ def test_compressed_tensors_computes_with_static_scales(tmp_path: Path) -> None:
         scales = fp8pass.calibrate(model, [{"input_ids": tokens}])
         plain = model(tokens).logits
         scales = {name: x for name, x in scales.items() if name.startswith("model.")}
-        recipe: Any = fp8pass.recipes.StaticScaling(scales)
-        run = torch.compile(model, backend="fp8pass", options={"recipe": recipe, "lowering": "eager"})
+        run = compiled(model, recipe=fp8pass.recipes.StaticScaling(scales))
         ours = run(tokens).logits
         done = fp8pass.export_fp8(run, tmp_path / "out")
         assert len(done.layers) == 7
@@ -133,21 +134,20 @@ def test_compressed_tensors_computes_with_static_scales(tmp_path: Path) -> None:
 
 def own_files(recipe: str, folder: Path) -> tuple[dict[str, Tensor], Any]:
     """Return the tensors and the config that compressed-tensors writes itself for a scheme like the recipe's."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-
+    compressors = importlib.import_module("compressed_tensors.compressors")
+    scheme = importlib.import_module("compressed_tensors.quantization")
     model = make(LLAMA)
     preset = {"rowwise": "FP8_DYNAMIC", "static": "FP8"}[recipe]
     groups = {preset: ["Linear"]}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
-    compressor = ModelCompressor.from_pretrained_model(model)
+    scheme.apply_quantization_config(model, scheme.QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
     return written(folder), quantization(folder)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "static"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("static", marks=pytest.mark.variant)])
 def test_the_folder_is_as_compressed_tensors_writes_it(recipe: str, tmp_path: Path) -> None:
     compressed_tensors()
     model = make(LLAMA)
