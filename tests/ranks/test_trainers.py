@@ -133,7 +133,7 @@ def whole_and_resumed(regional: bool) -> dict[str, dict[str, Any]]:
         return {name: with_accelerate(folder, regional, name == "resumed") for name in ("whole", "resumed")}
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def accelerate_by_regions() -> Any:
     return whole_and_resumed(regional=True)
 
@@ -143,10 +143,9 @@ def accelerate_as_a_whole() -> Any:
     return whole_and_resumed(regional=False)
 
 
+@pytest.mark.variant  # training on ranks is tested every day, and so is each integration on one
 @pytest.mark.parametrize(
-    ("runs", "parts"),
-    [(accelerate_by_regions, 3), pytest.param(accelerate_as_a_whole, 1, marks=pytest.mark.variant)],
-    ids=["regions", "whole"],
+    ("runs", "parts"), [(accelerate_by_regions, 3), (accelerate_as_a_whole, 1)], ids=["regions", "whole"]
 )
 def test_accelerate_under_ddp_resumes_to_the_bit(runs: Any, parts: int) -> None:
     """Regions, each compiled by itself, are the two blocks and the head."""
