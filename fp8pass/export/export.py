@@ -19,6 +19,7 @@ from fp8pass.export.selection import Layer, Selection, select
 from fp8pass.export.weights import Fp8Matrix, Scales, quantized
 from fp8pass.export.whole import Ranks
 from fp8pass.fields import several
+from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.module_tensors import unwrapped
 from fp8pass.states.checkpoint import state
 
@@ -138,7 +139,8 @@ def _tensors(
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Return the tensors to write by their names in files; and the names of modules in files, by their paths."""
     matrices = {path: _quantized(layer, by_id, scales) for path, layer in selection.layers.items()}
-    tensors = {**by_name, **{f"{path}.weight": matrix.x_q for path, matrix in matrices.items()}}
+    plain = {name: x.dequantized() if isinstance(x, FrozenWeight) else x for name, x in by_name.items()}
+    tensors = {**plain, **{f"{path}.weight": matrix.x_q for path, matrix in matrices.items()}}
     stored = hub.as_stored(module, tensors) if hub.is_pretrained(module) else _apart(tensors)
     places = _places(module, [*matrices, *selection.kept], by_name)
     for path, matrix in matrices.items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8pass._torch import gathered_parameters
 from fp8pass.errors import Fp8Error
+from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.fsdp import Fp8Shard
 from fp8pass.names import parts_of, without_wrappers
 from fp8pass.options.config import Config
@@ -31,6 +32,8 @@ from fp8pass.states.checkpoint import state
 BLOCK = 128
 """Rows and columns of the blocks of a weight under `BlockwiseScaling`."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+OF_FROZEN = {"tensor": DynamicScaling(), "row": RowwiseScaling(), "block": BlockwiseScaling()}
+"""The recipe of a frozen weight's scales."""
 EXPORTED = (DelayedScaling, DynamicScaling, StaticScaling, RowwiseScaling, BlockwiseScaling)
 
 
@@ -130,7 +133,7 @@ def _verdicts(module: nn.Module, recipe: Any) -> Any:
         if (use := use_of(gathered.get(id(weight), weight))) is not None:
             parts = [part() for part in use.parts]
             together = tuple(originals.get(id(p), p) for p in parts if p is not None)
-            return _of_shard(weight, _Verdict(use.recipe, use.reason, together))
+            return _as_it_is(weight, _Verdict(use.recipe, use.reason, together))
         return _Verdict(DelayedScaling()) if not any_use and f"{path}.weight" in slots else None
 
     any_use = any(use_of(gathered.get(id(p), p)) is not None for p in module.parameters())
@@ -155,11 +158,16 @@ def _by_recipe(config: Config, path: str, layer: nn.Module) -> _Verdict:
         return _Verdict(None, "no scale was calibrated for it")
     if isinstance(recipe, BlockwiseScaling) and any(size % BLOCK for size in weight.shape):
         return _Verdict(None, f"its weight {list(weight.shape)} can't be cut into blocks of {BLOCK} x {BLOCK}")
-    return _of_shard(weight, _Verdict(recipe, reason))
+    return _as_it_is(weight, _Verdict(recipe, reason))
 
 
-def _of_shard(weight: Any, verdict: _Verdict) -> _Verdict:
-    """Return the verdict; dynamic scaling for a weight that FSDP gathers in FP8, whatever the recipe is."""
+def _as_it_is(weight: Any, verdict: _Verdict) -> _Verdict:
+    """Return the verdict; for a weight that is in FP8 already, the recipe that has its scales, whatever was given.
+
+    These are frozen weights, and those that FSDP gathers in FP8.
+    """
+    if verdict.recipe is not None and isinstance(weight, FrozenWeight):
+        return _Verdict(OF_FROZEN[weight.scales])
     if verdict.recipe is not None and isinstance(part_of(weight), Fp8Shard):
         return _Verdict(DynamicScaling())
     return verdict

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass.errors import Fp8Error
+from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.names import parts_of
 from fp8pass.quant import ops
 from fp8pass.recipes import (
@@ -77,6 +78,9 @@ def quantized(paths: Sequence[str], weights: Sequence[Tensor], which: int, recip
     Raises:
         Fp8Error: If a weight is not finite, or delayed scaling has no slot for the layer.
     """
+    frozen = weights[which]
+    if isinstance(frozen, FrozenWeight):
+        return Fp8Matrix(*frozen.parts)
     x = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     x_q, scale_inv = _parts(paths, x, recipe, scales)
     if not scale_inv.isfinite().all() or not x.isfinite().all():

@@ -58,6 +58,11 @@ class FrozenWeight(WrapperTensor):
             return "tensor"
         return "row" if self._scale_inv.shape[0] == self.shape[0] else "block"
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The weight e4m3[N, K], and scale_inv."""
+        return self._x_q, self._scale_inv
+
     def dequantized(self) -> Tensor:
         """Return the weight in high precision."""
         if self.scales == "block":

@@ -52,6 +52,23 @@ def test_an_exported_model_is_the_base_of_another(recipe: str, tmp_path: Path) -
     torch.testing.assert_close(model(x), trained(x), rtol=0.2, atol=0.05)
 
 
+@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
+def test_frozen_weights_are_exported_as_they_are(scales: Any, tmp_path: Path) -> None:
+    """Also with scales that are no powers of 2, and by a recipe that has others; a layer that is kept is dequantized."""
+    model, other = make(), make(seed=1)
+    model.requires_grad_(False)
+    fp8pass.freeze(model, scales)
+    first: Any = model[0].weight
+    first._scale_inv.mul_(1.1)
+    fp8pass.export_fp8(model, tmp_path / "out", recipe="dynamic", leave_out=["2"])
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["0.weight"].view(torch.uint8), first._x_q.view(torch.uint8))
+    assert torch.equal(written["2.weight"], model[2].weight.dequantized())
+    assert fp8pass.load_frozen(other, tmp_path / "out") == ["0"]
+    again: Any = other[0].weight
+    assert torch.equal(again.dequantized(), first.dequantized())
+
+
 @pytest.mark.parametrize(
     ("shape", "method", "scales"),
     [((2, 1), "fp8", "block"), ((), "fp8", "tensor"), ((1,), "compressed-tensors", "tensor"),
