@@ -351,3 +351,30 @@ def test_amaxes_are_reduced_once_per_step() -> None:
     for run in microbatches():
         for how, found in run.items():  # the amaxes, and DDP's bucket: one from the second step on
             assert found["counts"][2:] == [2, 2, 2], how
+
+
+@on_ranks(2, variant=True)
+def with_frozen_weights() -> Any:
+    """Train the second projection of a block on the frozen first one; return weights, gradients and FP8 bytes."""
+    found = {}
+    for how in "option", "freeze":
+        model: Any = make(Block, seed=dist.get_rank())  # DDP hands rank 0's to the others
+        model.up.requires_grad_(False)
+        if how == "option":
+            run = compiled(DistributedDataParallel(model), frozen="fp8")
+        else:
+            ddp = DistributedDataParallel(model)
+            fp8pass.freeze(model)
+            run = compiled(ddp)
+        for x in data():
+            run(part(x)).square().mean().backward()
+        found[how] = model.up.weight._x_q.view(torch.uint8), model.down.weight.grad
+    return found
+
+
+@pytest.mark.variant
+def test_frozen_weights_are_those_of_all_ranks() -> None:
+    first, second = with_frozen_weights()
+    for how in "option", "freeze":
+        same(dict(enumerate(first[how])), dict(enumerate(second[how])))
+        same(dict(enumerate(first[how])), dict(enumerate(first["option"])))
