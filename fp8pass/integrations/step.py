@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from fp8pass.states.steps import accumulate
 
-_of_models: WeakKeyDictionary[Any, OpenStep] = WeakKeyDictionary()
+_of_models: weakref.WeakKeyDictionary[Any, weakref.ref[OpenStep]] = weakref.WeakKeyDictionary()
 """The latest step of each module. A loop that ended by an error may have left it open."""
 
 
@@ -22,9 +22,10 @@ class OpenStep:
     def begin(self, model: Any) -> None:
         """Begin a step of a module, unless one is under way."""
         if not self.is_open:
-            if (left := _of_models.get(model)) is not None:
-                left.end()
-            _of_models[model] = self
+            left = _of_models.get(model)
+            if left is not None and (step := left()) is not None:
+                step.end()
+            _of_models[model] = weakref.ref(self)  # not the step: it ends when the loop that opened it is gone
             self._open.enter_context(accumulate(model))
             self.is_open = True
 

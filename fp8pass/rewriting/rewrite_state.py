@@ -77,9 +77,7 @@ class RewriteState:
                 continue
             scale, amax_history, amax = left[:3]
             del left[:3]
-            state.tensors = state.tensors._replace(
-                scale=scale.detach(), amax_history=amax_history.detach(), amax_forward=amax.detach()
-            )
+            state.take(scale.detach(), amax_history.detach(), amax.detach())
 
     @property
     def first(self) -> fx.GraphModule:

@@ -228,6 +228,10 @@ class InstanceState:
             return 0
         return self.tracker.steps - self.cold_since + 1 + self.tracker.forwards_awaiting_backward
 
+    def take(self, scale: Tensor, amax_history: Tensor, amax: Tensor) -> None:
+        """Replace the tensors of a step, f32[T], f32[H, T] and f32[T], by new ones: all slots are of the forward."""
+        self.tensors = self.tensors._replace(scale=scale, amax_history=amax_history, amax_forward=amax)
+
     def assume_scales(self) -> None:
         """Assume that every slot has a scale, where there is no device to ask."""
         self.warm = True

@@ -20,6 +20,7 @@ import fp8pass
 from fp8pass import Fp8Error
 from fp8pass.graph.verdict import Gemm
 from fp8pass.report.report import Timing
+from fp8pass.states import steps as steps_module
 from tests.helpers.harness import verdicts
 
 with warnings.catch_warnings():
@@ -135,7 +136,9 @@ def test_microbatches_of_accelerate_are_one_step() -> None:
         raise RuntimeError("planted")
     with microbatch:
         model(torch.randn(16, 32)).sum().backward()
-    assert state.steps == 4
+    assert state.steps == 4 and steps_module._accumulations
+    del microbatch  # within a step: it ends with the loop that opened it
+    assert not steps_module._accumulations
 
 
 @pytest.mark.parametrize(
