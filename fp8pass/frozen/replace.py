@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fp8pass._torch import FakeTensor
 from fp8pass.fields import choose
 from fp8pass.frozen.weight import BLOCK, FrozenWeight, Scales, parameter
 from fp8pass.fsdp import FILTER
@@ -51,17 +52,21 @@ def freeze(
     filter = FILTER.take("filter", filter)  # noqa: A001
     if not callable(filter):
         check_models(Config(filter=filter), [model], {}, type(model).__name__)
-    found, frozen = [], dict[Tensor, nn.Parameter]()
+    found, frozen, kept = [], dict[Tensor, nn.Parameter](), dict[str, str]()
     for name, module in _linear_layers(model):
         takes = filter(name) if callable(filter) else not any(matches(name, pattern) for pattern in filter)
         if not takes or (why := _why_not(_holders(model, module.weight), module.weight, scales)):
-            if takes and why:
+            if takes:
+                kept[name] = why
                 log.info("freeze: the weight of %r stays in high precision: %s", name, why)
             continue
         if module.weight not in frozen:
             frozen[module.weight] = parameter(FrozenWeight.of(module.weight, scales))
         module.weight = frozen[module.weight]
         found.append(name)
+    if not found and kept:
+        name, why = next(iter(kept.items()))
+        raise ValueError(f"freeze: {len(kept)} layers can't be frozen in FP8; the weight of {name!r}: {why}")
     if not found:
         raise ValueError(
             "freeze: no linear layer has a weight that requires no gradient: call model.requires_grad_(False) before "
@@ -112,7 +117,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 def _why_not(holders: Iterable[nn.Module], weight: Tensor, scales: Scales) -> str:
     """Return why a weight that these modules hold can't be kept in FP8; "" if it can."""
-    if type(weight) is not nn.Parameter:
+    if type(weight) not in (nn.Parameter, FakeTensor):
         return f"it is a {type(weight).__name__}"
     if weight.dtype not in HIGH_PRECISION or weight.is_meta:
         return f"it is {weight.dtype} on {weight.device}"
