@@ -30,7 +30,7 @@ PATTERNS = several("patterns of paths of layers, ['lm_head', 'layers.0.*'] say")
 
 @dataclass(frozen=True)
 class Exported:
-    """What `fp8pass.export_fp8` has written.
+    """The result of `fp8pass.export_fp8`.
 
     directory: where. layers: the paths of the layers in FP8, each with its recipe's name. kept: why others are not.
     """

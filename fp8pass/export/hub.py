@@ -1,4 +1,4 @@
-"""What transformers expects of a folder: names of tensors, tied weights, config.json, generation_config.json."""
+"""Give a folder what transformers expects: names of tensors, tied weights, config.json, generation_config.json."""
 
 from __future__ import annotations
 

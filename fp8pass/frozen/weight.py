@@ -16,7 +16,7 @@ from fp8pass.recipes import BlockwiseScaling
 
 aten = torch.ops.aten
 Scales = Literal["tensor", "row", "block"]
-"""What has one scale: a weight f[N, K], each of its rows, or each block of 128 rows and 128 columns."""
+"""The part with one scale: a weight f[N, K], each of its rows, or each block of 128 rows and 128 columns."""
 BLOCK = 128
 
 
@@ -53,7 +53,7 @@ class FrozenWeight(WrapperTensor):
 
     @property
     def scales(self) -> Scales:
-        """What has one scale."""
+        """The part that has one scale: "tensor", "row" or "block"."""
         if self._scale_inv.dim() == 0:
             return "tensor"
         return "row" if self._scale_inv.shape[0] == self.shape[0] else "block"

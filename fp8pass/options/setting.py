@@ -20,7 +20,7 @@ from fp8pass.recipes import Disabled, Plan, Schedule, resolve
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds within an `autocast` context. recipe: None for that of the compiled code."""
+    """The setting of an `autocast` context. recipe: None for that of the compiled code."""
 
     enabled: bool
     recipe: Plan | Schedule
