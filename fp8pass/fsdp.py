@@ -33,7 +33,7 @@ from fp8pass.fields import Rule, called_with, several
 from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_models
 from fp8pass.quant.sharded import amax_over, on_part, part_of
-from fp8pass.quant.wrapper_tensor import WrapperTensor
+from fp8pass.quant.wrapper_tensor import Fp8Weight, WrapperTensor
 from fp8pass.recipes import matches
 
 aten = torch.ops.aten
@@ -394,39 +394,8 @@ _KEEPING = {
 """Ops that FSDP uses to shard, copy and move parameters: their results are `Fp8Shard`, too."""
 
 
-class GatheredWeight(WrapperTensor):
-    """A gathered weight f[N, K] that every op reads as `dequantize(x_q, scale_inv)`."""
-
-    _x_q: Tensor
-    _scale_inv: Tensor
-
-    @staticmethod
-    def __new__(cls, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> GatheredWeight:
-        """Make the wrapper, without memory for its values. x_q: f8[N, K]; scale_inv: f32[]; dtype: the weight's."""
-        return make_wrapper_subclass(
-            cls,
-            x_q.size(),
-            strides=x_q.stride(),
-            storage_offset=x_q.storage_offset(),
-            dtype=dtype,
-            device=x_q.device,
-            requires_grad=False,  # FSDP makes a parameter of it, which requires a gradient if the shard does
-        )
-
-    def __init__(self, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
-        self._x_q, self._scale_inv = x_q, scale_inv
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self._x_q!r}, {self._scale_inv!r}, {self.dtype})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors' attributes, and the metadata: torch.compile's subclass protocol."""
-        return ["_x_q", "_scale_inv"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> GatheredWeight:
-        """Rebuild the tensor from the parts that `__tensor_flatten__` named."""
-        return GatheredWeight(inner["_x_q"], inner["_scale_inv"], dtype)
+class GatheredWeight(Fp8Weight):
+    """A gathered weight f[N, K] that every op reads as `dequantize(x_q, scale_inv)`; scale_inv: f32[]."""
 
     @staticmethod
     def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8pass import scaling
-from fp8pass._torch import make_wrapper_subclass, pytree
+from fp8pass._torch import pytree
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.quant import ops
-from fp8pass.quant.wrapper_tensor import WrapperTensor
+from fp8pass.quant.wrapper_tensor import Fp8Weight
 from fp8pass.recipes import BlockwiseScaling
 
 aten = torch.ops.aten
@@ -20,27 +20,12 @@ Scales = Literal["tensor", "row", "block"]
 BLOCK = 128
 
 
-class FrozenWeight(WrapperTensor):
+class FrozenWeight(Fp8Weight):
     """A weight f[N, K] in FP8, which every op reads as `dequantize(x_q, scale_inv)` and which takes no gradient.
 
-    Ops that write into it, as `merge` of an adapter does, quantize the result again, and warn once.
+    x_q: e4m3[N, K], contiguous; scale_inv: f32[], f32[N, 1] or f32[N / 128, K / 128]. Ops that write into it, as
+    `merge` of an adapter does, quantize the result again, and warn once.
     """
-
-    _x_q: Tensor
-    _scale_inv: Tensor
-
-    @staticmethod
-    def __new__(cls, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> FrozenWeight:
-        """Make the wrapper, without memory for its values.
-
-        x_q: e4m3[N, K], contiguous; scale_inv: f32[], f32[N, 1] or f32[N / 128, K / 128]; dtype: what ops read.
-        """
-        return make_wrapper_subclass(
-            cls, x_q.size(), strides=x_q.stride(), dtype=dtype, device=x_q.device, requires_grad=False
-        )
-
-    def __init__(self, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
-        self._x_q, self._scale_inv = x_q, scale_inv
 
     @staticmethod
     @torch.no_grad()
@@ -75,18 +60,6 @@ class FrozenWeight(WrapperTensor):
         if requires_grad:
             raise Fp8Error("a frozen weight in FP8 takes no gradient: call fp8pass.unfreeze(model) before you train it")
         return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"FrozenWeight({self._x_q!r}, {self._scale_inv!r}, {self.dtype})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the inner tensors' attributes, and the metadata: torch.compile's subclass protocol."""
-        return ["_x_q", "_scale_inv"], self.dtype
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> FrozenWeight:
-        """Rebuild the tensor from the parts that `__tensor_flatten__` named."""
-        return FrozenWeight(inner["_x_q"], inner["_scale_inv"], dtype)
 
     @staticmethod
     def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8pass._torch import make_wrapper_subclass
+
 
 class WrapperTensor(Tensor):
     """Base of tensor subclasses that run ops on the tensors they hold; subclasses implement `_run`."""
@@ -25,3 +27,38 @@ class WrapperTensor(Tensor):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _dispatched(cls, func: Any, args: Any, kwargs: Any) -> Any:
         return cls._run(func, args, kwargs)
+
+
+class Fp8Weight(WrapperTensor):
+    """Base of weights f[N, K] that ops read as their dequantized values, from FP8 and a scale_inv."""
+
+    _x_q: Tensor
+    _scale_inv: Tensor
+
+    @staticmethod
+    def __new__(cls, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Any:
+        """Make the wrapper, without memory for its values. x_q: f8[N, K]; scale_inv: f32; dtype: what ops read."""
+        return make_wrapper_subclass(
+            cls,
+            x_q.size(),
+            strides=x_q.stride(),
+            storage_offset=x_q.storage_offset(),
+            dtype=dtype,
+            device=x_q.device,
+            requires_grad=False,  # where a weight takes a gradient, the parameter that is made of it does
+        )
+
+    def __init__(self, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
+        self._x_q, self._scale_inv = x_q, scale_inv
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._x_q!r}, {self._scale_inv!r}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the inner tensors' attributes, and the metadata: torch.compile's subclass protocol."""
+        return ["_x_q", "_scale_inv"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> Any:
+        """Rebuild the tensor from the parts that `__tensor_flatten__` named."""
+        return cls(inner["_x_q"], inner["_scale_inv"], dtype)

@@ -163,6 +163,17 @@ def test_an_update_finds_everything_at_its_address(monkeypatch: pytest.MonkeyPat
     assert all(pointers == seen[0] for pointers in seen) and len(seen[0]) > 2 * 2 + 4
 
 
+def same_with_and_without_graphs(results: Callable[..., list[Tensor]]) -> list[Tensor]:
+    """Check that results are equal to the bit with CUDA graphs, of which none is skipped, and without; return them."""
+    skips = torch._dynamo.utils.counters["inductor"]
+    before = skips["cudagraph_skips"]
+    graphs, plain = results(mode="reduce-overhead"), results()
+    assert skips["cudagraph_skips"] == before
+    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
+        assert torch.equal(a, b), i
+    return graphs
+
+
 @pytest.mark.gpu
 def test_steps_under_cuda_graphs_are_those_without() -> None:
     """Two instances of a graph, with evaluation in between, give the same bits with and without CUDA graphs."""
@@ -188,13 +199,7 @@ def test_steps_under_cuda_graphs_are_those_without() -> None:
         state = [e for m in models for _, e in sorted(fp8pass.state(m).state_dict().items()) if isinstance(e, Tensor)]
         return found + [e.clone() for e in state]
 
-    skips = torch._dynamo.utils.counters["inductor"]
-    before = skips["cudagraph_skips"]
-    graphs, plain = results(mode="reduce-overhead"), results()
-    assert skips["cudagraph_skips"] == before
-    assert len(graphs) == len(plain) > 20 * 2 * 5
-    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
-        assert torch.equal(a, b), i
+    assert len(same_with_and_without_graphs(results)) > 20 * 2 * 5
 
 
 @pytest.mark.gpu
@@ -209,12 +214,7 @@ def test_whole_steps_under_cuda_graphs_are_those_without() -> None:
             losses.append(step(batch.cuda()).clone())
         return [*losses, *(p.detach().clone() for p in model.parameters())]
 
-    skips = torch._dynamo.utils.counters["inductor"]
-    before = skips["cudagraph_skips"]
-    graphs, plain = results(mode="reduce-overhead"), results()
-    assert skips["cudagraph_skips"] == before
-    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
-        assert torch.equal(a, b), i
+    same_with_and_without_graphs(results)
 
 
 @pytest.mark.gpu
@@ -235,12 +235,7 @@ def test_calls_in_other_settings_under_cuda_graphs_are_those_without() -> None:
             model.zero_grad()
         return found
 
-    skips = torch._dynamo.utils.counters["inductor"]
-    before = skips["cudagraph_skips"]
-    graphs, plain = results(mode="reduce-overhead"), results()
-    assert skips["cudagraph_skips"] == before
-    for i, (a, b) in enumerate(zip(graphs, plain, strict=True)):
-        assert torch.equal(a, b), i
+    same_with_and_without_graphs(results)
 
 
 def test_the_state_stays_at_its_address_in_other_settings() -> None:

@@ -22,7 +22,7 @@ _ANSWERS: dict[str, Any] = {
     "memory_stats": lambda _: {},
     "reset_peak_memory_stats": lambda: None,
 }
-"""What torchtitan asks of `torch.cuda`, and `torch.cpu` lacks or answers otherwise."""
+"""Answer what torchtitan asks of `torch.cuda`, and `torch.cpu` lacks or answers otherwise."""
 
 utils.device_type, utils.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **_ANSWERS})
 
