@@ -624,6 +624,18 @@ def before_eager_optimizers(callback: Callable[[torch.optim.Optimizer], None]) -
     register_optimizer_step_pre_hook(hook)
 
 
+def undecorated_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the function that `step` calls, without torch's decorators: these break the graph, call the optimizer's
+    hooks, and turn gradients off.
+    """
+    step: Any = type(optimizer).step
+    own = {f.__code__.co_filename for f in (torch.optim.Optimizer.__repr__, torch.no_grad()(len))}
+    while hasattr(step, "__wrapped__") and step.__code__.co_filename in own:
+        step = step.__wrapped__
+    assert callable(step)
+    return step
+
+
 @dataclass(frozen=True)
 class PipelineCall:
     """A call that `torch.distributed.pipelining` makes: of a stage's module, or of the loss after the last stage.
@@ -847,6 +859,7 @@ __all__ = [
     "triton_helpers",
     "triton_kernel_wrapper_functional",
     "triton_type",
+    "undecorated_step",
     "unset_fake_temporarily",
     "why_compiled_again",
 ]

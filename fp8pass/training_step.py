@@ -38,6 +38,7 @@ from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
+from fp8pass.runtime.early_updates import EarlyUpdates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_cache import end_step, weights_of
 from fp8pass.states.checkpoint import State, goes_along, state
@@ -60,11 +61,13 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
         A `TrainStep`, which is called as the function is; without `function`, a decorator that returns one.
 
     Raises:
-        ValueError: If a field of `config` is unknown or has an invalid value.
+        ValueError: If a field of `config` is unknown or has an invalid value, or if both `update_in_backward` and
+            `skip_nonfinite` are set.
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
-            not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, or if
-            `skip_nonfinite` or `optimizer_state` is set for sharded parameters.
+            not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, if
+            `skip_nonfinite` or `optimizer_state` is set for sharded parameters, or if `update_in_backward` is set for a
+            step that uses gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -83,6 +86,12 @@ class TrainStep:
         self._function = function
         backend = configured(lambda: config)(_held_weakly(self._compile))
         self._compiled = torch.compile(function, backend=backend)
+        self._early: EarlyUpdates | None = None
+        if config.update_in_backward:
+            _check_early(config)
+            of_part = configured(lambda: config)(_held_weakly(self._compile_part))
+            compile_part = functools.partial(torch.compile, backend=of_part)
+            self._early = EarlyUpdates(compile_part, config.update_bucket_bytes)
         by_path = callable(config.filter) or any(patterns_of(config))  # names decide what runs in FP8
         self._calls = ModuleCalls(backend, by_path)
         self.forget()
@@ -101,6 +110,8 @@ class TrainStep:
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        if self._early is not None:
+            self._early.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one optimizer step and return the function's result."""
@@ -111,7 +122,7 @@ class TrainStep:
                 stack.enter_context(accumulate(model))
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
             stack.enter_context(self._calls.caught(models, is_first=not known))
-            run = self._compiled if known else functools.partial(self._first_call, models, optimizers)
+            run = self._run if known else functools.partial(self._first_call, models, optimizers)
             before, faults = Counter(counters["graph_break"]), len(gone_on_after)
             result = run(*args, **kwargs)
             self._breaks += Counter(counters["graph_break"]) - before
@@ -165,6 +176,8 @@ class TrainStep:
                 if count
                 else "optimizer_state='fp8' has had no effect: no update of an optimizer was compiled that has moments"
             )
+        if self._early is not None and (note := self._early.note()):
+            report.notes.append(note)
         return report
 
     @property
@@ -183,6 +196,15 @@ class TrainStep:
             raise TypeError(f"the step trains {len(models)} models, as far as is known: write fp8pass.state(model)")
         return state(models[0])
 
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function; with `update_in_backward`, also the updates while it runs its backward."""
+        if self._early is None:
+            return self._compiled(*args, **kwargs)
+        self._early.begin()
+        result = self._compiled(*args, **kwargs)
+        self._early.end()
+        return result
+
     def _compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; Dynamo calls this as its backend."""
         running = frames_op_by_op(until=TrainStep.__call__.__code__)
@@ -191,6 +213,10 @@ class TrainStep:
             self._op_by_op.setdefault((_plain_name(frame), frame.f_code.co_filename), frame.f_lineno)
         if callers:
             self._calls.place(module, callers[0])
+        return self._compile_part(module, example_inputs)
+
+    def _compile_part(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph, of the step or of an update that the backward calls."""
         # `_first_call` has judged the patterns by all models of the step.
         check_compiled(self.config, module.graph, judged=True)
         with collect() as report:
@@ -219,9 +245,14 @@ class TrainStep:
         # In-place ops change the version, `p.data = x` only the address.
         before = [(p._version, p.data_ptr()) for p in parameters]
         outside = Outside(models)
+        if self._early is not None:
+            self._early.rehearse(models, optimizers)
+            self._early.begin()
         with _Backwards(parameters) as backwards, outside.watching():
             result = self._compiled(*args, **kwargs)
         changed = before != [(p._version, p.data_ptr()) for p in parameters]
+        if self._early is not None:
+            self._early.end(changed)
         if not changed:
             _check_trained(models, optimizers, backwards.count, where, self._has_scaler(args, kwargs))
         self._models.update(trained)
@@ -377,6 +408,15 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                         f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
                         f"{name} is: each rank would decide by its own part. Leave it out"
                     )
+
+
+def _check_early(config: Config) -> None:
+    """Raise ValueError for an option that needs all gradients before any update."""
+    if config.skip_nonfinite:
+        raise ValueError(
+            "skip_nonfinite=True decides by all gradients whether a parameter is updated, and update_in_backward=True "
+            "updates and frees them one after another: choose one of the two"
+        )
 
 
 def _check_found(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], where: str) -> None:

@@ -81,6 +81,7 @@ MODULES = _flag_or_patterns("True, False, or patterns of modules: ['layers.3', '
 GROUP = Rule(_group)
 RECIPE = Rule(lambda name, value: resolve(value, name), lambda _, text: None if text.lower() == "none" else text)
 STEPS = whole(1, "a number of steps, 1 or more")
+BYTES = whole(1, "a number of bytes, 1 or more")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ class Config(Checked):
     optimizer_state: str = field(default="off", metadata=names(*OPTIMIZER_STATES).field)
     """"fp8" keeps an optimizer's first moments in e4m3 and the square roots of its second moments in float16: 3 bytes
     per parameter instead of 8. Only in `fp8pass.train_step`, for compiled optimizers."""
+    update_in_backward: bool = field(default=False, metadata=FLAG.field)
+    """Update each parameter while the backward runs, as soon as its gradient is complete, and free the gradient. Only
+    in `fp8pass.train_step`, for steps with one backward that leave gradients as they are: no clipping, no scaler."""
+    update_bucket_bytes: int = field(default=2**26, metadata=BYTES.field)
+    """With `update_in_backward`: the bytes of gradients from which an update runs. Smaller ones wait for the next."""
     skip_nonfinite: bool = field(default=False, metadata=FLAG.field)
     """Skip an optimizer step whose gradients hold a NaN or an infinity: parameters, moments and FP8 state stay
     unchanged, and `TrainStep.skipped` counts it. Only for compiled optimizers, as in `fp8pass.train_step`."""

@@ -378,3 +378,23 @@ def test_frozen_weights_are_those_of_all_ranks() -> None:
     for how in "option", "freeze":
         same(dict(enumerate(first[how])), dict(enumerate(second[how])))
         same(dict(enumerate(first[how])), dict(enumerate(first["option"])))
+
+
+@on_ranks(2)
+def updated_in_the_backward() -> str:
+    model = DistributedDataParallel(nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @fp8pass.train_step(update_in_backward=True)
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(fp8pass.Fp8Error) as error:
+        step(torch.ones(16, 32))
+    return str(error.value)
+
+
+def test_gradients_must_be_reduced_before_an_update() -> None:
+    for message in updated_in_the_backward():
+        assert "DistributedDataParallel reduces gradients among ranks only afterwards. Use FSDP2" in message

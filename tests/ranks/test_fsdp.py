@@ -337,6 +337,11 @@ def in_a_train_step() -> Any:
         losses = torch.stack([run(x.chunk(2)[dist.get_rank()]) for x in data()])
         dist.all_reduce(losses)
         found.append((losses / 2, run.report.rewritten, [g.source for g in run.report.gemms if not g.name]))
+    model = shard(make(functools.partial(Model, 51)))
+    run = _step(model, torch.optim.SGD(model.parameters(), lr=0.05), update_in_backward=True, update_bucket_bytes=1)
+    losses = torch.stack([run(x.chunk(2)[dist.get_rank()]) for x in data()])
+    dist.all_reduce(losses)
+    found.append((losses / 2, "while the backward ran" in str(run.report)))
     errors = []
     for options in ({"skip_nonfinite": True}, {"optimizer_state": "fp8"}):
         with pytest.raises(fp8pass.Fp8Error) as error:
@@ -492,7 +497,8 @@ def test_what_fsdp_frees_is_not_kept_in_fp8() -> None:
     not COMPILES_FSDP_IN_A_STEP, reason="torch 2.11 itself fails, also with aot_eager: docs/versions.md"
 )
 def test_a_train_step_trains_a_sharded_model() -> None:
-    for (plain, fp8), errors in in_a_train_step():
+    for (plain, fp8, (early, was_early)), errors in in_a_train_step():
+        assert was_early and torch.equal(early, plain[0])
         torch.testing.assert_close(plain[0], fp8[0], rtol=0.02, atol=0)
         assert plain[0][-1] < plain[0][0]
         assert len(plain[1]) == len(fp8[1]) == 6 and not plain[2] and not fp8[2]
