@@ -46,6 +46,7 @@ from fp8pass.pipeline import (
     real_inputs,
     warn_of_slow_matmuls,
     written,
+    written_only_by_optimizers,
 )
 from fp8pass.recipes import Disabled
 from fp8pass.runtime.compiled_graph import CompiledGraph, VaryingGraph
@@ -284,7 +285,8 @@ def _update(
             without = Attempt(without=frozenset({"expand_foreach"}))
             annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
             moments = found
-    graph = UpdateGraph(module, refs, skips, moments, compile_for, falling_back)
+    predicts = config.weight_amax == "predicted" and written_only_by_optimizers(module)
+    graph = UpdateGraph(module, refs, skips, moments, predicts, compile_for, falling_back)
     examples = real_inputs(module)
     # compile now, not in the first call: torch may raise TensorifyScalarRestartAnalysis, for Dynamo to trace anew
     if examples is not None:

@@ -81,6 +81,7 @@ from fp8pass.passes.update.write_moments import WriteMoments
 from fp8pass.passes.update.write_weights import WriteWeights
 from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
+from fp8pass.passes.update.written import written_only_by_optimizers as written_only_by_optimizers
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report.graph_view import drawn, part_of
 from fp8pass.report.report import Report, Timing, publish

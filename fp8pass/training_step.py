@@ -40,7 +40,8 @@ from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
 from fp8pass.runtime.update_graph import UpdateGraph
-from fp8pass.runtime.weight_cache import end_step, weights_of
+from fp8pass.runtime.weight_bounds import predict
+from fp8pass.runtime.weight_cache import Fp8Weight, end_step, weights_of
 from fp8pass.states.checkpoint import State, goes_along, state
 from fp8pass.states.steps import accumulate
 
@@ -100,6 +101,8 @@ class TrainStep:
         """Drop reports and found models, as before the first call. Parameters and FP8 state stay unchanged."""
         self._collected = Report()
         self._compiled_ids: set[str] = set()
+        self._measured: list[str] = []
+        """Reasons why amaxes of weights are not predicted."""
         self._breaks: Counter[str] = Counter()
         """Reasons of graph breaks, by Dynamo's count, which includes breaks before which nothing was compiled."""
         self._updates: weakref.WeakSet[UpdateGraph] = weakref.WeakSet()
@@ -169,6 +172,8 @@ class TrainStep:
                     "something other than a compiled update had changed them: an optimizer that runs eagerly (with "
                     "fused=True, say: use foreach=True), a state that was loaded, an edit"
                 )
+        if self.config.weight_amax == "predicted":
+            report.notes.append(self._note_of_predictions(weights))
         if self.config.optimizer_state == "fp8":
             count, saved = nbytes_saved(list(self._optimizers))
             report.notes.append(
@@ -179,6 +184,17 @@ class TrainStep:
         if self._early is not None and (note := self._early.note()):
             report.notes.append(note)
         return report
+
+    def _note_of_predictions(self, weights: Sequence[Fp8Weight]) -> str:
+        predicted = sum(w.is_predicted for w in weights)
+        note = (
+            f"the amaxes of {predicted} of {len(weights)} weights are predicted for the update that writes their copies"
+        )
+        if self._measured:
+            note += f"; the others are measured: {'; '.join(self._measured)}"
+        if (most := max((u.overshoot for u in self._updates), default=0.0)) > 1:
+            note += f". A weight became {most:.2f} times as large as predicted, and saturated: its optimizer did more"
+        return note
 
     @property
     def skipped(self) -> int:
@@ -245,6 +261,8 @@ class TrainStep:
         # In-place ops change the version, `p.data = x` only the address.
         before = [(p._version, p.data_ptr()) for p in parameters]
         outside = Outside(models)
+        if self.config.weight_amax == "predicted":
+            self._measured = _predict(optimizers, self.config)
         if self._early is not None:
             self._early.rehearse(models, optimizers)
             self._early.begin()
@@ -408,6 +426,13 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                         f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
                         f"{name} is: each rank would decide by its own part. Leave it out"
                     )
+
+
+def _predict(optimizers: Sequence[Optimizer], config: Config) -> list[str]:
+    """Predict the amaxes of the optimizers' weights; return reasons why some, or all, are not predicted."""
+    if config.optimizer_state != "off":
+        return [f"moments that are stored in 8 bits (optimizer_state={config.optimizer_state!r}) bound no update"]
+    return predict(optimizers, config.max_grad)
 
 
 def _check_early(config: Config) -> None:

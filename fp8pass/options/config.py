@@ -38,6 +38,7 @@ ON_FAULT = ("warn", "raise")
 OPTIMIZER_STATES = ("off", "fp8")
 FROZEN = ("off", "fp8")
 EPILOGUES = ("auto", "off", "always")
+WEIGHT_AMAXES = ("measured", "predicted")
 WEIGHT_CACHES = ("off", "fp8", "fp8+transpose")
 
 
@@ -133,6 +134,13 @@ class Config(Checked):
     """The copies of each weight that are kept between optimizer steps. "off": none, the weight is quantized in every
     forward. "fp8": its FP8 copy, 1 byte per element. "fp8+transpose": that and a transposed copy, 2 bytes per element;
     the default of `fp8pass.train_step`. Only with delayed scaling, and for 2-D weights."""
+    weight_amax: str = field(default="measured", metadata=names(*WEIGHT_AMAXES).field)
+    """How the scale of a weight's FP8 copy is found, which the kernel writes that updates the weight. "measured": from
+    the amaxes of earlier steps, as delayed scaling does. "predicted": from the most that the update can make of the
+    weight, by the options of Adam or SGD; it never saturates. Only in `fp8pass.train_step`."""
+    max_grad: float | None = field(default=None, metadata=(ratio(0, "a number above 0, or None") | None).field)
+    """With `weight_amax="predicted"` and SGD: the most that an element of a gradient can be when the optimizer reads
+    it, the `max_norm` of `clip_grad_norm_` say. Adam's step does not depend on it."""
     save_fp8: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
     """Save what the backward of elementwise ops and norms reads in FP8, 1 byte per element: True, or name patterns of
     modules (`layers.3.*`, `*.gate`) that compute or normalize it. Gradients are then those at the quantized tensors."""

@@ -645,6 +645,30 @@ def next_scales(
 
 
 @torch.no_grad()
+def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor, indices: tuple[int, ...]) -> Tensor:
+    """Return `scales` f32[W] with those at `indices` computed from what the weights can become in an update.
+
+    weight_copy_scales: f32[2, W], whose second row has the amaxes before the update. bounds: f32[3, n], for each index
+    the numbers of `weight_bounds.Bound`; infinite ones keep the scale. The scale is `fp8_max / (grows * amax + moves)`.
+    """
+    amax = torch.stack([weight_copy_scales[1, i] for i in indices])
+    kept = torch.stack([scales[i] for i in indices])
+    new = scaling.scale_from_amax(bounds[0] * amax + bounds[1], scaling.fp8_max(scaling.E4M3), kept)
+    return torch.stack([new[indices.index(i)] if i in indices else scales[i] for i in range(len(scales))])
+
+
+@torch.no_grad()
+def note_overshoot(bounds: Tensor, scales: Tensor, amaxes: list[Tensor], indices: tuple[int, ...]) -> None:
+    """Keep in the third row of `bounds` f32[3, n], in place, the most of what a predicted scale made of a new amax.
+
+    It is a part of `fp8_max`: more than 1 if the weight became larger than predicted, so that it saturated.
+    """
+    scale = torch.stack([scales[i] for i in indices])
+    share = torch.stack([amaxes[i] for i in indices]) * scale / scaling.fp8_max(scaling.E4M3)
+    bounds[2].copy_(torch.where(torch.isfinite(bounds[0]), torch.maximum(bounds[2], share), bounds[2]))
+
+
+@torch.no_grad()
 def write_weight(
     scales: Tensor, index: int, parts: list[Tensor], copies: list[Tensor], transposes: list[Tensor]
 ) -> Tensor:

@@ -22,6 +22,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.quant.moments import Fp8Moment, pack
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
+from fp8pass.runtime.weight_bounds import UNKNOWN, bound_of_parts
 from fp8pass.runtime.weight_cache import Fp8Weight, newest, weights_of
 from fp8pass.states.slots import InstanceState, registry
 
@@ -61,10 +62,11 @@ class _CachedPlan:
 class UpdateGraph:
     """An update, as a callable for Dynamo. refs: the places of the tensors that it writes.
 
-    skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. compile_for:
-    compiles the graph for a key, and examples of Dynamo's inputs and of the inputs after them. fall_back: compiles with
-    one attempt after another, leaving out what fails by a fault of fp8pass, until an attempt succeeds. counts: i64[2],
-    the number of updates, and of skipped ones; None if updates are not skipped.
+    skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. predicts: True
+    if amaxes of weights may be predicted, since only optimizers write them. compile_for: compiles the graph for a key,
+    and examples of Dynamo's inputs and of the inputs after them. fall_back: compiles with one attempt after another,
+    leaving out what fails by a fault of fp8pass, until an attempt succeeds. counts: i64[2], the number of updates, and
+    of skipped ones; None if updates are not skipped.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class UpdateGraph:
         refs: Sequence[TensorRef],
         skips: bool,
         moments: Sequence[Moment],
+        predicts: bool,
         compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor], Attempt, Dump], Run],
         fall_back: Callable[[Callable[[Attempt, Dump], _Plan], Attempt], tuple[_Plan, Attempt]],
     ) -> None:
         self._module: fx.GraphModule | None = module
         self._places = list(refs)
+        self._predicts = predicts
         self._compile_for = compile_for
         self._fall_back = fall_back
         self._attempt = FIRST
@@ -96,6 +100,7 @@ class UpdateGraph:
             device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
             with torch.inference_mode(False):
                 self.counts = torch.zeros(2, dtype=torch.long, device=device)
+        self._bounds: dict[UpdateKey, list[_Bounds]] = {}
         self._runs: dict[UpdateKey, Run] = {}
         self._plans: dict[tuple[int, ...], _CachedPlan] = {}
         self._lock = threading.Lock()
@@ -164,7 +169,13 @@ class UpdateGraph:
         refs = {id(x): p for x, p in zip(tensors, self._places, strict=True)}
         moments = self._stored_moments(args)
         writes = (
-            Write(tuple(refs.get(id(p)) for p in w.parts), states.index(w.state), w.index, w.x_t is not None)  # type: ignore[arg-type]
+            Write(
+                tuple(refs.get(id(p)) for p in w.parts),
+                states.index(w.state),  # type: ignore[arg-type]
+                w.index,
+                w.x_t is not None,
+                self._predicts and w.is_predicted,
+            )
             for w in weights
         )
         restore_if_skipped = tuple(self._places) if self.counts is not None else ()
@@ -226,6 +237,25 @@ class UpdateGraph:
         self._moments, self._plain, self._places, self._module = [], [], [], None
         self._compile_for = _retired
 
+    @property
+    def overshoot(self) -> float:
+        """The most of what a predicted scale made of a weight's amax, as a part of `fp8_max`: more than 1 saturated.
+
+        Waits for the device. 0 if no amax is predicted.
+        """
+        bounds = [b.tensor for of in self._bounds.values() for b in of]
+        return max((float(x[2].max()) for x in bounds), default=0.0)
+
+    def _bounds_of(self, weights: Sequence[Fp8Weight], key: UpdateKey) -> list[_Bounds]:
+        """Return the bounds of weights whose amaxes are predicted, for each of the key's `weight_slots` with such."""
+        if key not in self._bounds:
+            predicted: dict[int, list[Fp8Weight]] = {}
+            for w, write in zip(weights, key.writes, strict=True):
+                if write.predicted:
+                    predicted.setdefault(write.slots, []).append(w)
+            self._bounds[key] = [_Bounds(predicted[i]) for i in sorted(predicted)]
+        return self._bounds[key]
+
     def _inputs(
         self,
         weights: Sequence[Fp8Weight],
@@ -242,12 +272,33 @@ class UpdateGraph:
             inputs += [pack(moments), *(m.x_q for m in moments)]
         if self.counts is not None:
             inputs.append(self.counts)
+        inputs += [bounds.current() for bounds in self._bounds_of(weights, key)]
         for w, write in zip(weights, key.writes, strict=True):
             inputs += w.copies
             inputs += w.transposes
             if None in write.parts:
                 inputs += [p for p, place in zip(w.parts, write.parts, strict=True) if place is None]
         return inputs
+
+
+class _Bounds:
+    """The bounds of the weights of one instance state whose amaxes are predicted: see `ops.predicted_scales`."""
+
+    def __init__(self, weights: Sequence[Fp8Weight]) -> None:
+        self._weights = [weakref.ref(w) for w in weights]
+        self._now: list[list[float]] = []
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros(3, len(weights), device=weights[0].x_q.device)
+
+    def current(self) -> Tensor:
+        """Return f32[3, n], with the bounds of the next update, for weights whose amax before it is known."""
+        weights = [w for ref in self._weights if (w := ref()) is not None]
+        bounds = [bound_of_parts(w.parts) if w.is_of_now() else UNKNOWN for w in weights]
+        now = [[b.grows for b in bounds], [b.moves for b in bounds]]
+        if now != self._now:
+            self._now = now
+            self.tensor[:2].copy_(torch.tensor(now))
+        return self.tensor
 
 
 def _has_values(x: Tensor) -> bool:

@@ -20,13 +20,15 @@ class Write:
 
     parts: the places of its parameters in the graph, None for a parameter that the graph does not write. slots: the
     index in `UpdateKey.weight_slots` of those that hold its scale; index: its index among their W weights. transposed:
-    True if the copy has a transposed copy, too: see `Fp8Weight`.
+    True if the copy has a transposed copy, too: see `Fp8Weight`. predicted: True if the scale is computed from a bound
+    of what the update makes of the weight: see `weight_bounds.py`.
     """
 
     parts: tuple[TensorRef | None, ...]
     slots: int
     index: int
     transposed: bool
+    predicted: bool = False
 
 
 @dataclass(frozen=True)

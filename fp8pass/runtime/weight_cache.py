@@ -20,6 +20,7 @@ from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
 from fp8pass.graph.annotation import CachedWeightInput
 from fp8pass.quant import ops
+from fp8pass.runtime.weight_bounds import predicts
 from fp8pass.states.slots import InstanceState
 
 
@@ -111,9 +112,15 @@ class Fp8Weight:
 
         A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
         """
-        return self._is_of_now() and (self._steps_stale <= 0 or self._scale_stays())
+        return self.is_of_now() and (self.is_predicted or self._steps_stale <= 0 or self._scale_stays())
 
-    def _is_of_now(self) -> bool:
+    @property
+    def is_predicted(self) -> bool:
+        """True if the scale is computed from a predicted amax, or from the amax itself, and not from a history."""
+        return predicts(self.parts)
+
+    def is_of_now(self) -> bool:
+        """Return whether the copy, and the amax beside its scale, are of the weight as it is."""
         return self._made_of is not None and self._made_of == self._version_key()
 
     def _scale_stays(self) -> bool:
@@ -139,7 +146,7 @@ class Fp8Weight:
         self._made()
         self._steps_stale = -1  # 0 from the beginning of the next step on, whose scale the copy has
         self._was_written = True
-        if not has_scale:
+        if not has_scale and not self.is_predicted:
             self.invalidate()
             self.expected += 1
 
@@ -169,11 +176,11 @@ class Fp8Weight:
             scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
             own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, recipe.margin)
-            scales = torch.where(scales == 0, own, scales)
+            scales = torch.where((scales == 0) | self.is_predicted, own, scales)
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]
             ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)
-        if self._is_of_now():  # the weight is as it was: no update ran that could have written the copy
+        if self.is_of_now():  # the weight is as it was: no update ran that could have written the copy
             self.expected += 1
         else:
             self._made()

@@ -5,7 +5,8 @@ after    p.addcdiv_(exp_avg, denom)
          s: f32[W] = scales_or_one(next_scales(scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W]))
          a: f32[]  = write_weight(s, 0, [p], [x_q: f8[N, K]], [x_t: f8[K, N]])
          write_weight_copy_scales(weight_copy_scales: f32[2, W], s, [a, ...])
-changes  no existing value; the copy equals the one that the next forward would have computed
+changes  no existing value; the copy equals the one that the next forward would have computed, or has the scale of a
+         predicted amax, `s = predicted_scales(...)`
 
 Runs on Dynamo's graph of an update: a graph that writes into parameters and returns nothing that requires a gradient.
 Optimizers are not recognized by name. After AOTAutograd the parameter's `copy_` and these writes read one value, so
@@ -34,8 +35,9 @@ class WriteWeights:
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
         """Write the FP8 copies of the key at the end of the graph; return their number.
 
-        The graph gets as inputs the copies of each weight's parts, their transposed copies, and the parts that have no
-        place in the graph.
+        The graph gets as inputs the bounds of weights whose amax is predicted, for each of the key's `weight_slots`
+        that has any, the copies of each weight's parts, their transposed copies, and the parts that have no place in
+        the graph.
         """
         if context.key.writes:
             _write(graph, context.key.weight_slots, context.slot_inputs, context.key.writes)
@@ -46,6 +48,7 @@ def _write(
     graph: fx.Graph, weight_slots: Sequence[WeightSlots], inputs: Sequence[dict[str, fx.Node]], writes: Sequence[Write]
 ) -> None:
     nodes = {ref: node for node, ref in refs(graph).items()}
+    bounds_of = [state_input(graph, f"fp8pass_bounds_{i}") for i in sorted({w.slots for w in writes if w.predicted})]
     of_writes = [_inputs_of(graph, i, w) for i, w in enumerate(writes)]
     with graph.inserting_before(graph.output_node()):
         for i, (slots, of_slots) in enumerate(zip(weight_slots, inputs, strict=True)):
@@ -54,14 +57,21 @@ def _write(
             scales_of = (of_slots[name] for name in ("scale", "amax_history", "amax_weights"))
             of: Any = (slots.recipe, slots.first, *scales_of)
             scales = graph.call_function(ops.next_scales, of)
+            predicted = tuple(w.index for w in writes if w.slots == i and w.predicted)
+            bounds = [bounds_of.pop(0)] if predicted else []
+            if predicted:
+                args = scales, of_slots["weight_copy_scales"], *bounds, predicted
+                scales = graph.call_function(ops.predicted_scales, args)
             scales = graph.call_function(ops.scales_or_one, (scales,))
             amaxes: list[fx.Node | None] = [None] * slots.count  # None: this update does not write the copy
             for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
                 if w.slots == i:
                     parts = [others.pop(0) if ref is None else nodes[ref] for ref in w.parts]
-                    args = scales, w.index, parts, copies, transposes
-                    amaxes[w.index] = graph.call_function(ops.write_weight, args)
+                    of_write = scales, w.index, parts, copies, transposes
+                    amaxes[w.index] = graph.call_function(ops.write_weight, of_write)
             graph.call_function(ops.write_weight_copy_scales, (of_slots["weight_copy_scales"], scales, amaxes))
+            if predicted:
+                graph.call_function(ops.note_overshoot, (*bounds, scales, amaxes, predicted))
 
 
 def _inputs_of(graph: fx.Graph, i: int, w: Write) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:

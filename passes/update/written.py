@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ def written(module: fx.GraphModule) -> list[TensorRef]:
     modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]
     changed = _OnFakes(module, modes[0] if modes else FakeTensorMode()).written()
     return [p for p in tensors if p in changed] if any(_is_parameter(tensors[p]) for p in changed) else []
+
+
+def written_only_by_optimizers(module: fx.GraphModule) -> bool:
+    """Return whether every op that writes is one of torch's optimizers: nothing else changes what they update."""
+    return all((node.stack_trace or "").count(_OPTIMIZERS) for node in module.graph.nodes if mutates(node))
+
+
+_OPTIMIZERS = f'File "{Path(torch.optim.__file__).parent}'
+"""What begins a line of a stack trace that is in torch's optimizers."""
 
 
 def real_inputs(module: fx.GraphModule) -> list[Any] | None:
