@@ -1,4 +1,4 @@
-"""Compare scales of weights from predicted amaxes with those from measured ones: losses, saturated weights, unused range.
+"""Compare scales of weights from predicted amaxes with those from measured ones: losses, and how much range they use.
 
     python bench/weight_amax.py [--steps 200]
 
@@ -25,13 +25,13 @@ def trained(amax: str, steps: int) -> tuple[float, Tensor]:
     """Train; return the validation loss, and the largest value of each copy after each step, as a part of `fp8_max`."""
     torch._dynamo.reset()
     text = demo.load_text()
-    run = demo.new_run(amax, "cpu")
+    run = demo.new_run(amax, "cpu", dtype=torch.float32)
     step = fp8pass.train_step(weight_amax=amax, min_speedup=0)(demo.train_step)
     generator, used = torch.Generator().manual_seed(0), []
     for i in range(steps):
         for group in run.optimizer.param_groups:
             group["lr"].fill_(demo.rate_at(i, steps))
-        step(run.model, run.optimizer, *text.batch(generator, "cpu"))
+        step(run.model, run.optimizer, *text.batch(generator, "cpu"), run.dtype)
         if i:  # the first update writes no copy of a slot without history
             used.append(_used(run.model))
     run.validate(text, "cpu")
@@ -54,7 +54,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     for name, value in SMALL.items():
         setattr(demo, name, value)
-    print(f"AdamW on the demo's GPT, {SMALL['LAYERS']} layers of width {SMALL['WIDTH']}, {steps} steps\n")
+    print(f"AdamW on the demo's GPT in float32, {SMALL['LAYERS']} layers of width {SMALL['WIDTH']}, {steps} steps\n")
     print("| weight_amax | validation loss | copies that saturate | by at most | unused range, mean and most |")
     print("|---|---|---|---|---|")
     for amax in ("measured", "predicted"):

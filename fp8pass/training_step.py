@@ -67,8 +67,8 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
             not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, if
-            `skip_nonfinite` or `optimizer_state` is set for sharded parameters, or if `update_in_backward` is set for a
-            step that uses gradients after they are complete.
+            `optimizer_state` is set for sharded parameters, or if `update_in_backward` is set for a step that uses
+            gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -407,7 +407,7 @@ def _place(function: Callable[..., Any]) -> str:
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
     """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need whole gradients.
 
-    With `skip_nonfinite` or `optimizer_state`, each rank would decide by its shard.
+    With `optimizer_state`, each rank would decide by its shard.
     """
     for model in models:
         is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
@@ -420,12 +420,11 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                     f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
                     'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
                 )
-            for option, off in (("skip_nonfinite", False), ("optimizer_state", "off")):
-                if (value := getattr(config, option)) != off:
-                    raise Fp8Error(
-                        f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
-                        f"{name} is: each rank would decide by its own part. Leave it out"
-                    )
+            if config.optimizer_state != "off":
+                raise Fp8Error(
+                    f"train_step: optimizer_state={config.optimizer_state!r} does not support parameters that are "
+                    f"divided among ranks, as {name} is: each rank would decide by its own part. Leave it out"
+                )
 
 
 def _predict(optimizers: Sequence[Optimizer], config: Config) -> list[str]:

@@ -20,7 +20,7 @@ from fp8pass import scaling
 from fp8pass.quant import grouped, moments, sharded
 from fp8pass.quant.kernel_ops import ROUNDED
 from fp8pass.quant.moments import MomentKind
-from fp8pass.quant.sharded import amax_over, copy_of, on_part
+from fp8pass.quant.sharded import amax_over, copy_of, groups_of, on_part, part_of, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -743,17 +743,23 @@ def write_moment_scales(moment_scales: Tensor, scales: Tensor, amaxes: list[Tens
 
 @torch.no_grad()
 def any_nonfinite(tensors: list[Tensor]) -> Tensor:
-    """Return whether any of the floating tensors, of any shape, holds a NaN or an infinity: b8[]."""
+    """Return whether any of the floating tensors, of any shape, holds a NaN or an infinity: b8[].
+
+    If tensors are divided among ranks, all ranks return the same.
+    """
     # `stack` takes tensors of one device: a GPU, if any of them is on one
     device = max((x.device for x in tensors), key=lambda d: d.type != "cpu")
-    amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in tensors if x.numel()]
-    return scaling.is_finite(torch.stack([a.to(device) for a in amaxes]).amax()).logical_not()
+    parts = [x for x in map(part_of, tensors) if x.numel()]
+    amaxes = [scaling.amax(x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1)) for x in parts]
+    most = torch.stack([a.to(device) for a in amaxes]).amax() if amaxes else torch.zeros((), device=device)
+    groups = dict.fromkeys(group for x in tensors for group in groups_of(x))
+    return scaling.is_finite(amax_over(most, tuple(groups))).logical_not()
 
 
 @torch.no_grad()
 def restore_where(unchanged: Tensor, x: Tensor, old: Tensor) -> None:
     """Copy `old` back into `x`, in place, if `unchanged` b8[]."""
-    x.copy_(torch.where(unchanged, old, x))
+    x.copy_(with_part(x, torch.where(unchanged, part_of(old), part_of(x))))
 
 
 @torch.no_grad()

@@ -40,20 +40,27 @@ def on_part(function: Callable[[Tensor, tuple[str, ...]], Tensor], x: Tensor) ->
         return function(x, ())
     if partial_over(x):
         x = x.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in x.placements])
-    mesh = x.device_mesh
-    groups = tuple(mesh.get_group(i).group_name for i, p in enumerate(x.placements) if p.is_shard())
-    result = function(part_of(x), groups)
+    return with_part(x, function(part_of(x), groups_of(x)))
+
+
+def groups_of(x: Tensor) -> tuple[str, ...]:
+    """Return the names of the groups of ranks that have the other parts of `x`; () for a plain tensor."""
+    if not isinstance(x, DTensor):
+        return ()
+    return tuple(x.device_mesh.get_group(i).group_name for i, p in enumerate(x.placements) if p.is_shard())
+
+
+def with_part(x: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor that is divided as `x` is, of which this rank has `part`; `part` itself if `x` is plain."""
+    if not isinstance(x, DTensor):
+        return part
     # shape and stride: without them `from_local` assumes that the tensor is evenly sharded
-    return DTensor.from_local(result, mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def copy_of(x: Tensor) -> Tensor:
     """Return a copy. The copy of a partial sum is a partial sum; `DTensor.clone` would sum it over ranks."""
-    if not isinstance(x, DTensor):
-        return x.clone()
-    return DTensor.from_local(
-        part_of(x).clone(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
+    return with_part(x, part_of(x).clone())
 
 
 def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
@@ -84,9 +91,7 @@ class _AddToPartial(torch.autograd.Function):
         for size, placement in sizes:
             ranks *= size if isinstance(placement, Partial) else 1
         result = part_of(y) + part_of(bias) / ranks
-        return DTensor.from_local(
-            result, y.device_mesh, y.placements, run_check=False, shape=y.shape, stride=y.stride()
-        )
+        return with_part(y, result)
 
     @staticmethod
     @once_differentiable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fp8pass
 from fp8pass.fsdp import Fp8Shard, GatheredWeight, enable_fp8_all_gather
 from fp8pass.pipeline import KernelPasses
+from fp8pass.quant.ops import any_nonfinite
 from fp8pass.recipes import DelayedScaling
 from tests.helpers.harness import verdicts
 from tests.helpers.models import Block, make
@@ -343,14 +345,36 @@ def in_a_train_step() -> Any:
     dist.all_reduce(losses)
     found.append((losses / 2, "while the backward ran" in str(run.report)))
     errors = []
-    for options in ({"skip_nonfinite": True}, {"optimizer_state": "fp8"}):
-        with pytest.raises(fp8pass.Fp8Error) as error:
-            _step(model, optimizer, **options)(data()[0])
-        errors.append(str(error.value))
+    with pytest.raises(fp8pass.Fp8Error) as error:
+        _step(model, optimizer, optimizer_state="fp8")(data()[0])
+    errors.append(str(error.value))
     parallel = parallelize_module(make(Block), init_device_mesh("cpu", (2,)), {"up": ColwiseParallel()})
     with pytest.raises(fp8pass.Fp8Error) as error:
         _step(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))(data()[0])
     return found, [*errors, str(error.value)]
+
+
+@on_ranks(2)
+def skipped_by_a_train_step() -> Any:
+    """Return the number of skipped steps and whether these changed a parameter, and what each rank finds in a tensor.
+
+    The gradients of the step are infinite on all ranks; the tensor has a NaN in the first rank's part alone.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for nan in (False, True):
+        part = torch.full((1, 4), math.nan if nan and dist.get_rank() == 0 else 1.0)
+        found.append(bool(any_nonfinite([torch.ones(3), DTensor.from_local(part, mesh, [Shard(0)])])))
+    if not COMPILES_FSDP_IN_A_STEP:
+        return found, None
+    model = shard(make(functools.partial(Model, 51)))
+    run = _step(model, torch.optim.AdamW(model.parameters(), lr=0.05), skip_nonfinite=True)
+    run(data()[0].chunk(2)[dist.get_rank()])
+    before = [p.to_local().clone() for p in model.parameters()]
+    run(torch.full_like(data()[0].chunk(2)[0], math.inf))
+    unchanged = all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
+    run(data()[1].chunk(2)[dist.get_rank()])
+    return found, (run.skipped, unchanged, all(map(torch.equal, before, [p.to_local() for p in model.parameters()])))
 
 
 @on_ranks(2)
@@ -502,12 +526,15 @@ def test_a_train_step_trains_a_sharded_model() -> None:
         torch.testing.assert_close(plain[0], fp8[0], rtol=0.02, atol=0)
         assert plain[0][-1] < plain[0][0]
         assert len(plain[1]) == len(fp8[1]) == 6 and not plain[2] and not fp8[2]
-        skip, state, parallel = errors
-        assert skip.startswith(
-            "train_step: skip_nonfinite=True does not support parameters that are divided among ranks"
-        )
+        state, parallel = errors
         assert state.startswith("train_step: optimizer_state='fp8' does not support parameters that are divided")
         assert parallel.startswith("train_step: up.weight is divided by tensor parallel, (Shard(dim=0),)")
+
+
+def test_a_step_is_skipped_on_all_ranks() -> None:
+    for found, steps in skipped_by_a_train_step():
+        assert found == [False, True]
+        assert steps is None or steps == (1, True, False)
 
 
 @pytest.mark.skipif(not COMPILES_FSDP_IN_A_STEP, reason="torch 2.11 itself fails: docs/versions.md")
