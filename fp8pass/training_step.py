@@ -38,6 +38,7 @@ from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
+from fp8pass.runtime.rounding import count_updates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_cache import end_step, weights_of
 from fp8pass.states.checkpoint import State, goes_along, state
@@ -64,7 +65,7 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
             not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, or if
-            `skip_nonfinite` or `optimizer_state` is set for sharded parameters.
+            `skip_nonfinite`, `optimizer_state` or `update_rounding` is set for sharded parameters.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -105,6 +106,8 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one optimizer step and return the function's result."""
         models, optimizers = self._found(args, kwargs)
+        if self.config.moments is not None or self.config.rounds_stochastically:
+            count_updates(optimizers)
         with ExitStack() as stack:
             stack.enter_context(optimizers_ranges_ignored())
             for model in models:
@@ -158,12 +161,12 @@ class TrainStep:
                     "something other than a compiled update had changed them: an optimizer that runs eagerly (with "
                     "fused=True, say: use foreach=True), a state that was loaded, an edit"
                 )
-        if self.config.optimizer_state == "fp8":
+        if self.config.moments is not None:
             count, saved = nbytes_saved(list(self._optimizers))
             report.notes.append(
                 f"{count} moments of optimizers are in FP8, which saves {saved / 1e6:.1f} MB"
                 if count
-                else "optimizer_state='fp8' has had no effect: no update of an optimizer was compiled that has moments"
+                else f"optimizer_state={self.config.optimizer_state!r} has had no effect: no update of an optimizer was compiled that has moments"
             )
         return report
 
@@ -358,7 +361,7 @@ def _place(function: Callable[..., Any]) -> str:
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
     """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need whole gradients.
 
-    With `skip_nonfinite` or `optimizer_state`, each rank would decide by its shard.
+    With `skip_nonfinite`, `optimizer_state` or `update_rounding`, each rank would decide by its shard.
     """
     for model in models:
         is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
@@ -371,7 +374,7 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                     f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
                     'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
                 )
-            for option, off in (("skip_nonfinite", False), ("optimizer_state", "off")):
+            for option, off in (("skip_nonfinite", False), ("optimizer_state", "off"), ("update_rounding", "nearest")):
                 if (value := getattr(config, option)) != off:
                     raise Fp8Error(
                         f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ def written(module: fx.GraphModule) -> list[TensorRef]:
     modes = [x.fake_mode for x in tensors.values() if isinstance(x, FakeTensor)]
     changed = _OnFakes(module, modes[0] if modes else FakeTensorMode()).written()
     return [p for p in tensors if p in changed] if any(_is_parameter(tensors[p]) for p in changed) else []
+
+
+def in_bfloat16(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[TensorRef]:
+    """Return those of the written tensors that are in bfloat16."""
+    dtypes = {ref: getattr(example(module, node), "dtype", None) for node, ref in refs(module.graph).items()}
+    return [ref for ref in written if dtypes[ref] == torch.bfloat16]
 
 
 def real_inputs(module: fx.GraphModule) -> list[Any] | None:
