@@ -183,6 +183,16 @@ def optimizer_state() -> str:
     return run(sys.executable, "bench/optimizer_state.py")
 
 
+def memory() -> str:
+    """Return the table of bench/memory.py."""
+    return run(sys.executable, "-W", "ignore", "bench/memory.py")
+
+
+def seeds() -> str:
+    """Return the table of bench/seeds.py."""
+    return run(sys.executable, "-W", "ignore", "bench/seeds.py")
+
+
 def monitor() -> str:
     """Return the output of examples/monitor.py."""
     return block(run(sys.executable, "examples/monitor.py"))
@@ -281,6 +291,8 @@ SECTIONS = {
     "cpu_matmuls": cpu_matmuls,
     "accumulation": accumulation,
     "optimizer_state": optimizer_state,
+    "memory": memory,
+    "seeds": seeds,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
@@ -313,6 +325,8 @@ FILES = {
     "cpu_matmuls": "docs/cpu.md",
     "accumulation": "docs/train-step.md",
     "optimizer_state": "docs/train-step.md",
+    "memory": "docs/memory.md",
+    "seeds": "docs/memory.md",
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",

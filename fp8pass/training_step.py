@@ -38,6 +38,7 @@ from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
+from fp8pass.runtime.parameter_bytes import ParameterBytes, parameter_bytes
 from fp8pass.runtime.rounding import count_updates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_cache import end_step, weights_of
@@ -166,9 +167,20 @@ class TrainStep:
             report.notes.append(
                 f"{count} moments of optimizers are in FP8, which saves {saved / 1e6:.1f} MB"
                 if count
-                else f"optimizer_state={self.config.optimizer_state!r} has had no effect: no update of an optimizer was compiled that has moments"
+                else f"optimizer_state={self.config.optimizer_state!r} has had no effect: no update of an optimizer "
+                "was compiled that has moments"
             )
+        if self.config.rounds_stochastically and not any(p.dtype == torch.bfloat16 for p in parameters):
+            report.notes.append("update_rounding='stochastic' has had no effect: no parameter is in bfloat16")
+        if self._optimizers:
+            report.notes.append(str(self.bytes_per_parameter()))
         return report
+
+    def bytes_per_parameter(self) -> ParameterBytes:
+        """Return the bytes of memory of the trained parameters and all that belongs to them, counted now: see there."""
+        parameters = list({id(p): p for model in self._models for p in model.parameters()}.values())
+        known = [n for update in list(self._updates) if (n := update.gradient_bytes) is not None]
+        return parameter_bytes(parameters, list(self._optimizers), sum(known) if known else None)
 
     @property
     def skipped(self) -> int:

@@ -175,9 +175,9 @@ def _grid(code: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     exponent = (bits & 0x7F800000).view(torch.float32)
     low = (bits & -(1 << (23 - kept))).view(torch.float32)
     is_normal = code >= normal
+    # NaN is not normal, and stays NaN
     low = torch.where(is_normal, low, (code * (1 / least)).floor() * least)
-    # NaN has neither; it must stay
-    return torch.where(code.isnan(), code, low), torch.where(is_normal, exponent * 2.0**-kept, least)
+    return low, torch.where(is_normal, exponent * 2.0**-kept, least)
 
 
 def decode(of: Format, x_q: Tensor, scale_inv: Tensor, dtype: torch.dtype, power: Tensor | None = None) -> Tensor:

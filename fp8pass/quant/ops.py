@@ -690,7 +690,7 @@ def decode_moment(
     dtype: torch.dtype,
     blocks: Tensor | None = None,
 ) -> Tensor:
-    """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1, b] or f32[2, b], see `Fp8Moment`."""
+    """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1 or 2, b], see `Fp8Moment`."""
     if blocks is not None:
         return moments.decode_blocks(stored_as, x_q, blocks, dtype)
     return moments.decode(stored_as, x_q, moment_scales[0, index], dtype)

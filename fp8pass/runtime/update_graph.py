@@ -20,6 +20,7 @@ from fp8pass._torch import FakeTensor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
+from fp8pass.names import source_name
 from fp8pass.quant.moments import Fp8Moment, pack
 from fp8pass.runtime.rounding import Numbers
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
@@ -33,8 +34,8 @@ Run = Callable[..., Any]
 class _Plan:
     """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs.
 
-    key: what the function is compiled for; `key.writes` goes with `weights`. counted: the inputs of an update that rounds
-    stochastically: the number of updates, and the numbers of its tensors.
+    key: what the function is compiled for; `key.writes` goes with `weights`. counted: the number of updates and the
+    numbers of the tensors that are rounded stochastically; [] if none is.
     """
 
     weights: Sequence[Fp8Weight]
@@ -65,9 +66,10 @@ class UpdateGraph:
     """An update, as a callable for Dynamo. refs: the places of the tensors that it writes.
 
     skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. rounds: True if
-    bfloat16 tensors are rounded stochastically. compile_for: compiles the graph for a key, and examples of Dynamo's inputs and of the inputs after them. fall_back: compiles with
-    one attempt after another, leaving out what fails by a fault of fp8pass, until an attempt succeeds. counts: i64[2],
-    the number of updates, and of skipped ones; None if updates are not skipped.
+    bfloat16 tensors are rounded stochastically. compile_for: compiles the graph for a key, and examples of Dynamo's
+    inputs and of the inputs after them. fall_back: compiles with one attempt after another, leaving out what fails by a
+    fault of fp8pass, until an attempt succeeds. counts: i64[2], the number of updates, and of skipped ones; None if
+    updates are not skipped.
     """
 
     def __init__(
@@ -104,6 +106,9 @@ class UpdateGraph:
         self._runs: dict[UpdateKey, Run] = {}
         self._plans: dict[tuple[int, ...], _CachedPlan] = {}
         self._numbers = Numbers([])
+        self._gradients = gradients_of(module.graph)
+        self.gradient_bytes: int | None = None
+        """Bytes of the gradients at the beginning of the last call that was planned; None before, and once retired."""
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -144,6 +149,8 @@ class UpdateGraph:
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
+        storages = [args[i].untyped_storage() for i in self._gradients if isinstance(args[i], Tensor)]
+        self.gradient_bytes = sum({s._cdata: s.nbytes() for s in storages}.values())
         key, weights, states, _ = self._found(args)
         if key in self._runs:
             return _Plan(weights, states, key, self._runs[key], self._counted(key, args))
@@ -246,6 +253,7 @@ class UpdateGraph:
         """
         for x, _ in self._stored.values():
             x.data = x.new_empty(0)
+        self.gradient_bytes = None
         self._stored.clear()
         self._plans.clear()
         self._runs.clear()
@@ -269,6 +277,12 @@ class UpdateGraph:
             if None in write.parts:
                 inputs += [p for p, place in zip(w.parts, write.parts, strict=True) if place is None]
         return inputs
+
+
+def gradients_of(graph: fx.Graph) -> list[int]:
+    """Return the positions of the inputs that are gradients of parameters."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    return [i for i, n in enumerate(inputs) if source_name(n).endswith(".grad")]
 
 
 def _has_values(x: Tensor) -> bool:

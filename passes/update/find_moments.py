@@ -33,7 +33,7 @@ def moments_of(
     """Return the tensors that are moments, with their kinds, among those that an update writes.
 
     wanted: how to store those that are not stored yet. in_float32: True if the update computes in float32 with moments
-    in bfloat16. Otherwise, second moments in bfloat16 are left as they are: each op would round their small changes off.
+    in bfloat16. Otherwise second moments in bfloat16 stay as they are: each op would round their small changes off.
     """
     stored = {ref: example(module, node) for node, ref in refs(module.graph).items()}
     found = [

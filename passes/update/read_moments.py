@@ -28,7 +28,7 @@ class ReadMoments:
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
         """Decode the moments of the key before any other op; return their number.
 
-        The graph gets the inputs `moment_scales`, and of each moment `x_q`, and `blocks` if it has any: see `Fp8Moment`.
+        The graph gets the inputs `moment_scales`, and `x_q` of each moment, and `blocks` if any: see `Fp8Moment`.
         """
         if context.key.moments:
             context.moments = _read(graph, context.key.moments)

@@ -5,8 +5,8 @@ after    graph(p, grad, ..., scale: f32[T], amax_history: f32[H, T], amax_weight
                weight_copy_scales: f32[2, W])
 changes  nothing
 
-An update that may be skipped takes all amaxes of the step, to drop them. One that rounds stochastically takes the number
-of the update, i32[1], and the numbers of its tensors, i32[n], and computes the keys of their random bits.
+An update that may be skipped takes all amaxes of the step, to drop them. One that rounds stochastically takes the
+number of updates, i32[1], which it counts up, and numbers of its tensors, i32[n]: the keys of random bits are of these.
 """
 
 from __future__ import annotations
