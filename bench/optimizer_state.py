@@ -39,7 +39,7 @@ def trained(state: str, steps: int) -> tuple[float, float, int]:
 def nbytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer's moments."""
     states: list[Any] = [x for of in optimizer.state.values() for x in of.values()]
-    stored = [x.x_q if isinstance(x, Fp8Moment) else x for x in states]
+    stored = [s for x in states for s in (x.stored if isinstance(x, Fp8Moment) else [x])]
     return sum(x.nbytes for x in stored if x.dim())
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"AdamW on the demo's GPT, {SMALL['LAYERS']} layers of width {SMALL['WIDTH']}, {steps} steps\n")
     print("| optimizer_state | training loss | validation loss | against off | moments |\n|---|---|---|---|---|")
     baseline = 0.0
-    for state in ("off", "fp8"):
+    for state in ("off", "fp8+float16", "fp8"):
         loss, validation, size = trained(state, steps)
         baseline = baseline or validation
         gap = f"{validation / baseline - 1:+.2%}" if state != "off" else ""

@@ -183,6 +183,16 @@ def optimizer_state() -> str:
     return run(sys.executable, "bench/optimizer_state.py")
 
 
+def memory() -> str:
+    """Return the table of bench/memory.py."""
+    return run(sys.executable, "-W", "ignore", "bench/memory.py")
+
+
+def seeds() -> str:
+    """Return the table of bench/seeds.py."""
+    return run(sys.executable, "-W", "ignore", "bench/seeds.py")
+
+
 def monitor() -> str:
     """Return the output of examples/monitor.py."""
     return block(run(sys.executable, "examples/monitor.py"))
@@ -283,6 +293,8 @@ SECTIONS = {
     "optimizer_state": optimizer_state,
     "weight_amax": lambda: run(sys.executable, "-m", "bench.weight_amax"),
     "guides": lambda: run(sys.executable, "bench/guides.py"),
+    "memory": memory,
+    "seeds": seeds,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
@@ -317,6 +329,8 @@ FILES = {
     "optimizer_state": "docs/train-step.md",
     "weight_amax": "docs/train-step.md",
     "guides": "docs/guides.md",
+    "memory": "docs/memory.md",
+    "seeds": "docs/memory.md",
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",

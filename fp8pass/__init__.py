@@ -16,6 +16,7 @@ from fp8pass.frozen.replace import unfreeze as unfreeze
 from fp8pass.options.config import Config as Config
 from fp8pass.options.setting import autocast as autocast
 from fp8pass.options.setting import enabled as enabled
+from fp8pass.quant.moments import Moments as Moments
 from fp8pass.quant.ops import qdq as qdq
 from fp8pass.rewriting.rewriter import rewrite as rewrite
 from fp8pass.scaling import cast_to_representable as cast_to_representable
@@ -32,6 +33,7 @@ from fp8pass.versions import __version__ as __version__
 __all__ = [
     "Config",
     "Fp8Error",
+    "Moments",
     "ScaleState",
     "accumulate",
     "autocast",

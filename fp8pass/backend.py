@@ -42,6 +42,7 @@ from fp8pass.pipeline import (
     annotated_update,
     freezable,
     gradients,
+    in_bfloat16,
     moments_of,
     real_inputs,
     warn_of_slow_matmuls,
@@ -83,10 +84,11 @@ def fp8pass(
             "and load them with torch.compiler.load_cache_artifacts"
         )
     check_compiled(config, module.graph)
-    if config.optimizer_state != "off":
-        raise ValueError(
-            "optimizer_state is an option of fp8pass.train_step, which knows the optimizer: decorate the step with it"
-        )
+    for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
+        if getattr(config, option) != off:
+            raise ValueError(
+                f"{option} is an option of fp8pass.train_step, which knows the optimizer: decorate the step with it"
+            )
     return compile_graph(module, example_inputs, config)
 
 
@@ -278,15 +280,20 @@ def _update(
     skips, moments = False, list[Moment]()
     with left_out("skip_nonfinite", config, "an update"):
         skips = config.skip_nonfinite and bool(gradients(module.graph))
-    if config.optimizer_state == "fp8":
+    without = Attempt(without=frozenset({"expand_foreach"}))
+    rounded = list[TensorRef]()
+    with left_out("round_bfloat16", config, "an update"):
+        found_rounded = in_bfloat16(module, refs) if config.rounds_stochastically else []
+        annotated_update(module, UpdateKey((), (), (), (), tuple(found_rounded)), config, without)
+        rounded = found_rounded
+    if config.moments is not None:
         with left_out("quantize_moments", config, "an update"):
-            found = moments_of(module, refs)
+            found = moments_of(module, refs, config.moments, in_float32=bool(rounded))
             # try the passes now, while moments can still stay in high precision if they fail
-            without = Attempt(without=frozenset({"expand_foreach"}))
             annotated_update(module, UpdateKey((), (), (), tuple(found)), config, without)
             moments = found
     predicts = config.weight_amax == "predicted" and written_only_by_optimizers(module)
-    graph = UpdateGraph(module, refs, skips, moments, predicts, compile_for, falling_back)
+    graph = UpdateGraph(module, refs, skips, moments, bool(rounded), predicts, compile_for, falling_back)
     examples = real_inputs(module)
     # compile now, not in the first call: torch may raise TensorifyScalarRestartAnalysis, for Dynamo to trace anew
     if examples is not None:

@@ -73,12 +73,15 @@ from fp8pass.passes.traced.quantize_traced import QuantizeTraced, TracedContext
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.expand_foreach import ExpandForeach
 from fp8pass.passes.update.find_moments import moments_of as moments_of
+from fp8pass.passes.update.lift_bfloat16 import LiftBfloat16
 from fp8pass.passes.update.read_moments import ReadMoments
+from fp8pass.passes.update.round_bfloat16 import RoundBfloat16
 from fp8pass.passes.update.skip_nonfinite import SkipNonfinite
 from fp8pass.passes.update.skip_nonfinite import gradients as gradients
 from fp8pass.passes.update.take_states import TakeStates
 from fp8pass.passes.update.write_moments import WriteMoments
 from fp8pass.passes.update.write_weights import WriteWeights
+from fp8pass.passes.update.written import in_bfloat16 as in_bfloat16
 from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
 from fp8pass.passes.update.written import written_only_by_optimizers as written_only_by_optimizers
@@ -104,9 +107,11 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
 UPDATE: tuple[Pass[UpdateContext], ...] = (
     ExpandForeach(),  # first: the other passes look for ops on single tensors
     TakeStates(),  # before passes that read or write state
+    LiftBfloat16(),
     ReadMoments(),
-    SkipNonfinite(),  # after ReadMoments: it restores moments as they were read
+    SkipNonfinite(),  # after these two: it restores tensors as they were read
     WriteMoments(),  # after SkipNonfinite, which decides whether moments are written
+    RoundBfloat16(),  # likewise
     WriteWeights(),  # last: it reads parameters as the update leaves them, restored or not
 )
 """The passes over Dynamo's graph of an optimizer's update."""

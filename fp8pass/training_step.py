@@ -39,6 +39,8 @@ from fp8pass.options.unmatched import check_compiled, check_models, patterns_of,
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
+from fp8pass.runtime.parameter_bytes import ParameterBytes, parameter_bytes
+from fp8pass.runtime.rounding import count_updates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_bounds import predict
 from fp8pass.runtime.weight_cache import Fp8Weight, end_step, weights_of
@@ -67,8 +69,8 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
             not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, if
-            `optimizer_state` is set for sharded parameters, or if `update_in_backward` is set for a step that uses
-            gradients after they are complete.
+            `optimizer_state` or `update_rounding` is set for sharded parameters, or if `update_in_backward` is set for
+            a step that uses gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -119,6 +121,8 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one optimizer step and return the function's result."""
         models, optimizers = self._found(args, kwargs)
+        if self.config.moments is not None or self.config.rounds_stochastically:
+            count_updates(optimizers)
         with ExitStack() as stack:
             stack.enter_context(optimizers_ranges_ignored())
             for model in models:
@@ -174,15 +178,20 @@ class TrainStep:
                 )
         if self.config.weight_amax == "predicted":
             report.notes.append(self._note_of_predictions(weights))
-        if self.config.optimizer_state == "fp8":
+        if self.config.moments is not None:
             count, saved = nbytes_saved(list(self._optimizers))
             report.notes.append(
                 f"{count} moments of optimizers are in FP8, which saves {saved / 1e6:.1f} MB"
                 if count
-                else "optimizer_state='fp8' has had no effect: no update of an optimizer was compiled that has moments"
+                else f"optimizer_state={self.config.optimizer_state!r} has had no effect: no update of an optimizer "
+                "was compiled that has moments"
             )
         if self._early is not None and (note := self._early.note()):
             report.notes.append(note)
+        if self.config.rounds_stochastically and not any(p.dtype == torch.bfloat16 for p in parameters):
+            report.notes.append("update_rounding='stochastic' has had no effect: no parameter is in bfloat16")
+        if self._optimizers:
+            report.notes.append(str(self.bytes_per_parameter()))
         return report
 
     def _note_of_predictions(self, weights: Sequence[Fp8Weight]) -> str:
@@ -195,6 +204,14 @@ class TrainStep:
         if (most := max((u.overshoot for u in self._updates), default=0.0)) > 1:
             note += f". A weight became {most:.2f} times as large as predicted, and saturated: its optimizer did more"
         return note
+
+    def bytes_per_parameter(self) -> ParameterBytes:
+        """Return the bytes of memory of the trained parameters and all that belongs to them, counted now: see there."""
+        parameters = list({id(p): p for model in self._models for p in model.parameters()}.values())
+        known = [n for update in list(self._updates) if (n := update.gradient_bytes) is not None]
+        held = self._early.held_bytes if self._early is not None else None
+        gradients = held if held is not None else sum(known) if known else None
+        return parameter_bytes(parameters, list(self._optimizers), gradients)
 
     @property
     def skipped(self) -> int:
@@ -407,7 +424,7 @@ def _place(function: Callable[..., Any]) -> str:
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
     """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need whole gradients.
 
-    With `optimizer_state`, each rank would decide by its shard.
+    With `optimizer_state` or `update_rounding`, each rank would decide by its shard.
     """
     for model in models:
         is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
@@ -420,11 +437,12 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                     f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
                     'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
                 )
-            if config.optimizer_state != "off":
-                raise Fp8Error(
-                    f"train_step: optimizer_state={config.optimizer_state!r} does not support parameters that are "
-                    f"divided among ranks, as {name} is: each rank would decide by its own part. Leave it out"
-                )
+            for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
+                if (value := getattr(config, option)) != off:
+                    raise Fp8Error(
+                        f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
+                        f"{name} is: each rank would decide by its own part. Leave it out"
+                    )
 
 
 def _predict(optimizers: Sequence[Optimizer], config: Config) -> list[str]:

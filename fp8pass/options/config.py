@@ -30,12 +30,14 @@ from fp8pass.fields import (
     wrong,
 )
 from fp8pass.hardware import TARGETS
+from fp8pass.quant.moments import NAMED, Moments
 from fp8pass.recipes import ByModule, DelayedScaling, Disabled, Plan, Recipe, Schedule, matches, resolve
 
 Filter = Callable[[str, int, int, int], bool] | Sequence[str] | str | None
 LOWERINGS = ("inductor", "eager")
 ON_FAULT = ("warn", "raise")
-OPTIMIZER_STATES = ("off", "fp8")
+OPTIMIZER_STATES = ("off", *NAMED)
+UPDATE_ROUNDINGS = ("nearest", "stochastic")
 FROZEN = ("off", "fp8")
 EPILOGUES = ("auto", "off", "always")
 WEIGHT_AMAXES = ("measured", "predicted")
@@ -62,6 +64,10 @@ def _parse_flag_or_patterns(variable: str, text: str) -> Any:
     return (FLAG if is_flag else _PATTERNS).parsed(variable, text)
 
 
+def _optimizer_state(name: str, value: Any) -> Any:
+    return value if isinstance(value, Moments) else names(*OPTIMIZER_STATES).take(name, value)
+
+
 def _group(name: str, value: Any) -> Any:
     if value is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"this rank is not in {name}: pass the group of the ranks that train the same model")
@@ -80,6 +86,7 @@ FILTER = Rule(_filter, _PATTERNS.parse)
 MONITOR = _flag_or_patterns("True, False, or patterns of slots: ['layers.3', '*.grad_output']")
 MODULES = _flag_or_patterns("True, False, or patterns of modules: ['layers.3', '*.gate']")
 GROUP = Rule(_group)
+OPTIMIZER_STATE = Rule(_optimizer_state, lambda _, text: text)
 RECIPE = Rule(lambda name, value: resolve(value, name), lambda _, text: None if text.lower() == "none" else text)
 STEPS = whole(1, "a number of steps, 1 or more")
 BYTES = whole(1, "a number of bytes, 1 or more")
@@ -147,9 +154,13 @@ class Config(Checked):
     frozen: str = field(default="off", metadata=names(*FROZEN).field)
     """"fp8" keeps weights of linear layers that require no gradient in FP8 alone, 1 byte per element, from the moment
     their layer is compiled: see `fp8pass.freeze`."""
-    optimizer_state: str = field(default="off", metadata=names(*OPTIMIZER_STATES).field)
-    """"fp8" keeps an optimizer's first moments in e4m3 and the square roots of its second moments in float16: 3 bytes
-    per parameter instead of 8. Only in `fp8pass.train_step`, for compiled optimizers."""
+    optimizer_state: str | Moments = field(default="off", metadata=OPTIMIZER_STATE.field)
+    """How an optimizer's moments are stored. "fp8": first moments in e4m3, the square roots of second moments in e5m2,
+    2 bytes per parameter instead of 8. "fp8+float16": these roots in float16, 3 bytes. A `fp8pass.Moments` for other
+    formats. Only in `fp8pass.train_step`, for compiled optimizers."""
+    update_rounding: str = field(default="nearest", metadata=names(*UPDATE_ROUNDINGS).field)
+    """"stochastic" computes updates of bfloat16 parameters in float32, and rounds each result once, up or down by
+    chance, so that small steps count as they would in float32. Only in `fp8pass.train_step`."""
     update_in_backward: bool = field(default=False, metadata=FLAG.field)
     """Update each parameter while the backward runs, as soon as its gradient is complete, and free the gradient. Only
     in `fp8pass.train_step`, for steps with one backward that leave gradients as they are: no clipping, no scaler."""
@@ -197,6 +208,16 @@ class Config(Checked):
             return self.compile_once
         options = list_mode_options(self.mode) if self.mode is not None else {}
         return not options.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+
+    @property
+    def moments(self) -> Moments | None:
+        """How moments are stored; None for as they are."""
+        return NAMED.get(self.optimizer_state) if isinstance(self.optimizer_state, str) else self.optimizer_state
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """True if updates round bfloat16 parameters stochastically."""
+        return self.update_rounding == "stochastic"
 
     @property
     def caches_weights(self) -> bool:

@@ -85,9 +85,9 @@ class Trial:
         self.lowerings.add(config.lowering)
         self.cached |= config.caches_weights
         config = replace(config, strict=False)  # a matmul that the trial leaves out is not an error
-        if config.optimizer_state == "fp8":
+        if config.optimizer_state != "off":
             self.seen[MOMENTS] = None
-            config = replace(config, optimizer_state="fp8" if self.has(MOMENTS) else "off")
+            config = replace(config, optimizer_state=config.optimizer_state if self.has(MOMENTS) else "off")
         if self.way != "configured":
             config = replace(config, lowering="eager")
         if self.way == "reference" or not self.weight_cache:

@@ -8,6 +8,7 @@ depend on whether it is being compiled.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
-from fp8pass.quant import grouped, moments, sharded
+from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED
-from fp8pass.quant.moments import MomentKind
+from fp8pass.quant.random_bits import keys_of as keys_of
 from fp8pass.quant.sharded import amax_over, copy_of, groups_of, on_part, part_of, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
@@ -705,34 +706,84 @@ def write_weight_copy_scales(weight_copy_scales: Tensor, scales: Tensor, amaxes:
 
 
 @torch.no_grad()
-def decode_moment(kind: MomentKind, x_q: Tensor, moment_scales: Tensor, index: int, dtype: torch.dtype) -> Tensor:
-    """Return the moment that `x_q` stores. moment_scales: f32[2, n], see `moments.Fp8Moment`."""
-    return moments.decode(kind, x_q, moment_scales[0, index], dtype)
+def decode_moment(
+    stored_as: moments.Format,
+    x_q: Tensor,
+    moment_scales: Tensor,
+    index: int,
+    dtype: torch.dtype,
+    blocks: Tensor | None = None,
+) -> Tensor:
+    """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1 or 2, b], see `Fp8Moment`."""
+    if blocks is not None:
+        return moments.decode_blocks(stored_as, x_q, blocks, dtype)
+    return moments.decode(stored_as, x_q, moment_scales[0, index], dtype)
 
 
 @torch.no_grad()
-def next_moment_scales(kinds: tuple[MomentKind, ...], moment_scales: Tensor, skipped: Tensor | None) -> Tensor:
+def next_moment_scales(targets: tuple[float, ...], moment_scales: Tensor, skipped: Tensor | None) -> Tensor:
     """Return the scales f32[n] to store moments with, from the stored values; the current scales if `skipped` b8[].
 
-    kinds: of each moment; first moments come before second ones.
+    targets: `Format.target` of each moment, equal ones one after another.
     """
     now = moment_scales[0].reciprocal()
-    firsts = kinds.count("first")  # these come first
-    first, second = torch.split(moment_scales[1], [firsts, len(kinds) - firsts])
-    targets = torch.full_like(first, moments.TARGETS["first"]), torch.full_like(second, moments.TARGETS["second"])
-    new = moments.scale_towards(torch.cat(targets), moment_scales[1], now)
+    runs = [(target, len(list(same))) for target, same in itertools.groupby(targets)]
+    parts = torch.split(moment_scales[1], [count for _, count in runs])
+    wanted = torch.cat([torch.full_like(part, target) for part, (target, _) in zip(parts, runs, strict=True)])
+    new = moments.scale_towards(wanted, moment_scales[1], now)
     return new if skipped is None else torch.where(skipped, now, new)
 
 
 @torch.no_grad()
-def write_moment(kind: MomentKind, x: Tensor, x_q: Tensor, scales: Tensor, index: int) -> Tensor:
-    """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]; return the amax f32[] of stored values."""
-    x, scale = x.float(), scales[index]
-    x_q.copy_(moments.encode(kind, x, scale))
+def write_moment(
+    stored_as: moments.Format,
+    x: Tensor,
+    x_q: Tensor,
+    scales: Tensor,
+    index: int,
+    keys: Tensor | None = None,
+    blocks: Tensor | None = None,
+    skipped: Tensor | None = None,
+) -> Tensor:
+    """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]; return the amax f32[] of stored values.
+
+    keys: i32[n], the key of its random bits at `index`, for stochastic rounding. A moment in `blocks` has scales of its
+    own, which are written too, unless `skipped` b8[]; its amax is returned as 0.
+    """
+    x, scale, key = x.float(), scales[index], None if keys is None else keys[index]
+    if blocks is not None:
+        stored, now = moments.encode_blocks(stored_as, x, key)
+        new = stored.to(stored_as.dtype)
+        x_q.copy_(new if skipped is None else torch.where(skipped, x_q, new))
+        blocks.copy_(now if skipped is None else torch.where(skipped, blocks, now))
+        return torch.zeros_like(scale)
+    if stored_as.stochastic:
+        stored = moments.encode_exactly(stored_as, x, scale, None, key)
+        x_q.copy_(stored.to(stored_as.dtype))
+        return scaling.amax(stored) * scale.reciprocal()
+    x_q.copy_(moments.encode(stored_as, x, scale))
     # rounding keeps order, so the amax of the stored values is the amax as it would be stored. Inductor rounds to FP8,
     # but takes a cast to float16 for one to float32, in which it computes (`upcast_compute_type`)
-    stored = moments.encode(kind, scaling.amax(x), scale)
-    return (stored if kind == "first" else ROUNDED(stored)).float() * scale.reciprocal()
+    stored = moments.encode(stored_as, scaling.amax(x), scale)
+    return (stored if stored_as.kind == "first" else ROUNDED(stored)).float() * scale.reciprocal()
+
+
+@torch.no_grad()
+def float32_copy(x: Tensor) -> Tensor:
+    """Return a bfloat16 tensor as f32."""
+    return x.float()
+
+
+@torch.no_grad()
+def write_rounded(x: Tensor, into: Tensor, keys: Tensor, index: int) -> None:
+    """Round `x` f32[...] stochastically into a bfloat16 tensor, in place. keys: i32[n], its key at `index`."""
+    into.copy_(random_bits.round_to_bfloat16(x, keys[index]))
+
+
+@torch.no_grad()
+def count_update(updates: Tensor) -> None:
+    """Add 1 to `updates` i32[1], in place."""
+    updates.add_(1)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ _OF_THE_COMPILER = {
     "weight_cache": "the caller keeps no FP8 copies of weights between calls",
     "save_fp8": "what the backward reads is the caller's choice",
     "optimizer_state": "the graph's update is not searched for moments",
+    "update_rounding": "the graph's update is not searched for parameters",
     "skip_nonfinite": "the graph's update is not searched for gradients",
     "monitor": "the graph has no input for statistics",
     "monitor_interval": "the graph has no input for statistics",

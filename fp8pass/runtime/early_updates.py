@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fp8pass._torch import undecorated_step
 from fp8pass.errors import Fp8Error
+from fp8pass.runtime.rounding import repeat_count
 
 Compile = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -34,7 +35,7 @@ class _Bucket:
     """Parameters that are updated together, when the last of their gradients is complete. waits_for: those without."""
 
     parameters: list[Tensor]
-    run: Callable[[], None]
+    part: _Part
     waits_for: set[int] = field(default_factory=set)
 
 
@@ -68,11 +69,18 @@ class EarlyUpdates:
         self._on = False
         self._done: set[int] = set()
         """The parameters that were updated in the current call."""
+        self._begun: set[int] = set()
+        """The optimizers of which a part has run in the current call."""
         self._steps: list[int] = []
         """The number of `step` calls of each optimizer in the current call, in a list, which Dynamo can write to."""
         self._live = 0
         self.peak_bytes, self.all_bytes = 0, 0
         """In the latest call: the most bytes of complete gradients that were held at once, and those of all."""
+
+    @property
+    def held_bytes(self) -> int | None:
+        """The most bytes of complete gradients at once in the latest call; None if it updated nothing in its backward."""
+        return self.peak_bytes if self._done else None
 
     def note(self) -> str:
         """Return a sentence for reports, about the latest call; "" before the first update in a backward."""
@@ -108,6 +116,7 @@ class EarlyUpdates:
         """Begin a call of the step."""
         self._on = True
         self._done.clear()
+        self._begun.clear()
         self._steps[:] = [0] * len(self._steps)
         self._live = self.peak_bytes = self.all_bytes = 0
         for bucket in self._buckets:
@@ -164,7 +173,9 @@ class EarlyUpdates:
             self._seen[id(p)] = _Seen(p, p.grad, p.grad._version)
 
     def _update(self, bucket: _Bucket) -> None:
-        bucket.run()
+        whole = id(bucket.part.whole())
+        bucket.part(whole not in self._begun)
+        self._begun.add(whole)
         for p in bucket.parameters:
             assert p.grad is not None
             self._live -= nbytes_here(p.grad)
@@ -188,8 +199,7 @@ class EarlyUpdates:
                     of_bucket = []
 
     def _add(self, parameters: list[Tensor], optimizer: Optimizer) -> None:
-        run = _Part(optimizer, parameters, self._compiled, len(self._buckets))
-        bucket = _Bucket(parameters, run)
+        bucket = _Bucket(parameters, _Part(optimizer, parameters, self._compiled, len(self._buckets)))
         self._buckets.append(bucket)
         self._bucket_of.update({id(p): bucket for p in parameters})
 
@@ -218,7 +228,7 @@ class _Part:
     """The step of an optimizer for some of its parameters. It shares the optimizer's state, and reads its options."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], compiled: Compile, number: int) -> None:
-        self._whole = weakref.ref(optimizer)
+        self.whole = weakref.ref(optimizer)
         ids = set(map(id, parameters))
         self._part = object.__new__(type(optimizer))
         hooks = {name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
@@ -233,10 +243,15 @@ class _Part:
         self._part.param_groups = [group for _, group in self._groups]
         self._run = compiled(_step_of(self._part, number))
 
-    def __call__(self) -> None:
-        """Run the step. Raises Fp8Error for an optimizer that counts steps in its groups, which all parts share."""
-        whole = self._whole()
+    def __call__(self, is_first: bool) -> None:
+        """Run the step. Raises Fp8Error for an optimizer that counts steps in its groups, which all parts share.
+
+        is_first: True if no other part of the optimizer has run in the same call of the training step.
+        """
+        whole = self.whole()
         assert whole is not None, "its parameters can't get gradients without a step of this optimizer"
+        if not is_first:
+            repeat_count(whole)  # all parts are one update, which rounds with the bits of its number
         self._part.state = whole.state  # `load_state_dict` replaces it
         for i, group in self._groups:
             group.update({name: value for name, value in whole.param_groups[i].items() if name != "params"})

@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from fp8pass._torch import FakeTensor
 from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
+from fp8pass.names import source_name
 from fp8pass.quant.moments import Fp8Moment, pack
+from fp8pass.runtime.rounding import Numbers
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
 from fp8pass.runtime.weight_bounds import UNKNOWN, bound_of_parts
 from fp8pass.runtime.weight_cache import Fp8Weight, newest, weights_of
@@ -33,13 +35,15 @@ Run = Callable[..., Any]
 class _Plan:
     """The compiled function for a call, and the objects that give its inputs after Dynamo's inputs.
 
-    key: what the function is compiled for; `key.writes` goes with `weights`.
+    key: what the function is compiled for; `key.writes` goes with `weights`. counted: the number of updates and the
+    numbers of the tensors that are rounded stochastically; [] if none is.
     """
 
     weights: Sequence[Fp8Weight]
     states: Sequence[InstanceState]
     key: UpdateKey
     run: Run
+    counted: Sequence[Tensor]
 
 
 class _CachedPlan:
@@ -47,7 +51,7 @@ class _CachedPlan:
 
     def __init__(self, plan: _Plan) -> None:
         self._weights, self._states = list(map(weakref.ref, plan.weights)), list(map(weakref.ref, plan.states))
-        self._key, self._run = plan.key, plan.run
+        self._key, self._run, self._counted = plan.key, plan.run, plan.counted
 
     def plan(self) -> _Plan | None:
         """Return the plan; None if weights or states are gone, or the weights' scales are in other states now."""
@@ -56,17 +60,17 @@ class _CachedPlan:
         complete = len(weights) == len(self._weights) and len(states) == len(self._states)
         if not complete or any(w.state not in states for w in weights):
             return None
-        return _Plan(weights, states, self._key, self._run)
+        return _Plan(weights, states, self._key, self._run, self._counted)
 
 
 class UpdateGraph:
     """An update, as a callable for Dynamo. refs: the places of the tensors that it writes.
 
-    skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. predicts: True
-    if amaxes of weights may be predicted, since only optimizers write them. compile_for: compiles the graph for a key,
-    and examples of Dynamo's inputs and of the inputs after them. fall_back: compiles with one attempt after another,
-    leaving out what fails by a fault of fp8pass, until an attempt succeeds. counts: i64[2], the number of updates, and
-    of skipped ones; None if updates are not skipped.
+    skips: True if an update with nonfinite gradients is skipped. moments: the moments to store in FP8. rounds: True if
+    bfloat16 tensors are rounded stochastically. predicts: True if amaxes of weights may be predicted, since only
+    optimizers write them. compile_for: compiles the graph for a key, and examples of Dynamo's inputs and of the inputs
+    after them. fall_back: compiles with one attempt after another, leaving out what fails by a fault of fp8pass, until
+    an attempt succeeds. counts: i64[2], the number of updates, and of skipped ones; None if updates are not skipped.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class UpdateGraph:
         refs: Sequence[TensorRef],
         skips: bool,
         moments: Sequence[Moment],
+        rounds: bool,
         predicts: bool,
         compile_for: Callable[[UpdateKey, Sequence[Any], list[Tensor], Attempt, Dump], Run],
         fall_back: Callable[[Callable[[Attempt, Dump], _Plan], Attempt], tuple[_Plan, Attempt]],
@@ -85,7 +90,8 @@ class UpdateGraph:
         self._compile_for = compile_for
         self._fall_back = fall_back
         self._attempt = FIRST
-        self._moments = sorted(moments, key=lambda m: m.kind)  # "first", then "second": see `next_moment_scales`
+        self._moments = sorted(moments, key=lambda m: m.stored_as.target)  # see `next_moment_scales`
+        self._rounds = rounds
         attributes = [m for m in self._moments if isinstance(m.ref, str)]
         self._plain = [m for m in attributes if not isinstance(self._tensor(m.ref), Fp8Moment)]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
@@ -103,6 +109,10 @@ class UpdateGraph:
         self._bounds: dict[UpdateKey, list[_Bounds]] = {}
         self._runs: dict[UpdateKey, Run] = {}
         self._plans: dict[tuple[int, ...], _CachedPlan] = {}
+        self._numbers = Numbers([])
+        self._gradients = gradients_of(module.graph)
+        self.gradient_bytes: int | None = None
+        """Bytes of the gradients at the beginning of the last call that was planned; None before, and once retired."""
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -116,7 +126,7 @@ class UpdateGraph:
         plan = self._plan(args)
         moments = plan.key.moments
         stored = [m for spec, m in self._stored_moments(args).items() if spec in moments] if moments else []
-        result = plan.run(*args, *self._inputs(plan.weights, plan.states, stored, plan.key))
+        result = plan.run(*args, *self._inputs(plan, stored))
         for weight in plan.weights:
             weight.written()
         return result
@@ -143,22 +153,35 @@ class UpdateGraph:
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
+        storages = [args[i].untyped_storage() for i in self._gradients if isinstance(args[i], Tensor)]
+        self.gradient_bytes = sum({s._cdata: s.nbytes() for s in storages}.values())
         key, weights, states, _ = self._found(args)
         if key in self._runs:
-            return _Plan(weights, states, key, self._runs[key])
+            return _Plan(weights, states, key, self._runs[key], self._counted(key, args))
         plan, self._attempt = self._fall_back(functools.partial(self._compiled, args), self._attempt)
         return plan
 
     def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)
-        inputs = self._inputs(weights, states, moments, key)
-        self._runs[key] = self._compile_for(key, args, inputs, attempt, dump)
-        return _Plan(weights, states, key, self._runs[key])
+        plan = _Plan(weights, states, key, _retired, self._counted(key, args))
+        self._runs[key] = self._compile_for(key, args, self._inputs(plan, moments), attempt, dump)
+        return replace(plan, run=self._runs[key])
+
+    def _counted(self, key: UpdateKey, args: Sequence[Any]) -> list[Tensor]:
+        if not key.is_random:
+            return []
+        stored = self._stored_moments(args)
+        seeds = [stored[m].seed for m in key.moments]
+        seeds += [self._numbers.seed(self._tensor(p, args)) for p in key.rounded]
+        updates = self._numbers.updates
+        with torch.inference_mode(False):
+            return [updates, torch.tensor(seeds, dtype=torch.int32, device=updates.device)]
 
     def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[InstanceState], list[Fp8Moment]]:
         """Return the key to compile for, the weights with copies, their states, and the moments in FP8."""
         tensors = [self._tensor(p, args) for p in self._places]
+        self._numbers = Numbers(tensors)
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
         states = list(dict.fromkeys(w.state for w in weights if w.state is not None))
@@ -179,7 +202,14 @@ class UpdateGraph:
             for w in weights
         )
         restore_if_skipped = tuple(self._places) if self.counts is not None else ()
-        key = UpdateKey(tuple(map(weight_slots_of, states)), tuple(writes), restore_if_skipped, tuple(moments))
+        stored = {m.ref for m in moments}
+        rounded = [
+            p
+            for p, x in zip(self._places, tensors, strict=True)
+            if self._rounds and x.dtype == torch.bfloat16 and p not in stored
+        ]
+        slots = tuple(map(weight_slots_of, states))
+        key = UpdateKey(slots, tuple(writes), restore_if_skipped, tuple(moments), tuple(rounded))
         return key, weights, states, list(moments.values())
 
     def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
@@ -191,6 +221,8 @@ class UpdateGraph:
         self._attempt = attempt
         if attempt.form != "fp8" or not attempt.runs("skip_nonfinite"):
             self.counts = None
+        if attempt.form != "fp8" or not (attempt.runs("lift_bfloat16") and attempt.runs("round_bfloat16")):
+            self._rounds = False
         if attempt.form != "fp8" or not attempt.runs("quantize_moments"):
             if any(isinstance(self._tensor(m.ref, args), Fp8Moment) for m in self._moments):
                 raise Fp8Error(
@@ -207,7 +239,7 @@ class UpdateGraph:
         for m in self._moments:
             x = self._tensor(m.ref, args)
             if not isinstance(x, Fp8Moment) and id(x) not in self._stored and _has_values(x):
-                self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
+                self._stored[id(x)] = x, Fp8Moment.of(m.stored_as, x, self._numbers.seed(x))
             if isinstance(x, Fp8Moment) or id(x) in self._stored:
                 found[m] = x if isinstance(x, Fp8Moment) else self._stored[id(x)][1]
         return found
@@ -221,7 +253,7 @@ class UpdateGraph:
         for m in self._plain:
             x = self._tensor(m.ref)
             if id(x) not in self._stored:
-                self._stored[id(x)] = x, Fp8Moment.of(m.kind, x)
+                self._stored[id(x)] = x, Fp8Moment.of(m.stored_as, x, self._numbers.seed(x))
         return {key: moment for key, (_, moment) in self._stored.items()}
 
     def retire(self) -> None:
@@ -231,6 +263,7 @@ class UpdateGraph:
         """
         for x, _ in self._stored.values():
             x.data = x.new_empty(0)
+        self.gradient_bytes = None
         self._stored.clear()
         self._plans.clear()
         self._runs.clear()
@@ -256,24 +289,19 @@ class UpdateGraph:
             self._bounds[key] = [_Bounds(predicted[i]) for i in sorted(predicted)]
         return self._bounds[key]
 
-    def _inputs(
-        self,
-        weights: Sequence[Fp8Weight],
-        states: Sequence[InstanceState],
-        moments: Sequence[Fp8Moment],
-        key: UpdateKey,
-    ) -> list[Tensor]:
+    def _inputs(self, plan: _Plan, moments: Sequence[Fp8Moment]) -> list[Tensor]:
         """Return the inputs after Dynamo's inputs, in the order in which the passes of `annotated_update` add them."""
         inputs: list[Tensor] = []
-        for state in states:
+        for state in plan.states:
             tensors = state.tensors._asdict()
             inputs += [tensors[name].data for name in weight_slots_of(state).inputs(self.counts is not None)]
+        inputs += plan.counted
         if moments:
-            inputs += [pack(moments), *(m.x_q for m in moments)]
+            inputs += [pack(moments), *(x for m in moments for x in m.stored)]
         if self.counts is not None:
             inputs.append(self.counts)
-        inputs += [bounds.current() for bounds in self._bounds_of(weights, key)]
-        for w, write in zip(weights, key.writes, strict=True):
+        inputs += [bounds.current() for bounds in self._bounds_of(plan.weights, plan.key)]
+        for w, write in zip(plan.weights, plan.key.writes, strict=True):
             inputs += w.copies
             inputs += w.transposes
             if None in write.parts:
@@ -299,6 +327,12 @@ class _Bounds:
             self._now = now
             self.tensor[:2].copy_(torch.tensor(now))
         return self.tensor
+
+
+def gradients_of(graph: fx.Graph) -> list[int]:
+    """Return the positions of the inputs that are gradients of parameters."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    return [i for i, n in enumerate(inputs) if source_name(n).endswith(".grad")]
 
 
 def _has_values(x: Tensor) -> bool:

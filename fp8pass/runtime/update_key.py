@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.quant.moments import MomentKind
+from fp8pass.quant.moments import Format, MomentKind
 from fp8pass.recipes import DelayedScaling
 
 TensorRef = int | str
@@ -47,11 +47,16 @@ class WeightSlots:
 
 @dataclass(frozen=True)
 class Moment:
-    """An optimizer moment stored in FP8. dtype: the dtype that the optimizer sees."""
+    """An optimizer moment stored in FP8. dtype: the dtype in which the update computes with it."""
 
     ref: TensorRef
-    kind: MomentKind
+    stored_as: Format
     dtype: torch.dtype
+
+    @property
+    def kind(self) -> MomentKind:
+        """ "first" or "second"."""
+        return self.stored_as.kind
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,19 @@ class UpdateKey:
     """Everything that an update is compiled for.
 
     restore_if_skipped: the tensors that stay unchanged if a gradient is not finite; empty if the update does not check
-    gradients.
+    gradients. rounded: the bfloat16 tensors that are computed in float32 and rounded stochastically.
     """
 
     weight_slots: tuple[WeightSlots, ...]
     writes: tuple[Write, ...]
     restore_if_skipped: tuple[TensorRef, ...]
     moments: tuple[Moment, ...]
+    rounded: tuple[TensorRef, ...] = ()
+
+    @property
+    def is_random(self) -> bool:
+        """True if anything that the update writes is rounded stochastically."""
+        return bool(self.rounded) or any(m.stored_as.stochastic for m in self.moments)
 
 
 def attribute(module: torch.nn.Module | None, name: str) -> Any:

@@ -23,14 +23,24 @@ from fp8pass.names import source_name
 from fp8pass.passes.common.foreach import expand_foreach
 from fp8pass.passes.common.patterns import aten, prims, reach
 from fp8pass.passes.update.written import example, refs
-from fp8pass.quant.moments import MIN_ELEMENTS, Fp8Moment
+from fp8pass.quant.moments import MIN_ELEMENTS, Fp8Moment, Moments
 from fp8pass.runtime.update_key import Moment, TensorRef
 
 
-def moments_of(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[Moment]:
-    """Return the tensors that are moments, with their kinds, among those that an update writes."""
+def moments_of(
+    module: fx.GraphModule, written: Sequence[TensorRef], wanted: Moments, in_float32: bool = False
+) -> list[Moment]:
+    """Return the tensors that are moments, with their kinds, among those that an update writes.
+
+    wanted: how to store those that are not stored yet. in_float32: True if the update computes in float32 with moments
+    in bfloat16. Otherwise second moments in bfloat16 stay as they are: each op would round their small changes off.
+    """
     stored = {ref: example(module, node) for node, ref in refs(module.graph).items()}
-    found = [Moment(p, x.kind, x.dtype) for p in written if isinstance(x := stored[p], Fp8Moment)]
+    found = [
+        Moment(p, x.stored_as, torch.float32 if in_float32 else x.dtype)
+        for p in written
+        if isinstance(x := stored[p], Fp8Moment)
+    ]
     if all(isinstance(stored[p], Fp8Moment) or not _is_candidate(stored[p]) for p in written):
         return found  # without tracing the update, which takes time
     graph, new = _in_aten(module, written)
@@ -51,9 +61,9 @@ def moments_of(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[Mom
             continue
         has_root = any(u.target in _ROOTS for u in _below(value))
         if degree == 1 and not has_root:
-            found.append(Moment(ref, "first", size.dtype))
-        elif degree == 2 and has_root and size.dtype == torch.float32:
-            found.append(Moment(ref, "second", size.dtype))
+            found.append(Moment(ref, wanted.format("first", size), torch.float32 if in_float32 else size.dtype))
+        elif degree == 2 and has_root and (size.dtype == torch.float32 or (in_float32 and wanted.second != "float16")):
+            found.append(Moment(ref, wanted.format("second", size), torch.float32))
     return found
 
 

@@ -2,7 +2,7 @@
 
 before   exp_avg: f32[N, K] = get_attr
          exp_avg.lerp_(grad, 0.1)
-after    x: f32[N, K] = decode_moment("first", x_q: f8[N, K], moment_scales: f32[2, n], 0)
+after    x: f32[N, K] = decode_moment(Format("first"), x_q: f8[N, K], moment_scales: f32[2, n], 0)
          x.lerp_(grad, 0.1)
 changes  the moments, to values that 8 bits can hold, or 16 bits of a square root
 """
@@ -28,7 +28,7 @@ class ReadMoments:
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
         """Decode the moments of the key before any other op; return their number.
 
-        The graph gets the inputs `moment_scales`, and `x_q` of each moment: see `Fp8Moment`.
+        The graph gets the inputs `moment_scales`, and `x_q` of each moment, and `blocks` if any: see `Fp8Moment`.
         """
         if context.key.moments:
             context.moments = _read(graph, context.key.moments)
@@ -37,14 +37,20 @@ class ReadMoments:
 
 def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
     moment_scales = state_input(graph, "fp8pass_moment_scales")
-    stored = [state_input(graph, f"fp8pass_moment_{i}") for i in range(len(moments))]
+    stored = [
+        [
+            state_input(graph, f"fp8pass_moment_{i}{name}")
+            for name in ("", "_blocks")[: 1 + (m.stored_as.block is not None)]
+        ]
+        for i, m in enumerate(moments)
+    ]
     nodes: dict[TensorRef, list[fx.Node]] = {}
     for node, ref in refs(graph).items():
         nodes.setdefault(ref, []).append(node)
-    decoded, after = [], max([moment_scales, *stored])
-    for i, (m, x_q) in enumerate(zip(moments, stored, strict=True)):
+    decoded, after = [], max(n for n in graph.nodes if n.op == "placeholder")
+    for i, (m, (x_q, *blocks)) in enumerate(zip(moments, stored, strict=True)):
         with graph.inserting_after(after):
-            after = graph.call_function(ops.decode_moment, (m.kind, x_q, moment_scales, i, m.dtype))
+            after = graph.call_function(ops.decode_moment, (m.stored_as, x_q, moment_scales, i, m.dtype, *blocks))
         for node in nodes[m.ref]:
             node.replace_all_uses_with(after)
             if node.op == "get_attr":  # an input stays, for the graph is called with it

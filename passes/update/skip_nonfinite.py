@@ -44,10 +44,11 @@ class SkipNonfinite:
             return 0
         names = "amax_forward", "amax_backward", "amax_weights"
         amaxes = [of[name] for of in context.slot_inputs for name in of if name in names]
-        moments = {m.ref for m in key.moments}
-        # of a moment, the decoded tensor is restored, before WriteMoments stores it
-        others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in moments])
-        context.skipped = _skip(graph, [*others, *context.moments], amaxes)
+        decoded = {*(m.ref for m in key.moments), *key.rounded}
+        # of a moment, the decoded tensor is restored, before WriteMoments stores it; likewise of one to be rounded
+        others = _at_beginning(graph, [ref for ref in key.restore_if_skipped if ref not in decoded])
+        count = [] if context.updates is None else [context.updates]
+        context.skipped = _skip(graph, [*others, *context.moments, *context.rounded, *count], amaxes)
         return len(key.restore_if_skipped)
 
 

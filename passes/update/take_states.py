@@ -5,7 +5,8 @@ after    graph(p, grad, ..., scale: f32[T], amax_history: f32[H, T], amax_weight
                weight_copy_scales: f32[2, W])
 changes  nothing
 
-An update that may be skipped takes all amaxes of the step, to drop them.
+An update that may be skipped takes all amaxes of the step, to drop them. One that rounds stochastically takes the
+number of updates, i32[1], which it counts up, and numbers of its tensors, i32[n]: the keys of random bits are of these.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx
 
 from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
+from fp8pass.quant import ops
 
 
 class TakeStates:
@@ -28,4 +30,11 @@ class TakeStates:
             {name: state_input(graph, f"fp8pass_{name}_{i}") for name in slots.inputs(skips)}
             for i, slots in enumerate(context.key.weight_slots)
         ]
+        if context.key.is_random:
+            context.updates = state_input(graph, "fp8pass_updates")
+            seeds = state_input(graph, "fp8pass_seeds")
+            with graph.inserting_after(seeds):
+                context.keys = graph.call_function(ops.keys_of, (context.updates, seeds))
+            with graph.inserting_before(graph.output_node()):
+                graph.call_function(ops.count_update, (context.updates,))
         return len(context.slot_inputs)

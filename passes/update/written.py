@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ def written_only_by_optimizers(module: fx.GraphModule) -> bool:
 
 _OPTIMIZERS = f'File "{Path(torch.optim.__file__).parent}'
 """What begins a line of a stack trace that is in torch's optimizers."""
+
+
+def in_bfloat16(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[TensorRef]:
+    """Return those of the written tensors that are in bfloat16."""
+    dtypes = {ref: getattr(example(module, node), "dtype", None) for node, ref in refs(module.graph).items()}
+    return [ref for ref in written if dtypes[ref] == torch.bfloat16]
 
 
 def real_inputs(module: fx.GraphModule) -> list[Any] | None:

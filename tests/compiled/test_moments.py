@@ -17,17 +17,43 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fp8pass
 from fp8pass.errors import Fp8Error
-from fp8pass.quant.moments import Fp8Moment, MomentKind, decode, encode, nbytes_saved, pack
-from tests.helpers.harness import BF16, E4M3, F16, F32
+from fp8pass.quant.moments import (
+    Format,
+    Fp8Moment,
+    decode,
+    decode_blocks,
+    encode,
+    encode_blocks,
+    nbytes_saved,
+    pack,
+)
+from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32
 
 pytestmark = pytest.mark.shares_code
-KINDS: list[MomentKind] = ["first", "second"]
+FORMATS = {
+    "first": Format("first", E4M3),
+    "second": Format("second", F16),
+    "first stochastic": Format("first", E4M3, stochastic=True),
+    "second e5m2": Format("second", E5M2, stochastic=True),
+    "second e4m3": Format("second", E4M3, stochastic=True),
+    "first in blocks": Format("first", E4M3, block=48, stochastic=True),
+    "second e4m3 in blocks": Format("second", E4M3, block=48, stochastic=True),
+    "first expanded": Format("first", E4M3, block=48, expands=True, stochastic=True),
+    "second e5m2 expanded": Format("second", E5M2, block=48, expands=True, stochastic=True),
+}
+KEY = torch.tensor(0x1234567, dtype=torch.int32)
+SOME = ["first", "second", "second e5m2 expanded"]
+ERRORS = {"first": 2**-4, "second": 2**-9}
+"""The largest relative error of large values: half a unit of the last bit, twice that of a square; else see the test."""
 
 
-def values(kind: MomentKind, factor: float = 1.0) -> Tensor:
-    """Return values of a moment over many binades."""
-    x = torch.randn(32, 48) * torch.exp2(torch.randint(-12, 1, (32, 48)))
-    return x * factor if kind == "first" else x.square() * factor
+def values(kind: str, factor: float = 1.0) -> Tensor:
+    """Return values of a moment over many binades; over 6, and in each row over 1, if they are to be expanded."""
+    if "expanded" in kind:
+        x = (torch.rand(32, 48) + 0.5) * torch.exp2(torch.randint(-6, 1, (32, 1)))
+    else:
+        x = torch.randn(32, 48) * torch.exp2(torch.randint(-12, 1, (32, 48)))
+    return x * factor if kind.startswith("first") else x.square() * factor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,52 +61,63 @@ def values(kind: MomentKind, factor: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.0, 1e-37, 1e-30, 1e-10, 1e10, 1e30])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_stored_is_stored_again_exactly(kind: MomentKind, factor: float) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_was_stored_is_stored_again_exactly(kind: str, factor: float) -> None:
     for _ in range(5):
         x = values(kind, factor)
-        once = Fp8Moment.of(kind, x).value()
-        twice = Fp8Moment.of(kind, once)
+        once = Fp8Moment.of(FORMATS[kind], x).value()
+        twice = Fp8Moment.of(FORMATS[kind], once)
         assert torch.equal(twice.value(), once)
         assert once.isfinite().all()
-        if factor and factor > 1e-30:
+        if factor and factor > 1e-30 and kind in ERRORS:
             largest = x.abs() > x.abs().max() / 2**6
             error = ((once - x).abs() / x.abs())[largest].max()
-            assert error <= (2**-4 if kind == "first" else 2**-9), "half a unit of 3 bits; twice that of 10"
+            assert error <= ERRORS[kind]
 
 
 @pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**5, 2.0**40])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_an_update_stored_is_stored_again_exactly(kind: MomentKind, scale: float) -> None:
+@pytest.mark.parametrize("kind", [kind for kind, of in FORMATS.items() if of.block is None])
+def test_what_an_update_stored_is_stored_again_exactly(kind: str, scale: float) -> None:
     """The update's scale leaves room to grow: it is not the best one for the values."""
-    factor = 100 / scale if kind == "first" else (200 / scale) ** 2
-    x_q = encode(kind, values(kind, factor / 4), torch.tensor(scale))
-    x = decode(kind, x_q, torch.tensor(1 / scale), F32)
-    assert torch.equal(Fp8Moment.of(kind, x).value(), x)
+    of = FORMATS[kind]
+    factor = 100 / scale if of.kind == "first" else (200 / scale) ** 2
+    x_q = encode(of, values(kind, factor / 4), torch.tensor(scale), key=KEY if of.stochastic else None)
+    x = decode(of, x_q, torch.tensor(1 / scale), F32)
+    assert torch.equal(Fp8Moment.of(of, x).value(), x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_that_are_not_finite(kind: MomentKind) -> None:
+@pytest.mark.parametrize("factor", [1.0, 1e-30, 1e-10, 1e10])
+@pytest.mark.parametrize("kind", [kind for kind, of in FORMATS.items() if of.block is not None])
+def test_what_an_update_stored_in_blocks_is_stored_again_exactly(kind: str, factor: float) -> None:
+    """A block's power is not saved, and found by trying."""
+    of, x = FORMATS[kind], values(kind, factor)
+    stored, blocks = encode_blocks(of, x, KEY)
+    assert torch.equal(stored.to(of.dtype).float(), stored), "a number of FP8"
+    once = decode_blocks(of, stored.to(of.dtype), blocks, F32)
+    assert torch.equal(Fp8Moment.of(of, once).value(), once)
+    if of.expands:
+        assert set(blocks[1].tolist()) <= {4.0, 8.0}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, of in FORMATS.items() if of.block is None])
+def test_values_that_are_not_finite(kind: str) -> None:
     """NaN stays NaN; an infinity saturates; other values keep what scale 1 can represent."""
     x = torch.tensor([1.0, 0.25, math.nan, 0.0])
-    assert torch.equal(Fp8Moment.of(kind, x).value(), x) or Fp8Moment.of(kind, x).value().isnan().tolist() == [
-        0,
-        0,
-        1,
-        0,
-    ]
+    got = Fp8Moment.of(FORMATS[kind], x).value()
+    assert got.isnan().tolist() == [False, False, True, False] and got[[0, 1, 3]].tolist() == [1.0, 0.25, 0.0]
     x[2] = math.inf
-    got = Fp8Moment.of(kind, x).value()
+    got = Fp8Moment.of(FORMATS[kind], x).value()
     assert got.isfinite().all() and got[2] == got.max() and got[:2].tolist() == [1.0, 0.25]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_reads_as_a_plain_tensor(kind: MomentKind, dtype: torch.dtype) -> None:
-    moment = Fp8Moment.of(kind, values(kind).to(dtype))
+@pytest.mark.parametrize("kind", SOME)
+def test_reads_as_a_plain_tensor(kind: str, dtype: torch.dtype) -> None:
+    of = FORMATS[kind]
+    moment = Fp8Moment.of(of, values(kind).to(dtype))
     plain = moment.value()
     assert (moment.dtype, moment.shape, moment.stride(), moment.device) == (dtype, (32, 48), (48, 1), plain.device)
-    assert moment.x_q.dtype == (E4M3 if kind == "first" else F16)
+    assert moment.x_q.dtype == of.dtype
     for function in (
         torch.clone,
         torch.sum,
@@ -98,7 +135,7 @@ def test_reads_as_a_plain_tensor(kind: MomentKind, dtype: torch.dtype) -> None:
     assert type(moment + 1) is Tensor
     detached = moment.detach()
     assert isinstance(detached, Fp8Moment) and detached.x_q is moment.x_q
-    assert repr(moment) == f"Fp8Moment({kind}, [32, 48], {moment.x_q.dtype})"
+    assert repr(moment) == f"Fp8Moment({of.kind}, [32, 48], {moment.x_q.dtype})"
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -113,30 +150,31 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("case", WRITES)
 def test_writes_are_refused(case: str) -> None:
-    moment = Fp8Moment.of("first", values("first"))
+    moment = Fp8Moment.of(FORMATS["first"], values("first"))
     before = moment.value()
     with pytest.raises(Fp8Error, match=r"optimizer_state='fp8'.*foreach=True, not fused=True.*drop the option"):
         WRITES[case](moment)
     assert torch.equal(moment.value(), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_copy_and_zero(kind: MomentKind) -> None:
+@pytest.mark.parametrize("kind", SOME)
+def test_copy_and_zero(kind: str) -> None:
     """Both write in place, also if one tensor holds the numbers of several moments."""
-    moments = [Fp8Moment.of(kind, values(kind, 10.0**i)) for i in range(3)]
+    of = FORMATS[kind]
+    moments = [Fp8Moment.of(of, values(kind, 10.0**i)) for i in range(3)]
     pack(moments)
     others = [m.value() for m in (moments[0], moments[2])]
     middle, x_q = moments[1], moments[1].x_q
     new = values(kind, 1e-3)
     assert middle.copy_(new) is middle and middle.x_q is x_q
-    assert torch.equal(middle.value(), Fp8Moment.of(kind, new).value())
+    assert torch.equal(middle.value(), Fp8Moment.of(of, new).value())
     assert middle.zero_() is middle
     assert not middle.value().any()
     assert all(torch.equal(m.value(), x) for m, x in zip((moments[0], moments[2]), others, strict=True))
 
 
 def test_pack() -> None:
-    moments = [Fp8Moment.of(kind, values(kind)) for kind in ("first", "first", "second")]
+    moments = [Fp8Moment.of(FORMATS[kind], values(kind)) for kind in ("first", "first", "second")]
     before = [m.value() for m in moments]
     moment_scales = pack(moments)
     assert moment_scales.shape == (2, 3) and moment_scales.is_contiguous()
@@ -264,8 +302,28 @@ def test_the_plain_tensors_are_gone() -> None:
 
 def test_the_report_says_what_is_saved() -> None:
     training = trained().training
-    assert nbytes_saved([training.optimizer]) == (4, 2 * 64 * 128 * (3 + 2))
+    assert nbytes_saved([training.optimizer]) == (4, 2 * 64 * 128 * (3 + 3))
     assert "4 moments of optimizers are in FP8, which saves 0.1 MB" in training.step.report.notes
+
+
+def test_bytes_per_parameter() -> None:
+    """Weights have two FP8 copies and moments of 1 byte; biases have moments of 4; there is a step for each."""
+    training = trained().training
+    weights, biases = 2 * 64 * 128, 128 + 64
+    found = training.step.bytes_per_parameter()
+    scales = found.steady.pop("scales and counts")
+    assert found.elements == weights + biases and 8 * 4 <= scales < 1024
+    assert found.steady == {
+        "parameters": 4 * (weights + biases),
+        "FP8 copies": 2 * weights,
+        "exp_avg": weights + 4 * biases,
+        "exp_avg_sq": weights + 4 * biases,
+    }
+    assert found.gradients == 4 * (weights + biases)
+    assert 11.9 < found.peak < 12.2
+    assert training.step.report.notes[-1].startswith(
+        "bytes per parameter: parameters 4.00, FP8 copies 1.98, exp_avg 1.0"
+    )
 
 
 def test_the_loss_is_about_the_same() -> None:
@@ -273,7 +331,7 @@ def test_the_loss_is_about_the_same() -> None:
     off, fp8 = Training(optimizer_state="off").run(range(30)), trained().losses
     assert off != fp8 and off[0] == fp8[0]
     assert fp8[-1] < 0.9 * fp8[0]
-    assert fp8[-1] == pytest.approx(off[-1], rel=0.01)
+    assert fp8[-1] == pytest.approx(off[-1], rel=0.03)  # roots of second moments have 2 bits
 
 
 def test_a_copy_of_an_optimizer_has_its_own_moments() -> None:

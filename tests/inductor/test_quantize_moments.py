@@ -98,7 +98,7 @@ def test_training_by_the_formulas(case: str, config: dict[str, Any]) -> None:
     of = Product()
     optimizer, oracle = make(of.parameters()), Oracle(of.w, kinds_)
 
-    @fp8pass.train_step(**{"lowering": "eager", "recipe": None, "optimizer_state": "fp8", **config})
+    @fp8pass.train_step(**{"lowering": "eager", "recipe": None, "optimizer_state": "fp8+float16", **config})
     def step(x: Tensor) -> None:
         of(x).backward()
         optimizer.step()

@@ -74,6 +74,7 @@ def test_every_pass_of_a_folder_is_in_its_list(folder: str) -> None:
 
 TOGETHER = {
     "test_quantize_moments": {"read_moments", "write_moments"},
+    "test_stochastic_rounding": {"lift_bfloat16", "round_bfloat16"},
     "test_write_weights": {"expand_foreach", "take_states"},
 }
 """Files that test several passes of one feature."""

@@ -17,10 +17,13 @@ from fp8pass.passes.update.read_moments import ReadMoments
 from fp8pass.passes.update.write_moments import WriteMoments
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
+from fp8pass.quant.moments import NAMED
 from fp8pass.runtime.update_key import UpdateKey, attribute
 from tests.helpers.harness import BF16, F32, expect_graph, on_update
 from tests.helpers.optimizers import Lion
 from tests.helpers.quantize_moments import BOTH, power_of_2, read, stored
+
+MS_AMP = NAMED["fp8+float16"]
 
 
 def model(dtype: torch.dtype = F32) -> nn.Sequential:
@@ -39,7 +42,7 @@ def kinds(make: Callable[..., Any], dtype: torch.dtype = F32) -> dict[str, str]:
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
         before = module.code
-        moments = moments_of(module, places) if (places := written(module)) else []
+        moments = moments_of(module, places, MS_AMP) if (places := written(module)) else []
         assert module.code == before, "finding moments changes the graph"
 
         def run(*args: Any) -> Any:
@@ -81,7 +84,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> fx.GraphModule:
     p.grad = torch.randn(4, 8)
     torch.compile(adam, backend=backend, fullgraph=True)(p, torch.zeros(4, 8), torch.zeros(4, 8))
     (module,) = found
-    moments = sorted(moments_of(module, written(module)), key=lambda x: x.kind)
+    moments = sorted(moments_of(module, written(module), MS_AMP), key=lambda x: x.kind)
     assert [x.kind for x in moments] == ["first", "second"]
     on_update(module, UpdateKey((), (), (), tuple(moments)), ReadMoments(), WriteMoments())
     return module
@@ -185,8 +188,8 @@ l_p_ = L_p_
 l_p_grad = L_p_grad
 l_m_ = L_m_
 l_v_ = L_v_
-decode_moment = fp8pass_quant_ops_decode_moment('first', fp8pass_moment_0, fp8pass_moment_scales, 0, torch.float32)
-decode_moment_1 = fp8pass_quant_ops_decode_moment('second', fp8pass_moment_1, fp8pass_moment_scales, 1, torch.float32)
+decode_moment = fp8pass_quant_ops_decode_moment(Format(kind='first', dtype=torch.float8_e4m3fn, block=None, expands=False, stochastic=False), fp8pass_moment_0, fp8pass_moment_scales, 0, torch.float32)
+decode_moment_1 = fp8pass_quant_ops_decode_moment(Format(kind='second', dtype=torch.float16, block=None, expands=False, stochastic=False), fp8pass_moment_1, fp8pass_moment_scales, 1, torch.float32)
 _set_grad_enabled = torch._C._set_grad_enabled(False)
 lerp_: "f32[4, 8]" = decode_moment.lerp_(l_p_grad, 0.1)
 mul_: "f32[4, 8]" = decode_moment_1.mul_(0.9)
@@ -197,9 +200,9 @@ sqrt: "f32[4, 8]" = decode_moment_1.sqrt()
 truediv: "f32[4, 8]" = decode_moment / sqrt
 sub_: "f32[4, 8]" = l_p_.sub_(truediv, alpha = 0.1)
 _set_grad_enabled_1 = torch._C._set_grad_enabled(True)
-next_moment_scales = fp8pass_quant_ops_next_moment_scales(('first', 'second'), fp8pass_moment_scales, None)
-write_moment = fp8pass_quant_ops_write_moment('first', decode_moment, fp8pass_moment_0, next_moment_scales, 0)
-write_moment_1 = fp8pass_quant_ops_write_moment('second', decode_moment_1, fp8pass_moment_1, next_moment_scales, 1)
+next_moment_scales = fp8pass_quant_ops_next_moment_scales((224.0, 256.0), fp8pass_moment_scales, None)
+write_moment = fp8pass_quant_ops_write_moment(Format(kind='first', dtype=torch.float8_e4m3fn, block=None, expands=False, stochastic=False), decode_moment, fp8pass_moment_0, next_moment_scales, 0, None)
+write_moment_1 = fp8pass_quant_ops_write_moment(Format(kind='second', dtype=torch.float16, block=None, expands=False, stochastic=False), decode_moment_1, fp8pass_moment_1, next_moment_scales, 1, None)
 write_moment_scales = fp8pass_quant_ops_write_moment_scales(fp8pass_moment_scales, next_moment_scales, [write_moment, write_moment_1])
 return ()
 """,
@@ -218,7 +221,7 @@ def test_written_moments(module: fx.GraphModule) -> None:
         "fp8pass_moment_1": v_q.clone(),
     }
     inputs = {**given, **rest}
-    module(*(inputs[str(n.target)] for n in module.graph.nodes if n.op == "placeholder"))
+    fx.Interpreter(module).run(*(inputs[str(n.target)] for n in module.graph.nodes if n.op == "placeholder"))
     m = read("first", m_q, 16.0) * 0.9 + grad.double() * 0.1
     v = read("second", v_q, 128.0) * 0.9 + grad.double().square() * 0.1
     torch.testing.assert_close(inputs["L_p_"].double(), p - 0.1 * m / v.sqrt(), rtol=1e-5, atol=1e-6)
@@ -241,11 +244,11 @@ def test_written_moments(module: fx.GraphModule) -> None:
 
 def test_scales_of_a_step_that_is_skipped() -> None:
     moment_scales = torch.tensor([[0.5, 0.25], [100.0, 1e-3]])
-    assert ops.next_moment_scales(("first", "second"), moment_scales, torch.tensor(True)).tolist() == [2.0, 4.0]
-    assert ops.next_moment_scales(("first", "second"), moment_scales, torch.tensor(False)).tolist() == [2.0, 131072.0]
+    assert ops.next_moment_scales((224.0, 256.0), moment_scales, torch.tensor(True)).tolist() == [2.0, 4.0]
+    assert ops.next_moment_scales((224.0, 256.0), moment_scales, torch.tensor(False)).tolist() == [2.0, 131072.0]
 
 
 @pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
 def test_scales_stay_where_the_amax_is_not_usable(amax: float) -> None:
     moment_scales = torch.tensor([[0.5], [amax]])
-    assert ops.next_moment_scales(("first",), moment_scales, None).tolist() == [2.0]
+    assert ops.next_moment_scales((224.0,), moment_scales, None).tolist() == [2.0]

@@ -1,0 +1,98 @@
+"""Count the bytes that a parameter costs in training: its value, FP8 copies, the optimizer's state, its gradient.
+
+Everything is counted by the storages of the tensors that live, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8pass.quant.moments import Fp8Moment
+from fp8pass.runtime.weight_cache import weights_of
+
+PARAMETERS, COPIES, SCALES, GRADIENTS = "parameters", "FP8 copies", "scales and counts", "gradients"
+
+
+@dataclass
+class ParameterBytes:
+    """Bytes of memory by part: "parameters", "FP8 copies", each entry of the optimizer's state ("exp_avg"), others.
+
+    elements: the number of elements of all parameters. steady: bytes between two steps. gradients: bytes of the
+    gradients when the optimizer's update began, as many as then live in addition; None if no update was compiled.
+    """
+
+    elements: int
+    steady: dict[str, int] = field(default_factory=dict)
+    gradients: int | None = None
+
+    @property
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes per element of a parameter, by part; with "gradients" if these are known."""
+        parts = self.steady if self.gradients is None else {**self.steady, GRADIENTS: self.gradients}
+        return {part: n / self.elements for part, n in parts.items()}
+
+    @property
+    def peak(self) -> float:
+        """Bytes per element of a parameter when the optimizer's update begins."""
+        return sum(self.per_parameter.values())
+
+    def __str__(self) -> str:
+        of = self.per_parameter
+        gradients = of.pop(GRADIENTS, None)
+        parts = ", ".join(f"{part} {n:.2f}" for part, n in of.items())
+        said = f"bytes per parameter: {parts}: {sum(of.values()):.2f} between steps"
+        return said if gradients is None else f"{said}; with gradients, {gradients:.2f} more: {self.peak:.2f}"
+
+
+def parameter_bytes(
+    parameters: Sequence[Tensor], optimizers: Iterable[Optimizer], gradients: int | None = None
+) -> ParameterBytes:
+    """Count the bytes of tensors that live for these parameters. gradients: their bytes when an update began."""
+    counted = set[int]()
+
+    def nbytes(tensors: Iterable[Tensor]) -> int:
+        parts = (part.untyped_storage() for x in tensors for part in _parts(x))
+        storages = {s._cdata: s.nbytes() for s in parts}
+        new = {key: n for key, n in storages.items() if key not in counted}
+        counted.update(new)
+        return sum(new.values())
+
+    found = ParameterBytes(sum(p.numel() for p in parameters), gradients=gradients)
+    found.steady[PARAMETERS] = nbytes(parameters)
+    if weights := weights_of(parameters):
+        found.steady[COPIES] = nbytes(x for w in weights for x in (w.x_q, w.x_t) if x is not None)
+    scales = [w.state.tensors.weight_copy_scales for w in weights if w.state is not None]
+    for name, states in _states(optimizers).items():
+        moments = [x for x in states if isinstance(x, Fp8Moment)]
+        plain = [x for x in states if not isinstance(x, Fp8Moment)]
+        values = [*(m.x_q for m in moments), *(x for x in plain if x.dim())]
+        if values:
+            found.steady[name] = nbytes(values)
+        scales += [m.moment_scales for m in moments] + [m.blocks for m in moments if m.blocks is not None]
+        scales += [x for x in plain if not x.dim()]
+    if scales:
+        found.steady[SCALES] = nbytes(scales)
+    return found
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor consists of: itself, unless it is a wrapper without storage."""
+    if not hasattr(x, "__tensor_flatten__"):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from _parts(getattr(x, name))
+
+
+def _states(optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """Return the tensors of the optimizers' states by name."""
+    found: dict[str, list[Tensor]] = {}
+    for state in (state for o in optimizers for state in o.state.values()):
+        for name, x in state.items():
+            if isinstance(x, Tensor):
+                found.setdefault(name, []).append(x)
+    return found
