@@ -79,7 +79,7 @@ class EarlyUpdates:
 
     @property
     def held_bytes(self) -> int | None:
-        """The most bytes of complete gradients at once in the latest call; None if it updated nothing in its backward."""
+        """The most bytes of complete gradients at once in the latest call; None without updates in its backward."""
         return self.peak_bytes if self._done else None
 
     def note(self) -> str:
