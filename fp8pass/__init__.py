@@ -17,6 +17,7 @@ from fp8pass.options.config import Config as Config
 from fp8pass.options.setting import autocast as autocast
 from fp8pass.options.setting import enabled as enabled
 from fp8pass.quant.ops import qdq as qdq
+from fp8pass.recipes import register_recipe as register_recipe
 from fp8pass.rewriting.rewriter import rewrite as rewrite
 from fp8pass.scaling import cast_to_representable as cast_to_representable
 from fp8pass.scaling import dequantize as dequantize
@@ -51,6 +52,7 @@ __all__ = [
     "qdq",
     "quantize",
     "recipes",
+    "register_recipe",
     "rewrite",
     "state",
     "stats",

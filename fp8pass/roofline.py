@@ -81,12 +81,8 @@ def gemm_seconds(
 
 def scaling_of(recipe: Recipe) -> str:
     """Return the key in `KERNEL_SHARE` of the recipe's kernels."""
-    of_type: dict[type[Recipe], str] = {
-        RowwiseScaling: "rowwise",
-        BlockwiseScaling: "blockwise",
-        MXFP8Scaling: "mxfp8",
-    }
-    return of_type.get(type(recipe), "tensorwise")
+    kinds = {RowwiseScaling: "rowwise", BlockwiseScaling: "blockwise", MXFP8Scaling: "mxfp8"}
+    return next((key for kind, key in kinds.items() if isinstance(recipe, kind)), "tensorwise")
 
 
 def has_kernel(recipe: Recipe, target: Target) -> bool:

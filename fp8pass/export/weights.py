@@ -20,6 +20,7 @@ from fp8pass.recipes import (
     Recipe,
     RowwiseScaling,
     StaticScaling,
+    next_scale_of,
 )
 
 BLOCK = 128
@@ -65,8 +66,7 @@ class Scales:
             history[:, None],
             amax[None],
             limit,
-            algo=recipe.amax_compute_algo,
-            margin=recipe.margin,
+            next_scale=next_scale_of(recipe),
         )
         return rolled[0]
 

@@ -29,6 +29,8 @@ from fp8pass.recipes import (
     MXFP8Scaling,
     RowwiseScaling,
     StaticScaling,
+    next_scale_of,
+    scale_of,
 )
 
 
@@ -133,7 +135,7 @@ class Delayed:
         scale = scales[self.slot]
         if self.bootstrap:
             amax = _amax_of_whole(x, self.over)
-            own = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+            own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
             scale = torch.where(scale == 0, own, scale)
         return x, scale
 
@@ -159,11 +161,11 @@ class Dynamic:
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv f32[])."""
-        return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
+        return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""
-        return x, _scale(_amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
+        return x, scale_of(self.recipe, _amax_of_whole(x, self.over), scaling.fp8_max(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -180,11 +182,11 @@ class Rowwise:
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv of each row, f32 with size 1 along `dims`)."""
-        return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+        return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale of each row."""
-        return x, _scale(scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+        return x, scale_of(self.recipe, scaling.amax_along(x, self.dims), scaling.fp8_max(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Groupwise:
     def __call__(self, x: Tensor, offs: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         amax = grouped.amax_of_groups(x, offs)
-        scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
         x_q = scaling.quantize(x, grouped.by_row(scale, offs, x.shape[0]), self.dtype)
         result: Tensor = grouped.dequantize_groups(x_q, scaling.inverse_unless_nonfinite(scale, amax), offs, x.dtype)
         return result
@@ -208,19 +210,16 @@ class Groupwise:
     def scaled(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x`, with zeros in rows that belong to no group, and a scale for each element."""
         in_group = grouped.group_of_rows(offs, x.shape[0]) < len(offs)
-        scale = _scale(grouped.amax_of_groups(x, offs), self.dtype, self.recipe.power_of_2)
+        scale = scale_of(self.recipe, grouped.amax_of_groups(x, offs), scaling.fp8_max(self.dtype))
         return torch.where(in_group.unsqueeze(1), x, 0), grouped.by_row(scale, offs, x.shape[0])
 
 
-def _quantized_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+def _quantized_by_amax(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, recipe: DynamicScaling | RowwiseScaling
+) -> tuple[Tensor, Tensor]:
     """Return (`x_q`, scale_inv)."""
-    scale = _scale(amax, dtype, power_of_2)
+    scale = scale_of(recipe, amax, scaling.fp8_max(dtype))
     return scaling.quantize(x, scale, dtype), scaling.inverse_unless_nonfinite(scale, amax)
-
-
-def _scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
-    scale = scaling.scale_from_amax(amax, scaling.fp8_max(dtype), 1.0)
-    return scaling.floor_to_power_of_2(scale) if power_of_2 else scale
 
 
 @dataclass(frozen=True)
@@ -276,7 +275,7 @@ class Blockwise:
         if isinstance(self.recipe, MXFP8Scaling):
             scale_inv = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
             return blocks, _reciprocal_of_e8m0(scale_inv), scale_inv
-        scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
         return blocks, scale, scaling.inverse_unless_nonfinite(scale, amax)
 
 
@@ -608,8 +607,7 @@ def begin_step(
         amax_history,
         amax=torch.where(held, scaling.NOTHING, amax),  # -1: `roll_history` leaves a held slot as it is
         fp8_max=torch.cat(limits),
-        algo=recipe.amax_compute_algo,
-        margin=recipe.margin,
+        next_scale=next_scale_of(recipe),
     )
     amax_history.copy_(history)
     scale.copy_(scales)
@@ -638,8 +636,7 @@ def next_scales(
         amax_history[:, of_weights],
         amax=amax_weights,
         fp8_max=torch.full_like(amax_weights, scaling.fp8_max(recipe.dtype("weight"))),
-        algo=recipe.amax_compute_algo,
-        margin=recipe.margin,
+        next_scale=next_scale_of(recipe),
     )
     return scales
 

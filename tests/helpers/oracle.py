@@ -58,14 +58,21 @@ class Slot:
 
     def step(self, uses: Sequence[float]) -> list[float]:
         """Return the scales that quantize the step's uses, given their amaxes; then end the step."""
-        scales = [self.scale or scale_of(a, self.fmt, 1.0, self.margin) for a in uses]
+        scales = [self.scale or self.first(a) for a in uses]
         recorded = [r for r in map(self._record, uses) if r is not None]
         if recorded:
             newest = math.nan if any(map(math.isnan, recorded)) else max(recorded)
             self.history = [newest, *self.history[:-1]]
-            of = self.history[0] if self.algo == "most_recent" else _max(self.history)
-            self.scale = scale_of(of, self.fmt, self.scale, self.margin)
+            self.scale = self.next(self.history[0] if self.algo == "most_recent" else _max(self.history))
         return scales
+
+    def first(self, amax: float) -> float:
+        """Return the scale of a tensor with this amax while there is no other one."""
+        return scale_of(amax, self.fmt, 1.0, self.margin)
+
+    def next(self, amax: float) -> float:
+        """Return the next scale, with this amax of the history."""
+        return scale_of(amax, self.fmt, self.scale, self.margin)
 
     def _record(self, amax: float) -> float | None:
         if math.isfinite(amax) or self.on_nonfinite == "freeze":
