@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -82,8 +83,12 @@ def _check_formula(what: str, formula: Callable[[], Any]) -> None:
 
 
 def _scales(name: str, value: Any) -> dict[str, float]:
+    is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    if is_number and not isinstance(value, bool):
+        value = {"*": value}
     if not isinstance(value, Mapping):
-        raise wrong(name, value, "a dict {slot: scale}, as fp8pass.calibrate(model, batches) returns it")
+        valid = "a dict {slot or name pattern: scale}, as fp8pass.calibrate(model, batches) returns it, or one number"
+        raise wrong(name, value, valid)
     return {slot: _scale(slot, scale) for slot, scale in value.items()}
 
 
@@ -298,39 +303,84 @@ class BlockwiseScaling(Recipe):
 
 @dataclass(frozen=True, repr=False)
 class MXFP8Scaling(Recipe):
-    """One power of two per 32 elements along the summed dimension, stored as e8m0; e4m3 throughout.
+    """One power of two per 32 elements along the summed dimension, stored as e8m0.
 
-    This is MXFP8 of OCP Microscaling, with the exponent rounded up as TransformerEngine does. Each operand is quantized
-    from the original for each matmul that reads it, never from FP8 of another orientation.
+    fp8_format: "e4m3" throughout, or "hybrid" (gradients in e5m2), as in TransformerEngine's MXFP8BlockScaling. This is
+    MXFP8 of OCP Microscaling, with the exponent rounded up as TransformerEngine does. Each operand is quantized from
+    the original for each matmul that reads it, never from FP8 of another orientation.
     """
+
+    fp8_format: str = field(default="e4m3", metadata=FP8_FORMAT.field)
+
+    def dtype(self, role: Role) -> torch.dtype:
+        """Return the FP8 dtype of operands with this role."""
+        return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
 
 
 @dataclass(frozen=True, repr=False)
 class StaticScaling(Recipe):
-    """Tensorwise, with fixed scales, which `fp8pass.calibrate` returns; e4m3; for inference.
+    """Tensorwise, with fixed scales: those that `fp8pass.calibrate` returns, or one number for a unit-scaled model.
 
-    scales: {slot: number or one-element tensor}, which multiply high precision to FP8. A matmul whose operands have no
-    scale stays in high precision. No amax is computed: values out of range saturate, infinite ones too; NaN stays NaN.
-    Raises ValueError for scales that are not finite and positive.
+    scales: {slot or name pattern: number or one-element tensor}, which multiply high precision to FP8. A slot's own
+    name is stronger than patterns, of which the first that matches counts: `{"*.grad_output": 2.0, "*": 1.0}`. One
+    number is for all slots. A matmul whose operands have no scale stays in high precision. No amax is computed: values
+    out of range saturate, infinite ones too, also of gradients; NaN stays NaN. fp8_format: "hybrid" (gradients in e5m2)
+    or "e4m3". Raises ValueError for scales that are not finite and positive.
     """
 
-    scales: Mapping[str, Any] = field(metadata=SCALES.field)
+    scales: Mapping[str, Any] | float | Tensor = field(metadata=SCALES.field)
+    fp8_format: str = field(default="hybrid", kw_only=True, metadata=FP8_FORMAT.field)
 
-    def __hash__(self) -> int:
-        return hash((self.high_precision, self.fast_accum, *sorted(self.scales.items())))  # a dict has no hash
+    def __hash__(self) -> int:  # a dict has no hash
+        return hash((self.high_precision, self.fast_accum, self.fp8_format, *sorted(self.scales.items())))
 
     def __repr__(self) -> str:
         """Return a text without the scales, of which there are many."""
         return f"{type(self).__name__}({{}})" if not self.scales else f"{type(self).__name__}({{...}})"
 
+    def dtype(self, role: Role) -> torch.dtype:
+        """Return the FP8 dtype of operands with this role."""
+        return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
+
+    @functools.cached_property
+    def _patterns(self) -> list[tuple[str, float]]:
+        return [(name, scale) for name, scale in self.scales.items() if self.is_pattern(name)]
+
+    def scale_of(self, slot: str) -> float | None:
+        """Return the scale of the slot with this name; None if it has none."""
+        if slot in self.scales:
+            return float(self.scales[slot])
+        name = _NUMBER.sub("", slot)  # a module's second use in a graph has the pattern of the first
+        return next((scale for pattern, scale in self._patterns if matches(name, pattern)), None)
+
     def has(self, slot: str) -> bool:
         """Return whether any instance may have a scale for this slot, whose name is relative to the compiled code."""
-        return any(name == slot or name.endswith(f".{slot}") for name in self.scales)
+        return self.scale_of(slot) is not None or any(name.endswith(f".{slot}") for name in self.scales)
+
+    @property
+    def trains(self) -> bool:
+        """True if gradients may have scales."""
+        return any(self.is_pattern(name) or ".grad_output" in name for name in self.scales)
+
+    @staticmethod
+    def is_pattern(name: str) -> bool:
+        """Return whether a key of `scales` is a name pattern, not the name of a slot."""
+        return not _SLOT.fullmatch(name)
+
+
+_SLOT = re.compile(r"[^*?\[]*\.(input|weight|grad_output)(_\d+)?(~\d+)?")
+"""The name of a slot. Any other key is a pattern."""
+_NUMBER = re.compile(r"(_\d+)?(~\d+)?$")
 
 
 @dataclass(frozen=True, repr=False)
 class Calibration(DelayedScaling):
-    """The recipe that `fp8pass.calibrate` compiles with: amaxes are recorded, and nothing is quantized."""
+    """The recipe that `fp8pass.calibrate` compiles with: amaxes are recorded, and nothing is quantized.
+
+    gradients: True to record those of gradients too.
+    """
+
+    gradients: bool = field(default=False, metadata=FLAG.field)
 
 
 @dataclass(frozen=True)
@@ -378,14 +428,14 @@ def register_recipe(name: str) -> Callable[[Made], Made]:
     """Return a decorator that gives a recipe class a name, which is valid wherever the name of a recipe is.
 
     The class is a frozen dataclass that derives from `DynamicScaling` (a scale for each tensor, from its own amax),
-    `RowwiseScaling` (a scale for each row) or `DelayedScaling` (a scale for each tensor, from a history). Each field has
-    a default. Of three methods the class overrides those that it changes, in torch ops that work elementwise:
+    `RowwiseScaling` (a scale for each row) or `DelayedScaling` (a scale for each tensor, from a history). Each field
+    has a default. Of three methods the class overrides those that it changes, in torch ops that work elementwise:
 
     - `dtype(role) -> torch.dtype`: the FP8 dtype of operands with the role "input", "weight" or "grad_output".
     - `scale(amax, fp8_max) -> scale`: from the tensor's own amax, f32[...] for tensors or rows, whose shape the result
       has. Under `DelayedScaling`, for a tensor without history. `fp8_max` is a number or a tensor that broadcasts.
-    - `next_scale(amax_history, old_scale, fp8_max) -> scale`: only of `DelayedScaling`, for T tensors at once: f32[H, T]
-      with the newest amaxes in row 0, f32[T] and f32[T]; the result is f32[T].
+    - `next_scale(amax_history, old_scale, fp8_max) -> scale`: only of `DelayedScaling`, for T tensors at once. The
+      arguments are f32[H, T], with the newest amaxes in row 0, f32[T] and f32[T]; the result is f32[T].
 
     The methods do not see amaxes that are 0, NaN or infinite as such: their results are not used there, and the scale
     is 1, or the old one. Results are clamped to the normal numbers of float32. What they return NaN or 0 for keeps 1,
@@ -508,7 +558,8 @@ def resolve(recipe: Any, what: str = "recipe") -> Plan | Schedule:
         raise ValueError(f"recipe={recipe.__name__} is a class; write {recipe.__name__}(...)")
     if recipe == "static":
         raise ValueError(
-            "the static recipe needs scales: StaticScaling(scales), with scales = fp8pass.calibrate(model, batches)"
+            "the static recipe needs scales: StaticScaling(scales), with scales = fp8pass.calibrate(model, batches); "
+            "or StaticScaling(1.0) for a unit-scaled model"
         )
     choose(what, recipe, tuple(NAMED))
     return NAMED[recipe]()

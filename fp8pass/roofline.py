@@ -149,8 +149,9 @@ def _seconds(
 
 def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
     """Return the matmuls of a call that run in FP8."""
-    forward_only = not training or isinstance(recipe, (StaticScaling, Calibration))
-    return [kind for kind in (KINDS[:1] if forward_only else KINDS) if kind not in recipe.high_precision]
+    of_output_only = isinstance(recipe, Calibration) or (isinstance(recipe, StaticScaling) and not recipe.trains)
+    kinds = KINDS if training and not of_output_only else KINDS[:1]
+    return [kind for kind in kinds if kind not in recipe.high_precision]
 
 
 def overhead_seconds(

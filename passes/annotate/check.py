@@ -185,8 +185,10 @@ def for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
     """
     if isinstance(recipe, StaticScaling):
         absent = [f"{name}.{role}" for role in ("input", "weight") if not recipe.has(f"{name}.{role}")]
-        if absent or not has_owner:
+        if absent:
             raise LeftOut("not calibrated", f"no scale for {' and '.join(absent)} was calibrated")
+        if not has_owner:
+            raise LeftOut("no parameters", "the graph has no parameters by which its scales could be named")
     if has_owner or not isinstance(recipe, DelayedScaling):
         return recipe
     if isinstance(recipe, Calibration):

@@ -134,7 +134,7 @@ class _Planner:
         pairs: dict[Kind, Pair] = {}
         tensors = dict(zip(("input", "weight", "grad_output"), map(val, (*operands(node), node)), strict=True))
         for product in layer.products:
-            pair = quantizers(call.recipe, product.kind, call.dims, tensors, self.records)  # type: ignore[arg-type]
+            pair = quantizers(call.recipe, product.kind, call.dims, tensors, self.records, choice.name)  # type: ignore[arg-type]
             if isinstance(pair, Reject):
                 choice.declined[product.kind] = pair
             else:
