@@ -39,6 +39,16 @@ def fp8_max(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
+def overflow_from(dtype: torch.dtype) -> float:
+    """Return the value above which numbers round to more than the format's largest value: that plus half a step.
+
+    464 for e4m3, 61440 for e5m2. With the scale from a tensor's own amax, scaled values exceed the format's largest
+    value by rounding alone, and then do not reach this one.
+    """
+    info = torch.finfo(dtype)
+    return info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+
+
 def is_empty(x: Tensor) -> bool:
     """Return whether `x` has no elements; False where that depends on a symbolic size, without a guard on it."""
     return any(isinstance(size, int) and size == 0 for size in x.shape)

@@ -32,7 +32,8 @@ class SlotStats:
     were too large for the format; sqnr: signal to quantization noise ratio in dB,
     10 log10(sum(x**2) / sum((x - dequantized x)**2)) over finite elements, inf without noise, NaN without signal.
     nonfinite: number of elements that are NaN or inf; elements: number of elements, summed over all uses in the step.
-    kurtosis: n * sum(x**4) / sum(x**2)**2 over the n finite elements, from 1 (all of one magnitude) to n (one that is
+    requantized: how often it was quantized again by its own amax, under `on_saturation="requantize"`. kurtosis: n *
+    sum(x**4) / sum(x**2)**2 over the n finite elements, from 1 (all of one magnitude) to n (one that is
     not 0); NaN for a tensor of zeros. It is 3 for a normal distribution, and grows with outliers.
     """
 
@@ -48,6 +49,7 @@ class SlotStats:
     nonfinite: int
     elements: int
     kurtosis: float = math.nan
+    requantized: int = 0
     order: tuple[int, int, int] = field(default=(0, 0, 0), repr=False, compare=False)
     """The position of its quantization within the step; rows are sorted by it."""
 
@@ -98,7 +100,7 @@ class Stats:
     def to_tensorboard(self, writer: Any) -> None:
         """Add scalars `fp8/<slot>/<number>` to a `torch.utils.tensorboard.SummaryWriter`."""
         for row in self.rows:
-            for name in (*PLOTTED, "nonfinite"):
+            for name in (*PLOTTED, "nonfinite", "requantized"):
                 writer.add_scalar(f"fp8/{row.slot}/{name}", getattr(row, name), row.step)
 
     def __str__(self) -> str:
@@ -115,6 +117,10 @@ class Stats:
         first = self.first_saturated()
         if first is not None:
             yield f"the first to saturate: {first.saturation:.2%} of {first.slot}, step {first.step} ({first.source})"
+        again = [row for row in self.rows if row.requantized]
+        if again:
+            slots, last = len({row.slot for row in again}), again[-1]
+            yield f"quantized again by their own amax: {slots} tensors, the last one {last.slot} in step {last.step}"
         lost = max(self.rows, key=lambda row: row.underflow)
         if lost.underflow > 0:
             yield f"most lost to zero: {lost.underflow:.2%} of {lost.slot}, step {lost.step} ({lost.source})"
@@ -202,6 +208,7 @@ def _shares(of: Numerics) -> dict[str, Any]:
         "kurtosis": (of.elements - of.nonfinite) * of.fourth / of.square**2 if of.square else math.nan,
         "nonfinite": round(of.nonfinite),
         "elements": round(of.elements),
+        "requantized": round(of.requantized),
     }
 
 
@@ -221,8 +228,8 @@ def _warn_of_kurtosis(buffer: MonitorBuffer, rows: Sequence[SlotStats]) -> None:
             buffer.warned_of.add(row.slot)
             warn(
                 f"fp8pass: the kurtosis of {row.slot} is {row.kurtosis:.4g} in step {row.step} ({row.source}), above "
-                f"monitor_kurtosis={level:g}; a normal distribution has 3. Few large values, up to {row.amax:.3g}, take "
-                "the range of its scale: look for the layer before it that makes them, or scale it by rows"
+                f"monitor_kurtosis={level:g}; a normal distribution has 3. Few large values, up to {row.amax:.3g}, "
+                "take the range of its scale: look for the layer before it that makes them, or scale it by rows"
             )
 
 

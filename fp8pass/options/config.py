@@ -150,7 +150,7 @@ class Config(Checked):
     monitor_interval: int = field(default=1, metadata=STEPS.field)
     """Monitor one in this many steps. The other steps run a graph without the monitor, which is compiled too."""
     monitor_steps: int = field(default=128, metadata=STEPS.field)
-    """Number of monitored steps whose statistics are kept, on the device: 48 bytes per step and tensor."""
+    """Number of monitored steps whose statistics are kept, on the device: 52 bytes per step and tensor."""
     monitor_kurtosis: float | None = field(
         default=None, metadata=(ratio(1, "a kurtosis, 1 or more, or None; a normal distribution has 3") | None).field
     )

@@ -32,6 +32,7 @@ class Numerics(NamedTuple):
     nonfinite    number of elements that are NaN or inf
     signal       sum((x * scale)**2) over the finite elements
     noise        sum((quantize(x * scale) - x * scale)**2) over the finite elements
+    requantized  number of uses that were quantized again by the tensor's own amax: `on_saturation="requantize"`
     square       sum((x / (unit * fp8_max))**2) over the finite elements
     fourth       sum((x / (unit * fp8_max))**4) over the finite elements
     """
@@ -46,6 +47,7 @@ class Numerics(NamedTuple):
     nonfinite: Any
     signal: Any
     noise: Any
+    requantized: Any
     square: Any
     fourth: Any
 
@@ -57,8 +59,11 @@ POWERS = (2, 4)
 N = len(Numerics._fields)
 
 
-def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor) -> Tensor:
-    """Return the `Numerics` f32[12] of x, of rank 1 or more. scale: broadcasts to x; x_q: x quantized with it."""
+def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor, requantized: Tensor | None = None) -> Tensor:
+    """Return the `Numerics` f32[13] of x, of rank 1 or more.
+
+    scale: broadcasts to x; x_q: x quantized with it. requantized: whether that is not the delayed scale, b8[].
+    """
     finite = x.abs() < float("inf")  # False for NaN, too
     nonzero = x != 0
     finite_x = torch.where(finite, x.float(), 0.0)
@@ -78,24 +83,15 @@ def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor) -> Tensor:
         elements=torch.full((), x.numel(), dtype=torch.float32, device=x.device),
         nonzero=_sum(nonzero),
         underflowed=_sum(nonzero & finite & (q == 0)),
-        saturated=_sum(scaled.abs() > overflow_from(x_q.dtype)),
+        saturated=_sum(scaled.abs() > scaling.overflow_from(x_q.dtype)),
         nonfinite=_sum(~finite),
         signal=_sum(scaled * scaled),
         noise=_sum((q - scaled) ** 2),
+        requantized=torch.zeros((), device=x.device) if requantized is None else requantized.float(),
         square=_sum(square),
         fourth=_sum(square * square),
     )
     return torch.stack(found)
-
-
-def overflow_from(dtype: torch.dtype) -> float:
-    """Return the value above which numbers round to more than the format's largest value: that plus half a step.
-
-    464 for e4m3, 61440 for e5m2. With the scale from a tensor's own amax, scaled values exceed the format's largest
-    value by rounding alone, and then do not reach this one.
-    """
-    info = torch.finfo(dtype)
-    return info.max + 2.0 ** (torch.tensor(info.max).log2().floor().item()) * info.eps / 2
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def merge(numerics: Tensor, new: Tensor) -> Tensor:
-    """Merge the statistics of two uses of a tensor in a step, f32[..., 12] each."""
+    """Merge the statistics of two uses of a tensor in a step, f32[..., 13] each."""
     maxima, end = torch.maximum(numerics[..., :MAXIMA], new[..., :MAXIMA]), N - len(POWERS)
     sums = numerics[..., MAXIMA:end] + new[..., MAXIMA:end]
     unit = maxima[..., MAXIMA - 1]
@@ -118,7 +114,7 @@ def merge(numerics: Tensor, new: Tensor) -> Tensor:
 
 @torch.library.custom_op("fp8pass::record_numerics", mutates_args=())
 def record_numerics(numerics: Tensor, new: Tensor, index: int) -> Tensor:
-    """Return `numerics` f32[T, 12] with row `index` merged with `new` f32[12].
+    """Return `numerics` f32[T, 13] with row `index` merged with `new` f32[13].
 
     A custom op, like `ops.record`, so that the `batch_records` pass finds all records and merges them into one update.
     """
@@ -136,14 +132,16 @@ RECORD_NUMERICS = torch.ops.fp8pass.record_numerics.default
 
 
 def _record(x: Tensor, quantizer: Any, numerics: Tensor, index: int, *state: Tensor) -> None:
-    x, scale = quantizer.scaled(x, *ops.inputs_of(quantizer, state))
-    new = numerics_of(x, scale, scaling.quantize(x, scale, quantizer.dtype))
+    of = ops.inputs_of(quantizer, state)
+    requantized = quantizer.is_requantized(x, *of) if isinstance(quantizer, ops.Delayed) else None
+    x, scale = quantizer.scaled(x, *of)
+    new = numerics_of(x, scale, scaling.quantize(x, scale, quantizer.dtype), requantized)
     numerics.copy_(record_numerics(numerics, new, index))
 
 
 @torch.no_grad()
 def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: int, *state: Tensor) -> None:
-    """Count the effects of `quantizer(x, *state)` in row `index` of `numerics` f32[T, 12], in place."""
+    """Count the effects of `quantizer(x, *state)` in row `index` of `numerics` f32[T, 13], in place."""
     _record(x, quantizer, numerics, index, *state)
 
 
@@ -224,7 +222,7 @@ class WatchTable:
 class MonitorBuffer:
     """The statistics of one instance, for one graph. All tensors keep their addresses.
 
-    forward: f32[F, 12] and backward: f32[T-F, 12], of the current step. past: f32[S, T, 12], of the steps before it.
+    forward: f32[F, 13] and backward: f32[T-F, 13], of the current step. past: f32[S, T, 13], of the steps before it.
     """
 
     def __init__(self, table: WatchTable) -> None:
@@ -276,6 +274,6 @@ class MonitorBuffer:
         return [(self._repeated if repeats else self.forward).data, self.backward.data]
 
     def read(self) -> Tensor:
-        """Return the statistics of `steps`, f32[S, T, 12] on the CPU. Synchronizes with the device."""
+        """Return the statistics of `steps`, f32[S, T, 13] on the CPU. Synchronizes with the device."""
         rows = [self.past[i % len(self.past)] for i in range(self._count + 1 - len(self.steps), self._count)]
         return torch.stack([*rows, torch.cat([self.forward, self.backward])]).cpu()

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
 from fp8pass.quant import grouped, moments, sharded
-from fp8pass.quant.kernel_ops import ROUNDED
+from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.moments import MomentKind
 from fp8pass.quant.sharded import amax_over, copy_of, on_part
 from fp8pass.recipes import (
@@ -126,18 +126,45 @@ class Delayed:
     def with_amax(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[])."""
         new = scaling.amax(x)
-        _, scale = self.scaled(x, scales)
+        scale = self._scale(x, scales, None if self.over else new)
         x_q = scaling.quantize(x, scale, self.dtype)
         return x_q, scaling.inverse_unless_nonfinite(scale, new), new
 
     def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` in the shape in which it is quantized, and the scale."""
+        return x, self._scale(x, scales)
+
+    def _scale(self, x: Tensor, scales: Tensor, amax: Tensor | None = None) -> Tensor:
+        """Return the scale f32[]. amax: of `x`, if it is known already."""
+        scale = self._delayed_scale(x, scales)
+        if not self.recipe.requantizes:
+            return scale
+        amax = _amax_of_whole(x, self.over) if amax is None else amax
+        own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+        return torch.where(self._saturates(x, scale), own, scale)
+
+    def is_requantized(self, x: Tensor, scales: Tensor, *_: Tensor) -> Tensor | None:
+        """Return whether `x` is quantized by its own amax because its delayed scale saturates, b8[]; None for never."""
+        return self._saturates(x, self._delayed_scale(x, scales)) if self.recipe.requantizes else None
+
+    def _saturates(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return whether more than the threshold of the elements of `x` are too large for the format, b8[]."""
+        if scaling.is_empty(x) and not self.over:
+            return torch.zeros((), dtype=torch.bool, device=x.device)
+        # rows first, as in `scaling.amax`
+        count: Tensor = SATURATED(x, scale, self.dtype).sum(-1).sum()
+        if self.over:  # the largest share of a rank's part, so that all ranks decide alike
+            count = amax_over(count / max(x.numel(), 1), self.over)
+            return count > self.recipe.saturation_threshold
+        return count > self.recipe.saturation_threshold * x.numel()
+
+    def _delayed_scale(self, x: Tensor, scales: Tensor) -> Tensor:
         scale = scales[self.slot]
         if self.bootstrap:
             amax = _amax_of_whole(x, self.over)
             own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
             scale = torch.where(scale == 0, own, scale)
-        return x, scale
+        return scale
 
 
 def _amax_of_whole(x: Tensor, over: tuple[str, ...]) -> Tensor:

@@ -2,7 +2,7 @@
 
 before   x_ = qdq_operand(x, q, scales, amax)
          y_ = qdq_gradient(y, q, scales, amax)
-after    graph(..., numerics_forward: f32[F, 12], numerics_backward: f32[T-F, 12])
+after    graph(..., numerics_forward: f32[F, 13], numerics_backward: f32[T-F, 13])
          watch_operand(x, q, numerics_forward, 0, scales, amax)
          x_ = qdq_operand(x, q, scales, amax)
          y_ = qdq_gradient(y, q, scales, amax)
