@@ -18,6 +18,7 @@ from fp8pass.options.setting import autocast as autocast
 from fp8pass.options.setting import enabled as enabled
 from fp8pass.quant.moments import Moments as Moments
 from fp8pass.quant.ops import qdq as qdq
+from fp8pass.recipes import register_recipe as register_recipe
 from fp8pass.rewriting.rewriter import rewrite as rewrite
 from fp8pass.scaling import cast_to_representable as cast_to_representable
 from fp8pass.scaling import dequantize as dequantize
@@ -53,6 +54,7 @@ __all__ = [
     "qdq",
     "quantize",
     "recipes",
+    "register_recipe",
     "rewrite",
     "state",
     "stats",

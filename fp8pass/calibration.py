@@ -1,4 +1,4 @@
-"""`fp8pass.calibrate`: static scales for inference, measured once.
+"""`fp8pass.calibrate`: static scales, measured once.
 
 Instances share one compiled graph, so scales are inputs of the graph, as in delayed scaling, and not constants.
 """
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from fp8pass import scaling
 from fp8pass._torch import dynamo_config
 from fp8pass.errors import Fp8Error, warn_once
+from fp8pass.fields import called_with
 from fp8pass.graph.annotation import Annotation
 from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated
@@ -26,39 +27,55 @@ from fp8pass.states.slots import InstanceState, SlotTable, new_state, registry
 _calibrated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-@torch.no_grad()
-def calibrate(model: Any, batches: Iterable[Any]) -> dict[str, Tensor]:
+def calibrate(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    fp8_format: str = "hybrid",
+) -> dict[str, Tensor]:
     """Measure the scales for `StaticScaling`: one for each tensor that a matmul of `model` reads.
 
-    Runs `model` on the batches in high precision, in its current mode (train or eval). `scale = 448 / amax`, with the
-    amax over all batches. Warns of tensors with a NaN or inf, whose values of that call are left out, and of tensors
-    that are zero throughout, whose scale is 1.
+    Runs `model` on the batches in high precision, in its current mode (train or eval). `scale = fp8_max / amax`, with
+    the amax over all batches. Warns of tensors with a NaN or inf, whose values of that call are left out, and of
+    tensors that are zero throughout, whose scale is 1. Leaves the parameters and their `grad` as they are.
 
     Args:
         model: A module, compiled or not.
         batches: Each batch is a tensor or a tuple of arguments of `model`, or a dict of keyword arguments.
+        loss: A function of what `model` returns, which returns f32[]. With it, the gradients that training with this
+            loss would quantize get scales, too. None: no gradients.
+        fp8_format: That of the `StaticScaling` to come, "hybrid" or "e4m3": it decides the scales of gradients.
 
     Returns:
         {slot name: scale f32[]}, on CPU.
 
     Raises:
         TypeError: If `model` is not a module, or `batches` is not a list (or other iterable) of batches.
-        ValueError: If there are no batches, or no matmul with parameters was seen with finite values.
+        ValueError: If there are no batches, no matmul with parameters was seen with finite values, or `loss` or
+            `fp8_format` is not valid.
     """
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"calibrate() takes a module or a compiled module, not {type(model).__name__}")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"batches is a {type(batches).__name__}: pass several in a list, calibrate(model, [x])")
-    observer = _Observer(model)
+    LOSS.take("loss", loss)
+    # "freeze" leaves NaN and inf in the amaxes, where `_Observer.end_batch` looks for them
+    recipe = Calibration(fp8_format=fp8_format, on_nonfinite="freeze", gradients=loss is not None)
+    observer = _Observer(model, recipe)
     run = torch.compile(model, backend=observer)
     # Dynamo runs a function eagerly once it reaches its recompile limit: the observer would miss those matmuls
     unlimited = dynamo_config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16)
     count = 0
-    with unlimited, _uncompiled(model):
+    with unlimited, _uncompiled(model), torch.set_grad_enabled(loss is not None):
         for batch in batches:
             args, kwargs = ((), batch) if isinstance(batch, Mapping) else (_as_args(batch), {})
-            run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if loss is not None:
+                parameters = [p for p in model.parameters() if p.requires_grad]
+                torch.autograd.grad(loss(result), parameters, allow_unused=True)
+            observer.end_batch()
             count += 1
     scales = observer.scales()
     if not scales:
@@ -81,6 +98,9 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = call
 
 
+LOSS = called_with((None,), "(output) -> f32[]") | None
+
+
 def _as_args(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
@@ -88,16 +108,18 @@ def _as_args(batch: Any) -> tuple[Any, ...]:
 class _Observer:
     """A backend that runs the graph unquantized and records the amaxes of its matmuls' operands."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recipe: Calibration) -> None:
         self.model = model
+        self.recipe = recipe
+        self._before: dict[InstanceState, Tensor] = {}
+        """The amaxes f32[T] of the states that this batch has used, as they were before it."""
         self.states: dict[tuple[int, ...], InstanceState] = {}
         self.tables: list[SlotTable] = []
         self.nonfinite: set[str] = set()
         """Slots whose tensors held a NaN or inf in some call."""
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        # "freeze" leaves NaN and inf in the amaxes, where `_pass_over_nonfinite` looks for them.
-        annotation = annotated(module, Config(recipe=Calibration(on_nonfinite="freeze"), min_speedup=0))
+        annotation = annotated(module, Config(recipe=self.recipe, min_speedup=0))
         self.tables += annotation.tables  # keeps tables alive: the keys of `states` have their ids
         return lambda *args: self._run(annotation, args)
 
@@ -109,14 +131,18 @@ class _Observer:
             if key not in self.states:
                 self.states[key] = new_state(table, owned)
             states.append(self.states[key])
-        before = [state.amax() for state in states]
-        result = annotation.run(*args, *(x for state in states for x in state.tensors.inputs()))
-        for state, amax in zip(states, before, strict=True):
-            self._pass_over_nonfinite(state, amax)
-        return result
+        for state in states:
+            self._before.setdefault(state, state.amax())
+        return annotation.run(*args, *(x for state in states for x in state.tensors.inputs()))
+
+    def end_batch(self) -> None:
+        """Pass over the tensors that held a NaN or inf in this batch."""
+        for state, before in self._before.items():
+            self._pass_over_nonfinite(state, before)
+        self._before.clear()
 
     def _pass_over_nonfinite(self, state: InstanceState, before: Tensor) -> None:
-        """Restore the amaxes of tensors that held a NaN or inf in this call, and note the names of their slots."""
+        """Restore the amaxes of tensors that held a NaN or inf in this batch, and note the names of their slots."""
         is_finite = state.amax().isfinite()
         state.set_amax(torch.where(is_finite, state.amax(), before))
         names = names_in(self.model, state)
@@ -126,16 +152,19 @@ class _Observer:
     def scales(self) -> dict[str, Tensor]:
         """Return {slot name: scale f32[]}, and warn of NaN, inf and tensors of zeros."""
         amaxes: dict[str, Tensor] = {}
+        limits: dict[str, float] = {}
         for state in self.states.values():
             found = dict(zip(state.table.names, state.amax().cpu(), strict=True))
+            limit = dict(zip(state.table.names, state.table.fp8_max, strict=True))
             for inner, name in names_in(self.model, state).items():
                 amaxes[name] = torch.maximum(found[inner], amaxes.get(name, found[inner]))
+                limits[name] = limit[inner]
         seen = {name: float(amax) for name, amax in amaxes.items()}
         _warn_of("NaN or inf in", self.nonfinite, "these calls are passed over")
         _warn_of("nothing but zeros in", {n for n, amax in seen.items() if amax == 0}, "their scales are 1")
-        limit = scaling.fp8_max(scaling.E4M3)
         # The amax of a tensor that was never finite is still -1, for none.
-        return {name: scaling.scale_from_amax(amax, limit, 1.0) for name, amax in sorted(amaxes.items()) if amax >= 0}
+        known = [(name, amax) for name, amax in sorted(amaxes.items()) if amax >= 0]
+        return {name: scaling.scale_from_amax(amax, limits[name], 1.0) for name, amax in known}
 
 
 def _warn_of(what: str, slots: Set[str], so: str) -> None:
@@ -150,20 +179,21 @@ def _fill(state: InstanceState) -> None:
     if not isinstance(recipe, StaticScaling):
         return
     names = _names(state, recipe)
-    absent = [name for name in names if name not in recipe.scales]
+    scales = {name: recipe.scale_of(name) for name in names}
+    absent = [name for name, scale in scales.items() if scale is None]
     if absent:
         raise Fp8Error(
             f"no scales were calibrated for {', '.join(absent)}. Calibrate the model that is compiled, with inputs "
             "that reach them; where its parts are compiled one by one, in this process, so that their names are known."
         )
-    state.tensors.scale.copy_(torch.tensor([recipe.scales[name] for name in names]))
+    state.tensors.scale.copy_(torch.tensor([scales[name] for name in names]))
 
 
 def _names(state: InstanceState, recipe: StaticScaling) -> list[str]:
     """Return the names of the state's slots in the model that was calibrated."""
     for module in _calibrated:
         names = names_in(module, state)
-        if len(names) == len(state.table.names) and all(name in recipe.scales for name in names.values()):
+        if len(names) == len(state.table.names) and all(map(recipe.scale_of, names.values())):
             return [names[inner] for inner in state.table.names]
     return list(state.table.names)
 

@@ -85,7 +85,7 @@ from fp8pass.passes.update.written import in_bfloat16 as in_bfloat16
 from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
 from fp8pass.passes.update.written import written_only_by_optimizers as written_only_by_optimizers
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import Recipe
 from fp8pass.report.graph_view import drawn, part_of
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.runtime.update_key import UpdateKey
@@ -514,13 +514,13 @@ def _chosen(gemm: Gemm, choices: list[MatmulChoice]) -> bool:
 def known_to_caches(module: fx.GraphModule) -> dict[str, str] | None:
     """Return {function of fp8pass that an annotated graph calls: hash}, with which AOTAutograd may cache the graph.
 
-    Sorted, since the order is part of the cache's key. None if a recipe has a function of the user's: the graph's text,
-    which is part of the key too, contains only the function's name, so the graph must not be cached.
+    Sorted, since the order is part of the cache's key. None if a recipe has code of the user's: the graph's text, which
+    is part of the key too, contains only the name of the function or class, so the graph must not be cached.
     """
     parts = (part.graph.nodes for part in module.modules() if isinstance(part, fx.GraphModule))
     calls = [n for nodes in parts for n in nodes if n.op == "call_function" and _is_ours(n.target)]
     recipes = (recipe_of(a) for n in calls for a in n.args)
-    if any(isinstance(r, DelayedScaling) and callable(r.amax_compute_algo) for r in recipes):
+    if any(isinstance(r, Recipe) and r.has_own_code for r in recipes):
         return None
     names = {f"{n.target.__module__}.{n.target.__name__}" for n in calls}
     return dict.fromkeys(sorted(names), _sources_hash().hex())

@@ -81,12 +81,8 @@ def gemm_seconds(
 
 def scaling_of(recipe: Recipe) -> str:
     """Return the key in `KERNEL_SHARE` of the recipe's kernels."""
-    of_type: dict[type[Recipe], str] = {
-        RowwiseScaling: "rowwise",
-        BlockwiseScaling: "blockwise",
-        MXFP8Scaling: "mxfp8",
-    }
-    return of_type.get(type(recipe), "tensorwise")
+    kinds = {RowwiseScaling: "rowwise", BlockwiseScaling: "blockwise", MXFP8Scaling: "mxfp8"}
+    return next((key for kind, key in kinds.items() if isinstance(recipe, kind)), "tensorwise")
 
 
 def has_kernel(recipe: Recipe, target: Target) -> bool:
@@ -153,8 +149,9 @@ def _seconds(
 
 def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
     """Return the matmuls of a call that run in FP8."""
-    forward_only = not training or isinstance(recipe, (StaticScaling, Calibration))
-    return [kind for kind in (KINDS[:1] if forward_only else KINDS) if kind not in recipe.high_precision]
+    of_output_only = isinstance(recipe, Calibration) or (isinstance(recipe, StaticScaling) and not recipe.trains)
+    kinds = KINDS if training and not of_output_only else KINDS[:1]
+    return [kind for kind in kinds if kind not in recipe.high_precision]
 
 
 def overhead_seconds(

@@ -39,6 +39,16 @@ def fp8_max(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
+def overflow_from(dtype: torch.dtype) -> float:
+    """Return the value above which numbers round to more than the format's largest value: that plus half a step.
+
+    464 for e4m3, 61440 for e5m2. With the scale from a tensor's own amax, scaled values exceed the format's largest
+    value by rounding alone, and then do not reach this one.
+    """
+    info = torch.finfo(dtype)
+    return info.max + 2.0 ** math.floor(math.log2(info.max)) * info.eps / 2
+
+
 def is_empty(x: Tensor) -> bool:
     """Return whether `x` has no elements; False where that depends on a symbolic size, without a guard on it."""
     return any(isinstance(size, int) and size == 0 for size in x.shape)
@@ -81,6 +91,28 @@ def scale_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float,
     safe = torch.where(usable, amax, 1.0)
     scale = (fp8_max / safe / 2.0**margin).clamp(_F32.tiny, _F32.max)
     return torch.where(usable, scale, keep)
+
+
+def scale_by(
+    formula: Callable[[Tensor], Tensor], amax: Tensor, keep: Tensor | float, what: str = "the formula"
+) -> Tensor:
+    """Return the scale that a user's formula gives for `amax`, elementwise, with the bounds of `scale_from_amax`.
+
+    Where amax is 0, NaN or infinite, the formula gets 1 instead, and the result is `keep`. It is `keep`, too, where the
+    formula gives NaN, or no number above 0. what: the formula's name in errors. Raises Fp8Error if the formula raises.
+    """
+    usable = (amax > 0) & is_finite(amax)
+    scale = _called(formula, torch.where(usable, amax, 1.0), what=what)
+    return torch.where(usable & (scale > 0), scale.clamp(_F32.tiny, _F32.max), keep)
+
+
+def _called(formula: Callable[..., Tensor], *args: Tensor, what: str) -> Tensor:
+    try:
+        return formula(*args)
+    except Fp8Error:
+        raise
+    except Exception as error:
+        raise Fp8Error(f"{what} raised {type(error).__name__}: {first_line(error)}. Mend it") from error
 
 
 def floor_to_power_of_2(scale: Tensor) -> Tensor:
@@ -224,16 +256,15 @@ def roll_history(
     history: Tensor,
     amax: Tensor,
     fp8_max: Tensor,
-    *,
-    algo: str | Callable[[Tensor], Tensor] = "max",
-    margin: int = 0,
+    next_scale: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """End a step: push its amax onto the history of each slot that was used, and compute that slot's next scale.
 
-    scale, amax, fp8_max: f32[T]; history: f32[H, T]. Returns the new (scale, history). A slot whose amax is -1 was not
-    used, and keeps both. A slot whose history holds no positive amax, or a NaN or inf, keeps its scale.
+    scale, amax, fp8_max: f32[T]; history: f32[H, T]. next_scale: called with (history, scale, fp8_max), returns f32[T]:
+    `recipes.next_scale_of` of a recipe. Returns the new (scale, history). A slot whose amax is -1 was not used, and
+    keeps both.
     """
     unused = amax < 0
     history = torch.where(unused, history, torch.cat([amax.unsqueeze(0), history[:-1]]))
-    new_scale = scale_from_amax(amax_of_history(history, algo), fp8_max, scale, margin)
+    new_scale = next_scale(history, scale, fp8_max)
     return torch.where(unused, scale, new_scale), history

@@ -19,8 +19,9 @@ PANELS = {
     "saturation": "saturated, share",
     "underflow": "became 0, share",
     "sqnr": "SQNR, dB",
+    "kurtosis": "kurtosis",
 }
-LOGARITHMIC = ("amax", "scale")
+LOGARITHMIC = ("amax", "scale", "kurtosis")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -34,6 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
+        row.setdefault("kurtosis", None)  # files of earlier versions lack it
         return {**row, "step": int(row["step"]), "slot": str(row["slot"]), **{k: row[k] for k in PANELS}}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise Fp8Error(f"{where} is not a row of fp8pass.stats(model).to_jsonl: {error}") from error

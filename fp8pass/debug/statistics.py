@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, warn
 from fp8pass.fields import nearest
 from fp8pass.quant.monitor_ops import MonitorBuffer, Numerics
 from fp8pass.recipes import matches
@@ -18,7 +18,7 @@ from fp8pass.states.checkpoint import state as state_of
 from fp8pass.states.checkpoint import usual_name
 from fp8pass.states.slots import InstanceState, registry
 
-PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr")
+PLOTTED = ("amax", "scale", "underflow", "saturation", "sqnr", "kurtosis")
 """The numbers of a row that change from step to step."""
 
 
@@ -32,6 +32,9 @@ class SlotStats:
     were too large for the format; sqnr: signal to quantization noise ratio in dB,
     10 log10(sum(x**2) / sum((x - dequantized x)**2)) over finite elements, inf without noise, NaN without signal.
     nonfinite: number of elements that are NaN or inf; elements: number of elements, summed over all uses in the step.
+    requantized: how often it was quantized again by its own amax, under `on_saturation="requantize"`. kurtosis: n *
+    sum(x**4) / sum(x**2)**2 over the n finite elements, from 1 (all of one magnitude) to n (one that is
+    not 0); NaN for a tensor of zeros. It is 3 for a normal distribution, and grows with outliers.
     """
 
     slot: str
@@ -45,6 +48,8 @@ class SlotStats:
     sqnr: float
     nonfinite: int
     elements: int
+    kurtosis: float = math.nan
+    requantized: int = 0
     order: tuple[int, int, int] = field(default=(0, 0, 0), repr=False, compare=False)
     """The position of its quantization within the step; rows are sorted by it."""
 
@@ -95,7 +100,7 @@ class Stats:
     def to_tensorboard(self, writer: Any) -> None:
         """Add scalars `fp8/<slot>/<number>` to a `torch.utils.tensorboard.SummaryWriter`."""
         for row in self.rows:
-            for name in (*PLOTTED, "nonfinite"):
+            for name in (*PLOTTED, "nonfinite", "requantized"):
                 writer.add_scalar(f"fp8/{row.slot}/{name}", getattr(row, name), row.step)
 
     def __str__(self) -> str:
@@ -112,6 +117,10 @@ class Stats:
         first = self.first_saturated()
         if first is not None:
             yield f"the first to saturate: {first.saturation:.2%} of {first.slot}, step {first.step} ({first.source})"
+        again = [row for row in self.rows if row.requantized]
+        if again:
+            slots, last = len({row.slot for row in again}), again[-1]
+            yield f"quantized again by their own amax: {slots} tensors, the last one {last.slot} in step {last.step}"
         lost = max(self.rows, key=lambda row: row.underflow)
         if lost.underflow > 0:
             yield f"most lost to zero: {lost.underflow:.2%} of {lost.slot}, step {lost.step} ({lost.source})"
@@ -155,6 +164,8 @@ def stats(model: Any, slots: str = "*", since: int = 0) -> Stats:
             "nothing of this model is watched: compile it with options={'monitor': True}, or with "
             "@fp8pass.train_step(monitor=True), and call it with gradients"
         )
+    for _, buffer in watched:
+        _warn_of_kurtosis(buffer, rows)
     known = {row.slot for row in rows}
     rows = [row for row in rows if matches(row.slot, slots)]
     if known and not rows:
@@ -194,8 +205,10 @@ def _shares(of: Numerics) -> dict[str, Any]:
         "underflow": of.underflowed / max(of.nonzero, 1),
         "saturation": of.saturated / of.elements,
         "sqnr": _sqnr(of),
+        "kurtosis": (of.elements - of.nonfinite) * of.fourth / of.square**2 if of.square else math.nan,
         "nonfinite": round(of.nonfinite),
         "elements": round(of.elements),
+        "requantized": round(of.requantized),
     }
 
 
@@ -205,11 +218,26 @@ def _sqnr(of: Numerics) -> float:
     return 10 * math.log10(of.signal / of.noise) if of.noise else math.inf
 
 
-_HEAD = ("slot", "step", "amax", "scale", "underflow", "saturation", "SQNR dB", "NaN, inf", "source")
+def _warn_of_kurtosis(buffer: MonitorBuffer, rows: Sequence[SlotStats]) -> None:
+    """Warn once of each activation whose kurtosis exceeds the option `monitor_kurtosis`."""
+    level = buffer.table.kurtosis
+    if level is None:
+        return
+    for row in rows:
+        if row.role == "input" and row.kurtosis > level and row.slot not in buffer.warned_of:
+            buffer.warned_of.add(row.slot)
+            warn(
+                f"fp8pass: the kurtosis of {row.slot} is {row.kurtosis:.4g} in step {row.step} ({row.source}), above "
+                f"monitor_kurtosis={level:g}; a normal distribution has 3. Few large values, up to {row.amax:.3g}, "
+                "take the range of its scale: look for the layer before it that makes them, or scale it by rows"
+            )
+
+
+_HEAD = ("slot", "step", "amax", "scale", "underflow", "saturation", "SQNR dB", "kurtosis", "NaN, inf", "source")
 
 
 def _cells(row: SlotStats) -> tuple[str, ...]:
     return (
         row.slot, str(row.step), f"{row.amax:.3g}", f"{row.scale:.3g}", f"{row.underflow:.2%}",
-        f"{row.saturation:.2%}", f"{row.sqnr:.1f}", str(row.nonfinite or ""), row.source,
+        f"{row.saturation:.2%}", f"{row.sqnr:.1f}", f"{row.kurtosis:.3g}", str(row.nonfinite or ""), row.source,
     )  # fmt: skip

@@ -100,7 +100,7 @@ _FUNCTION = re.compile(
     r"(?<!['\"])<(?:function|bound method|built-in \w+) ([\w.<>]+?)(?: of .*?)?(?: at 0x[0-9a-f]+)?>"
 )
 # `Recipe.__repr__` writes a function as its name in quotes.
-_ALGORITHM = re.compile(r"(?<=amax_compute_algo=)'(?!max'|most_recent')([^']*)'")
+_ALGORITHM = re.compile(r"(?<=compute_algo=)'(?!max'|most_recent')([^']*)'")
 _SCALES = "StaticScaling({...})"
 
 
@@ -141,7 +141,7 @@ def _imports(module: fx.GraphModule, body: str) -> str:
             # An op gets a recipe as a string, the key under which `scale_state` of this process knows it.
             keys = {a: r for a in node.args if isinstance(a, str) and isinstance(r := recipe_of(a), Recipe)}
             for kind in _types_in((node.args, node.kwargs, keys)):
-                lines.add(f"from {kind.__module__} import {kind.__qualname__}")
+                lines.add(_import(kind.__name__, kind))
             for key, recipe in keys.items():
                 lines |= {
                     "from fp8pass.states import scale_state",

@@ -154,7 +154,8 @@ def _pairs(module: nn.Module, gathered: dict[int, nn.Parameter]) -> Iterator[tup
 def _by_recipe(config: Config, path: str, layer: nn.Module) -> _Verdict:
     recipe, reason = config.recipe_of(path)
     weight: Any = layer.weight
-    if isinstance(recipe, StaticScaling) and not all(f"{path}.{role}" in recipe.scales for role in ("input", "weight")):
+    slots = (f"{path}.input", f"{path}.weight")
+    if isinstance(recipe, StaticScaling) and None in map(recipe.scale_of, slots):
         return _Verdict(None, "no scale was calibrated for it")
     if isinstance(recipe, BlockwiseScaling) and any(size % BLOCK for size in weight.shape):
         return _Verdict(None, f"its weight {list(weight.shape)} can't be cut into blocks of {BLOCK} x {BLOCK}")

@@ -20,6 +20,7 @@ from fp8pass.recipes import (
     Recipe,
     RowwiseScaling,
     StaticScaling,
+    next_scale_of,
 )
 
 BLOCK = 128
@@ -65,8 +66,7 @@ class Scales:
             history[:, None],
             amax[None],
             limit,
-            algo=recipe.amax_compute_algo,
-            margin=recipe.margin,
+            next_scale=next_scale_of(recipe),
         )
         return rolled[0]
 
@@ -89,7 +89,7 @@ def quantized(paths: Sequence[str], weights: Sequence[Tensor], which: int, recip
     mine = x_q.narrow(0, sum(rows[:which]), rows[which]).contiguous()
     input_scale = None
     if isinstance(recipe, StaticScaling):
-        input_scale = _f32(recipe.scales[f"{paths[0]}.input"]).reciprocal()
+        input_scale = _static(recipe, f"{paths[0]}.input").reciprocal()
     return Fp8Matrix(mine, scale_inv, input_scale)
 
 
@@ -105,8 +105,14 @@ def _parts(paths: Sequence[str], x: Tensor, recipe: Recipe, scales: Scales) -> t
     if isinstance(recipe, BlockwiseScaling):
         return ops.Blockwise(recipe, scaling.E4M3, BLOCK, square=True).parts(x)
     assert isinstance(recipe, StaticScaling), recipe
-    scale = _f32(recipe.scales[f"{paths[0]}.weight"])
+    scale = _static(recipe, f"{paths[0]}.weight")
     return scaling.quantize(x, scale, scaling.E4M3), scale.reciprocal()
+
+
+def _static(recipe: StaticScaling, slot: str) -> Tensor:
+    scale = recipe.scale_of(slot)
+    assert scale is not None, slot
+    return _f32(scale)
 
 
 def _f32(number: float) -> Tensor:

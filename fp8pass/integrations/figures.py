@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 
 from torch import nn
@@ -33,12 +34,16 @@ class Figures:
         """Return the figures by name.
 
         fp8_share: FLOPs of matmuls in FP8 as a share of those of all matmuls. fp8_saturation and fp8_underflow, where
-        the monitor is on: the largest shares of a tensor's elements in the latest step watched.
+        the monitor is on: the largest shares of a tensor's elements in the latest step watched. fp8_kurtosis: the
+        largest kurtosis of an activation there.
         """
         found = self._share()
         if is_watched(self._model) and (watched := stats(self._model).latest):
             found["fp8_saturation"] = max(row.saturation for row in watched)
             found["fp8_underflow"] = max(row.underflow for row in watched)
+            of_activations = [row.kurtosis for row in watched if row.role == "input" and not math.isnan(row.kurtosis)]
+            if of_activations:
+                found["fp8_kurtosis"] = max(of_activations)
         return found
 
     def _share(self) -> dict[str, float]:

@@ -175,7 +175,11 @@ class Config(Checked):
     monitor_interval: int = field(default=1, metadata=STEPS.field)
     """Monitor one in this many steps. The other steps run a graph without the monitor, which is compiled too."""
     monitor_steps: int = field(default=128, metadata=STEPS.field)
-    """Number of monitored steps whose statistics are kept, on the device: 36 bytes per step and tensor."""
+    """Number of monitored steps whose statistics are kept, on the device: 52 bytes per step and tensor."""
+    monitor_kurtosis: float | None = field(
+        default=None, metadata=(ratio(1, "a kurtosis, 1 or more, or None; a normal distribution has 3") | None).field
+    )
+    """Warn once of each activation whose kurtosis exceeds this, when the monitor's numbers are read. None: never."""
     reduce_amax: bool = field(default=True, metadata=FLAG.field)
     """With torch.distributed: one all-reduce per step gives delayed scaling the same scales on all ranks. Every rank of
     the group must train the same model with the same options, else all raise `Fp8Error` in the first step."""

@@ -46,7 +46,7 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches the module or matmul of this name, one of its slots, or a part of it."""
-        if self.option == MONITOR:
+        if self.option == MONITOR or (self.option == STATIC and StaticScaling.is_pattern(self.text)):
             text = _NUMBER.sub("", self.text)
             return any(matches(f"{name}.{role}", each) for role in ROLES for each in (self.text, text))
         if self.option == STATIC:

@@ -28,7 +28,7 @@ from fp8pass._torch import (
 )
 from fp8pass.errors import faults_of
 from fp8pass.node_meta import MADE_BY
-from fp8pass.scaling import fp8_max, quantize
+from fp8pass.scaling import fp8_max, overflow_from, quantize
 
 # Inductor reads this tag when it lowers what such an op reads (`is_pointwise_use`); passes do, too (`patterns.py`).
 _POINTWISE = (torch.Tag.pointwise,)
@@ -61,6 +61,17 @@ def _quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @_quantize.register_fake
 def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
+
+
+@_op("saturated", tags=_POINTWISE)
+def _saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 1 where `x * scale` is too large for the FP8 `dtype`, by more than rounding, and 0 elsewhere: f32[...]."""
+    return ((x.float() * scale).abs() > overflow_from(dtype)).float()
+
+
+@_saturated.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32)
 
 
 @_op("rows", tags=_POINTWISE)
@@ -164,6 +175,7 @@ QUANTIZE, ROWS, ROUNDED = (
     torch.ops.fp8pass.rows.default,
     torch.ops.fp8pass.rounded.default,
 )
+SATURATED = torch.ops.fp8pass.saturated.default
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
 ALIGNED, REPEATED = torch.ops.fp8pass.aligned.default, torch.ops.fp8pass.repeated.default
 
@@ -198,6 +210,19 @@ def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
         return inductor_ops.to_dtype(at_most, dtype, src_dtype=torch.float32)
 
     return _pointwise(x, dtype, quantized, shape)
+
+
+@_lowers(SATURATED)
+def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
+    wide, shape, limit = inductor_lowering.to_dtype(x, torch.float32), x.get_size(), overflow_from(dtype)
+    element, scale_of = wide.make_loader(), inductor_lowering.expand(scale, shape).make_loader()
+
+    def saturated(index: Any) -> Any:
+        size = inductor_ops.abs(inductor_ops.mul(element(index), scale_of(index)))
+        above = inductor_ops.gt(size, inductor_ops.constant(limit, torch.float32))
+        return inductor_ops.to_dtype(above, torch.float32, src_dtype=torch.bool)
+
+    return _pointwise(x, torch.float32, saturated, shape)
 
 
 @_lowers(ROUNDED)

@@ -20,10 +20,11 @@ from fp8pass.quant import ops
 
 
 class Numerics(NamedTuple):
-    """The f32 statistics of a tensor x in a step. Over several uses the first two merge by max, the others add up.
+    """The f32 statistics of a tensor x in a step. Over several uses the first three merge by max, the others add up.
 
     amax         max(abs(x)), NaN if x holds a NaN
     scale_inv    of the smallest scale, if each row or block has a scale
+    unit         what x is divided by for the last two, times the format's largest value: x**4 itself may overflow
     elements     number of elements of x
     nonzero      number of elements other than 0, including NaN and inf
     underflowed  number of finite elements other than 0 that became 0
@@ -31,10 +32,14 @@ class Numerics(NamedTuple):
     nonfinite    number of elements that are NaN or inf
     signal       sum((x * scale)**2) over the finite elements
     noise        sum((quantize(x * scale) - x * scale)**2) over the finite elements
+    requantized  number of uses that were quantized again by the tensor's own amax: `on_saturation="requantize"`
+    square       sum((x / (unit * fp8_max))**2) over the finite elements
+    fourth       sum((x / (unit * fp8_max))**4) over the finite elements
     """
 
     amax: Any
     scale_inv: Any
+    unit: Any
     elements: Any
     nonzero: Any
     underflowed: Any
@@ -42,41 +47,51 @@ class Numerics(NamedTuple):
     nonfinite: Any
     signal: Any
     noise: Any
+    requantized: Any
+    square: Any
+    fourth: Any
 
 
-MAXIMA = 2
+MAXIMA = 3
 """Number of leading fields of `Numerics` that merge by max."""
+POWERS = (2, 4)
+"""The power of x in each of the last fields. Where two uses have different units, these are converted to one."""
 N = len(Numerics._fields)
 
 
-def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor) -> Tensor:
-    """Return the `Numerics` f32[9] of x, of rank 1 or more. scale: broadcasts to x; x_q: x quantized with it."""
+def numerics_of(x: Tensor, scale: Tensor, x_q: Tensor, requantized: Tensor | None = None) -> Tensor:
+    """Return the `Numerics` f32[13] of x, of rank 1 or more.
+
+    scale: broadcasts to x; x_q: x quantized with it. requantized: whether that is not the delayed scale, b8[].
+    """
     finite = x.abs() < float("inf")  # False for NaN, too
     nonzero = x != 0
-    scaled = torch.where(finite, x.float(), 0.0) * scale
+    finite_x = torch.where(finite, x.float(), 0.0)
+    scaled = finite_x * scale
     q = torch.where(finite, x_q.float(), 0.0)
+    limit = scaling.fp8_max(x_q.dtype)
+    if scale.numel() == 1:  # at most about 1 in these units, and no further pass over x
+        unit, of_unit = scale.reciprocal().amax(), scaled / limit
+    else:  # a row of zeros has scale 1, which may be far from that of the others
+        unit = scaling.amax(finite_x) / limit
+        of_unit = finite_x / torch.where(unit > 0, unit * limit, 1.0)
+    square = of_unit * of_unit
     found = Numerics(
         amax=scaling.amax(x),
         scale_inv=scale.reciprocal().amax(),
+        unit=unit,
         elements=torch.full((), x.numel(), dtype=torch.float32, device=x.device),
         nonzero=_sum(nonzero),
         underflowed=_sum(nonzero & finite & (q == 0)),
-        saturated=_sum(scaled.abs() > overflow_from(x_q.dtype)),
+        saturated=_sum(scaled.abs() > scaling.overflow_from(x_q.dtype)),
         nonfinite=_sum(~finite),
         signal=_sum(scaled * scaled),
         noise=_sum((q - scaled) ** 2),
+        requantized=torch.zeros((), device=x.device) if requantized is None else requantized.float(),
+        square=_sum(square),
+        fourth=_sum(square * square),
     )
     return torch.stack(found)
-
-
-def overflow_from(dtype: torch.dtype) -> float:
-    """Return the value above which numbers round to more than the format's largest value: that plus half a step.
-
-    464 for e4m3, 61440 for e5m2. With the scale from a tensor's own amax, scaled values exceed the format's largest
-    value by rounding alone, and then do not reach this one.
-    """
-    info = torch.finfo(dtype)
-    return info.max + 2.0 ** (torch.tensor(info.max).log2().floor().item()) * info.eps / 2
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -85,14 +100,21 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def merge(numerics: Tensor, new: Tensor) -> Tensor:
-    """Merge the statistics of two uses of a tensor in a step, f32[..., 9] each."""
-    maxima = torch.maximum(numerics[..., :MAXIMA], new[..., :MAXIMA])
-    return torch.cat([maxima, numerics[..., MAXIMA:] + new[..., MAXIMA:]], -1)
+    """Merge the statistics of two uses of a tensor in a step, f32[..., 13] each."""
+    maxima, end = torch.maximum(numerics[..., :MAXIMA], new[..., :MAXIMA]), N - len(POWERS)
+    sums = numerics[..., MAXIMA:end] + new[..., MAXIMA:end]
+    unit = maxima[..., MAXIMA - 1]
+    safe = torch.where(unit > 0, unit, 1.0)
+    moments = [
+        sum(of[..., end + i] * (of[..., MAXIMA - 1] / safe) ** power for of in (numerics, new))
+        for i, power in enumerate(POWERS)
+    ]
+    return torch.cat([maxima, sums, torch.stack(moments, -1)], -1)
 
 
 @torch.library.custom_op("fp8pass::record_numerics", mutates_args=())
 def record_numerics(numerics: Tensor, new: Tensor, index: int) -> Tensor:
-    """Return `numerics` f32[T, 9] with row `index` merged with `new` f32[9].
+    """Return `numerics` f32[T, 13] with row `index` merged with `new` f32[13].
 
     A custom op, like `ops.record`, so that the `batch_records` pass finds all records and merges them into one update.
     """
@@ -110,14 +132,16 @@ RECORD_NUMERICS = torch.ops.fp8pass.record_numerics.default
 
 
 def _record(x: Tensor, quantizer: Any, numerics: Tensor, index: int, *state: Tensor) -> None:
-    x, scale = quantizer.scaled(x, *ops.inputs_of(quantizer, state))
-    new = numerics_of(x, scale, scaling.quantize(x, scale, quantizer.dtype))
+    of = ops.inputs_of(quantizer, state)
+    requantized = quantizer.is_requantized(x, *of) if isinstance(quantizer, ops.Delayed) else None
+    x, scale = quantizer.scaled(x, *of)
+    new = numerics_of(x, scale, scaling.quantize(x, scale, quantizer.dtype), requantized)
     numerics.copy_(record_numerics(numerics, new, index))
 
 
 @torch.no_grad()
 def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: int, *state: Tensor) -> None:
-    """Count the effects of `quantizer(x, *state)` in row `index` of `numerics` f32[T, 9], in place."""
+    """Count the effects of `quantizer(x, *state)` in row `index` of `numerics` f32[T, 13], in place."""
     _record(x, quantizer, numerics, index, *state)
 
 
@@ -179,13 +203,15 @@ WATCHED = "fp8pass_watched"
 class WatchTable:
     """The monitored tensors of one graph: those of the forward in its order, then gradients, in that order too.
 
-    n_forward: number of tensors of the forward. steps: number of steps that the ring buffer holds.
+    n_forward: number of tensors of the forward. steps: number of steps that the ring buffer holds. kurtosis: that of
+    activations above which to warn; None for no warning.
     """
 
     watched: tuple[Watched, ...]
     n_forward: int
     device: torch.device
     steps: int
+    kurtosis: float | None = None
 
     @property
     def code(self) -> str:
@@ -196,11 +222,13 @@ class WatchTable:
 class MonitorBuffer:
     """The statistics of one instance, for one graph. All tensors keep their addresses.
 
-    forward: f32[F, 9] and backward: f32[T-F, 9], of the current step. past: f32[S, T, 9], of the steps before it.
+    forward: f32[F, 13] and backward: f32[T-F, 13], of the current step. past: f32[S, T, 13], of the steps before it.
     """
 
     def __init__(self, table: WatchTable) -> None:
         self.table = table
+        self.warned_of: set[str] = set()
+        """The slots whose kurtosis was warned of."""
         self._count = 0
         """Number of steps that have ended."""
         self.steps: deque[int] = deque(maxlen=table.steps + 1)
@@ -246,6 +274,6 @@ class MonitorBuffer:
         return [(self._repeated if repeats else self.forward).data, self.backward.data]
 
     def read(self) -> Tensor:
-        """Return the statistics of `steps`, f32[S, T, 9] on the CPU. Synchronizes with the device."""
+        """Return the statistics of `steps`, f32[S, T, 13] on the CPU. Synchronizes with the device."""
         rows = [self.past[i % len(self.past)] for i in range(self._count + 1 - len(self.steps), self._count)]
         return torch.stack([*rows, torch.cat([self.forward, self.backward])]).cpu()

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
-from fp8pass.quant.kernel_ops import ROUNDED
+from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.random_bits import keys_of as keys_of
 from fp8pass.quant.sharded import amax_over, copy_of, groups_of, on_part, part_of, with_part
 from fp8pass.recipes import (
@@ -30,6 +30,8 @@ from fp8pass.recipes import (
     MXFP8Scaling,
     RowwiseScaling,
     StaticScaling,
+    next_scale_of,
+    scale_of,
 )
 
 
@@ -125,18 +127,45 @@ class Delayed:
     def with_amax(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize `x`, and record nothing. Return (`x_q`, scale_inv f32[], the amax of `x` f32[])."""
         new = scaling.amax(x)
-        _, scale = self.scaled(x, scales)
+        scale = self._scale(x, scales, None if self.over else new)
         x_q = scaling.quantize(x, scale, self.dtype)
         return x_q, scaling.inverse_unless_nonfinite(scale, new), new
 
     def scaled(self, x: Tensor, scales: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` in the shape in which it is quantized, and the scale."""
+        return x, self._scale(x, scales)
+
+    def _scale(self, x: Tensor, scales: Tensor, amax: Tensor | None = None) -> Tensor:
+        """Return the scale f32[]. amax: of `x`, if it is known already."""
+        scale = self._delayed_scale(x, scales)
+        if not self.recipe.requantizes:
+            return scale
+        amax = _amax_of_whole(x, self.over) if amax is None else amax
+        own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+        return torch.where(self._saturates(x, scale), own, scale)
+
+    def is_requantized(self, x: Tensor, scales: Tensor, *_: Tensor) -> Tensor | None:
+        """Return whether `x` is quantized by its own amax because its delayed scale saturates, b8[]; None for never."""
+        return self._saturates(x, self._delayed_scale(x, scales)) if self.recipe.requantizes else None
+
+    def _saturates(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return whether more than the threshold of the elements of `x` are too large for the format, b8[]."""
+        if scaling.is_empty(x) and not self.over:
+            return torch.zeros((), dtype=torch.bool, device=x.device)
+        # rows first, as in `scaling.amax`
+        count: Tensor = SATURATED(x, scale, self.dtype).sum(-1).sum()
+        if self.over:  # the largest share of a rank's part, so that all ranks decide alike
+            count = amax_over(count / max(x.numel(), 1), self.over)
+            return count > self.recipe.saturation_threshold
+        return count > self.recipe.saturation_threshold * x.numel()
+
+    def _delayed_scale(self, x: Tensor, scales: Tensor) -> Tensor:
         scale = scales[self.slot]
         if self.bootstrap:
             amax = _amax_of_whole(x, self.over)
-            own = scaling.scale_from_amax(amax, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+            own = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
             scale = torch.where(scale == 0, own, scale)
-        return x, scale
+        return scale
 
 
 def _amax_of_whole(x: Tensor, over: tuple[str, ...]) -> Tensor:
@@ -160,11 +189,11 @@ class Dynamic:
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv f32[])."""
-        return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
+        return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""
-        return x, _scale(_amax_of_whole(x, self.over), self.dtype, self.recipe.power_of_2)
+        return x, scale_of(self.recipe, _amax_of_whole(x, self.over), scaling.fp8_max(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -181,11 +210,11 @@ class Rowwise:
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv of each row, f32 with size 1 along `dims`)."""
-        return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+        return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale of each row."""
-        return x, _scale(scaling.amax_along(x, self.dims), self.dtype, self.recipe.power_of_2)
+        return x, scale_of(self.recipe, scaling.amax_along(x, self.dims), scaling.fp8_max(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -201,7 +230,7 @@ class Groupwise:
     def __call__(self, x: Tensor, offs: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         amax = grouped.amax_of_groups(x, offs)
-        scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
         x_q = scaling.quantize(x, grouped.by_row(scale, offs, x.shape[0]), self.dtype)
         result: Tensor = grouped.dequantize_groups(x_q, scaling.inverse_unless_nonfinite(scale, amax), offs, x.dtype)
         return result
@@ -209,19 +238,16 @@ class Groupwise:
     def scaled(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x`, with zeros in rows that belong to no group, and a scale for each element."""
         in_group = grouped.group_of_rows(offs, x.shape[0]) < len(offs)
-        scale = _scale(grouped.amax_of_groups(x, offs), self.dtype, self.recipe.power_of_2)
+        scale = scale_of(self.recipe, grouped.amax_of_groups(x, offs), scaling.fp8_max(self.dtype))
         return torch.where(in_group.unsqueeze(1), x, 0), grouped.by_row(scale, offs, x.shape[0])
 
 
-def _quantized_by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+def _quantized_by_amax(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, recipe: DynamicScaling | RowwiseScaling
+) -> tuple[Tensor, Tensor]:
     """Return (`x_q`, scale_inv)."""
-    scale = _scale(amax, dtype, power_of_2)
+    scale = scale_of(recipe, amax, scaling.fp8_max(dtype))
     return scaling.quantize(x, scale, dtype), scaling.inverse_unless_nonfinite(scale, amax)
-
-
-def _scale(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> Tensor:
-    scale = scaling.scale_from_amax(amax, scaling.fp8_max(dtype), 1.0)
-    return scaling.floor_to_power_of_2(scale) if power_of_2 else scale
 
 
 @dataclass(frozen=True)
@@ -277,7 +303,7 @@ class Blockwise:
         if isinstance(self.recipe, MXFP8Scaling):
             scale_inv = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
             return blocks, _reciprocal_of_e8m0(scale_inv), scale_inv
-        scale = _scale(amax, self.dtype, self.recipe.power_of_2)
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
         return blocks, scale, scaling.inverse_unless_nonfinite(scale, amax)
 
 
@@ -609,8 +635,7 @@ def begin_step(
         amax_history,
         amax=torch.where(held, scaling.NOTHING, amax),  # -1: `roll_history` leaves a held slot as it is
         fp8_max=torch.cat(limits),
-        algo=recipe.amax_compute_algo,
-        margin=recipe.margin,
+        next_scale=next_scale_of(recipe),
     )
     amax_history.copy_(history)
     scale.copy_(scales)
@@ -639,8 +664,7 @@ def next_scales(
         amax_history[:, of_weights],
         amax=amax_weights,
         fp8_max=torch.full_like(amax_weights, scaling.fp8_max(recipe.dtype("weight"))),
-        algo=recipe.amax_compute_algo,
-        margin=recipe.margin,
+        next_scale=next_scale_of(recipe),
     )
     return scales
 

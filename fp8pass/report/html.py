@@ -17,7 +17,7 @@ import torch
 from fp8pass.graph.verdict import Gemm
 from fp8pass.report.report import RECOMPUTED, Picture, Report, saved_summary
 
-CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr")
+CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr", "kurtosis")
 """The keys that a row of numerics may have besides slot and step."""
 
 

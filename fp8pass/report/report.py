@@ -279,7 +279,8 @@ class Report:
         Args:
             path: The file to write.
             numerics: The result of `fp8pass.stats`, or rows {"slot", "step", "amax", "scale", "underflow",
-                "saturation", "sqnr"}; all but the first two may be missing or None. The page shows a chart for each.
+                "saturation", "sqnr", "kurtosis"}; all but the first two may be missing or None. The page shows a chart
+                for each.
                 underflow, saturation: shares of elements, 0 to 1; sqnr: in dB.
 
         Returns:

@@ -167,7 +167,7 @@ class RewriteState:
 def _new(table: SlotTable) -> InstanceState:
     state = new_state(table, [])
     if isinstance(table.recipe, StaticScaling):
-        scales = [float(table.recipe.scales[name]) for name in table.names]
+        scales = [table.recipe.scale_of(name) for name in table.names]
         state.tensors.scale.copy_(torch.tensor(scales))
     return state
 

@@ -261,7 +261,8 @@ class CompiledGraph:
 
     def _record(self, call: _Call, result: Any) -> Any:
         """Note that a forward has recorded amaxes, and watch for its backward, which will record more."""
-        if any(len(s.tensors.amax_backward) for s in call.states):
+        recording = [s for s in call.states if s.table.remembers and len(s.tensors.amax_backward)]
+        if recording:
             _watch_backward(result, call.states)
         reduced = [s for s in call.states if s.reduces is not None and s.table.training]
         if (reducer := _reducer_of(reduced)) is not None:

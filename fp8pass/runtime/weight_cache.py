@@ -20,6 +20,7 @@ from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
 from fp8pass.graph.annotation import CachedWeightInput
 from fp8pass.quant import ops
+from fp8pass.recipes import scale_of
 from fp8pass.runtime.weight_bounds import predicts
 from fp8pass.states.slots import InstanceState
 
@@ -127,6 +128,8 @@ class Fp8Weight:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
         assert self.state is not None
         recipe = self.state.table.delayed
+        if recipe.reads_old_scale:
+            return False
         # a history that began with this copy holds zeros and this one amax: "max" and "most_recent" pass over the
         # zeros, a callable may not
         is_only_amax = self._from_first_step and self._changes == 1 and self.state.loads == 0
@@ -175,7 +178,7 @@ class Fp8Weight:
             # the graph that begins a step rolls histories when it runs, after this, and has the next scales
             scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
-            own = scaling.scale_from_amax(amax, scaling.fp8_max(scaling.E4M3), 1.0, recipe.margin)
+            own = scale_of(recipe, amax, scaling.fp8_max(scaling.E4M3))
             scales = torch.where((scales == 0) | self.is_predicted, own, scales)
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]

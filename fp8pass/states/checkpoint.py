@@ -356,7 +356,9 @@ def _renames(module: nn.Module | None, state: InstanceState) -> tuple[list[_Rena
 def recipe_text(states: Sequence[InstanceState]) -> str:
     """Return the text of the instance states' recipes without the length of their histories, which may change."""
     recipes = (s.table.delayed for s in states if s.table.names)
-    return AND.join(sorted({repr(replace(recipe, amax_history_len=1024)) for recipe in recipes}))
+    return AND.join(
+        sorted({repr(replace(recipe, amax_history_len=type(recipe).amax_history_len)) for recipe in recipes})
+    )
 
 
 def check_recipe(saved: str, own: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fp8pass import scaling
 from fp8pass.quant import ops
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import DelayedScaling, next_scale_of, scale_of
 
 _recipes: dict[str, DelayedScaling] = {}
 """{key: recipe}. Graphs refer to a recipe by its key, because Dynamo takes strings as constants, but not objects."""
@@ -47,6 +47,7 @@ class ScaleState(nn.Module):
         amax_compute_algo: "max", "most_recent", or a callable f32[H] -> f32[] written in torch.
         margin: `scale = fp8_max / amax / 2**margin`, 0 or more.
         on_nonfinite: "evict", "skip" or "freeze": see `fp8pass.recipes.DelayedScaling`.
+        scaling_factor_compute_algo: A callable (amax, old_scale, fp8_max, recipe) -> scale, or None: see there.
 
     Raises:
         ValueError: If an argument is not one that `fp8pass.recipes.DelayedScaling` takes.
@@ -65,6 +66,7 @@ class ScaleState(nn.Module):
         amax_compute_algo: str | Callable[[Tensor], Tensor] = "max",
         margin: int = 0,
         on_nonfinite: str = "evict",
+        scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.recipe = DelayedScaling(
@@ -72,6 +74,7 @@ class ScaleState(nn.Module):
             amax_compute_algo=amax_compute_algo,
             margin=margin,
             on_nonfinite=on_nonfinite,
+            scaling_factor_compute_algo=scaling_factor_compute_algo,
         )
         self.key = _key(self.recipe)
         for name, shape in (("scale", ()), ("amax_history", (amax_history_len,)), ("amax", ()), ("fp8_max", ())):
@@ -137,11 +140,11 @@ class ScaleState(nn.Module):
         """Return the history `saved` resized to this state's length, and the scale recomputed from it, by key."""
         length = len(self.amax_history)
         history = scaling.resized_history(saved, length)
-        amax = scaling.amax_of_history(history.unsqueeze(1), self.recipe.amax_compute_algo)[0]
         scale, fp8_max = (state_dict.get(f"{prefix}{part}") for part in ("scale", "fp8_max"))
         if scale is None or fp8_max is None:  # Module._load_from_state_dict reports missing keys
             return {f"{prefix}amax_history": history}
-        scale = torch.where(fp8_max > 0, scaling.scale_from_amax(amax, fp8_max, scale, self.recipe.margin), scale)
+        (new,) = next_scale_of(self.recipe)(history.unsqueeze(1), scale.reshape(1), fp8_max.reshape(1))
+        scale = torch.where(fp8_max > 0, new, scale)
         return {f"{prefix}amax_history": history, f"{prefix}scale": scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -294,8 +297,7 @@ def _roll_if(
         amax_history.unsqueeze(1),
         amax=torch.where(ended, amax, scaling.NOTHING).reshape(1),
         fp8_max=fp8_max,
-        algo=recipe.amax_compute_algo,
-        margin=recipe.margin,
+        next_scale=next_scale_of(recipe),
     )
     new_scale = new_scale.reshape(())
     amax_history.data.copy_(history.squeeze(1))
@@ -350,7 +352,7 @@ class ByState:
     def __call__(self, x: Tensor, scale: Tensor, amax: Tensor | None = None) -> Tensor:
         """Quantize and dequantize `x`, and record its amax in `amax` f32[], in place, unless that is None."""
         new = scaling.amax(x)
-        own = scaling.scale_from_amax(new, scaling.fp8_max(self.dtype), 1.0, self.recipe.margin)
+        own = scale_of(self.recipe, new, scaling.fp8_max(self.dtype))
         scale = torch.where(scale == 0, own, scale)
         x_q = scaling.quantize(x, scale, self.dtype)
         if amax is not None:

@@ -22,7 +22,7 @@ from fp8pass.options.config import Reduction
 from fp8pass.quant import ops
 from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.quant.ops import SlotTensors
-from fp8pass.recipes import DelayedScaling, StaticScaling
+from fp8pass.recipes import DelayedScaling, StaticScaling, next_scale_of
 from fp8pass.states.reduction_state import ReductionState
 from fp8pass.states.step_tracker import StepTracker
 
@@ -213,7 +213,7 @@ class InstanceState:
         recipe, amax = self.table.delayed, torch.where(t.held, scaling.NOTHING, self.amax())
         # 1 for fp8_max: the scales are only compared with 0
         scale, _ = scaling.roll_history(
-            t.scale, t.amax_history, amax, torch.ones_like(amax), algo=recipe.amax_compute_algo, margin=recipe.margin
+            t.scale, t.amax_history, amax, torch.ones_like(amax), next_scale=next_scale_of(recipe)
         )
         return scale
 
@@ -449,9 +449,8 @@ class InstanceState:
         self.loads += 1
 
     def _scale_of(self, history: Tensor, slot: int, keep: Tensor) -> Tensor:
-        recipe = self.table.delayed
-        amax = scaling.amax_of_history(history.unsqueeze(1), recipe.amax_compute_algo)[0]
-        return scaling.scale_from_amax(amax, self.table.fp8_max[slot], keep, recipe.margin)
+        limit = torch.full_like(history[:1], self.table.fp8_max[slot])
+        return next_scale_of(self.table.delayed)(history.unsqueeze(1), keep.reshape(1), limit)[0]
 
 
 _numbers: dict[DelayedScaling | StaticScaling, int] = {}

@@ -32,8 +32,11 @@ from fp8pass.recipes import (
 )
 from fp8pass.roofline import predicted_speedup
 
-ONE_SCALE = (DelayedScaling, DynamicScaling)
-"""Recipes that quantize a merged tensor with one scale. Compared by exact type: the subclasses calibrate."""
+
+def has_one_scale(recipe: Recipe) -> bool:
+    """Return whether the recipe quantizes a merged tensor with one scale."""
+    return isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration)
+
 
 IN_FP8 = (GatheredWeight, FrozenWeight)
 """Types of weights that are quantized before the graph runs: by FSDP before its all-gather, or once and for all."""
@@ -97,7 +100,7 @@ def check(
             raise no_kernel
     if isinstance(b, FrozenWeight):
         recipe = _for_frozen(recipe, b)
-    if isinstance(sharded.part_of(b), GatheredWeight) and type(recipe) not in ONE_SCALE:
+    if isinstance(sharded.part_of(b), GatheredWeight) and not has_one_scale(recipe):
         raise Reject(
             "gathered in FP8",
             f"its weight travels in FP8 with one scale, and the recipe {recipe.name!r} has others: leave it out with "
@@ -117,7 +120,7 @@ def _by_rows(recipe: Recipe) -> Recipe:
     """
     if isinstance(recipe, RowwiseScaling):
         return recipe
-    if isinstance(recipe, (DelayedScaling, DynamicScaling)) and not isinstance(recipe, Calibration):
+    if has_one_scale(recipe):
         return RowwiseScaling(high_precision=recipe.high_precision, fast_accum=recipe.fast_accum)
     raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
 
@@ -129,7 +132,7 @@ def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
         return recipe if isinstance(recipe, BlockwiseScaling) else BlockwiseScaling(**kept)
     if weight.scales == "row":
         return recipe if isinstance(recipe, RowwiseScaling) else RowwiseScaling(**kept)
-    return recipe if type(recipe) in ONE_SCALE else DynamicScaling(**kept)
+    return recipe if has_one_scale(recipe) else DynamicScaling(**kept)
 
 
 def check_speedup(call: Call, device: torch.device, config: Config) -> None:
@@ -182,8 +185,10 @@ def for_instance(recipe: Recipe, name: str, has_owner: bool) -> Recipe:
     """
     if isinstance(recipe, StaticScaling):
         absent = [f"{name}.{role}" for role in ("input", "weight") if not recipe.has(f"{name}.{role}")]
-        if absent or not has_owner:
+        if absent:
             raise LeftOut("not calibrated", f"no scale for {' and '.join(absent)} was calibrated")
+        if not has_owner:
+            raise LeftOut("no parameters", "the graph has no parameters by which its scales could be named")
     if has_owner or not isinstance(recipe, DelayedScaling):
         return recipe
     if isinstance(recipe, Calibration):

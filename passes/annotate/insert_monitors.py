@@ -2,7 +2,7 @@
 
 before   x_ = qdq_operand(x, q, scales, amax)
          y_ = qdq_gradient(y, q, scales, amax)
-after    graph(..., numerics_forward: f32[F, 9], numerics_backward: f32[T-F, 9])
+after    graph(..., numerics_forward: f32[F, 13], numerics_backward: f32[T-F, 13])
          watch_operand(x, q, numerics_forward, 0, scales, amax)
          x_ = qdq_operand(x, q, scales, amax)
          y_ = qdq_gradient(y, q, scales, amax)
@@ -74,7 +74,7 @@ def _watch(module: fx.GraphModule, config: Config) -> WatchTable | None:
         row += len(node.meta[WATCHED])
     watched = tuple(w for _, node in (*forward, *backward) for w in node.meta[WATCHED])
     device = found[0][1].meta["example_value"].device
-    return WatchTable(watched, len(forward), device, config.monitor_steps)
+    return WatchTable(watched, len(forward), device, config.monitor_steps, config.monitor_kurtosis)
 
 
 def _parts(module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, Region | None]]:

@@ -36,7 +36,7 @@ from fp8pass.hardware import Target, target_of
 from fp8pass.names import Names
 from fp8pass.node_meta import PIECE
 from fp8pass.options.setting import within
-from fp8pass.passes.annotate.check import ONE_SCALE, check
+from fp8pass.passes.annotate.check import check, has_one_scale
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Part, parts
 from fp8pass.recipes import Recipe
@@ -135,7 +135,7 @@ def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling |
 
 def _is_alone(sibling: Sibling, names: Names) -> bool:
     parameters = [p for p in (sibling.weight, sibling.bias) if p is not None]
-    if type(sibling.recipe) not in ONE_SCALE or sibling.sizes[2] % 16:
+    if not has_one_scale(sibling.recipe) or sibling.sizes[2] % 16:
         return False
     return all(names.is_owned(p) and len(p.users) == 1 and type(_example(p)) in _PLAIN for p in parameters)
 

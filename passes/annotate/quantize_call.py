@@ -87,7 +87,8 @@ class QuantizeCall:
         found: dict[Kind, Pair] = {}
         units = overrides.units_of(self.call.node, self.choice.name, self.walk.calls) if overrides.current() else {}
         for kind in KINDS if trains else KINDS[:1]:
-            pair = quantizers(self.call.recipe, kind, self.call.dims, tensors, self.walk.grad_enabled)
+            recipe, name = self.call.recipe, self.choice.name
+            pair = quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, name)
             if units and not isinstance(pair, Reject):
                 pair = self._tried(units[kind], pair, tensors)
             if isinstance(pair, Reject):

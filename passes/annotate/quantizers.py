@@ -40,15 +40,17 @@ Pair = tuple[ops.Quantizer | None, ops.Quantizer | None]
 """The quantizers of the two factors; None for a factor that is not quantized: only in trials of `fp8pass.bisect`."""
 
 
-def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool) -> Pair | Reject:
+def quantizers(
+    recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tensor], record: bool, name: str = ""
+) -> Pair | Reject:
     """Return the quantizers of the two factors of one matmul, or the reason why it stays in high precision.
 
-    tensors: example tensors by role. record: True if amaxes are recorded.
+    tensors: example tensors by role. record: True if amaxes are recorded. name: of the matmul, for static scales.
     """
     if kind in recipe.high_precision:
         return LeftOut("high precision", f"{recipe!r} keeps {kind} in high precision")
-    if isinstance(recipe, (StaticScaling, Calibration)) and kind != "output":
-        return LeftOut("not calibrated", "static scales are for inference; no gradient was calibrated")
+    if kind != "output" and not _may_quantize_gradients(recipe, name):
+        return LeftOut("not calibrated", f"there is no static scale for {name}.grad_output")
     if kind == "grad_input" and isinstance(weight := tensors["weight"], FrozenWeight) and weight.scales == "row":
         return LeftOut("frozen rows", "its frozen weight has a scale for each row, and grad_input sums over the rows")
     if dims.has_groups and kind == "grad_weight":
@@ -65,6 +67,12 @@ def quantizers(recipe: Recipe, kind: Kind, dims: Dims, tensors: dict[Role, Tenso
     except Reject as reject:
         return reject
     return first, second
+
+
+def _may_quantize_gradients(recipe: Recipe, name: str) -> bool:
+    if isinstance(recipe, Calibration):
+        return recipe.gradients
+    return not isinstance(recipe, StaticScaling) or recipe.has(f"{name}.grad_output")
 
 
 def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:

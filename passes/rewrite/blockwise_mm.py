@@ -30,7 +30,7 @@ from fp8pass.passes.common.patterns import ADDING_MATMULS, MATMULS, at, aten, dt
 from fp8pass.passes.rewrite.list_matmuls import operands
 from fp8pass.passes.rewrite.operands import UNSCALED, Dequantize, dequantize
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS
-from fp8pass.scaling import E4M3
+from fp8pass.scaling import E4M3, E5M2, FP8_DTYPES
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,14 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
     node, x_q = dq.blocks, val(dq.x_q)
     if dq.scale != UNSCALED or dq.rows is not None:
         raise Reject("scale", f"{at(node)} has a scale for each block, and is scaled once more")
-    if dq.dtype is not E4M3 or not x_q.is_contiguous() or not all(isinstance(size, int) for size in x_q.shape):
+    scale_inv = node.args[1]
+    assert isinstance(scale_inv, fx.Node)
+    # kernels for 128-element blocks take e4m3 alone
+    valid = FP8_DTYPES if val(scale_inv).dtype == torch.uint8 else (E4M3,)
+    if dq.dtype not in valid or not x_q.is_contiguous() or not all(isinstance(size, int) for size in x_q.shape):
         what = f"{dtype_name(dq.dtype)} {list(x_q.shape)} with strides {list(x_q.stride())}"
-        raise Reject("block layout", f"{at(node)} dequantizes {what}, not float8_e4m3fn in rows of a fixed size")
+        names = " or ".join(map(dtype_name, valid))
+        raise Reject("block layout", f"{at(node)} dequantizes {what}, not {names} in rows of a fixed size")
     moved = dq.apply_views(lambda target, *args, **kwargs: compute(mode, target, args, kwargs), {})
     moved = val(moved) if isinstance(moved, fx.Node) else moved
     # movement is on fake tensors, which have no addresses: shape, strides and storage tell a view of `x_q` from a copy
@@ -87,8 +92,6 @@ def blocks(dq: Dequantize, dim: int, mode: FakeTensorMode) -> Blocks:
         raise Reject("batches", f"{at(node)} has a scale for each block, and is one of {moved.shape[0]} matrices")
     if moved.untyped_storage()._cdata != x_q.untyped_storage()._cdata:
         raise Reject("block layout", f"{at(node)} is laid out anew before the matmul, and its blocks are not")
-    scale_inv = node.args[1]
-    assert isinstance(scale_inv, fx.Node)
     height, width = rows // int(val(scale_inv).shape[0]), columns // int(val(scale_inv).shape[1])
     if (tuple(moved.shape), moved.stride()) == (along, strides):
         return Blocks(dq.x_q, scale_inv, False, width, height == width)
@@ -116,6 +119,8 @@ def check(a: Blocks, b: Blocks, node: fx.Node, target: str | None) -> None:
         raise Reject("no kernel", f"{reason}; the same FP8 values are multiplied in high precision")
     if node.target in ADDING_MATMULS:
         raise Reject("form", f"{at(node)} adds a matrix to the product")
+    if val(a.x_q).dtype is val(b.x_q).dtype is E5M2:
+        raise Reject("e5m2 x e5m2", f"{sizes}: both operands are float8_e5m2, for which no GPU has a kernel")
     if a.rows % 16 or b.rows % 16:
         raise Reject("block size", f"{sizes}: kernels with scales for blocks need M and N that are multiples of 16")
     if kind == "mxfp8":
@@ -154,7 +159,7 @@ class BlockwiseMM:
             else:
                 build.replace(node, _scaled(build, node, a, b))
                 gemm.status, gemm.rule, gemm.reason, gemm.fast_accum = "rewritten", "", "", False
-                gemm.dtypes = short(E4M3), short(E4M3), gemm.dtypes[2]
+                gemm.dtypes = short(val(a.x_q).dtype), short(val(b.x_q).dtype), gemm.dtypes[2]
                 applied += 1
         graph.eliminate_dead_code()
         return applied

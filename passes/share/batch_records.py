@@ -8,7 +8,7 @@ after    new: f32[T] = stack([amax_0, amax_1, ...])
          copy_(amax, merge_amax(amax, new, "evict"))
 changes  nothing: entries are merged independently, so T launches become a few, whatever T is
 
-The counts of the numerics monitor are merged in the same way: record_numerics(numerics: f32[T, 9], new: f32[9], index).
+The counts of the numerics monitor are merged in the same way: record_numerics(numerics: f32[T, 13], new: f32[13], i).
 
 Also marks the values that the forward writes into the state as saved. The backward must read the values of its own
 forward; recomputing them in the backward would start from buffers that were updated since.

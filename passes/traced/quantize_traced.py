@@ -37,7 +37,7 @@ from fp8pass.passes.common.patterns import ALL_MATMULS, CASTS, COPIES, at, aten,
 from fp8pass.passes.rewrite.list_matmuls import operands
 from fp8pass.passes.traced.products import VIEWS, Finder, Layer, Product, Values, base, bias_of, chain
 from fp8pass.quant import ops
-from fp8pass.recipes import DelayedScaling, Kind, Role, StaticScaling
+from fp8pass.recipes import DelayedScaling, Kind, Role, StaticScaling, next_scale_of
 from fp8pass.states.slots import SlotTable
 
 STATE = ("scale", "amax_history", "amax")
@@ -134,7 +134,7 @@ class _Planner:
         pairs: dict[Kind, Pair] = {}
         tensors = dict(zip(("input", "weight", "grad_output"), map(val, (*operands(node), node)), strict=True))
         for product in layer.products:
-            pair = quantizers(call.recipe, product.kind, call.dims, tensors, self.records)  # type: ignore[arg-type]
+            pair = quantizers(call.recipe, product.kind, call.dims, tensors, self.records, choice.name)  # type: ignore[arg-type]
             if isinstance(pair, Reject):
                 choice.declined[product.kind] = pair
             else:
@@ -330,7 +330,11 @@ class _Writer:
             def roll(scale: Tensor, history: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
                 fp8_max = torch.cat([torch.full_like(amax[:n], limit) for limit, n in _runs(limits)])
                 return scaling.roll_history(
-                    scale, history, amax, fp8_max, algo=recipe.amax_compute_algo, margin=recipe.margin
+                    scale,
+                    history,
+                    amax,
+                    fp8_max,
+                    next_scale=next_scale_of(recipe),
                 )
 
             rolled[:2] = self.build.inline(before, roll, *inputs)

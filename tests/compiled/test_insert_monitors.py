@@ -237,3 +237,37 @@ def test_names_are_those_of_the_model_of_which_blocks_are_compiled() -> None:
     forward = [f"{i}.{role}" for i in range(2) for role in roles]
     backward = [f"{i}.{name}.grad_output" for i in (1, 0) for name in ("b", "a")]
     assert slots == [*forward, *backward]
+
+
+class Outlier(nn.Module):
+    """A layer whose input has one large element in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).clamp(-1, 1) + 200 * (torch.arange(64) == 5))
+        return y
+
+
+def test_a_kurtosis_above_the_level_is_warned_of_once() -> None:
+    """The warning names slot, step and numbers, when the numbers are read; weights and gradients get none."""
+    model = Outlier()
+    run = compiled(model, monitor=True, monitor_kurtosis=20, lowering="eager")
+    for x in batches(2, 16, 32):
+        run(x).square().mean().backward()
+    exact = []
+    with torch.no_grad():
+        inner = (model.up(x).clamp(-1, 1) + 200 * (torch.arange(64) == 5)).double()
+        exact = [float(t.numel() * t.pow(4).sum() / t.square().sum() ** 2) for t in (x.double(), inner)]
+    level = r"kurtosis of down.input is [\d.]+ in step 0 \(test_insert_monitors.py:\d+\), above monitor_kurtosis=20"
+    with pytest.warns(UserWarning, match=level) as caught:
+        found = fp8pass.stats(model)
+    assert len(caught) == 1
+    for slot, expected in zip(("up.input", "down.input"), exact, strict=True):
+        assert found.of(slot)[-1].kurtosis == pytest.approx(expected, rel=1e-4)
+    assert found.of("down.input")[-1].kurtosis > 50
+    run(x).square().mean().backward()
+    fp8pass.stats(model)  # warns no more
+    assert "kurtosis" in str(found)

@@ -292,6 +292,7 @@ def test_figures_of_a_monitored_model() -> None:
     found = figures.read()
     figures.end()
     assert found["fp8_share"] == 1 and found["fp8_saturation"] > 0.5 and 0 <= found["fp8_underflow"] < 0.5
+    assert 2 < found["fp8_kurtosis"] < 4  # of random numbers with a normal distribution
 
 
 def test_there_is_no_share_of_graphs_without_verdicts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.errors import warn_once
-from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling
+from fp8pass.recipes import DelayedScaling, DynamicScaling, MXFP8Scaling, RowwiseScaling
 from tests.helpers import oracle
 from tests.helpers.harness import annotated, compiled, sqnr, verdicts
 from tests.helpers.models import Block, make
@@ -109,17 +110,18 @@ def test_two_delayed_recipes_in_one_graph_have_a_state_each() -> None:
 
 
 @pytest.mark.parametrize("how", [annotated, compiled], ids=["annotated", "compiled"])
-@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8", "mxfp8, hybrid"])
 def test_a_linear_layer_against_the_float64_oracle(name: str, how: Callable[..., Any]) -> None:
     """Each matmul's operands are quantized from high precision, along the dimension that the matmul sums."""
     layer = nn.Linear(128, 256)
     x, g = torch.randn(4, 32, 128) * 3, torch.randn(4, 32, 256) * 1e-6
     x[0, 0, :64], x[1] = 1e-3, 0.0
     x.requires_grad_()
-    y = how(layer, recipe=name)(x)
+    y = how(layer, recipe=MXFP8Scaling(fp8_format="hybrid") if "hybrid" in name else name)(x)
     y.backward(g)
     x2, g2, w = x.detach().view(128, 128), g.view(128, 256), layer.weight.detach()
-    along = {"rowwise": rows, "blockwise": blocks, "mxfp8": mx}[name]
+    along = {"rowwise": rows, "blockwise": blocks}.get(name, mx)
+    of_gradient = partial(mx, fmt="e5m2") if "hybrid" in name else along
     if name == "blockwise":
         w_out = w_in = oracle.qdq_blocks(w, 128, 128)
     else:
@@ -128,8 +130,8 @@ def test_a_linear_layer_against_the_float64_oracle(name: str, how: Callable[...,
     assert layer.weight.grad is not None
     for actual, expected in (
         (y.view(128, 256), along(x2, 1) @ w_out.t() + layer.bias.double()),
-        (x.grad.view(128, 128), along(g2, 1) @ w_in),
-        (layer.weight.grad, along(g2, 0).t() @ along(x2, 0)),
+        (x.grad.view(128, 128), of_gradient(g2, 1) @ w_in),
+        (layer.weight.grad, of_gradient(g2, 0).t() @ along(x2, 0)),
     ):
         assert sqnr(expected, actual) > 110
 

@@ -58,14 +58,21 @@ class Slot:
 
     def step(self, uses: Sequence[float]) -> list[float]:
         """Return the scales that quantize the step's uses, given their amaxes; then end the step."""
-        scales = [self.scale or scale_of(a, self.fmt, 1.0, self.margin) for a in uses]
+        scales = [self.scale or self.first(a) for a in uses]
         recorded = [r for r in map(self._record, uses) if r is not None]
         if recorded:
             newest = math.nan if any(map(math.isnan, recorded)) else max(recorded)
             self.history = [newest, *self.history[:-1]]
-            of = self.history[0] if self.algo == "most_recent" else _max(self.history)
-            self.scale = scale_of(of, self.fmt, self.scale, self.margin)
+            self.scale = self.next(self.history[0] if self.algo == "most_recent" else _max(self.history))
         return scales
+
+    def first(self, amax: float) -> float:
+        """Return the scale of a tensor with this amax while there is no other one."""
+        return scale_of(amax, self.fmt, 1.0, self.margin)
+
+    def next(self, amax: float) -> float:
+        """Return the next scale, with this amax of the history."""
+        return scale_of(amax, self.fmt, self.scale, self.margin)
 
     def _record(self, amax: float) -> float | None:
         if math.isfinite(amax) or self.on_nonfinite == "freeze":
@@ -102,23 +109,23 @@ def _qdq_of_own(x: Tensor, fmt: str, pow2: bool) -> Tensor:
     return qdq(x, power_of_2(scale) if pow2 else scale, fmt)
 
 
-def e8m0(amax: float) -> int:
-    """Return MXFP8's code: the exponent of amax / 448 rounded up, plus 127; 255 for a NaN or infinite amax."""
+def e8m0(amax: float, fmt: str = "e4m3") -> int:
+    """Return MXFP8's code: the exponent of amax / fp8_max rounded up, plus 127; 255 for a NaN or infinite amax."""
     if not math.isfinite(amax):
         return 255
     if amax == 0:
         return 0
-    mantissa, exponent = math.frexp(amax / 448)  # in [0.5, 1)
+    mantissa, exponent = math.frexp(amax / MAX[fmt])  # in [0.5, 1)
     return max(exponent - (mantissa == 0.5) + 127, 0)
 
 
-def qdq_mx(x: Tensor) -> Tensor:
+def qdq_mx(x: Tensor, fmt: str = "e4m3") -> Tensor:
     """Quantize and dequantize the matrix `x` by MXFP8: 1x32 blocks along the last dimension."""
     x = x.double().clone()
     for row in x:
         for j in range(0, x.shape[1], 32):
             block = row[j : j + 32]
-            code = e8m0(float(block.abs().max()))
+            code = e8m0(float(block.abs().max()), fmt)
             scale_inv = math.nan if code == 255 else 2.0 ** (code - 127)
-            row[j : j + 32] = round_to(block / scale_inv, "e4m3") * scale_inv
+            row[j : j + 32] = round_to(block / scale_inv, fmt) * scale_inv
     return x

@@ -17,5 +17,5 @@ def blocks(x: Tensor, dim: int) -> Tensor:
     return oracle.qdq_blocks(x, *((1, 128) if dim else (128, 1)))
 
 
-def mx(x: Tensor, dim: int) -> Tensor:
-    return oracle.qdq_mx(x) if dim else oracle.qdq_mx(x.t()).t()
+def mx(x: Tensor, dim: int, fmt: str = "e4m3") -> Tensor:
+    return oracle.qdq_mx(x, fmt) if dim else oracle.qdq_mx(x.t(), fmt).t()

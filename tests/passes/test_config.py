@@ -16,7 +16,15 @@ from torch import nn
 import fp8pass
 from fp8pass.fields import RULE
 from fp8pass.options.config import Config, Reduction, make_config
-from fp8pass.recipes import ByModule, DelayedScaling, DynamicScaling, RowwiseScaling, Schedule, StaticScaling
+from fp8pass.recipes import (
+    ByModule,
+    DelayedScaling,
+    DynamicScaling,
+    MXFP8Scaling,
+    RowwiseScaling,
+    Schedule,
+    StaticScaling,
+)
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +135,11 @@ def test_a_config_and_options_that_have_no_such_field() -> None:
         (lambda: RowwiseScaling(power_of_2="no"), "power_of_2='no': True or False"),
         (lambda: RowwiseScaling(fast_accum=True), "fast_accum=True: one or several of 'output', 'grad_input'"),
         (lambda: RowwiseScaling(high_precison=()), "unknown RowwiseScaling field 'high_precison'.*'high_precision'"),  # type: ignore[call-arg]
-        (lambda: StaticScaling(3), "scales=3: a dict {slot: scale}, as fp8pass.calibrate"),
+        (lambda: StaticScaling("3"), "scales='3': a dict {slot or name pattern: scale}, as fp8pass.calibrate"),  # type: ignore[arg-type]
+        (lambda: StaticScaling(True), "scales=True: a dict"),  # type: ignore[arg-type]
+        (lambda: StaticScaling(-1.0), r"scale -1.0 of '\*': it must be finite and above 0"),
+        (lambda: StaticScaling(1.0, fp8_format="e5m2"), "no GPU multiplies e5m2 by e5m2"),
+        (lambda: MXFP8Scaling("e5m2"), "no GPU multiplies e5m2 by e5m2"),
         (
             lambda: StaticScaling({"up.input": torch.ones(2)}),
             "of 'up.input': it must be a number, or a tensor with one element",

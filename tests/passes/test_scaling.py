@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8pass import scaling
+from fp8pass.recipes import DelayedScaling, next_scale_of, scale_of
 from tests.helpers import oracle
+from tests.helpers.own_recipes import SLOTS
 
 FORMATS = {"e4m3": scaling.E4M3, "e5m2": scaling.E5M2}
 floats = st.floats(width=32, allow_subnormal=False)
@@ -97,10 +100,10 @@ def test_nonfinite_amaxes() -> None:
     assert math.isnan(amax[0]) and amax[1] == math.inf and math.isnan(amax[2]) and amax[3] == 1.0
 
 
-def roll_all(amaxes: list[float], **options: object) -> tuple[Tensor, Tensor]:
-    scale, history = torch.zeros(1), torch.zeros(4, 1)
+def roll_all(amaxes: list[float], **options: Any) -> tuple[Tensor, Tensor]:
+    scale, history, next_scale = torch.zeros(1), torch.zeros(4, 1), next_scale_of(DelayedScaling(**options))
     for a in amaxes:
-        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), torch.tensor([448.0]), **options)
+        scale, history = scaling.roll_history(scale, history, torch.tensor([a]), torch.tensor([448.0]), next_scale)
     return scale, history
 
 
@@ -112,7 +115,7 @@ def test_zeros_age_the_history_and_keep_the_scale() -> None:
 
 @pytest.mark.parametrize("algo", ["max", "most_recent", lambda h: h.mean()])
 def test_amax_compute_algo(algo: object) -> None:
-    scale, history = roll_all([1.0, 4.0, 2.0], algo=algo)
+    scale, history = roll_all([1.0, 4.0, 2.0], amax_compute_algo=algo)
     assert history.flatten().tolist() == [2.0, 4.0, 1.0, 0.0]
     assert scale.item() == {"max": 112.0, "most_recent": 224.0}.get(str(algo), 448 / 1.75)
 
@@ -120,5 +123,24 @@ def test_amax_compute_algo(algo: object) -> None:
 def test_an_unused_slot_does_not_change() -> None:
     scale, history = torch.tensor([3.0, 3.0]), torch.ones(2, 2)
     limits = torch.tensor([448.0, 448.0])
-    scale, history = scaling.roll_history(scale, history, torch.tensor([2.0, -1.0]), limits)
+    next_scale = next_scale_of(DelayedScaling())
+    scale, history = scaling.roll_history(scale, history, torch.tensor([2.0, -1.0]), limits, next_scale)
     assert scale.tolist() == [224.0, 3.0] and history.tolist() == [[2.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", SLOTS)
+@settings(max_examples=60, deadline=None)
+@given(amaxes=st.lists(st.floats(0, width=32, allow_subnormal=False), max_size=12))
+@example(amaxes=[0.0, math.nan, math.inf, 3.0, 3.0, math.inf, 1e-38, 3e38, 0.0, 0.0, 0.0, 0.0])
+def test_the_scales_of_any_sequence_of_amaxes(name: str, amaxes: list[float]) -> None:
+    """Formulas of the user's, in a field or a class, obey the rules of the built-in one."""
+    recipe, slot = SLOTS[name][0], SLOTS[name][1]()
+    limit, scale, history = torch.tensor([448.0]), torch.zeros(1), torch.zeros(recipe.amax_history_len, 1)
+    for amax in amaxes:
+        own = scale_of(recipe, torch.tensor(amax), 448.0)
+        (expected,) = slot.step([amax])
+        assert torch.where(scale == 0, own, scale).item() == pytest.approx(expected, rel=1e-5)
+        recorded = scaling.merge_amax(torch.tensor([-1.0]), torch.tensor([amax]), recipe.on_nonfinite)
+        scale, history = scaling.roll_history(scale, history, recorded, limit, next_scale_of(recipe))
+        assert scale.item() == pytest.approx(slot.scale, rel=1e-5, abs=0)
+        assert history.flatten().tolist() == pytest.approx(slot.history, nan_ok=True)

@@ -47,6 +47,7 @@ def test_public_names_have_docstrings() -> None:
         "qdq",
         "quantize",
         "recipes",
+        "register_recipe",
         "rewrite",
         "state",
         "stats",

@@ -47,6 +47,43 @@ def test_against_float64(fmt: str) -> None:
     assert found.saturated == (finite.abs() * scale > top + step / 2).sum() > 0
     assert found.signal == pytest.approx((finite * scale).square().sum().item(), rel=1e-5)
     assert found.noise == pytest.approx((q - finite * scale).square().sum().item(), rel=1e-5)
+    assert kurtosis_of(found) == pytest.approx(exact_kurtosis(finite), rel=1e-5)
+
+
+def kurtosis_of(found: monitor_ops.Numerics) -> float:
+    return float((found.elements - found.nonfinite) * found.fourth / found.square**2)
+
+
+def exact_kurtosis(x: torch.Tensor) -> float:
+    x = x.double()
+    return float(x.numel() * x.pow(4).sum() / x.square().sum() ** 2)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e30])
+@pytest.mark.parametrize("scales", ["one", "rows"])
+@pytest.mark.parametrize("stale", [1e-3, 1.0, 1e6])
+def test_kurtosis_of_any_size(size: float, scales: str, stale: float) -> None:
+    """x**4 would overflow or vanish in float32. stale: how far the scale is from that of the tensor's own amax."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * size
+    x[3, 5], x[7] = 50 * size, 0.0
+    amax = x.abs().amax(-1, keepdim=True) if scales == "rows" else x.abs().amax()
+    scale = torch.where(amax > 0, 448 / amax * stale, 1.0)
+    found = monitor_ops.Numerics(*monitor_ops.numerics_of(x, scale, fp8pass.quantize(x, scale, torch.float8_e4m3fn)))
+    assert kurtosis_of(found) == pytest.approx(exact_kurtosis(x), rel=1e-5)
+    assert exact_kurtosis(x) > 500
+
+
+def test_kurtosis_of_several_uses() -> None:
+    """Uses with different scales have different units. The first record is merged into zeros."""
+    found, parts = torch.zeros(monitor_ops.N), []
+    for i, (size, scale) in enumerate(((1.0, 100.0), (30.0, 2.0), (0.0, 7.0), (1e-3, 1e5))):
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(i)) * size
+        parts.append(x)
+        new = monitor_ops.numerics_of(x, torch.tensor(scale), fp8pass.quantize(x, scale, torch.float8_e4m3fn))
+        found = monitor_ops.merge(found, new)
+    numerics = monitor_ops.Numerics(*found.tolist())
+    assert numerics.elements == 4 * 256 and numerics.scale_inv == 0.5
+    assert kurtosis_of(numerics) == pytest.approx(exact_kurtosis(torch.cat(parts)), rel=1e-5)
 
 
 def test_graph() -> None:

@@ -22,14 +22,14 @@ from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.quant import ops
 from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling
-from tests.helpers.harness import BF16, F16, F32, aten, capture, check_legal_on_cuda, count, run, text
+from tests.helpers.harness import BF16, E4M3, E5M2, F16, F32, aten, capture, check_legal_on_cuda, count, run, text
 
 BLOCKWISE, MX = BlockwiseScaling(), MXFP8Scaling()
 TARGET = {BLOCKWISE: "sm_90", MX: "sm_100"}
 
 
-def quantizer(recipe: Any, dim: int, square: bool = False) -> ops.Blockwise:
-    return ops.Blockwise(recipe, torch.float8_e4m3fn, 32 if recipe is MX else 128, square, () if square else (dim,))
+def quantizer(recipe: Any, dim: int, square: bool = False, dtype: torch.dtype = E4M3) -> ops.Blockwise:
+    return ops.Blockwise(recipe, dtype, 32 if recipe is MX else 128, square, () if square else (dim,))
 
 
 def product(of_a: ops.Blockwise, of_b: ops.Blockwise, b_is_rows: bool) -> Any:
@@ -49,6 +49,8 @@ CASES: dict[str, tuple[Any, bool, tuple[int, int, int], torch.dtype]] = {
     "1x128 by 1x128": ((quantizer(BLOCKWISE, 1), quantizer(BLOCKWISE, 0)), False, (48, 384, 80), F16),
     "1x32 by 1x32": ((quantizer(MX, 1), quantizer(MX, 1)), True, (48, 96, 160), BF16),
     "1x32 by 1x32 of columns": ((quantizer(MX, 1), quantizer(MX, 0)), False, (144, 352, 48), F32),
+    "1x32 of e5m2 by 1x32": ((quantizer(MX, 1, dtype=E5M2), quantizer(MX, 0)), False, (48, 96, 160), BF16),
+    "1x32 by 1x32 of e5m2": ((quantizer(MX, 1), quantizer(MX, 0, dtype=E5M2)), False, (48, 96, 160), BF16),
 }  # fmt: skip
 
 
@@ -77,6 +79,7 @@ def rewritten(case: str) -> tuple[fx.GraphModule, list[Any], tuple[Tensor, Tenso
 def test_rewritten_for_the_gpu_that_has_the_kernel(case: str) -> None:
     module, (gemm,), _, _ = rewritten(case)
     assert (gemm.status, gemm.reason) == ("rewritten", "")
+    assert gemm.dtypes[:2] == tuple({E4M3: "e4m3", E5M2: "e5m2"}[q.dtype] for q in CASES[case][0])
     assert check_legal_on_cuda(module.graph) == 1
     assert count(module, ops.DEQUANTIZE_BLOCKS) == 0
     (node,) = (n for n in module.graph.nodes if n.target is aten._scaled_mm.default)
@@ -163,6 +166,8 @@ REFUSALS: dict[str, tuple[Any, tuple[tuple[int, int], tuple[int, int]], str, str
     "scaled again": (lambda a, b: torch.mm(ROWS(a) * 2, COLUMNS(b)), ((32, 256), (256, 32)), "is scaled once more", "h100"),
     "sizes of blocks": (lambda a, b: torch.mm(ROWS(a), quantizer(MX, 0)(b)), ((32, 256), (256, 32)), "blocks of 128 can't be multiplied with blocks of 32", "h100"),
     "rearranged": (lambda a, b: torch.mm(ROWS(a).view(16, 2, 256).transpose(0, 1).reshape(32, 256), COLUMNS(b)), ((32, 256), (256, 32)), "laid out anew", "h100"),
+    "e5m2 twice": (lambda a, b: torch.mm(quantizer(MX, 1, dtype=E5M2)(a), quantizer(MX, 0, dtype=E5M2)(b)), ((32, 256), (256, 32)), "both operands are float8_e5m2", "sm_100"),
+    "e5m2 in blocks of 128": (lambda a, b: torch.mm(quantizer(BLOCKWISE, 1, dtype=E5M2)(a), COLUMNS(b)), ((32, 256), (256, 32)), "not float8_e4m3fn in rows", "h100"),
     "batches": (lambda a, b: torch.bmm(ROWS(a).view(2, 16, 256), COLUMNS(b).view(2, 256, 32)), ((32, 256), (512, 32)), "one of 2 matrices", "h100"),
 }  # fmt: skip
 
