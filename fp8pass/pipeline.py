@@ -44,6 +44,7 @@ from fp8pass.passes.annotate.insert_monitors import InsertMonitors
 from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
 from fp8pass.passes.annotate.merge_siblings import MergeSiblings
 from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
+from fp8pass.passes.annotate.smooth_swiglu import SmoothSwiglu
 from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
@@ -93,6 +94,7 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
     InlineComposites(),  # before passes that look for matmuls, which composites contain
     WriteMatmuls(),  # likewise; after InlineComposites, since composites contain einsums
     ConvolutionsAsMatmuls(),  # likewise
+    SmoothSwiglu(),  # after the passes that write matmuls; before FindLayers, since it adds nodes
     FindLayers(),  # before MergeSiblings and Annotate, which keep layers apart; after the passes that write matmuls
     MergeSiblings(),  # before Annotate, which gives merged weights one scale
     Annotate(),
@@ -146,8 +148,8 @@ KERNELS: tuple[Pass[Context], ...] = (
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
 
 _ABOUT_RECIPES = (
-    "inline_composites", "write_matmuls", "convolutions_as_matmuls", "find_layers", "merge_siblings", "annotate",
-    "outline_layers",
+    "inline_composites", "write_matmuls", "convolutions_as_matmuls", "smooth_swiglu", "find_layers", "merge_siblings",
+    "annotate", "outline_layers",
 )  # fmt: skip
 """The names of passes that have nothing to do without a recipe."""
 

@@ -156,6 +156,8 @@ class _Annotator(Walk):
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         weight = argument(node, signature.b)
+        if node in self.smoothed:
+            choice.note = "smooth_swiglu scales its weight by channels of the input: it is quantized in each forward"
         QuantizeCall(self, call, choice, anchor).rewrite()
         self._note_weight(weight, signature, call.recipe, choice.declined.get("output"))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from fp8pass._torch import FakeTensor
 
 
 class Write:
@@ -18,12 +21,14 @@ class Write:
         results = node.meta["example_value"]
         results = results if isinstance(results, (tuple, list)) else [results]
         self.needs_grad = any(r.requires_grad for r in results if isinstance(r, Tensor))
+        fakes = (r.fake_mode for r in results if isinstance(r, FakeTensor))
+        self.mode: Any = next(fakes, contextlib.nullcontext())
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call of a function, with the example value that it returns for the inputs' examples: tensor or size."""
         node = self.graph.call_function(function, args, kwargs)
         examples = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-        with torch.no_grad():
+        with torch.no_grad(), self.mode:  # in the mode, tensors that the function creates are fake, too
             value = function(*examples[0], **examples[1])
         if isinstance(value, Tensor):
             needs_grad = self.needs_grad and any(_needs_grad(n) for n in node.all_input_nodes)

@@ -123,6 +123,7 @@ def _gemm(
         fast_accum=kind in choice.fast_accum,
         choice=index,
         predicted_speedup=choice.predicted_speedup,
+        note=choice.note if kind == "output" else "",
     )
 
 
