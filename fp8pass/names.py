@@ -35,10 +35,17 @@ class Names:
         self._stands_for: dict[fx.Node, fx.Node] = {}
         self._merged: dict[fx.Node, tuple[str, int]] = {}
         self._parts: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._views: set[fx.Node] = set()
 
     def alias(self, inner: fx.Node, outer: fx.Node) -> None:
         """Record that `inner`, an input of a subgraph, is bound to `outer` of the graph that calls it."""
         self._stands_for[inner] = self._stands_for.get(outer, outer)  # `outer` may be an input of a subgraph, too
+
+    def view(self, view: fx.Node, parameter: fx.Node) -> None:
+        """Record that `view`, a matrix, is another form of a parameter, after which it is named too."""
+        if self.is_owned(parameter):
+            self.alias(view, parameter)
+            self._views.add(view)
 
     def merge(self, cat: fx.Node, parameters: Sequence[fx.Node]) -> None:
         """Record that `cat` concatenates several of `owned`, and name it by `merged_name`."""
@@ -56,7 +63,12 @@ class Names:
         return self._stands_for.get(node, node) in self.owned
 
     def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the inputs in `owned` that a weight consists of: several if it is merged; () for any other node."""
+        """Return the inputs in `owned` that a weight consists of: several if it is merged; () for any other node.
+
+        A view of a parameter, in which a convolution's weight is a matrix, is another node.
+        """
+        if node in self._views:
+            return ()
         itself = self._stands_for.get(node, node)
         return self._parts.get(node, (itself,) if itself in self.owned else ())
 

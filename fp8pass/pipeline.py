@@ -36,6 +36,7 @@ from fp8pass.options.overrides import REQUIRED
 from fp8pass.passes import __file__ as passes_file
 from fp8pass.passes.annotate import save_fp8
 from fp8pass.passes.annotate.annotate import Annotate
+from fp8pass.passes.annotate.convolutions_as_matmuls import ConvolutionsAsMatmuls
 from fp8pass.passes.annotate.frozen_parameters import frozen_parameters
 from fp8pass.passes.annotate.inline_composites import InlineComposites
 from fp8pass.passes.annotate.inline_regions import InlineRegions
@@ -43,6 +44,7 @@ from fp8pass.passes.annotate.insert_monitors import InsertMonitors
 from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
 from fp8pass.passes.annotate.merge_siblings import MergeSiblings
 from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
+from fp8pass.passes.annotate.smooth_swiglu import SmoothSwiglu
 from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
@@ -95,6 +97,8 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
     InlineRegions(),  # first: the other passes, and torch's autograd, expect the graph in one piece
     InlineComposites(),  # before passes that look for matmuls, which composites contain
     WriteMatmuls(),  # likewise; after InlineComposites, since composites contain einsums
+    ConvolutionsAsMatmuls(),  # likewise
+    SmoothSwiglu(),  # after the passes that write matmuls; before FindLayers, since it adds nodes
     FindLayers(),  # before MergeSiblings and Annotate, which keep layers apart; after the passes that write matmuls
     MergeSiblings(),  # before Annotate, which gives merged weights one scale
     Annotate(),
@@ -149,7 +153,10 @@ KERNELS: tuple[Pass[Context], ...] = (
 )
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
 
-_ABOUT_RECIPES = ("inline_composites", "write_matmuls", "find_layers", "merge_siblings", "annotate", "outline_layers")
+_ABOUT_RECIPES = (
+    "inline_composites", "write_matmuls", "convolutions_as_matmuls", "smooth_swiglu", "find_layers", "merge_siblings",
+    "annotate", "outline_layers",
+)  # fmt: skip
 """The names of passes that have nothing to do without a recipe."""
 
 
@@ -364,7 +371,7 @@ class Pipeline(CustomGraphPass):
 
     def partitioned(self, forward: fx.Graph, backward: fx.Graph) -> None:
         """Note which matmuls of the forward run again in the backward, for activation checkpointing."""
-        first, again = ({n.meta.get(GEMM) for n in graph.nodes if multiplies(n)} for graph in (forward, backward))
+        first, again = ({n.meta.get(GEMM) for n in graph.nodes if _multiplies(n)} for graph in (forward, backward))
         twice = first if self.is_repeated else first & again
         recomputed = [gemm for name, of in self.gemms.items() if name in twice for gemm in of]
         for gemm in recomputed:
@@ -388,6 +395,10 @@ class Pipeline(CustomGraphPass):
         """
         publish(part)
         self.report.add(part)
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return multiplies(node) or node.target is torch.ops.aten.convolution.default
 
 
 def _for_layer(gemm: Gemm, of: MatmulChoice, choices: Sequence[MatmulChoice], index: int) -> Gemm:

@@ -120,6 +120,21 @@ def floor_to_power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent bits of float32
 
 
+def channel_scales(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each channel of `x`, [..., K], rounded down to a power of two: f32[K].
+
+    No gradient passes. 1 for a channel of zeros, or with an infinity or a NaN, which `x` keeps. Within 2**-60 and 2**60,
+    or 2**-10 and 2**10 for float16, so that products with weights stay finite.
+    """
+    rows = tuple(range(x.dim() - 1))
+    if is_empty(x) or not rows:
+        return torch.ones(x.shape[-1], device=x.device)
+    amax = x.detach().abs().amax(rows).float()
+    bound = 2.0 ** (10 if x.dtype == torch.float16 else 60)
+    usable = (amax > 0) & is_finite(amax)
+    return floor_to_power_of_2(torch.where(usable, amax, 1.0).clamp(1 / bound, bound))
+
+
 def e8m0_from_amax(amax: Tensor, fp8_max: float) -> Tensor:
     """Return the scale_inv of an MXFP8 block as e8m0 code, u8: `2**(code - 127)` is `amax / fp8_max`, rounded up.
 

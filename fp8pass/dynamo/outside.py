@@ -46,7 +46,7 @@ from fp8pass.recipes import Kind, Schedule
 from fp8pass.report.report import last_line, reason_of
 from fp8pass.roofline import predicted_speedup
 
-OUTSIDE = ("outside", "custom op", "recurrent")
+OUTSIDE = ("outside", "custom op")
 """The rules of matmuls that the recipe selects, but that run outside the code that fp8pass compiles."""
 
 RUNS_GRAPHS = tuple(
@@ -126,8 +126,8 @@ class _CustomOp:
 class _Found:
     """A matmul that ran.
 
-    needs_gradients, by_columns: one bool for each of its two factors. times: number of its runs; more than 1 only in a
-    recurrent layer, one for each time step.
+    needs_gradients, by_columns: one bool for each of its two factors. in_kernel: True if it ran in the kernel of a
+    recurrent layer. times: number of its runs; more than 1 only in a recurrent layer, one for each time step.
     """
 
     gemm: Gemm
@@ -138,6 +138,7 @@ class _Found:
     place: _CallStack
     op: str
     is_recurrent: bool
+    in_kernel: bool
     custom_op: str = ""
     times: int = 1
 
@@ -262,6 +263,7 @@ class Outside(TorchDispatchMode):
             self._need_gradients(product, place),
             place,
             op,
+            is_recurrent(func) or is_step,
             is_recurrent(func),
             self._custom_op.name if self._custom_op is not None else "",
         )
@@ -316,8 +318,9 @@ class Outside(TorchDispatchMode):
             return Reject("custom op", f"{what} {found.custom_op}, which no compiler looks into")
         outside = "" if found.place.in_graph else f"outside of any graph: {reasons.of(found.place)}"
         if found.is_recurrent:
-            kernel = f"in the kernel {found.op}, which has no form in FP8"
-            return Reject("recurrent", f"{kernel}; {outside}" if outside else kernel)
+            what = f"in the kernel {found.op}" if found.in_kernel else "a time step of a recurrent layer"
+            why = f"{what}, which has no form in FP8: a loop over nn.LSTMCell, nn.GRUCell or nn.RNNCell runs in FP8"
+            return LeftOut("recurrent", f"{why}; {outside}" if outside else why)
         return Reject("outside", outside)
 
 

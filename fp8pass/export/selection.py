@@ -86,7 +86,7 @@ def select(module: nn.Module, recipe: Any, leave_out: Sequence[str], heads: Sequ
     for path, layer in _matrices(module):
         if not _is_linear(layer):
             found.kept[path] = f"it is a {type(layer).__name__}, and the formats have a place only for nn.Linear"
-            found.lost += [] if isinstance(layer, CONVOLUTIONS) else [path]
+            found.lost += [path] if not isinstance(layer, CONVOLUTIONS) or _is_matmul(layer) else []
             continue
         verdict = verdict_of(path, layer)
         if verdict is None or verdict.recipe is None:
@@ -115,6 +115,12 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_linear(layer: nn.Module) -> bool:
     """Return whether a layer computes what `nn.Linear` does. `fully_shard` derives a class for each that it wraps."""
     return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+
+
+def _is_matmul(layer: Any) -> bool:
+    """Return whether a convolution may have run in FP8: its kernel is 1, or equals its stride, in one group."""
+    cut = all(kernel in (1, stride) for kernel, stride in zip(layer.kernel_size, layer.stride, strict=True))
+    return bool(cut and layer.groups == 1)
 
 
 def _verdicts(module: nn.Module, recipe: Any) -> Any:

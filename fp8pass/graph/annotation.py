@@ -62,7 +62,7 @@ class MatmulChoice:
     rule, reason: why it is not annotated. wanted: True if the recipe and the filter select it, but it cannot be
     annotated, which is an error under `strict`. declined: the reasons, by kind, for matmuls that are not annotated
     although the call is. fast_accum: the matmuls that may accumulate in less than float32. predicted_speedup: of all
-    matmuls of the call together (roofline.py); None without a target.
+    matmuls of the call together (roofline.py); None without a target. note: a sentence for the verdict on the output.
     """
 
     name: str
@@ -74,6 +74,7 @@ class MatmulChoice:
     declined: dict[str, Reject] = field(default_factory=dict)
     fast_accum: tuple[str, ...] = ("output",)
     predicted_speedup: float | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

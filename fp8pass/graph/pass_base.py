@@ -10,6 +10,7 @@ from torch import fx
 
 from fp8pass.graph.annotation import Annotation, MatmulChoice
 from fp8pass.graph.builder import Builder, Computed
+from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import Names
 from fp8pass.options.config import Config
@@ -51,6 +52,7 @@ class DynamoContext(Context):
     annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
     layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
     quantized_in: for each tensor that matmuls of several pieces read, the number of the piece that quantizes it.
+    refused: for each convolution that stays one, the reason. smoothed: calls whose operands `smooth_swiglu` has scaled.
     """
 
     annotation: Annotation = field(kw_only=True)
@@ -58,6 +60,8 @@ class DynamoContext(Context):
     merged: dict[fx.Node, Recipe] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
     quantized_in: dict[fx.Node, int] = field(default_factory=dict)
+    refused: dict[fx.Node, Reject] = field(default_factory=dict)
+    smoothed: set[fx.Node] = field(default_factory=set)
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

@@ -151,6 +151,10 @@ class Config(Checked):
     save_fp8: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
     """Save what the backward of elementwise ops and norms reads in FP8, 1 byte per element: True, or name patterns of
     modules (`layers.3.*`, `*.gate`) that compute or normalize it. Gradients are then those at the quantized tensors."""
+    smooth_swiglu: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
+    """Divide the gated activation that a linear layer reads by a power of two for each channel, and multiply the weight
+    by it, exactly: True, or name patterns of these layers (`*.down_proj`). No channel then outgrows the scale of delayed
+    scaling; the weight is quantized in each forward, by its own amax."""
     frozen: str = field(default="off", metadata=names(*FROZEN).field)
     """"fp8" keeps weights of linear layers that require no gradient in FP8 alone, 1 byte per element, from the moment
     their layer is compiled: see `fp8pass.freeze`."""
@@ -266,6 +270,14 @@ class Config(Checked):
             name: Path of the module that computes or normalizes it, `layers.3.gate` say.
         """
         return _selects(self.save_fp8, name)
+
+    def smooths(self, name: str) -> bool:
+        """Return whether `smooth_swiglu` selects the linear layer with this name.
+
+        Args:
+            name: Path of the layer that reads a gated activation, `layers.3.down_proj` say.
+        """
+        return _selects(self.smooth_swiglu, name)
 
     def leaves_out(self, fqn: str, m: int, k: int, n: int) -> str:
         """Return the reason why `filter` leaves this matmul out; "" if it does not.

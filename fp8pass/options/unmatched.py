@@ -29,7 +29,7 @@ from fp8pass.recipes import FACTORS, ByModule, Schedule, StaticScaling, matches
 ROLES = {*(role for factors in FACTORS.values() for role in factors), "saved"}
 # "_1" ends the name of a slot of a module's second use in a graph, "~1" that of a second slot of the same name.
 _NUMBER = re.compile(r"(_\d+)?(~\d+)?$")
-FILTER, MONITOR, SAVE, STATIC = "filter", "monitor", "save_fp8", "StaticScaling"
+FILTER, MONITOR, SAVE, SMOOTH, STATIC = "filter", "monitor", "save_fp8", "smooth_swiglu", "StaticScaling"
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def patterns_of(config: Config) -> Iterator[Pattern]:
         yield from (Pattern(MONITOR, text) for text in config.monitor)
     if not isinstance(config.save_fp8, bool):
         yield from (Pattern(SAVE, text) for text in config.save_fp8)
+    if not isinstance(config.smooth_swiglu, bool):
+        yield from (Pattern(SMOOTH, text) for text in config.smooth_swiglu)
     recipe = config.recipe
     for plan in [plan for _, plan in recipe.phases] if isinstance(recipe, Schedule) else [recipe]:
         rules = plan.rules if isinstance(plan, ByModule) else ()

@@ -60,6 +60,7 @@ def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = Non
         "summary": report.summary(),
         "flops": report.flops,
         "fp8_flops": report.fp8_flops,
+        "matmuls": len(report.matmuls),
         "graphs": report.graphs,
         "gemms": [_gemm(g, texts) for g in report.gemms],
         "pictures": [_picture(p, texts) for p in report.pictures],

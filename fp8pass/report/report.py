@@ -206,6 +206,7 @@ class Report:
     """The verdicts on the matmuls of one or more compiled graphs, in graph order, and what Dynamo did."""
 
     gemms: list[Gemm] = field(default_factory=list)
+    """The matmuls, and `convolutions`."""
     saved: list[Saved] = field(default_factory=list)
     """The tensors that `save_fp8` selects, saved for the backward in FP8 or, with a reason, as they are."""
     graphs: int = 0
@@ -246,8 +247,21 @@ class Report:
 
     @property
     def declined(self) -> list[Gemm]:
-        """The matmuls that stay in high precision, each with its `reason`."""
+        """The matmuls, and convolutions, that stay in high precision, each with its `reason`."""
         return [g for g in self.gemms if g.status == "declined"]
+
+    @property
+    def convolutions(self) -> list[Gemm]:
+        """The convolutions that are not matmuls: those that the rule "convolution" leaves out.
+
+        Each has the sizes of a matmul with as many FLOPs, for each of its groups.
+        """
+        return [g for g in self.gemms if g.rule == CONVOLUTION]
+
+    @property
+    def matmuls(self) -> list[Gemm]:
+        """All of `gemms` but `convolutions`."""
+        return [g for g in self.gemms if g.rule != CONVOLUTION]
 
     def reasons(self) -> Counter[str]:
         """Count how often each reason declined a matmul."""
@@ -260,6 +274,11 @@ class Report:
     @property
     def flops(self) -> int:
         """The FLOPs of all matmuls; see `Gemm.flops`."""
+        return sum(g.flops for g in self.matmuls)
+
+    @property
+    def all_flops(self) -> int:
+        """The FLOPs of all matmuls and convolutions."""
         return sum(g.flops for g in self.gemms)
 
     @property
@@ -268,10 +287,10 @@ class Report:
         return sum(g.flops for g in self.rewritten)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists, dicts, numbers and strings: all but pictures and timings, and `flops`, `fp8_flops`."""
+        """Return plain lists, dicts, numbers and strings: all but pictures and timings, and the sums of FLOPs."""
         plain = asdict(replace(self, pictures=[], timings=[]))
         del plain["pictures"], plain["timings"]
-        return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops}
+        return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops, "all_flops": self.all_flops}
 
     def to_html(self, path: str | Path, numerics: _Rows | Sequence[Mapping[str, Any]] | None = None) -> Path:
         """Write the report as one page that needs no network: summary, table, graphs, kernels.
@@ -303,13 +322,15 @@ class Report:
         show(self)
 
     def summary(self) -> str:
-        """Return one line: the matmuls in FP8, their share of FLOPs, and the number that each rule declined."""
+        """Return one line: the matmuls in FP8, their shares of FLOPs, and the number that each rule declined."""
         share = f", {self.fp8_flops / self.flops:.0%} of matmul FLOPs" if self.flops else ""
+        if self.all_flops > self.flops:
+            share += f", {self.fp8_flops / self.all_flops:.0%} of those of matmuls and convolutions"
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
         counted = ", ".join(f"{n} {rule}" for rule, n in self.rules().most_common())
         declined = f"; declined: {counted}" if counted else ""
         faults = f"; {len(self.faults)} fault{'' if len(self.faults) == 1 else 's'} of fp8pass" if self.faults else ""
-        return f"{len(self.rewritten)} of {len(self.gemms)} matmuls in FP8{share} ({graphs}){declined}{faults}"
+        return f"{len(self.rewritten)} of {len(self.matmuls)} matmuls in FP8{share} ({graphs}){declined}{faults}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows, headings first. A declined matmul has the number of its reason in `footnotes`."""
@@ -344,6 +365,8 @@ def saved_summary(saved: Sequence[Saved]) -> str:
     return f"{len(in_fp8)} of {len(saved)} tensors that save_fp8 selects are saved in FP8: {less:.1f} MB less"
 
 
+CONVOLUTION = "convolution"
+"""The rule that leaves out convolutions that are not matmuls."""
 RECOMPUTED = "what is recomputed runs once more in the backward, for activation checkpointing: its FLOPs count twice"
 _HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "status", "source")
 _PREDICTED = _HEADER.index("predicted")

@@ -81,6 +81,7 @@ class _Annotator(Walk):
         super().__init__(context)
         self.annotation = context.annotation
         self.declined = context.declined
+        self.refused = context.refused
         self.placeholders = self.graph.find_nodes(op="placeholder")
         self.choices = context.annotation.choices
         self.regions: list[Region] = []
@@ -155,6 +156,8 @@ class _Annotator(Walk):
         _announce(call.recipe, self.device, self.config)
         choice.scaling, choice.fast_accum = call.recipe.name, call.recipe.fast_accum
         weight = argument(node, signature.b)
+        if node in self.smoothed:
+            choice.note = "smooth_swiglu scales its weight by channels of the input: it is quantized in each forward"
         QuantizeCall(self, call, choice, anchor).rewrite()
         self._note_weight(weight, signature, call.recipe, choice.declined.get("output"))
 
@@ -171,12 +174,13 @@ class _Annotator(Walk):
     def _note_refusal(self, node: fx.Node) -> None:
         """Record a refused choice for a call that multiplies matrices but could not be written as matmuls."""
         inside = self.inside.get(node, ())
-        reject = refusal(node, inside)
+        reject = self.refused.get(node) or refusal(node, inside)
         if reject is None:
             return
         choice, _ = self._listed(node, name_of(node), node.all_input_nodes)
         recipe, why = within(node, self.config).recipe_of(choice.name)
-        _decline(choice, reject if recipe is not None else LeftOut("recipe", why))
+        keeps = recipe is not None or reject.rule == "convolution"
+        _decline(choice, reject if keeps else LeftOut("recipe", why))
 
     def _is_of_experts(self, node: fx.Node, signature: MatmulSignature) -> bool:
         """Return whether the call multiplies batches by a parameter that holds matrices: experts with a capacity."""

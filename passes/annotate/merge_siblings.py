@@ -137,7 +137,7 @@ def _is_alone(sibling: Sibling, names: Names) -> bool:
     parameters = [p for p in (sibling.weight, sibling.bias) if p is not None]
     if not has_one_scale(sibling.recipe) or sibling.sizes[2] % 16:
         return False
-    return all(names.is_owned(p) and len(p.users) == 1 and type(_example(p)) in _PLAIN for p in parameters)
+    return all(names.parts(p) and len(p.users) == 1 and type(_example(p)) in _PLAIN for p in parameters)
 
 
 _PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)

@@ -20,7 +20,7 @@ from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.node_meta import GATHERED, PIECE
 from fp8pass.options import overrides
 from fp8pass.passes.annotate.check import IN_FP8, Call
-from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers
+from fp8pass.passes.annotate.quantizers import Pair, is_uniform, quantizers, with_weight_of_now
 from fp8pass.passes.common.matmul_calls import GROUPED_FALLBACK, argument, set_argument
 from fp8pass.passes.common.state_inputs import Slot, Weight
 from fp8pass.quant import ops, sharded
@@ -42,6 +42,7 @@ class Walk:
         self.names = context.names
         self.merged = context.merged
         self.quantized_in = context.quantized_in
+        self.smoothed = context.smoothed
         self.grad_enabled = torch.is_grad_enabled()
         self.slots: list[Slot] = []
         self.quantized: dict[Hashable, fx.Node] = {}
@@ -89,6 +90,8 @@ class QuantizeCall:
         for kind in KINDS if trains else KINDS[:1]:
             recipe, name = self.call.recipe, self.choice.name
             pair = quantizers(recipe, kind, self.call.dims, tensors, self.walk.grad_enabled, name)
+            if self.call.node in self.walk.smoothed and not isinstance(pair, Reject):
+                pair = with_weight_of_now(kind, pair)
             if units and not isinstance(pair, Reject):
                 pair = self._tried(units[kind], pair, tensors)
             if isinstance(pair, Reject):

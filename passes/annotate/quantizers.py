@@ -75,6 +75,17 @@ def _may_quantize_gradients(recipe: Recipe, name: str) -> bool:
     return not isinstance(recipe, StaticScaling) or recipe.has(f"{name}.grad_output")
 
 
+def with_weight_of_now(kind: Kind, pair: Pair) -> Pair:
+    """Return the quantizers of a matmul whose weight is scaled by its amax of the step, instead of earlier ones."""
+    tried = zip(FACTORS[kind], pair, strict=True)
+    first, second = (_of_now(q) if role == "weight" and isinstance(q, ops.Delayed) else q for role, q in tried)
+    return first, second
+
+
+def _of_now(quantizer: ops.Delayed) -> ops.Dynamic:
+    return ops.Dynamic(DynamicScaling(fp8_format=quantizer.recipe.fp8_format), quantizer.dtype)
+
+
 def is_uniform(found: dict[Kind, Pair], trains: bool) -> bool:
     """Return whether all matmuls are quantized, and each tensor in the same way for all matmuls that read it."""
     if len(found) < (len(FACTORS) if trains else 1):

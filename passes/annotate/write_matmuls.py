@@ -30,6 +30,7 @@ from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.passes.common.regions import Part, in_its_modes, parts
 from fp8pass.passes.common.transforms import Transform, held_by
+from fp8pass.passes.common.write_calls import Write
 
 Term = list[str]
 """The letters of one operand of an einsum."""
@@ -47,7 +48,7 @@ class WriteMatmuls:
 
 def _write(part: Part) -> int:
     graph = part.module.graph
-    # a generator, so that each call is rewritten under its own autocast mode: `_Write` computes example values
+    # a generator, so that each call is rewritten under its own autocast mode: `Write` computes example values
     calls = (n for n in in_its_modes(graph) if n not in part.inside and name_of(n) in _WRITERS)
     return sum(_rewrite(graph, node) for node in calls)
 
@@ -61,7 +62,9 @@ def refusal(node: fx.Node, inside: Sequence[Transform] = ()) -> Reject | None:
     if name == "scaled_dot_product_attention":
         return LeftOut("attention", "attention itself stays in high precision, in one kernel where the device has one")
     if name in _RECURRENT:
-        return Reject("recurrent", f"{name} runs as one call for all time steps; a loop over nn.LSTMCell has matmuls")
+        return LeftOut("recurrent", f"{name} runs as one call for all time steps; a loop over nn.LSTMCell has matmuls")
+    if name in CONVOLUTIONS or name == "convolution":
+        return LeftOut("convolution", f"{name} is called in a form that is not understood as a matmul")
     if name not in _WRITERS or (name == "einsum" and len(_equation(node.args)[1]) < 2):
         return None
     if inside:
@@ -72,6 +75,30 @@ def refusal(node: fx.Node, inside: Sequence[Transform] = ()) -> Reject | None:
         function = _OUT_OF_PLACE[name].__name__
         return Reject("in place", f"{name} is not cast by autocast; assign the result of torch.{function} instead")
     return None
+
+
+def why_convolution(
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int] | str,
+    dilation: Sequence[int],
+    groups: int,
+    output_padding: Sequence[int] = (),
+) -> LeftOut:
+    """Return why a convolution stays one: it is more than one matmul."""
+
+    def given(name: str, value: Sequence[int] | str, usual: int) -> str:
+        if isinstance(value, str):
+            return f", {name} {value}"
+        return f", {name} {' x '.join(map(str, value))}" if any(n != usual for n in value) else ""
+
+    how = f"a kernel of {' x '.join(map(str, kernel))}, stride {' x '.join(map(str, stride))}"
+    how += given("padding", padding, 0) + given("dilation", dilation, 1) + given("output padding", output_padding, 0)
+    how += f", {groups} groups" if groups != 1 else ""
+    return LeftOut(
+        "convolution",
+        f"{how}: a convolution is a matmul where the kernel is 1 or equals the stride, without padding and groups",
+    )
 
 
 def name_of(node: fx.Node) -> str:
@@ -92,7 +119,7 @@ def name_of(node: fx.Node) -> str:
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
     with graph.inserting_before(node):
-        write = _Write(graph, node)
+        write = Write(graph, node)
         result = _WRITERS[name_of(node)](write, *node.args, **node.kwargs)
         if result is None:
             return False
@@ -104,44 +131,6 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
             graph.erase_node(user)
     graph.erase_node(node)
     return True
-
-
-class _Write:
-    """Adds calls at the insertion point, with the metadata of `node`."""
-
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph = graph
-        self.meta = node.meta
-        results = node.meta["example_value"]
-        results = results if isinstance(results, (tuple, list)) else [results]
-        self.needs_grad = any(r.requires_grad for r in results if isinstance(r, Tensor))
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call of a torch function, with the example value that it returns for the inputs' examples."""
-        node = self.graph.call_function(function, args, kwargs)
-        examples = fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-        with torch.no_grad():
-            value = function(*examples[0], **examples[1])
-        needs_grad = self.needs_grad and any(_needs_grad(n) for n in node.all_input_nodes)
-        node.meta = {**self.meta, "example_value": value.detach().requires_grad_(needs_grad)}
-        return node
-
-    def copy(self, to: fx.Node, source: fx.Node) -> fx.Node:
-        """Add a call that writes `source` into `to`."""
-        node = self.graph.call_method("copy_", (to, source))
-        node.meta = dict(self.meta)
-        return node
-
-    def as_was(self, result: fx.Node, example: Tensor) -> fx.Node:
-        """Return `result` in the dtype of `example`, which autocast gave the original call."""
-        if result.meta["example_value"].dtype == example.dtype:
-            return result
-        return self(torch.Tensor.to, result, example.dtype)
-
-
-def _needs_grad(node: fx.Node) -> bool:
-    value = node.meta["example_value"]
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -161,7 +150,7 @@ _OUT_OF_PLACE: dict[str, Callable[..., Tensor]] = {
 
 
 def _in_place(function: Callable[..., Tensor]) -> Callable[..., fx.Node | None]:
-    def writer(write: _Write, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
+    def writer(write: Write, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
         if torch.is_autocast_enabled(x.meta["example_value"].device.type):
             return None  # autocast casts torch.addmm and the like, but not their in-place forms
         return write.copy(x, write(function, x, *args, **kwargs))
@@ -169,7 +158,7 @@ def _in_place(function: Callable[..., Tensor]) -> Callable[..., fx.Node | None]:
     return writer
 
 
-def _multi_dot(write: _Write, tensors: Sequence[fx.Node], out: Any = None) -> fx.Node | None:
+def _multi_dot(write: Write, tensors: Sequence[fx.Node], out: Any = None) -> fx.Node | None:
     if out is not None or len(tensors) < 2:
         return None
     first, *between, last = tensors
@@ -181,7 +170,7 @@ def _multi_dot(write: _Write, tensors: Sequence[fx.Node], out: Any = None) -> fx
     return write(torch.squeeze, y, 0) if is_row else y
 
 
-def _chain(write: _Write, tensors: list[fx.Node]) -> fx.Node:
+def _chain(write: Write, tensors: list[fx.Node]) -> fx.Node:
     """Multiply in the order with the fewest operations."""
     if len(tensors) == 1:
         return tensors[0]
@@ -203,11 +192,11 @@ def _best_split(sizes: tuple[int, ...]) -> tuple[int, int]:
     return cost[0, len(sizes) - 1]
 
 
-def _chain_matmul(write: _Write, *tensors: fx.Node, out: Any = None) -> fx.Node | None:
+def _chain_matmul(write: Write, *tensors: fx.Node, out: Any = None) -> fx.Node | None:
     return _multi_dot(write, tensors, out)
 
 
-def _matrix_power(write: _Write, A: fx.Node, n: Any, out: Any = None) -> fx.Node | None:
+def _matrix_power(write: Write, A: fx.Node, n: Any, out: Any = None) -> fx.Node | None:
     if out is not None or not isinstance(n, int) or n in (-1, 0, 1):
         return None  # these powers multiply nothing
     square, power, left = A if n > 0 else write(torch.linalg.inv, A), None, abs(n)
@@ -224,7 +213,7 @@ def _matrix_power(write: _Write, A: fx.Node, n: Any, out: Any = None) -> fx.Node
 # Layers.
 
 
-def _bilinear(write: _Write, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+def _bilinear(write: Write, input1: fx.Node, input2: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
     """Multiply `weight`, [N, I, J], by the input with the smaller product first: [..., N, J] or [..., N, I]."""
     _, i, j = _shape(weight)
     if i >= j:
@@ -236,7 +225,7 @@ def _bilinear(write: _Write, input1: fx.Node, input2: fx.Node, weight: fx.Node, 
 
 
 def _lstm_cell(
-    write: _Write,
+    write: Write,
     input: fx.Node,  # noqa: A002
     hx: Sequence[fx.Node],
     w_ih: fx.Node,
@@ -254,7 +243,7 @@ def _lstm_cell(
 
 
 def _gru_cell(
-    write: _Write,
+    write: Write,
     input: fx.Node,  # noqa: A002
     hx: fx.Node,
     w_ih: fx.Node,
@@ -273,7 +262,7 @@ def _gru_cell(
 
 def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., fx.Node]:
     def writer(
-        write: _Write,
+        write: Write,
         input: fx.Node,  # noqa: A002
         hx: fx.Node,
         w_ih: fx.Node,
@@ -286,7 +275,7 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., fx.Node]:
     return writer
 
 
-def _parts(write: _Write, y: fx.Node, count: int) -> list[fx.Node]:
+def _parts(write: Write, y: fx.Node, count: int) -> list[fx.Node]:
     """Cut the last dimension into equal parts."""
     size = _shape(y)[-1] // count
     return [write(torch.narrow, y, -1, i * size, size) for i in range(count)]
@@ -296,7 +285,7 @@ def _parts(write: _Write, y: fx.Node, count: int) -> list[fx.Node]:
 # Einsums that are not a product of two operands.
 
 
-def _einsum(write: _Write, *args: Any) -> fx.Node | None:
+def _einsum(write: Write, *args: Any) -> fx.Node | None:
     equation, operands = _equation(args)
     if len(operands) < 2:
         return None
@@ -359,7 +348,7 @@ def _takes_more(terms: Sequence[Term], out: Term) -> bool:
     return len(set(a)) < len(a) or len(set(b)) < len(b) or not alone <= set(out)
 
 
-def _diagonal(write: _Write, x: fx.Node, term: Term) -> tuple[fx.Node, Term]:
+def _diagonal(write: Write, x: fx.Node, term: Term) -> tuple[fx.Node, Term]:
     """Take the diagonal of dimensions that share a letter."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
@@ -370,7 +359,7 @@ def _diagonal(write: _Write, x: fx.Node, term: Term) -> tuple[fx.Node, Term]:
     return x, term
 
 
-def _summed(write: _Write, x: fx.Node, term: Term, kept: Container[str]) -> tuple[fx.Node, Term]:
+def _summed(write: Write, x: fx.Node, term: Term, kept: Container[str]) -> tuple[fx.Node, Term]:
     """Sum over the dimensions whose letters are not in `kept`."""
     over = [i for i, letter in enumerate(term) if letter not in kept]
     return (write(torch.sum, x, over) if over else x), [letter for letter in term if letter in kept]
@@ -391,6 +380,8 @@ def _path(terms: Sequence[Term], out: Term, operands: Sequence[fx.Node]) -> list
     return [(0, 1), *((left - 1, 0) for left in range(len(operands) - 1, 1, -1))]
 
 
+CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
+"""The names of torch's functions of convolutions."""
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _WRITERS: dict[str, Callable[..., Any]] = {
     **{name: _in_place(function) for name, function in _OUT_OF_PLACE.items()},

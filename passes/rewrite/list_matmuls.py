@@ -1,11 +1,14 @@
 """List every matmul of the joint graph, so that each gets a verdict.
 
 Does not change the graph. Each `mm`, `addmm`, `bmm`, `baddbmm` gets a `Gemm`: which of the three products of a layer
-it is, the module it belongs to, its sizes and the user's line. It is declined until a later pass rewrites it.
+it is, the module it belongs to, its sizes and the user's line. It is declined until a later pass rewrites it. So does
+each convolution, with the sizes of the matmuls that do as many operations, one for each group.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,10 +66,10 @@ class ListMatmuls:
         backward = backward_nodes(graph)
         forward: dict[int | None, list[_Forward]] = {}
         for node in graph.nodes:
-            for at_node, of_fallback, factors, sizes in _of_fallback(node):
-                index = _custom(node).get("fp8pass")
-                gemm = _gemm(at_node, of_fallback, index, factors, sizes, context)
-                context.gemms[at_node] = gemm
+            for at_node, found, factors, sizes in (*_of_fallback(node), *_of_convolution(node)):
+                context.gemms[at_node] = _gemm(at_node, found, _custom(node).get("fp8pass"), factors, sizes, context)
+                if is_convolution(at_node):
+                    at_node.meta[GEMM] = at_node.name
             if node.target not in ALL_MATMULS:
                 continue
             a, b = operands(node)
@@ -102,6 +105,8 @@ def _gemm(
     elif index is None and context.config.recipe is not None:
         reject = _OF_UPDATE if context.is_update else _why_unknown(node)
         choice.rule, choice.reason = reject.rule, str(reject)
+    elif index is None and is_convolution(node):
+        choice.rule, choice.reason = _CONVOLUTION.rule, str(_CONVOLUTION)
     declined = choice.declined.get(kind)
     return Gemm(
         kind=kind,
@@ -118,6 +123,7 @@ def _gemm(
         fast_accum=kind in choice.fast_accum,
         choice=index,
         predicted_speedup=choice.predicted_speedup,
+        note=choice.note if kind == "output" else "",
     )
 
 
@@ -142,6 +148,41 @@ def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, 
             yield result, "grad_input", (g, w), (m, n, k)
         else:
             yield result, "grad_weight", (x, g), (k, m, n)
+
+
+def _of_convolution(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, ...]]]:
+    """Yield what a convolution, or its backward, multiplies.
+
+    Each is the result's node, which of a layer's products it is, its factors, and the number of groups, M, K and N.
+    """
+    if node.target is aten.convolution.default:
+        x, w, _, *_, transposed, _, groups = node.args
+        assert isinstance(x, fx.Node) and isinstance(w, fx.Node)
+        m, k, n = _sizes(x, w, node, bool(transposed), groups)
+        yield node, "output", (x, w), (groups, m, k, n)
+    elif node.target is aten.convolution_backward.default:
+        g, x, w, *_, transposed, _, groups, _ = node.args
+        assert isinstance(g, fx.Node) and isinstance(x, fx.Node) and isinstance(w, fx.Node)
+        m, k, n = _sizes(x, w, g, bool(transposed), groups)
+        for result in node.users:  # getitem nodes of the returned tuple
+            if result.args[1] == 0:
+                yield result, "grad_input", (g, w), (groups, m, n, k)
+            elif result.args[1] == 1:
+                yield result, "grad_weight", (g, x), (groups, n, m, k)
+
+
+def _sizes(x: fx.Node, w: fx.Node, y: fx.Node, transposed: bool, groups: Any) -> tuple[Any, Any, Any]:
+    """Return M, K and N of a convolution's forward, of one group."""
+    first, second, *kernel = val(w).shape
+    if transposed:  # a weight [C, O / groups, ...], and a product for each position of the input
+        return val(x).numel() // first, first // groups, second * math.prod(kernel)
+    return val(y).numel() // first, second * math.prod(kernel), first // groups
+
+
+def is_convolution(node: fx.Node) -> bool:
+    """Return whether a node with a verdict is a convolution, or one of the results of its backward."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and source.target in _CONVOLUTIONS
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -247,12 +288,16 @@ def _custom(node: fx.Node) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_CONVOLUTION = LeftOut("convolution", "a convolution that the annotate pass has not seen as a call of torch")
 _OF_UPDATE = LeftOut("update", "in an update of parameters: what an optimizer computes stays in high precision")
 
 
 def _why_unknown(node: fx.Node) -> Reject:
     """Return why a matmul that the annotate pass has not seen is declined."""
     origin = _origin(node)
+    if is_convolution(node):
+        return _CONVOLUTION
     if origin == str(node.target):
         return Reject("region", "inside a separate graph, which fp8pass does not enter; compile its inside by itself")
     if origin == "_autograd_grad":  # the function by which torch.func takes gradients

@@ -255,7 +255,7 @@ class _Rewriter:
         if is_saved:
             y.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         self.build.replace(m.after.end, y)
-        gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note
+        gemm.status, gemm.rule, gemm.reason, gemm.note = "rewritten", "", "", m.after.note or gemm.note
         gemm.scaling = gemm.scaling or "user"
         gemm.dtypes = short(m.a.x.dtype), short(m.b.x.dtype), short(m.after.dtype)
 
