@@ -95,6 +95,11 @@ with required_names():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
+    from torch.fx.experimental.symbolic_shapes import (
+        RelaxedUnspecConstraint,
+        StrictMinMaxConstraint,
+        free_unbacked_symbols,
+    )
     from torch.fx.graph import CodeGen
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
     from torch.nn.modules.loss import _Loss as Loss
@@ -306,6 +311,12 @@ def hint_of(size: Any) -> Any:
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
     return size.node.hint if size.node.has_hint() else 2
+
+
+def example_of(env: Any, symbol: Any) -> int:
+    """Return the value that a symbol of a shape environment had in the call that is compiled."""
+    known = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
+    return int((env.var_to_val if known is None else known)[symbol])
 
 
 TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")

@@ -43,6 +43,7 @@ from fp8pass.passes.annotate.insert_monitors import InsertMonitors
 from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
 from fp8pass.passes.annotate.merge_siblings import MergeSiblings
 from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
+from fp8pass.passes.annotate.split_sizes import SplitSizes
 from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
@@ -93,6 +94,7 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
     WriteMatmuls(),  # likewise; after InlineComposites, since composites contain einsums
     FindLayers(),  # before MergeSiblings and Annotate, which keep layers apart; after the passes that write matmuls
     MergeSiblings(),  # before Annotate, which gives merged weights one scale
+    SplitSizes(),  # after MergeSiblings, whose matmuls pay from other sizes on; before Annotate, which declines by them
     Annotate(),
     LiftScaleStates(),  # after Annotate, whose state inputs come first
     InsertMonitors(),  # after the passes that quantize: it monitors their tensors
@@ -143,7 +145,9 @@ KERNELS: tuple[Pass[Context], ...] = (
 )
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
 
-_ABOUT_RECIPES = ("inline_composites", "write_matmuls", "find_layers", "merge_siblings", "annotate", "outline_layers")
+_ABOUT_RECIPES = (
+    "inline_composites", "write_matmuls", "find_layers", "merge_siblings", "split_sizes", "annotate", "outline_layers",
+)  # fmt: skip
 """The names of passes that have nothing to do without a recipe."""
 
 

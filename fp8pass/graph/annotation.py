@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Saved
 from fp8pass.node_meta import SAVED_RESULT
@@ -61,8 +62,8 @@ class MatmulChoice:
 
     rule, reason: why it is not annotated. wanted: True if the recipe and the filter select it, but it cannot be
     annotated, which is an error under `strict`. declined: the reasons, by kind, for matmuls that are not annotated
-    although the call is. fast_accum: the matmuls that may accumulate in less than float32. predicted_speedup: of all
-    matmuls of the call together (roofline.py); None without a target.
+    although the call is. fast_accum: the matmuls that may accumulate in less than float32. prediction: of all matmuls of
+    the call together; None without a target.
     """
 
     name: str
@@ -73,7 +74,7 @@ class MatmulChoice:
     wanted: bool = False
     declined: dict[str, Reject] = field(default_factory=dict)
     fast_accum: tuple[str, ...] = ("output",)
-    predicted_speedup: float | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from sympy import Expr
 from torch import fx
 
 from fp8pass.graph.annotation import Annotation, MatmulChoice
@@ -51,6 +52,7 @@ class DynamoContext(Context):
     annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
     layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
     quantized_in: for each tensor that matmuls of several pieces read, the number of the piece that quantizes it.
+    splits: see `split_sizes`.
     """
 
     annotation: Annotation = field(kw_only=True)
@@ -58,6 +60,7 @@ class DynamoContext(Context):
     merged: dict[fx.Node, Recipe] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
     quantized_in: dict[fx.Node, int] = field(default_factory=dict)
+    splits: dict[Expr, dict[int, int]] = field(default_factory=dict)
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

@@ -86,6 +86,7 @@ class _Annotator(Walk):
         self.regions: list[Region] = []
         self.device: torch.device | None = None
         self.inside: dict[fx.Node, tuple[Transform, ...]] = {}
+        self.splits = context.splits
 
     def run(self) -> None:
         self._visit_all()
@@ -144,8 +145,10 @@ class _Annotator(Walk):
             call = check(
                 node, signature, choice.name, within(node, self.config), self.grad_enabled, merged, experts, inside
             )
-            choice.predicted_speedup = call.speedup  # before the checks below raise: the report shows it anyway
-            check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config)
+            choice.prediction = call.prediction  # before the checks below raise: the report shows it anyway
+            check_speedup(
+                call, argument(node, signature.a).meta["example_value"].device, self.config, self.splits
+            )
             self._check_device(node, signature)
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
         except Reject as reject:

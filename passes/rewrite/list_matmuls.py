@@ -17,6 +17,7 @@ from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.graph.sizes import expression, varying
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short, source_of
 from fp8pass.node_meta import GEMM, KIND, SAVED, SAVED_FP8
@@ -103,22 +104,23 @@ def _gemm(
         reject = _OF_UPDATE if context.is_update else _why_unknown(node)
         choice.rule, choice.reason = reject.rule, str(reject)
     declined = choice.declined.get(kind)
-    return Gemm(
+    gemm = Gemm(
         kind=kind,
         name=choice.name,
-        M=_number(m),
-        K=_number(k),
-        N=_number(n),
+        M=expression(m),
+        K=expression(k),
+        N=expression(n),
         dtypes=(_dtype(a), _dtype(b), _dtype(node)),
         source=choice.source or source_of(node),
-        batches=_number(batch[0]) if batch else 1,
+        batches=expression(batch[0]) if batch else 1,
         scaling=choice.scaling if declined is None else "",
         rule=choice.rule if declined is None else declined.rule,
         reason=choice.reason if declined is None else str(declined),
         fast_accum=kind in choice.fast_accum,
         choice=index,
-        predicted_speedup=choice.predicted_speedup,
+        sizes=tuple(dict.fromkeys(varying(sizes))),
     )
+    return gemm.predicted(choice.prediction)
 
 
 def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, Any, Any]]]:
@@ -277,10 +279,6 @@ def _origin(node: fx.Node) -> str:
             function = stack[-1][1]
             return getattr(function, "__name__", str(function))
     return str(node.target)
-
-
-def _number(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)
 
 
 def _dtype(node: fx.Node) -> str:

@@ -1,0 +1,130 @@
+"""Split the sizes that vary where FP8 begins to pay: a compilation serves the sizes on one side.
+
+before   y: bf16[s27, N] = linear(x: bf16[s27, K], w: bf16[N, K])       s27 from 2 on
+after    the same graph, for which Dynamo gets the guard s27 >= 1184    or s27 < 1184, as the call is that is compiled
+changes  nothing: a call on the other side is compiled anew, when there is one
+
+The roofline is solved for the size that varies, so no shape is guessed from its first value. Matmuls of a model differ
+in where they begin to pay, and each guard may cost a compilation. So values that are near to each other are one, the
+largest of them: a matmul may stay in high precision for a few more rows, and none runs in FP8 below `min_speedup`.
+
+Runs on Dynamo's graph, after merge_siblings, which makes other matmuls, and before annotate, which declines those that
+do not pay on this side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import fx
+
+from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.prediction import Prediction
+from fp8pass.graph.refusal import Reject
+from fp8pass.graph.sizes import bounds, expression, is_at_least, why_no_guard
+from fp8pass.options.setting import within
+from fp8pass.passes.annotate.check import check
+from fp8pass.passes.common.matmul_calls import argument, signature_of
+from fp8pass.passes.common.regions import Part, in_its_modes, parts
+
+NEAR = 1.25
+"""Values whose quotient is not larger than this are one: published times differ more from their predictions."""
+MOST = 3
+"""Most values at which one size is split: each may cost a compilation, and Dynamo allows 8 for a function."""
+
+
+class SplitSizes:
+    """The pass over Dynamo's graph and its checkpointed regions."""
+
+    name = "split_sizes"
+
+    def run(self, graph: fx.Graph, context: DynamoContext) -> int:
+        """Add the guards, and fill `context.splits`; return the number of guards."""
+        if context.config.min_speedup == 0 or not _has_symbols(graph):
+            return 0
+        begins: dict[Any, set[int]] = {}
+        sizes: dict[Any, Any] = {}
+        for prediction in _predictions(context):
+            of = expression(prediction.variable)
+            sizes[of] = prediction.variable
+            begins.setdefault(of, set()).update(_ends(prediction))
+        guards = 0
+        for of, values in begins.items():
+            context.splits[of] = merged = merge(_possible(values, sizes[of]))
+            guards += _guard(sizes[of], sorted(set(merged.values())), context)
+        return guards
+
+
+def _has_symbols(graph: fx.Graph) -> bool:
+    values = (n.meta.get("example_value") for n in graph.find_nodes(op="placeholder"))
+    return any(not isinstance(size, int) for v in values for size in getattr(v, "shape", ()))
+
+
+def _predictions(context: DynamoContext) -> Iterator[Prediction]:
+    """Yield the predictions of the matmuls that may run in FP8 and have one size that varies."""
+    for part in parts(context.annotation.module, context.names):
+        for node in in_its_modes(part.module.graph):
+            found = _prediction(node, part, context)
+            if found is not None and found.variable is not None and found.pays is not None:
+                yield found
+
+
+def _prediction(node: fx.Node, part: Part, context: DynamoContext) -> Prediction | None:
+    signature = signature_of(node)
+    if signature is None or node in part.inside:
+        return None
+    b = argument(node, signature.b)
+    name, _ = context.names.of(node, signature.name, [b, argument(node, signature.a)])
+    trains = bool(getattr(node.meta.get("example_value"), "requires_grad", False))
+    try:
+        merged = context.merged.get(node)
+        return check(node, signature, name, within(node, context.config), trains, merged).prediction
+    except Reject:
+        return None  # the annotate pass rejects this call again, and reports why
+
+
+def _ends(prediction: Prediction) -> Iterator[int]:
+    """Yield the values from which on a call pays, or ceases to pay."""
+    for first, last in prediction.pays or ():
+        yield first
+        if last is not None:
+            yield last + 1
+
+
+def _possible(values: Iterable[int], size: Any) -> list[int]:
+    low, high = bounds(size)
+    return [value for value in values if value > low and (high is None or value <= high)]
+
+
+def merge(values: Iterable[int], near: float = NEAR, most: int = MOST) -> dict[int, int]:
+    """Return the value that each of `values` is replaced by: at most `most` different ones, none smaller than its own.
+
+    Neighbours are joined, those with the smallest quotient first, until all quotients are larger than `near`.
+    """
+    groups = [[value] for value in sorted(set(values))]
+    while len(groups) > 1:
+        quotients = [after[-1] / before[-1] for before, after in zip(groups, groups[1:], strict=False)]
+        smallest = min(range(len(quotients)), key=quotients.__getitem__)
+        if quotients[smallest] > near and len(groups) <= most:
+            break
+        groups[smallest : smallest + 2] = [groups[smallest] + groups[smallest + 1]]
+    return {value: group[-1] for group in groups for value in group}
+
+
+def _guard(size: Any, values: list[int], context: DynamoContext) -> int:
+    """Limit the compilation to the sizes between two of the values; return the number of guards that this takes."""
+    guards = 0
+    for value in reversed(values):  # from the largest on: what it implies of smaller ones needs no guard
+        if is_at_least(size, value) is not None:
+            continue
+        if reason := why_no_guard(size, value):
+            context.notes.append(
+                f"{size} is not split at {value:,}, from where on FP8 pays for a matmul: {reason}. The largest sizes "
+                "decide"
+            )
+            continue
+        guards += 1
+        if size >= value:  # Dynamo gets a guard here
+            break
+    return guards
