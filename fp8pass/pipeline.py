@@ -43,7 +43,7 @@ from fp8pass.passes.annotate.insert_monitors import InsertMonitors
 from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
 from fp8pass.passes.annotate.merge_siblings import MergeSiblings
 from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
-from fp8pass.passes.annotate.split_sizes import SplitSizes
+from fp8pass.passes.annotate.split_sizes import SplitSizes, has_symbols
 from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
@@ -82,7 +82,7 @@ from fp8pass.passes.update.write_moments import WriteMoments
 from fp8pass.passes.update.write_weights import WriteWeights
 from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import DelayedScaling, Schedule
 from fp8pass.report.graph_view import drawn, part_of
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.runtime.update_key import UpdateKey
@@ -175,6 +175,13 @@ def annotated(
     if context.notes or annotation.saved:
         publish(Report(notes=context.notes, saved=annotation.saved))
     return annotation
+
+
+def split_for_all_phases(module: fx.GraphModule, config: Config) -> None:
+    """Split sizes that vary for each phase of a schedule, whose graphs are compiled when Dynamo takes no guards."""
+    if isinstance(config.recipe, Schedule) and has_symbols(module.graph):
+        for step, _ in config.recipe.phases:
+            annotated(module, config.at_step(step))
 
 
 def freezable(module: fx.GraphModule, config: Config) -> dict[int, Scales]:
@@ -400,12 +407,17 @@ def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
 
     Call it after the graph is compiled. report: of that graph.
     """
-    reasons = [c.reason for c in choices if c.wanted or c.rule == "min_speedup"]
+    reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
     if reasons and report.graphs and not report.rewritten and not overrides.current():
         warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
             "print(fp8pass.explain(model, *inputs)) has all reasons"
         )
+
+
+def _pays_elsewhere(choice: MatmulChoice) -> bool:
+    """Return whether FP8 pays for other sizes, for which there is another compilation."""
+    return choice.prediction is not None and choice.prediction.ends is not None and bool(choice.prediction.pays)
 
 
 def append_pass(own: Any, ours: CustomGraphPass) -> Any:

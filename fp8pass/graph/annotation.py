@@ -188,6 +188,8 @@ class _Eager(fx.Interpreter):
         self.record = record
         self.kept: dict[fx.Node, tuple[Tensor, list[list[Tensor]]]] = {}
         """For each op that `SAVED_RESULT` marks, its result, and what autograd has saved for it, in lists of one."""
+        self.sizes: dict[fx.Node, int] = {}
+        """The sizes that vary, which views take."""
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; let the backward of an op that is marked read its result as the marked quantize returns it."""
@@ -198,6 +200,8 @@ class _Eager(fx.Interpreter):
             self.kept[n] = result.detach(), kept
             return result
         result = super().run_node(n)
+        if isinstance(result, int):
+            self.sizes[n] = result
         if part == "quantize":
             self._replace_kept(n, result.detach())
         return result
@@ -211,7 +215,8 @@ class _Eager(fx.Interpreter):
         places = torch.arange(result.numel(), device=result.device).view(result.shape)
         for move in reversed(moves):
             called = {"call_method": super().call_method, "call_function": super().call_function}[move.op]
-            places = called(move.target, (places, *move.args[1:]), move.kwargs)
+            args, kwargs = fx.map_arg((move.args[1:], move.kwargs), self.sizes.__getitem__)
+            places = called(move.target, (places, *args), kwargs)
         moved_back = torch.empty_like(copy.reshape(-1))
         moved_back[places.reshape(-1)] = copy.reshape(-1)
         for box in kept:

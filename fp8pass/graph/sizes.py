@@ -37,6 +37,11 @@ def is_at_least(size: Any, number: int) -> bool | None:
     return False if statically_known_true(size < number) else None
 
 
+def alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Return whether two shapes, or strides, are equal for all sizes that this compilation serves. Adds no guard."""
+    return len(a) == len(b) and all(bool(statically_known_true(x == y)) for x, y in zip(a, b, strict=True))
+
+
 def bounds(size: Any) -> tuple[int, int | None]:
     """Return the smallest and the largest value of a size in this compilation; None if it has no largest value."""
     if isinstance(size, int):

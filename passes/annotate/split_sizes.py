@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
+from fp8pass._torch import set_grad_enabled
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
@@ -41,7 +43,7 @@ class SplitSizes:
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
         """Add the guards, and fill `context.splits`; return the number of guards."""
-        if context.config.min_speedup == 0 or not _has_symbols(graph):
+        if context.config.min_speedup == 0 or not has_symbols(graph):
             return 0
         begins: dict[Any, set[int]] = {}
         sizes: dict[Any, Any] = {}
@@ -56,7 +58,8 @@ class SplitSizes:
         return guards
 
 
-def _has_symbols(graph: fx.Graph) -> bool:
+def has_symbols(graph: fx.Graph) -> bool:
+    """Return whether a size of one of the graph's inputs varies."""
     values = (n.meta.get("example_value") for n in graph.find_nodes(op="placeholder"))
     return any(not isinstance(size, int) for v in values for size in getattr(v, "shape", ()))
 
@@ -64,19 +67,20 @@ def _has_symbols(graph: fx.Graph) -> bool:
 def _predictions(context: DynamoContext) -> Iterator[Prediction]:
     """Yield the predictions of the matmuls that may run in FP8 and have one size that varies."""
     for part in parts(context.annotation.module, context.names):
+        trains = torch.is_grad_enabled()
         for node in in_its_modes(part.module.graph):
-            found = _prediction(node, part, context)
+            trains = bool(node.args[0]) if node.target is set_grad_enabled else trains
+            found = _prediction(node, part, trains, context)
             if found is not None and found.variable is not None and found.pays is not None:
                 yield found
 
 
-def _prediction(node: fx.Node, part: Part, context: DynamoContext) -> Prediction | None:
+def _prediction(node: fx.Node, part: Part, trains: bool, context: DynamoContext) -> Prediction | None:
     signature = signature_of(node)
     if signature is None or node in part.inside:
         return None
     b = argument(node, signature.b)
     name, _ = context.names.of(node, signature.name, [b, argument(node, signature.a)])
-    trains = bool(getattr(node.meta.get("example_value"), "requires_grad", False))
     try:
         merged = context.merged.get(node)
         return check(node, signature, name, within(node, context.config), trains, merged).prediction
