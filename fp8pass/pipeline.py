@@ -19,7 +19,7 @@ from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt, left_out
 from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
-from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit
+from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
@@ -171,7 +171,7 @@ def annotated(
     context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
     todo = _dynamo_passes(config, attempt)
     _run_all(todo, annotation.module, context, dump or Dump(), "dynamo", _lint, lambda: examples(annotation))
-    _recompile(annotation.module)
+    generate_code(annotation.module)
     if context.notes or annotation.saved:
         publish(Report(notes=context.notes, saved=annotation.saved))
     return annotation
@@ -492,13 +492,6 @@ def _lint(module: fx.GraphModule, context: Context) -> None:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             part.graph.lint()
-
-
-def _recompile(module: fx.GraphModule) -> None:
-    """Generate the code of Dynamo's graph, and of the graphs in it, once for all passes."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            part.recompile()
 
 
 def _raise_if_declined(context: Context, choices: list[MatmulChoice]) -> None:

@@ -14,6 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass import recipes
+from fp8pass._torch import CodeGen
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Saved
@@ -24,6 +26,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.states.slots import SlotTable
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+COND = torch.ops.higher_order.cond
 STATE_INPUTS = "fp8pass_state_inputs"
 """Key in the meta of a region's body: the number of its inputs, the last ones, that are state."""
 
@@ -153,7 +156,7 @@ class Annotation:
                 if node.target is ops.scales_or_one:
                     node.replace_all_uses_with(node.args[0])
                 node.args = map_aggregate(node.args, _bootstrapped)
-            part.recompile()
+        generate_code(module)
         return replace(self, module=module)
 
     def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
@@ -258,6 +261,21 @@ def _keep(kept: list[list[Tensor]], x: Tensor) -> list[Tensor]:
 
 def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
     return isinstance(module, fx.GraphModule)
+
+
+class _WithQuantizers(CodeGen):
+    """Generates code that knows the quantizers and recipes in it: torch runs the code of a branch of `torch.cond`."""
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        """Return the names that the `repr` of a quantizer uses."""
+        return [(name, of) for source in (ops, recipes) for name, of in vars(source).items() if isinstance(of, type)]
+
+
+def generate_code(module: fx.GraphModule) -> None:
+    """Generate the code of an annotated graph, and of the graphs in it."""
+    for part in filter(_is_graph, module.modules()):
+        part.graph.set_codegen(_WithQuantizers())  # type: ignore[no-untyped-call]
+        part.recompile()
 
 
 def is_state_input(node: fx.Node) -> bool:

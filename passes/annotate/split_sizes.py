@@ -28,7 +28,7 @@ from fp8pass.graph.sizes import bounds, expression, is_at_least, why_no_guard
 from fp8pass.options.setting import within
 from fp8pass.passes.annotate.check import check
 from fp8pass.passes.common.matmul_calls import argument, signature_of
-from fp8pass.passes.common.regions import Part, in_its_modes, parts
+from fp8pass.passes.common.regions import Part, in_its_modes, with_branches
 
 NEAR = 1.25
 """Values whose quotient is not larger than this are one: published times differ more from their predictions."""
@@ -37,7 +37,7 @@ MOST = 3
 
 
 class SplitSizes:
-    """The pass over Dynamo's graph and its checkpointed regions."""
+    """The pass over Dynamo's graph, its checkpointed regions and branches."""
 
     name = "split_sizes"
 
@@ -66,7 +66,7 @@ def has_symbols(graph: fx.Graph) -> bool:
 
 def _predictions(context: DynamoContext) -> Iterator[Prediction]:
     """Yield the predictions of the matmuls that may run in FP8 and have one size that varies."""
-    for part in parts(context.annotation.module, context.names):
+    for part in with_branches(context.annotation.module, context.names):
         trains = torch.is_grad_enabled()
         for node in in_its_modes(part.module.graph):
             trains = bool(node.args[0]) if node.target is set_grad_enabled else trains
