@@ -14,8 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass import recipes
-from fp8pass._torch import CodeGen
 from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Saved
@@ -263,19 +261,22 @@ def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
     return isinstance(module, fx.GraphModule)
 
 
-class _WithQuantizers(CodeGen):
-    """Generates code that knows the quantizers and recipes in it: torch runs the code of a branch of `torch.cond`."""
-
-    def additional_globals(self) -> list[tuple[str, Any]]:
-        """Return the names that the `repr` of a quantizer uses."""
-        return [(name, of) for source in (ops, recipes) for name, of in vars(source).items() if isinstance(of, type)]
-
-
 def generate_code(module: fx.GraphModule) -> None:
-    """Generate the code of an annotated graph, and of the graphs in it."""
+    """Generate the code of an annotated graph, and of the graphs in it.
+
+    Branches of `torch.cond` are interpreted, node by node: torch calls them, their code would have to know quantizers,
+    and so their ATen nodes get what the annotate pass noted on theirs.
+    """
     for part in filter(_is_graph, module.modules()):
-        part.graph.set_codegen(_WithQuantizers())  # type: ignore[no-untyped-call]
         part.recompile()
+        for call in part.graph.find_nodes(op="call_function", target=COND):
+            for holder in call.args[1:3]:
+                branch = getattr(part, holder.target)
+                branch.forward = functools.partial(_interpret, branch)
+
+
+def _interpret(branch: fx.GraphModule, *args: Any) -> Any:
+    return fx.Interpreter(branch).run(*args)
 
 
 def is_state_input(node: fx.Node) -> bool:

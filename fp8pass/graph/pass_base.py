@@ -60,7 +60,7 @@ class DynamoContext(Context):
     merged: dict[fx.Node, Recipe] = field(default_factory=dict)
     layers: dict[int, str] = field(default_factory=dict)
     quantized_in: dict[fx.Node, int] = field(default_factory=dict)
-    splits: dict[Expr, dict[int, int]] = field(default_factory=dict)
+    splits: dict[Expr, dict[int, bool | None]] = field(default_factory=dict)
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

@@ -58,7 +58,7 @@ def predict(
     if any(isinstance(size, sympy.Basic) for size in (m, k, n)):
         smallest, largest = ([value_at(size, end) for size in sizes] for end in (False, True))
         ends = predicted_speedup(target, *smallest, *of_call), predicted_speedup(target, *largest, *of_call)
-    return Prediction(seconds, variable, pays, _name(variable, m), ends)
+    return Prediction(seconds, variable, pays, _name(variable, m, k, n), ends)
 
 
 def _solved_for(sizes: Sequence[Any], of: tuple[Size, Size, Size]) -> tuple[Any, tuple[Size, Size, Size] | None]:
@@ -78,8 +78,9 @@ def _solved_for(sizes: Sequence[Any], of: tuple[Size, Size, Size]) -> tuple[Any,
     return env.create_symintnode(symbol, hint=example_of(env, symbol)), of
 
 
-def _name(variable: Any, m: Size) -> str:
-    return "M" if variable is None or expression(variable) == m else str(expression(variable))
+def _name(variable: Any, m: Size, k: Size, n: Size) -> str:
+    only_rows = variable is None or (expression(variable) == m and isinstance(k, int) and isinstance(n, int))
+    return "M" if only_rows else str(expression(variable))
 
 
 def in_words(pays: Intervals | None, of: str = "M") -> str:

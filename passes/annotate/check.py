@@ -135,8 +135,10 @@ def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
     return recipe if type(recipe) in ONE_SCALE else DynamicScaling(**kept)
 
 
-Splits = Mapping[sympy.Expr, Mapping[int, int]]
-"""For each size that varies: {value at which a call begins or ceases to pay: value at which `split_sizes` decides}."""
+Splits = Mapping[sympy.Expr, Mapping[int, bool | None]]
+"""For each size that varies: {value from which on a call pays, or ceases to pay: whether the sizes that are compiled for
+are beyond it}, as `split_sizes` has decided; None if it could not.
+"""
 
 
 def check_speedup(call: Call, device: torch.device, config: Config, splits: Splits | None = None) -> None:
@@ -174,10 +176,14 @@ def _pays(prediction: Prediction, min_speedup: float, splits: Splits) -> bool:
     assert prediction.ends is not None
     if prediction.variable is None or prediction.pays is None:
         return prediction.ends[1] >= min_speedup
-    at = splits.get(expression(prediction.variable), {})  # type: ignore[arg-type]
+    variable = prediction.variable
+    decided = splits.get(expression(variable), {})  # type: ignore[arg-type]
+
+    def is_beyond(value: int) -> bool | None:
+        return decided[value] if value in decided else is_at_least(variable, value)
+
     for first, last in prediction.pays:
-        begins = is_at_least(prediction.variable, at.get(first, first))
-        ended = False if last is None else is_at_least(prediction.variable, at.get(last + 1, last + 1))
+        begins, ended = is_beyond(first), False if last is None else is_beyond(last + 1)
         if begins and ended is False:
             return True
         if begins is None or (begins and ended is None):  # it is not known: the largest sizes decide

@@ -14,6 +14,7 @@ do not pay on this side.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class SplitSizes:
     name = "split_sizes"
 
     def run(self, graph: fx.Graph, context: DynamoContext) -> int:
-        """Add the guards, and fill `context.splits`; return the number of guards."""
+        """Decide on the side of each place, and fill `context.splits`; return the number of places."""
         if context.config.min_speedup == 0 or not has_symbols(graph):
             return 0
         begins: dict[Any, set[int]] = {}
@@ -53,8 +54,10 @@ class SplitSizes:
             begins.setdefault(of, set()).update(_ends(prediction))
         guards = 0
         for of, values in begins.items():
-            context.splits[of] = merged = merge(_possible(values, sizes[of]))
-            guards += _guard(sizes[of], sorted(set(merged.values())), context)
+            merged = merge(_possible(values, sizes[of]))
+            sides = _sides(sizes[of], sorted(set(merged.values())), context)
+            context.splits[of] = {value: sides[at] for value, at in merged.items()}
+            guards += len(sides)
         return guards
 
 
@@ -116,19 +119,32 @@ def merge(values: Iterable[int], near: float = NEAR, most: int = MOST) -> dict[i
     return {value: group[-1] for group in groups for value in group}
 
 
-def _guard(size: Any, values: list[int], context: DynamoContext) -> int:
-    """Limit the compilation to the sizes between two of the values; return the number of guards that this takes."""
-    guards = 0
+_decided: weakref.WeakKeyDictionary[Any, dict[tuple[Any, int], bool]] = weakref.WeakKeyDictionary()
+"""By torch's environment of symbols: {(size, value): whether the size is at least the value, by a guard}.
+
+A graph is compiled again, for slots without a scale say, when torch takes no more guards; and of a product of symbols
+torch does not remember them.
+"""
+
+
+def _sides(size: Any, values: list[int], context: DynamoContext) -> dict[int, bool | None]:
+    """Return for each of the values whether the sizes that are compiled for are at least that; None if it is not known.
+
+    Limits the compilation to the sizes between two of the values.
+    """
+    known = _decided.setdefault(size.node.shape_env, {})
+    of, sides = expression(size), dict[int, bool | None]()
     for value in reversed(values):  # from the largest on: what it implies of smaller ones needs no guard
-        if is_at_least(size, value) is not None:
-            continue
-        if reason := why_no_guard(size, value):
-            context.notes.append(
-                f"{size} is not split at {value:,}, from where on FP8 pays for a matmul: {reason}. The largest sizes "
-                "decide"
-            )
-            continue
-        guards += 1
-        if size >= value:  # Dynamo gets a guard here
-            break
-    return guards
+        side = True if True in sides.values() else is_at_least(size, value)
+        if side is None:
+            side = known.get((of, value))
+        if side is None:
+            if reason := why_no_guard(size, value):
+                context.notes.append(
+                    f"{size} is not split at {value:,}, from where on FP8 pays for a matmul: {reason}. The largest "
+                    "sizes decide"
+                )
+            else:
+                side = known[of, value] = bool(size >= value)  # Dynamo gets a guard here
+        sides[value] = side
+    return sides

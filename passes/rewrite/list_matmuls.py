@@ -78,6 +78,9 @@ class ListMatmuls:
                 kind = _custom(node).get("fp8pass_kind") or "output"
                 if kind not in KINDS[1:]:
                     kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []), of_copy=kind != "output")
+            elif not backward and _is_of_branchs_backward(node):
+                index = _layer_of(roots, val(a).shape[-1], forward)
+                kind = "grad_weight" if _is_turned(a) else "grad_input"
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             sizes = (*val(a).shape, val(b).shape[-1])
@@ -237,6 +240,33 @@ def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: lis
         if f.a in roots:
             found.append((_equal(contracted, f.m), "grad_weight"))
     return max(found, key=lambda kind: kind[0], default=(False, "grad_weight" if of_copy else "output"))[1]
+
+
+def _is_of_branchs_backward(node: fx.Node) -> bool:
+    """Return whether a matmul without a note is a gradient: a branch of `torch.cond` in the backward computes its
+    forward again, with the notes of that, and then its gradients.
+    """
+    return node.meta.get("partitioner_tag") == "is_backward" and "fp8pass" not in _custom(node)
+
+
+def _layer_of(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: dict[int | None, list[_Forward]]) -> int | None:
+    """Return the index of the choice of the only layer that a matmul of its backward can belong to; None if unknown."""
+    found = {
+        index
+        for index, of in forward.items()
+        for f in of
+        if (f.b in roots and _equal(contracted, f.n)) or (f.a in roots and _equal(contracted, f.m))
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_turned(operand: fx.Node) -> bool:
+    """Return whether an operand is the transpose of what it comes from."""
+    turned = False
+    while operand.target in _WHOLE:
+        turned ^= operand.target is aten.permute.default
+        operand = first(operand)
+    return turned
 
 
 def _equal(a: Any, b: Any) -> bool:
