@@ -104,6 +104,8 @@ def why_no_guard(size: Any, number: int) -> str:
     "" if it can be. Torch takes no guards once Dynamo has written those of a graph. A user who marks a dimension
     dynamic with a range wants one compilation for all of it; one who marks it without a range, for more than one size.
     """
+    if depends_on_data(size):
+        return "it depends on data, and is known only when the graph runs"
     env = size.node.shape_env
     if env.frozen:
         return "the guards of this graph are written already"

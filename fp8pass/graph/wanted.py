@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
-from fp8pass.graph.sizes import depends_on_data
+from fp8pass.graph.sizes import depends_on_data, is_at_least
 from fp8pass.options.config import Config
 from fp8pass.recipes import Recipe
 
@@ -51,10 +51,12 @@ def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
     not_grouped: the end of the reason if there are too many batches of experts: why no grouped kernel takes them.
     """
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
-        if depends_on_data(size):
+        if depends_on_data(size) and (letter != "M" or not is_at_least(size, 1)):
+            what = "may be 0: torch._check(x.shape[0] > 0) for its input x" if letter == "M" else "depends on data"
             raise Reject(
                 "data-dependent size",
-                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region",
+                f"{letter}={size} {'depends on data, and ' if letter == 'M' else ''}{what}, or keep such matmuls out of "
+                "the compiled region",
             )
         # isinstance: to compare a symbolic size would add a guard on it
         if isinstance(size, int) and size == 0:
