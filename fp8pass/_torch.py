@@ -107,6 +107,7 @@ with required_names():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
+    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
