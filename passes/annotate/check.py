@@ -18,9 +18,9 @@ from fp8pass.fsdp import GatheredWeight
 from fp8pass.graph.prediction import Prediction, in_words, predict
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
 from fp8pass.graph.sizes import expression, is_at_least
-from fp8pass.graph.wanted import HIGH_PRECISION, check_sizes, recipe_of
+from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.options.config import Config
-from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel
+from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel, why_none_of
 from fp8pass.passes.common.matmul_calls import Dims, MatmulSignature, argument, dims_of, result_type
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
@@ -91,6 +91,9 @@ def check(
     may_be_grouped = signature.offs is not None or experts
     no_kernel = why_no_kernel(b, result_type(signature, node), target) if may_be_grouped else None
     is_grouped = signature.offs is not None or (experts and no_kernel is None)
+    if not may_be_grouped and _are_many(sizes):
+        no_kernel = _why_not_one_launch(sizes, a.device, result_type(signature, node), target, config.recipe_of(name)[0])
+        is_grouped = no_kernel is None
     check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
     m, k, n = sizes.m, sizes.k, sizes.n
     recipe = merged or recipe_of(name, config, m, k, n)
@@ -111,6 +114,26 @@ def check(
     size = node.meta["example_value"].element_size()
     prediction = predict(target, (m, k, n), recipe, size, training, config.min_speedup)
     return Call(node, signature, dims, recipe, prediction, (m, k, n))
+
+
+def _are_many(sizes: Sizes) -> bool:
+    return isinstance(sizes.batches, int) and sizes.batches > MAX_BATCHES
+
+
+def _why_not_one_launch(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype, target: hardware.Target | None, recipe: Recipe | None
+) -> Reject | None:
+    """Return why many products of one size can't be a grouped matmul, each product a group; None if they can.
+
+    The sum of the second operand's gradient is over M, which must fit the kernel too.
+    """
+    if recipe is not None:
+        try:
+            _by_rows(recipe)
+        except Reject as reject:
+            return reject
+    shapes = (sizes.batches, sizes.k, sizes.n), (sizes.batches, sizes.m, sizes.n)
+    return next(filter(None, (why_none_of(shape, device, dtype, target) for shape in shapes)), None)
 
 
 def _by_rows(recipe: Recipe) -> Recipe:
