@@ -145,9 +145,9 @@ FAULTS = (
     ),
     Fault(
         "FLOPs of unknown sizes",
-        "product *= size if isinstance(size, int) else 0",
-        "product *= size if isinstance(size, int) else 1",
-        "A report counts symbolic sizes of matmuls as 1, and gives a wrong share of FLOPs.",
+        "return int(found) if found.is_number else 0",
+        "return int(found) if found.is_number else 1",
+        "A report counts matmuls whose sizes depend on data as one FLOP, and has a share of FLOPs that nobody knows.",
     ),
     Fault(
         "text of the summary is read as HTML",

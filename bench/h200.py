@@ -14,7 +14,7 @@ failed, 3 if the time was up during a measurement.
 Points have `seconds_bf16`, `seconds_fp8` and `speedup`, each with `_p20` and `_p80`; for the recipe "bf16" both times
 are BF16's, and the speedup shows the noise. `peak_bytes` are the bytes that a step needs in addition to weights,
 optimizer and inputs. `host_bound` says that the host issued kernels more slowly than they ran. `predicted_speedup` is
-computed by fp8pass's rule, and not measured.
+computed by fp8pass's rule, and not measured; so is `pays_from_m`, the rows M from which that rule takes such a layer.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fp8pass._torch import counters, dynamo_config, functorch_config
+from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import Target, scales_rows, target_of, why_no_block_kernel, why_no_fp8
 from fp8pass.recipes import DelayedScaling
 from fp8pass.report.report import collect
-from fp8pass.roofline import predicted_speedup
+from fp8pass.roofline import ROWS, pays_from, predicted_speedup
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 OUT_OF_TIME = "skipped: out of time"
@@ -650,6 +651,7 @@ def linear_fwd_bwd(bench: Bench, section: Section) -> None:
         labels: dict[str, Any] = {"op": "linear_fwd_bwd", "m": m, "k": k, "n": n}
         if bench.target is not None:
             labels["predicted_speedup"] = predicted_speedup(bench.target, m, k, n, DelayedScaling())
+            labels["pays_from_m"] = in_words(pays_from(bench.target, ROWS, k, n, DelayedScaling()))
         versus_bf16(bench, section, Workload(partial(linear, m, k, n), labels, LINEAR, min_speedup=0))
 
 
@@ -903,6 +905,8 @@ def line(row: dict[str, Any]) -> str:
         memory = f"{row['peak_bytes'] / 1e9:7.2f} GB" if row.get("peak_bytes") is not None else ""
         noise = " ".join(f"{name} {dB:.1f}" for name, dB in row["sqnr_db"].items())
         text += f"{times} {ratio} {memory}  dB: {noise}{'  host-bound' if row.get('host_bound') else ''}"
+    if row.get("pays_from_m"):
+        text += f"  pays from M = {row['pays_from_m']}"
     if "kernels" in row:
         text += f"  GEMMs {row['kernels']['gemm_share']:.0%} of {row['kernels']['launches']:.0f} launches' time"
     return text + ("" if row["status"] == "ok" else f"  {row['status']}")

@@ -36,14 +36,17 @@ from typing import Any
 
 import torch
 
+from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.recipes import NAMED, Recipe
 from fp8pass.roofline import (
+    ROWS,
     call_seconds,
     gemm_seconds,
     load_machine,
     memory_seconds,
     overhead_seconds,
+    pays_from,
     predicted_speedup,
     quantize_seconds,
     scaling_of,
@@ -312,6 +315,18 @@ def predictions() -> str:
     return "\n".join(lines)
 
 
+def thresholds() -> str:
+    """Return a table of the number of rows M from which FP8 pays in training, by K, N and recipe, without fusion."""
+    names = list(NAMED)
+    lines = [f"| GPU | K, N | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for gpu in ("h100", "h200", "b200"):
+        for k, n in dict.fromkeys(shape[1:] for shape in SHAPES):
+            solved = [pays_from(TARGETS[gpu], ROWS, k, n, NAMED[name]()) for name in names]
+            cells = [in_words(pays) if pays is not None else "no kernel" for pays in solved]
+            lines.append(f"| {gpu} | {k}, {n} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _both(target: Target, shape: tuple[int, int, int], recipe: Recipe) -> str:
     gains = [predicted_speedup(target, *shape, recipe, fused=fused) for fused in (False, True)]
     return " to ".join(f"{gain:.2f}" for gain in gains if gain is not None) or "no kernel"
@@ -341,7 +356,7 @@ def main() -> None:
     points = [point for file in files for point in load(file, machine)]
     tables = {"errors": f"{errors(points)}\n\n{decisions(points)}"}
     if arguments.measured is None:
-        tables |= {"fit": fit(points), "predictions": predictions()}
+        tables |= {"fit": fit(points), "predictions": predictions(), "thresholds": thresholds()}
     for name, table in tables.items():
         print(f"{name}\n\n{table}\n")
     if arguments.write:

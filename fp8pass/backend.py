@@ -45,6 +45,7 @@ from fp8pass.pipeline import (
     in_bfloat16,
     moments_of,
     real_inputs,
+    split_for_all_phases,
     warn_of_slow_matmuls,
     written,
     written_only_by_optimizers,
@@ -305,6 +306,8 @@ def _varying(
     module: fx.GraphModule, example_inputs: Sequence[Any], config: Config, compile_one: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a callable that compiles the graph for each variant of the configuration at that variant's first step."""
+    with left_out("split_sizes", config, "a graph of Dynamo's"):
+        split_for_all_phases(module, config)  # now, while Dynamo takes guards
     context = context_for_later()
     example_inputs = as_fakes(example_inputs)  # for the reason in `_Graph.compiled`
     if not torch.is_grad_enabled():

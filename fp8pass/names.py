@@ -216,6 +216,15 @@ def short(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
+_TYPES = {name: dtype for dtype, name in _SHORT.items()}
+
+
+def bytes_of(name: str) -> int:
+    """Return the bytes of an element of a dtype that `short` has named."""
+    dtype: torch.dtype = _TYPES.get(name) or getattr(torch, name)
+    return dtype.itemsize
+
+
 def source_of(node: fx.Node, outermost: bool = False) -> str:
     """Return the source line of a node, as "file.py:12"; "" if torch has not recorded it.
 

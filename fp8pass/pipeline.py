@@ -19,7 +19,7 @@ from fp8pass.errors import Fp8Error, faults_of, warn_once
 from fp8pass.faults import FIRST, Attempt, left_out
 from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
-from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit
+from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
 from fp8pass.graph.builder import multiplies
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
@@ -45,6 +45,7 @@ from fp8pass.passes.annotate.lift_scale_states import LiftScaleStates
 from fp8pass.passes.annotate.merge_siblings import MergeSiblings
 from fp8pass.passes.annotate.slow_matmuls import warn_of_slow_matmuls as warn_of_slow_matmuls
 from fp8pass.passes.annotate.smooth_swiglu import SmoothSwiglu
+from fp8pass.passes.annotate.split_sizes import SplitSizes, has_symbols
 from fp8pass.passes.annotate.write_matmuls import WriteMatmuls
 from fp8pass.passes.collectives.quantize_collectives import QuantizeCollectives
 from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
@@ -87,7 +88,7 @@ from fp8pass.passes.update.written import in_bfloat16 as in_bfloat16
 from fp8pass.passes.update.written import real_inputs as real_inputs
 from fp8pass.passes.update.written import written as written
 from fp8pass.passes.update.written import written_only_by_optimizers as written_only_by_optimizers
-from fp8pass.recipes import Recipe
+from fp8pass.recipes import Recipe, Schedule
 from fp8pass.report.graph_view import drawn, part_of
 from fp8pass.report.report import Report, Timing, publish
 from fp8pass.runtime.update_key import UpdateKey
@@ -101,6 +102,7 @@ DYNAMO: tuple[Pass[DynamoContext], ...] = (
     SmoothSwiglu(),  # after the passes that write matmuls; before FindLayers, since it adds nodes
     FindLayers(),  # before MergeSiblings and Annotate, which keep layers apart; after the passes that write matmuls
     MergeSiblings(),  # before Annotate, which gives merged weights one scale
+    SplitSizes(),  # after MergeSiblings, whose matmuls pay from other sizes on; before Annotate, which declines by them
     Annotate(),
     LiftScaleStates(),  # after Annotate, whose state inputs come first
     InsertMonitors(),  # after the passes that quantize: it monitors their tensors
@@ -155,7 +157,7 @@ KERNELS: tuple[Pass[Context], ...] = (
 
 _ABOUT_RECIPES = (
     "inline_composites", "write_matmuls", "convolutions_as_matmuls", "smooth_swiglu", "find_layers", "merge_siblings",
-    "annotate", "outline_layers",
+    "split_sizes", "annotate", "outline_layers",
 )  # fmt: skip
 """The names of passes that have nothing to do without a recipe."""
 
@@ -180,10 +182,17 @@ def annotated(
     context = DynamoContext(config, declined=attempt.reason, annotation=annotation, names=names)
     todo = _dynamo_passes(config, attempt)
     _run_all(todo, annotation.module, context, dump or Dump(), "dynamo", _lint, lambda: examples(annotation))
-    _recompile(annotation.module)
+    generate_code(annotation.module)
     if context.notes or annotation.saved:
         publish(Report(notes=context.notes, saved=annotation.saved))
     return annotation
+
+
+def split_for_all_phases(module: fx.GraphModule, config: Config) -> None:
+    """Split sizes that vary for each phase of a schedule, whose graphs are compiled when Dynamo takes no guards."""
+    if isinstance(config.recipe, Schedule) and has_symbols(module.graph):
+        for step, _ in config.recipe.phases:
+            annotated(module, config.at_step(step))
 
 
 def freezable(module: fx.GraphModule, config: Config) -> dict[int, Scales]:
@@ -413,12 +422,17 @@ def warn_if_nothing(choices: Sequence[MatmulChoice], report: Report) -> None:
 
     Call it after the graph is compiled. report: of that graph.
     """
-    reasons = [c.reason for c in choices if c.wanted or c.rule == "min_speedup"]
+    reasons = [c.reason for c in choices if c.wanted or (c.rule == "min_speedup" and not _pays_elsewhere(c))]
     if reasons and report.graphs and not report.rewritten and not overrides.current():
         warn_once(
             f"fp8pass: a graph has no matmul in FP8: {reasons[0]}. Everything in it stays in high precision; "
             "print(fp8pass.explain(model, *inputs)) has all reasons"
         )
+
+
+def _pays_elsewhere(choice: MatmulChoice) -> bool:
+    """Return whether FP8 pays for other sizes, for which there is another compilation."""
+    return choice.prediction is not None and choice.prediction.ends is not None and bool(choice.prediction.pays)
 
 
 def append_pass(own: Any, ours: CustomGraphPass) -> Any:
@@ -493,13 +507,6 @@ def _lint(module: fx.GraphModule, context: Context) -> None:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             part.graph.lint()
-
-
-def _recompile(module: fx.GraphModule) -> None:
-    """Generate the code of Dynamo's graph, and of the graphs in it, once for all passes."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            part.recompile()
 
 
 def _raise_if_declined(context: Context, choices: list[MatmulChoice]) -> None:

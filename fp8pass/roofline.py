@@ -7,12 +7,14 @@ docs/roofline.md. Sources of constants: there, here and in hardware.py.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 
 from fp8pass.hardware import Target, scales_rows, why_no_block_kernel
@@ -30,6 +32,7 @@ from fp8pass.recipes import (
     StaticScaling,
 )
 from fp8pass.scaling import E4M3, FP8_DTYPES
+from fp8pass.varying import Intervals, Varying
 
 # Speed of a large matmul kernel by its scales, relative to one with a single scale for the tensor.
 KERNEL_SHARE = {
@@ -48,22 +51,40 @@ KERNEL_SHARE = {
 SLOW_ACCUM_SHARE = 1 / 1.15
 
 
-def memory_seconds(target: Target, bytes_moved: float, transposed: bool = False) -> float:
+Size = Any
+"""A size in elements: an int; a sympy expression of sizes that vary from call to call; or a `Varying`, to solve for."""
+Seconds = Any
+"""A time: a float, or what the sizes are."""
+
+
+def _longer(one: Seconds, other: Seconds) -> Seconds:
+    if isinstance(one, sympy.Basic) or isinstance(other, sympy.Basic):
+        return sympy.Max(one, other)
+    if isinstance(one, Varying) or isinstance(other, Varying):
+        return one.longer(other) if isinstance(one, Varying) else other.longer(one)
+    return max(one, other)
+
+
+def _shorter(one: Seconds, other: Seconds) -> Seconds:
+    return -1 * _longer(-1 * one, -1 * other)
+
+
+def memory_seconds(target: Target, bytes_moved: Size, transposed: bool = False) -> Seconds:
     """Predict the time of a kernel that moves this many bytes. transposed: it writes a transposed copy."""
     share = target.transposed_share if transposed else target.memory_share
-    return max(bytes_moved / (target.bandwidth * share), target.launch)
+    return _longer(bytes_moved / (target.bandwidth * share), target.launch)
 
 
 def gemm_seconds(
     target: Target,
-    m: int,
-    k: int,
-    n: int,
+    m: Size,
+    k: Size,
+    n: Size,
     operand_dtype: torch.dtype,
     out_itemsize: int,
     scaling: str = "tensorwise",
     fast_accum: bool = True,
-) -> float:
+) -> Seconds:
     """Predict the time of one [M, K] by [K, N] product. scaling, fast_accum: for FP8 operands; see `KERNEL_SHARE`.
 
     float32 counts at the rate of TF32, half of BF16's; torch's default for float32 is slower still.
@@ -76,7 +97,7 @@ def gemm_seconds(
     elif operand_dtype == torch.float32:
         rate /= 2
     moved = operand_dtype.itemsize * (m * k + k * n) + out_itemsize * m * n
-    return target.gemm_start + max(2 * m * k * n / rate, moved / (target.bandwidth * target.memory_share))
+    return target.gemm_start + _longer(2 * m * k * n / rate, moved / (target.bandwidth * target.memory_share))
 
 
 def scaling_of(recipe: Recipe) -> str:
@@ -131,8 +152,8 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
 
 
 def quantize_seconds(
-    target: Target, elements: int, recipe: Recipe, role: Role, element_size: int, both: bool, fused: bool = False
-) -> float:
+    target: Target, elements: Size, recipe: Recipe, role: Role, element_size: int, both: bool, fused: bool = False
+) -> Seconds:
     """Predict the time to quantize one tensor for one matmul, or for both that read it in training.
 
     fused: the kernel that makes the tensor also quantizes it, so the first read is free.
@@ -141,8 +162,8 @@ def quantize_seconds(
 
 
 def _seconds(
-    target: Target, elements: int, recipe: Recipe, role: Role, size: int, ways: set[bool], fused: bool
-) -> float:
+    target: Target, elements: Size, recipe: Recipe, role: Role, size: int, ways: set[bool], fused: bool
+) -> Seconds:
     kernels = _kernels(recipe, role, ways, size, 0 if fused else size)
     return sum(memory_seconds(target, kernel.bytes * elements, kernel.transposed) for kernel in kernels)
 
@@ -156,21 +177,21 @@ def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
 
 def overhead_seconds(
     target: Target,
-    m: int,
-    k: int,
-    n: int,
+    m: Size,
+    k: Size,
+    n: Size,
     recipe: Recipe,
     element_size: int,
     training: bool,
     fused: bool = False,
-) -> float:
+) -> Seconds:
     """Predict the time of all quantizing for the matmuls of one call, [M, K] by [K, N].
 
     element_size: bytes of an element in high precision. fused: the kernels that make the input and the output's
     gradient also quantize them. Inductor fuses so after a norm or an activation function, not after a matmul; without
     `fused`, the result is the most that quantizing can cost.
     """
-    sizes: dict[Role, int] = {"input": m * k, "weight": k * n, "grad_output": m * n}
+    sizes: dict[Role, Size] = {"input": m * k, "weight": k * n, "grad_output": m * n}
     ways: dict[Role, set[bool]] = {}
     for kind in _fp8_kinds(recipe, training):
         for role in FACTORS[kind]:
@@ -184,17 +205,17 @@ def overhead_seconds(
 
 
 def call_seconds(
-    target: Target, m: int, k: int, n: int, recipe: Recipe | None, element_size: int, training: bool
-) -> float:
+    target: Target, m: Size, k: Size, n: Size, recipe: Recipe | None, element_size: int, training: bool
+) -> Seconds:
     """Predict the time of the matmuls of one call: one, or three in training. recipe: None for high precision."""
     wide = torch.float32 if element_size == 4 else torch.bfloat16
-    shapes: dict[Kind, tuple[int, int, int]] = {
+    shapes: dict[Kind, tuple[Size, Size, Size]] = {
         "output": (m, k, n),
         "grad_input": (m, n, k),
         "grad_weight": (k, m, n),
     }
     narrow = _fp8_kinds(recipe, training) if recipe is not None else []
-    total = 0.0
+    total: Seconds = 0.0
     for kind in KINDS if training else KINDS[:1]:
         if recipe is not None and kind in narrow:
             fast = kind in recipe.fast_accum
@@ -204,31 +225,86 @@ def call_seconds(
     return total
 
 
-def predicted_speedup(
+def predicted_seconds(
     target: Target,
-    m: int,
-    k: int,
-    n: int,
+    m: Size,
+    k: Size,
+    n: Size,
     recipe: Recipe,
     element_size: int = 2,
     training: bool = True,
     fused: bool = False,
-) -> float | None:
-    """Predict a call's time in high precision divided by its time in FP8 with quantizing; see `overhead_seconds`.
-
-    M, K, N in elements; in training the call's three matmuls count together. None if the recipe has no kernel on this
-    kind of GPU.
-    """
+) -> tuple[Seconds, Seconds] | None:
+    """Predict a call's time in high precision, and in FP8 with all quantizing: see `predicted_speedup`."""
     if not has_kernel(recipe, target):
         return None
     fp8 = call_seconds(target, m, k, n, recipe, element_size, training)
     overhead = overhead_seconds(target, m, k, n, recipe, element_size, training, fused)
-    return call_seconds(target, m, k, n, None, element_size, training) / (fp8 + overhead)
+    return call_seconds(target, m, k, n, None, element_size, training), fp8 + overhead
+
+
+def predicted_speedup(
+    target: Target,
+    m: Size,
+    k: Size,
+    n: Size,
+    recipe: Recipe,
+    element_size: int = 2,
+    training: bool = True,
+    fused: bool = False,
+) -> Any:
+    """Predict a call's time in high precision divided by its time in FP8 with quantizing; see `overhead_seconds`.
+
+    M, K, N in elements; in training the call's three matmuls count together. None if the recipe has no kernel on this
+    kind of GPU. A sympy expression if one of the sizes is one.
+    """
+    seconds = predicted_seconds(target, m, k, n, recipe, element_size, training, fused)
+    return None if seconds is None else seconds[0] / seconds[1]
+
+
+ROWS = sympy.Symbol("M", positive=True, integer=True)
+"""The number of rows of a call whose prediction is solved for it."""
+
+
+@functools.lru_cache(maxsize=4096)
+def pays_from(
+    target: Target,
+    m: Size,
+    k: Size,
+    n: Size,
+    recipe: Recipe,
+    element_size: int = 2,
+    training: bool = True,
+    min_speedup: float = 1.0,
+) -> Intervals | None:
+    """Solve the prediction for the size that varies: return where a call's predicted speed-up reaches `min_speedup`.
+
+    m, k, n: ints, or polynomials of one symbol, `ROWS` say: the intervals are of the values of this symbol. None if the
+    recipe has no kernel on this kind of GPU. A prediction is a quotient of sums of polynomials from one kink to the
+    next, where another of two times becomes the longer one: it is solved exactly, and need not rise with the size.
+    """
+    (x,) = set().union(*(size.free_symbols for size in (m, k, n) if isinstance(size, sympy.Basic)))
+    seconds = predicted_seconds(target, *(_varying(size, x) for size in (m, k, n)), recipe, element_size, training)
+    if seconds is None:
+        return None
+
+    def pays(value: int) -> bool:
+        sizes = (int(size.subs(x, value)) if isinstance(size, sympy.Basic) else size for size in (m, k, n))
+        return bool(predicted_speedup(target, *sizes, recipe, element_size, training) >= min_speedup)
+
+    high_precision, fp8 = seconds
+    return (high_precision - fp8 * min_speedup).where(pays)
+
+
+def _varying(size: Size, x: sympy.Symbol) -> Any:
+    if not isinstance(size, sympy.Basic):
+        return size
+    return Varying.polynomial([float(c) for c in reversed(sympy.Poly(size, x).all_coeffs())])
 
 
 def merged_seconds_saved(
-    target: Target, m: int, k: int, widths: Sequence[int], recipe: Recipe, element_size: int
-) -> float:
+    target: Target, m: Size, k: int, widths: Sequence[int], recipe: Recipe, element_size: int
+) -> Seconds:
     """Predict the seconds that merging calls that read one input saves in training: [M, K] by [K, N] for each width N.
 
     Each separate call runs in high precision or FP8, whichever is faster, and their input is quantized once. They give
@@ -236,11 +312,11 @@ def merged_seconds_saved(
     """
     of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
 
-    def seconds(n: int, of: Recipe | None) -> float:
-        around = 0.0 if of is None else overhead_seconds(target, m, k, n, of, element_size, training=True) - of_input
+    def seconds(n: int, of: Recipe | None) -> Seconds:
+        around: Seconds = 0.0 if of is None else overhead_seconds(target, m, k, n, of, element_size, training=True) - of_input
         return call_seconds(target, m, k, n, of, element_size, training=True) + around
 
-    apart = sum(min(seconds(n, recipe), seconds(n, None)) for n in widths)
+    apart = sum(_shorter(seconds(n, recipe), seconds(n, None)) for n in widths)
     added = (len(widths) - 1) * m * k * element_size / (target.bandwidth * target.memory_share)
     return apart + added - seconds(sum(widths), recipe)
 

@@ -36,6 +36,7 @@ from fp8pass._torch import (
 from fp8pass.dynamo.products import Product, is_recurrent, products_of
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
+from fp8pass.graph.sizes import expression
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.module_tensors import named_tensors
@@ -253,7 +254,7 @@ class Outside(TorchDispatchMode):
             self._steps[step].repeat(self._need_gradients(product, place))
             return
         source = source_of(place.node) if place.node is not None else next(map(str, place.users_lines), "")
-        m, k, n, batches = map(_number, (product.m, product.k, product.n, product.batches))
+        m, k, n, batches = map(expression, (product.m, product.k, product.n, product.batches))
         a, b, out = map(short, product.dtypes)
         found = _Found(
             Gemm("output", name, m, k, n, (a, b, out), source, batches),
@@ -299,7 +300,7 @@ class Outside(TorchDispatchMode):
         if isinstance(config.recipe, Schedule):
             config = config.at_step(config.recipe.phases[-1][0])
         reasons = _Reasons()
-        forward = [replace(f.gemm, batches=_times(f.gemm.batches, f.times)) for f in self._found]
+        forward = [replace(f.gemm, batches=f.gemm.batches * f.times) for f in self._found]
         verdicts = [self._verdict(f, config, reasons) for f in self._found]
         gemms = [replace(g, rule=v.rule, reason=str(v)) for g, v in zip(forward, verdicts, strict=True)]
         for f, g in reversed(list(zip(self._found, list(gemms), strict=True))):
@@ -383,14 +384,6 @@ def _backward(found: _Found, gemm: Gemm) -> list[Gemm]:
         for kind, needed, (sizes, dtypes) in backward
         if needed
     ]
-
-
-def _number(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)
-
-
-def _times(batches: int | str, times: int) -> int | str:
-    return batches * times if isinstance(batches, int) else batches
 
 
 class _Names:

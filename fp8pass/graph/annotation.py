@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
+from fp8pass.graph.prediction import Prediction
 from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Saved
 from fp8pass.node_meta import SAVED_RESULT
@@ -23,6 +24,7 @@ from fp8pass.recipes import Recipe
 from fp8pass.states.slots import SlotTable
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+COND = torch.ops.higher_order.cond
 STATE_INPUTS = "fp8pass_state_inputs"
 """Key in the meta of a region's body: the number of its inputs, the last ones, that are state."""
 
@@ -61,8 +63,8 @@ class MatmulChoice:
 
     rule, reason: why it is not annotated. wanted: True if the recipe and the filter select it, but it cannot be
     annotated, which is an error under `strict`. declined: the reasons, by kind, for matmuls that are not annotated
-    although the call is. fast_accum: the matmuls that may accumulate in less than float32. predicted_speedup: of all
-    matmuls of the call together (roofline.py); None without a target. note: a sentence for the verdict on the output.
+    although the call is. fast_accum: the matmuls that may accumulate in less than float32. prediction: of all matmuls of
+    the call together; None without a target. note: a sentence for the verdict on the output.
     """
 
     name: str
@@ -73,7 +75,7 @@ class MatmulChoice:
     wanted: bool = False
     declined: dict[str, Reject] = field(default_factory=dict)
     fast_accum: tuple[str, ...] = ("output",)
-    predicted_speedup: float | None = None
+    prediction: Prediction | None = None
     note: str = ""
 
 
@@ -153,7 +155,7 @@ class Annotation:
                 if node.target is ops.scales_or_one:
                     node.replace_all_uses_with(node.args[0])
                 node.args = map_aggregate(node.args, _bootstrapped)
-            part.recompile()
+        generate_code(module)
         return replace(self, module=module)
 
     def late_inputs(self, args: Sequence[Any]) -> list[Tensor]:
@@ -188,6 +190,8 @@ class _Eager(fx.Interpreter):
         self.record = record
         self.kept: dict[fx.Node, tuple[Tensor, list[list[Tensor]]]] = {}
         """For each op that `SAVED_RESULT` marks, its result, and what autograd has saved for it, in lists of one."""
+        self.sizes: dict[fx.Node, int] = {}
+        """The sizes that vary, which views take."""
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; let the backward of an op that is marked read its result as the marked quantize returns it."""
@@ -198,6 +202,8 @@ class _Eager(fx.Interpreter):
             self.kept[n] = result.detach(), kept
             return result
         result = super().run_node(n)
+        if isinstance(result, int):
+            self.sizes[n] = result
         if part == "quantize":
             self._replace_kept(n, result.detach())
         return result
@@ -211,7 +217,8 @@ class _Eager(fx.Interpreter):
         places = torch.arange(result.numel(), device=result.device).view(result.shape)
         for move in reversed(moves):
             called = {"call_method": super().call_method, "call_function": super().call_function}[move.op]
-            places = called(move.target, (places, *move.args[1:]), move.kwargs)
+            args, kwargs = fx.map_arg((move.args[1:], move.kwargs), self.sizes.__getitem__)
+            places = called(move.target, (places, *args), kwargs)
         moved_back = torch.empty_like(copy.reshape(-1))
         moved_back[places.reshape(-1)] = copy.reshape(-1)
         for box in kept:
@@ -253,6 +260,24 @@ def _keep(kept: list[list[Tensor]], x: Tensor) -> list[Tensor]:
 
 def _is_graph(module: torch.nn.Module) -> TypeGuard[fx.GraphModule]:
     return isinstance(module, fx.GraphModule)
+
+
+def generate_code(module: fx.GraphModule) -> None:
+    """Generate the code of an annotated graph, and of the graphs in it.
+
+    Branches of `torch.cond` are interpreted, node by node: torch calls them, their code would have to know quantizers,
+    and so their ATen nodes get what the annotate pass noted on theirs.
+    """
+    for part in filter(_is_graph, module.modules()):
+        part.recompile()
+        for call in part.graph.find_nodes(op="call_function", target=COND):
+            for holder in call.args[1:3]:
+                branch = getattr(part, holder.target)
+                branch.forward = functools.partial(_interpret, branch)
+
+
+def _interpret(branch: fx.GraphModule, *args: Any) -> Any:
+    return fx.Interpreter(branch).run(*args)
 
 
 def is_state_input(node: fx.Node) -> bool:

@@ -7,10 +7,12 @@ failing. So every node that a pass makes is made here, by running the op on its 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.node import Argument, Target
@@ -20,6 +22,9 @@ from fp8pass._torch import (
     EXACT_INPUTS,
     FakeTensor,
     FakeTensorMode,
+    FloorDiv,
+    Mod,
+    PythonMod,
     TorchDispatchMode,
     detect_fake_mode,
     enable_python_dispatcher,
@@ -161,8 +166,12 @@ class Builder:
             for holder in holders:
                 if (found := self._read(before, holder, expr)) is not None:
                     return found
-            assert expr.is_Add or expr.is_Mul, f"no tensor of the graph has the size {expr}"
-            operation = operator.add if expr.is_Add else operator.mul
+            if expr.is_Symbol:  # a size that depends on data, which no input has
+                earlier = itertools.takewhile(lambda n: n is not before, self.graph.nodes)
+                found = next(filter(None, (self._read(before, n, expr) for n in earlier)), None)
+                assert found is not None, f"no tensor of the graph has the size {expr}"
+                return found
+            operation = _OPERATIONS[type(expr)]
             return functools.reduce(lambda a, b: self.emit(before, operation, a, b), map(built, expr.args))
 
         return built(size.node.expr)
@@ -189,6 +198,16 @@ class Builder:
             new.meta.setdefault(key, value)
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
+
+
+_OPERATIONS = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    PythonMod: operator.mod,
+}
+"""What torch's expressions of sizes are computed by."""
 
 
 def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

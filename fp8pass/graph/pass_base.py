@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from sympy import Expr
 from torch import fx
 
 from fp8pass.graph.annotation import Annotation, MatmulChoice
@@ -52,7 +53,8 @@ class DynamoContext(Context):
     annotation: the annotated graph, which the passes change in place. merged: recipes of calls that were merged.
     layers: paths of the layers that are compiled as functions, by the number of the piece that a layer is.
     quantized_in: for each tensor that matmuls of several pieces read, the number of the piece that quantizes it.
-    refused: for each convolution that stays one, the reason. smoothed: calls whose operands `smooth_swiglu` has scaled.
+    splits: see `split_sizes`. refused: for each convolution that stays one, the reason. smoothed: calls whose operands
+    `smooth_swiglu` has scaled.
     """
 
     annotation: Annotation = field(kw_only=True)
@@ -62,6 +64,7 @@ class DynamoContext(Context):
     quantized_in: dict[fx.Node, int] = field(default_factory=dict)
     refused: dict[fx.Node, Reject] = field(default_factory=dict)
     smoothed: set[fx.Node] = field(default_factory=set)
+    splits: dict[Expr, dict[int, bool | None]] = field(default_factory=dict)
 
 
 C = TypeVar("C", bound=Context, contravariant=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import sympy
+
+from fp8pass.graph.prediction import Prediction
+from fp8pass.graph.sizes import Size, VaryingSize
+from fp8pass.names import bytes_of
 from fp8pass.recipes import Kind
+from fp8pass.roofline import Seconds
+from fp8pass.varying import Intervals
 
 Status = Literal["rewritten", "declined"]
 
@@ -38,19 +45,20 @@ class Saved:
 class Gemm:
     """One matmul of a compiled graph, of [M, K] by [K, N], repeated `batches` times.
 
-    name: the module or parameter that it belongs to; "" for none. M, K, N: ints, or text if they are symbolic.
+    name: the module or parameter that it belongs to; "" for none. M, K, N, batches: ints, or sympy expressions of sizes
+    that vary from call to call, by torch's symbols for them: `Report.sizes` says what these stand for.
     dtypes: (first operand, second operand, output), as the kernel reads and writes them. scaling: the recipe's name;
     "user" for quantize-dequantize that the user wrote; "" if declined. reason: why it is declined; "" if rewritten.
     """
 
     kind: Kind
     name: str
-    M: int | str
-    K: int | str
-    N: int | str
+    M: Size
+    K: Size
+    N: Size
     dtypes: tuple[str, str, str]
     source: str
-    batches: int | str = 1
+    batches: Size = 1
     scaling: str = ""
     status: Status = "declined"
     rule: str = ""
@@ -68,14 +76,45 @@ class Gemm:
     """True if the backward computes this forward matmul once more, as activation checkpointing does."""
     choice: int | None = None
     """Index of its call in `Annotation.choices`; None if it does not come from a call of the annotated graph."""
-    predicted_speedup: float | None = None
+    predicted_speedup: float | sympy.Expr | None = None
     """A prediction for the matmuls of that call together, with all quantization; None on CPU without a target."""
+    predicted_seconds: tuple[Seconds, Seconds] | None = None
+    """The two times of which that is the quotient: of the call in high precision, and in FP8."""
+    predicted_ends: tuple[float, float] | None = None
+    """`predicted_speedup` at the smallest and the largest sizes that this compilation serves; None if none varies."""
+    pays_from: Intervals | None = None
+    """The intervals of `pays_of` in which that speed-up reaches `min_speedup` (1 if that is 0); None if not known."""
+    sizes: tuple[VaryingSize, ...] = ()
+    """The symbols in its sizes, and what they stand for."""
+    pays_of: str = "M"
+    """What `pays_from` is about: "M", the rows of the call's input, or an expression of sizes that vary."""
 
     @property
-    def flops(self) -> int:
-        """2*M*K*N over all batches, twice that if it is recomputed; 0 if a size is symbolic."""
-        sizes = (self.batches, self.M, self.K, self.N)
-        product = 4 if self.recomputed else 2
-        for size in sizes:
-            product *= size if isinstance(size, int) else 0
-        return product
+    def flops(self) -> Size:
+        """2*M*K*N over all batches, twice that if it is recomputed; an expression if a size varies."""
+        of_one: Size = self.batches * self.M * self.K * self.N
+        return (4 if self.recomputed else 2) * of_one
+
+    @property
+    def bytes(self) -> Size:
+        """The bytes of both operands and of the result over all batches; an expression if a size varies."""
+        elements = self.M * self.K, self.K * self.N, self.M * self.N
+        return self.batches * sum(size * bytes_of(dtype) for size, dtype in zip(elements, self.dtypes, strict=True))
+
+    def in_call(self, expression: Size) -> int:
+        """Return the value of an expression at the sizes of the call that was compiled; 0 if these depend on data."""
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        found = expression.subs({symbol: size.example for size in self.sizes for symbol in _named(expression, size)})
+        return int(found) if found.is_number else 0
+
+    def predicted(self, prediction: Prediction | None) -> Gemm:
+        """Take over what is predicted for its call; return itself."""
+        if prediction is not None:
+            self.predicted_speedup, self.predicted_seconds = prediction.speedup, prediction.seconds
+            self.predicted_ends, self.pays_from, self.pays_of = prediction.ends, prediction.pays, prediction.of
+        return self
+
+
+def _named(expression: sympy.Basic, size: VaryingSize) -> list[sympy.Basic]:
+    return [symbol for symbol in expression.free_symbols if str(symbol) == size.symbol]

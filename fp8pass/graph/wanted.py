@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
+from fp8pass.graph.sizes import depends_on_data, is_at_least
 from fp8pass.options.config import Config
 from fp8pass.recipes import Recipe
 
@@ -28,11 +29,17 @@ class Sizes:
     n: Any
 
 
-def recipe_of(name: str, config: Config, m: int, k: int, n: int) -> Recipe:
-    """Return the recipe of the matmul of this name. Raises LeftOut if the recipe or the filter does not want it."""
+def recipe_of(name: str, config: Config, m: Any, k: Any, n: Any) -> Recipe:
+    """Return the recipe of the matmul of this name. Raises LeftOut if the recipe or the filter does not want it.
+
+    m, k, n: ints or SymInts. A filter that compares a SymInt with a number limits the compilation to one side of it: no
+    size is guessed. A size that depends on data can't be compared, and the filter is not asked.
+    """
     recipe, why = config.recipe_of(name)
     if recipe is None:
         raise LeftOut("recipe", why)
+    if callable(config.filter) and any(map(depends_on_data, (m, k, n))):
+        return recipe
     if reason := config.leaves_out(name, m, k, n):
         raise LeftOut("filter", reason)
     return recipe
@@ -44,10 +51,12 @@ def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
     not_grouped: the end of the reason if there are too many batches of experts: why no grouped kernel takes them.
     """
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
-        if hint(size) is None:
+        if depends_on_data(size) and (letter != "M" or not is_at_least(size, 1)):
+            what = "may be 0: torch._check(x.shape[0] > 0) for its input x" if letter == "M" else "depends on data"
             raise Reject(
                 "data-dependent size",
-                f"{letter}={size} depends on data; mark the size or keep such matmuls out of the compiled region",
+                f"{letter}={size} {'depends on data, and ' if letter == 'M' else ''}{what}, or keep such matmuls out of "
+                "the compiled region",
             )
         # isinstance: to compare a symbolic size would add a guard on it
         if isinstance(size, int) and size == 0:
@@ -61,8 +70,3 @@ def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
             f"{count} products of [{s.m}, {s.k}] by [{s.k}, {s.n}]: `_scaled_mm` has no batch dimension, and more "
             f"than {MAX_BATCHES} launches would cost more than FP8 gains{not_grouped}",
         )
-
-
-def hint(size: Any) -> Any:
-    """Return an example of a size, without a guard on it; None if there is none."""
-    return size if isinstance(size, int) else size.node.hint

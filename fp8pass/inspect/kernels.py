@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fp8pass.fused.choice import epilogue_seconds
 from fp8pass.fused.plan import Plan
 from fp8pass.fused.source import NAME
 from fp8pass.graph.builder import is_tensor
+from fp8pass.graph.sizes import expression
 from fp8pass.hardware import Target
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import Generated, Launch
@@ -131,7 +132,7 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
     if (plan := getattr(kernel_called(op), "plan", None)) is not None:  # other kernels are the user's
         return _fused(op, plan, graph, target)
     if (gemm := _gemm(op)) is not None:
-        kind, what, seconds = "gemm", gemm.text(), gemm.seconds(target)
+        kind, what, seconds = "gemm", _in_symbols(op).text(), gemm.seconds(target)
         read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers
     else:
         kind, what, seconds = (
@@ -141,7 +142,8 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
         )
         if "scaled_dot_product" in name:
             seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * ATTENTION_SHARE))
-    return Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
+    row = Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
+    return row if gemm is None else replace(row, **_in_symbols(op).formulas(target))
 
 
 def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
@@ -162,10 +164,12 @@ def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
 
 @dataclass(frozen=True)
 class _Gemm:
-    batches: int
-    m: int
-    k: int
-    n: int
+    """A matmul. batches, m, k, n: ints, or expressions of torch's symbols."""
+
+    batches: Any
+    m: Any
+    k: Any
+    n: Any
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
@@ -173,33 +177,49 @@ class _Gemm:
 
     def text(self) -> str:
         """Return the shapes, dtypes and scaling in words: "[8192, 4096] x [4096, 4096] e4m3 x e4m3 rowwise"."""
-        times = f"{self.batches} x " if self.batches > 1 else ""
+        times = "" if self.batches == 1 else f"{self.batches} x "
         kinds = f"{short(self.a)} x {short(self.b)}" if self.a.itemsize == 1 else short(self.a)
         return f"{times}[{self.m}, {self.k}] x [{self.k}, {self.n}] {kinds}{f' {self.scaling}' if self.scaling else ''}"
 
-    def seconds(self, target: Target) -> float:
+    def seconds(self, target: Target) -> Any:
         """Predict the time of all batches."""
         scaling = self.scaling or "tensorwise"
         return self.batches * gemm_seconds(target, self.m, self.k, self.n, self.a, self.out.itemsize, scaling)
+
+    def formulas(self, target: Target) -> dict[str, str]:
+        """Return the fields of a row that are expressions; {} if no size varies."""
+        elements = self.m * self.k, self.k * self.n, self.m * self.n
+        moved = self.batches * sum(x * d.itemsize for x, d in zip(elements, (self.a, self.b, self.out), strict=True))
+        if isinstance(moved, int):
+            return {}
+        return {"bytes_formula": str(moved), "seconds_formula": str(self.seconds(target))}
 
 
 # Matmuls of ATen: the position of the first matrix among their arguments; the second matrix comes next.
 _MATRICES = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
 
 
-def _gemm(op: fx.Node) -> _Gemm | None:
+def _gemm(op: fx.Node, size: Callable[[Any], Any] = hint_of) -> _Gemm | None:
+    """Return a call's matmul; None if it is none. size: what to make of a size."""
     name = getattr(op.target, "__name__", "").partition(".")[0]
     first = _MATRICES.get(name)
     if first is None or getattr(op.target, "namespace", "") != "aten":
         return None
     a, b = (_val(op.args[i]) for i in (first, first + 1))
     scaling = _scaling(_val(op.args[2]), a) if name == "_scaled_mm" else "rowwise" if "scaled" in name else ""
-    batches = a.shape[0] if a.dim() == 3 else 1
-    m, k = a.shape[-2:]
+    of_a, of_b = (tuple(map(size, op.args[i].meta["val"].shape)) for i in (first, first + 1))  # type: ignore[union-attr]
+    batches = of_a[0] if a.dim() == 3 else 1
+    m, k = of_a[-2:]
     if "grouped" in name and a.dim() == 2:  # average group: a share of the rows, or of the summed dimension
         batches = len(_val(op.args[4 if scaling else 2]))
         m, k = (-(-m // batches), k) if b.dim() == 3 else (m, -(-k // batches))
-    return _Gemm(batches, m, k, b.shape[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
+    return _Gemm(batches, m, k, of_b[-1], a.dtype, b.dtype, op.meta["val"].dtype, scaling)
+
+
+def _in_symbols(op: fx.Node) -> _Gemm:
+    gemm = _gemm(op, expression)
+    assert gemm is not None
+    return gemm
 
 
 def _scaling(scale: Tensor, a: Tensor) -> str:

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from fp8pass._torch import pytree
 from fp8pass.backend import compile_graph
 from fp8pass.errors import Fp8Error
+from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
 from fp8pass.inspect.inspector import Inspection, Kernel, Run
 from fp8pass.inspect.kernels import kernel_rows
 from fp8pass.inspect.memory import Memory
 from fp8pass.options.config import WEIGHT_CACHES, make_config
+from fp8pass.report.report import collect
 from fp8pass.roofline import load_machine
 from fp8pass.states.slots import InstanceState, registry
 
@@ -149,7 +151,12 @@ def _run(
     def runs(graph: Generated) -> Callable[..., Any]:
         return memory.graph(graph, _names(found)[-1])
 
-    with fakes(), gpu.compiles(runs=runs) as found, warnings.catch_warnings(record=True) as caught:
+    with (
+        fakes(),
+        collect() as verdicts,
+        gpu.compiles(runs=runs) as found,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         traced = replace(work)
         work.doing, work.advice = "the model can't be built", _BUILT
         model, *inputs = _built(factory)
@@ -160,11 +167,14 @@ def _run(
             _update(model, optimizer, way)
     if not found:
         raise Fp8Error(f"{work.doing}: no tensor operation of it was captured. {_TRACED}")
-    kernels = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
+    listed = [k for name, graph in zip(_names(found), found, strict=True) for k in _kernels(gpu, graph, name, ptx)]
+    pays = {g.name: in_words(g.pays_from, g.pays_of) for g in verdicts.gemms if g.name}
+    kernels = [replace(k, pays_from=pays.get(k.modules, "")) if k.kind == "gemm" else k for k in listed]
     notes = dict.fromkeys(str(w.message) for w in caught if str(w.message).startswith("fp8pass: "))
     saved = sum(graph.bytes_saved for graph in found)
     peak, held = (0, ()) if memory.unknown else (memory.peak, memory.at_peak)
-    return Run(way.name, tuple(kernels), saved, (*notes, *filter(None, [memory.unknown])), peak, held)
+    sizes = (f"{size}: bytes and times are those of this call" for size in verdicts.sizes)
+    return Run(way.name, tuple(kernels), saved, (*notes, *sizes, *filter(None, [memory.unknown])), peak, held)
 
 
 def _built(factory: Callable[[], Any]) -> tuple[Any, ...]:

@@ -28,18 +28,22 @@ def show(found: Inspection) -> None:
 def kernel_table(run: Run) -> tuple[Sequence[str], Rows]:
     """Return (heads, rows), a row per kernel. A head that begins with "<" is of a column of text."""
     heads = ["<graph", "<what", "<in", "read MB", "written MB", "predicted us"]
-    if any(k.compiled for k in run.kernels):
-        heads += ["load bits", "store bits", "registers", "spilled B"]
-    return heads, [_row(k)[: len(heads)] for k in run.kernels]
+    pays, compiled = any(k.pays_from for k in run.kernels), any(k.compiled for k in run.kernels)
+    heads += ["pays from M"] if pays else []
+    heads += ["load bits", "store bits", "registers", "spilled B"] if compiled else []
+    return heads, [(*_row(k), *([k.pays_from] if pays else []), *(_facts(k) if compiled else [])) for k in run.kernels]
 
 
 def _row(k: Kernel) -> tuple[str, ...]:
-    c = k.compiled
-    facts = (_widths(c.loads), _widths(c.stores), str(c.registers), str(c.spilled)) if c else ("",) * 4
     return (
         k.graph, k.what, k.modules, f"{k.bytes_read / MEGABYTE:.2f}", f"{k.bytes_written / MEGABYTE:.2f}",
-        f"{k.seconds * 1e6:.1f}", *facts,
+        f"{k.seconds * 1e6:.1f}",
     )  # fmt: skip
+
+
+def _facts(k: Kernel) -> tuple[str, ...]:
+    c = k.compiled
+    return (_widths(c.loads), _widths(c.stores), str(c.registers), str(c.spilled)) if c else ("",) * 4
 
 
 def _widths(bits: Sequence[int]) -> str:

@@ -54,5 +54,5 @@ class Figures:
                 f"fp8pass: logs have no fp8_share, as torch's caches had {cached} of {len(timings)} graphs, without "
                 "their verdicts: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them anew"
             )
-        flops = self.report.flops
-        return {"fp8_share": self.report.fp8_flops / flops} if flops and not cached else {}
+        share = self.report.fp8_share
+        return {} if share is None or cached else {"fp8_share": share}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import scaling
 
@@ -96,7 +97,7 @@ def amax_of_groups(x: Tensor, offs: Tensor) -> Tensor:
     rows, reads `x`.
     """
     rows, columns = x.shape
-    if rows == 0:  # `taken` reads row 0 for -1, so there must be a row
+    if statically_known_true(rows == 0):  # `taken` reads row 0 for -1, so there must be a row
         return torch.zeros(len(offs), columns, device=x.device)
     row: Tensor = rows_apart(offs, rows)
     blocks = taken(x, row).abs().view(-1, ALIGNMENT, columns).amax(1).float()

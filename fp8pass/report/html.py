@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from fp8pass.graph.prediction import in_words
 from fp8pass.graph.verdict import Gemm
-from fp8pass.report.report import RECOMPUTED, Picture, Report, saved_summary
+from fp8pass.report.report import RECOMPUTED, Picture, Report, predicted_gain, saved_summary
 
 CHARTS = ("amax", "scale", "underflow", "saturation", "sqnr", "kurtosis")
 """The keys that a row of numerics may have besides slot and step."""
@@ -58,15 +59,15 @@ def page_data(report: Report, numerics: Sequence[Mapping[str, Any]] | None = Non
     return {
         "torch": torch.__version__,
         "summary": report.summary(),
-        "flops": report.flops,
-        "fp8_flops": report.fp8_flops,
+        "flops": sum(g.in_call(g.flops) for g in report.matmuls),
+        "fp8_flops": sum(g.in_call(g.flops) for g in report.rewritten),
         "matmuls": len(report.matmuls),
         "graphs": report.graphs,
         "gemms": [_gemm(g, texts) for g in report.gemms],
         "pictures": [_picture(p, texts) for p in report.pictures],
         "breaks": [str(b) for b in report.breaks],
         "recompiles": [str(r) for r in report.recompiles],
-        "notes": [*map(str, report.timings), *_saved(report), *report.notes, *report.faults],
+        "notes": [*map(str, report.sizes), *map(str, report.timings), *_saved(report), *report.notes, *report.faults],
         "error": report.error,
         "numerics": None if numerics is None else _numerics(numerics),
         "texts": texts.all(),
@@ -82,9 +83,11 @@ def _gemm(g: Gemm, texts: _Texts) -> list[Any]:
     note = "; ".join(filter(None, (g.note, RECOMPUTED if g.recomputed else "")))
     words = (
         g.name or "-", g.kind, f"{batches}{g.M} × {g.K} × {g.N}", " @ ".join(g.dtypes[:2]) + f" → {g.dtypes[2]}",
-        g.scaling, g.status, g.rule, g.reason, note, g.source,
+        g.scaling, g.status, g.rule, g.reason, note, g.source, predicted_gain(g), in_words(g.pays_from, g.pays_of),
     )  # fmt: skip
-    return [*map(texts, words), g.flops, g.predicted_speedup]
+    # what the page sorts by
+    gain = g.predicted_ends[1] if g.predicted_ends else g.predicted_speedup
+    return [*map(texts, words), g.in_call(g.flops), gain]
 
 
 def _picture(p: Picture, texts: _Texts) -> dict[str, Any]:

@@ -13,9 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import sympy
 import torch
 
 from fp8pass._torch import CompileContext, why_compiled_again
+from fp8pass.graph.prediction import in_words
+from fp8pass.graph.sizes import Size, VaryingSize
 from fp8pass.graph.verdict import Gemm, Saved
 from fp8pass.names import TORCH, is_users_file, location_of, source_of
 from fp8pass.report.text_table import aligned, ruled
@@ -272,25 +275,44 @@ class Report:
         return Counter(g.rule for g in self.declined)
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> Size:
         """The FLOPs of all matmuls; see `Gemm.flops`."""
         return sum(g.flops for g in self.matmuls)
 
     @property
-    def all_flops(self) -> int:
+    def all_flops(self) -> Size:
         """The FLOPs of all matmuls and convolutions."""
         return sum(g.flops for g in self.gemms)
 
     @property
-    def fp8_flops(self) -> int:
+    def fp8_flops(self) -> Size:
         """The FLOPs of the matmuls that run in FP8."""
         return sum(g.flops for g in self.rewritten)
 
+    @property
+    def fp8_share(self) -> float | None:
+        """`fp8_flops` divided by `flops`, at the sizes of the calls that were compiled; None without matmuls."""
+        return self._fp8_share_of(self.matmuls)
+
+    def _fp8_share_of(self, gemms: Sequence[Gemm]) -> float | None:
+        total = sum(g.in_call(g.flops) for g in gemms)
+        return sum(g.in_call(g.flops) for g in self.rewritten) / total if total else None
+
+    @property
+    def sizes(self) -> list[VaryingSize]:
+        """The sizes that vary from call to call, by the symbols that stand for them in matmuls."""
+        return list(dict.fromkeys(size for g in self.gemms for size in g.sizes))
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists, dicts, numbers and strings: all but pictures and timings, and the sums of FLOPs."""
+        """Return plain lists, dicts, numbers and strings: all but pictures and timings, and the sums of FLOPs.
+
+        Expressions of sizes that vary are text.
+        """
         plain = asdict(replace(self, pictures=[], timings=[]))
         del plain["pictures"], plain["timings"]
-        return {**plain, "flops": self.flops, "fp8_flops": self.fp8_flops, "all_flops": self.all_flops}
+        sums = {"flops": self.flops, "fp8_flops": self.fp8_flops, "all_flops": self.all_flops}
+        found: dict[str, Any] = _plain({**plain, **sums})
+        return found
 
     def to_html(self, path: str | Path, numerics: _Rows | Sequence[Mapping[str, Any]] | None = None) -> Path:
         """Write the report as one page that needs no network: summary, table, graphs, kernels.
@@ -323,9 +345,10 @@ class Report:
 
     def summary(self) -> str:
         """Return one line: the matmuls in FP8, their shares of FLOPs, and the number that each rule declined."""
-        share = f", {self.fp8_flops / self.flops:.0%} of matmul FLOPs" if self.flops else ""
-        if self.all_flops > self.flops:
-            share += f", {self.fp8_flops / self.all_flops:.0%} of those of matmuls and convolutions"
+        of_matmuls, of_all = self._fp8_share_of(self.matmuls), self._fp8_share_of(self.gemms)
+        share = f", {of_matmuls:.0%} of matmul FLOPs" if of_matmuls is not None else ""
+        if of_all is not None and self.convolutions:
+            share += f", {of_all:.0%} of those of matmuls and convolutions"
         graphs = f"{self.graphs} graph{'' if self.graphs == 1 else 's'}"
         counted = ", ".join(f"{n} {rule}" for rule, n in self.rules().most_common())
         declined = f"; declined: {counted}" if counted else ""
@@ -337,19 +360,20 @@ class Report:
         reasons = self._numbered()
         rows = [_HEADER, *(_row(g, reasons) for g in self.gemms)]
         if all(g.predicted_speedup is None for g in self.gemms):
-            rows = [(*row[:_PREDICTED], *row[_PREDICTED + 1 :]) for row in rows]
+            rows = [(*row[:_PREDICTED], *row[_PREDICTED + 2 :]) for row in rows]
         return rows
 
     def footnotes(self) -> list[str]:
-        """Return the lines below the table, in groups after empty lines: reasons; notes; `saved`; breaks to summary."""
+        """Return the lines below the table, in groups after empty lines: sizes; reasons; notes; `saved`; breaks to summary."""
         reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
         if any(g.recomputed for g in self.gemms):
             notes[f"note: {RECOMPUTED}"] = None
+        sizes = list(map(str, self.sizes))
         saved = [saved_summary(self.saved), *map(str, self.saved)] if self.saved else []
         failed = [f"compilation ended here: {self.error}"] if self.error else []
         last = [*map(str, self.breaks), *map(str, self.recompiles), *self.notes, *self.faults, *failed, self.summary()]
-        return [line for group in (reasons, list(notes), saved, last) if group for line in ("", *group)]
+        return [line for group in (sizes, reasons, list(notes), saved, last) if group for line in ("", *group)]
 
     def _numbered(self) -> dict[str, int]:
         return {reason: i for i, (reason, _) in enumerate(self.reasons().most_common(), 1)}
@@ -368,7 +392,7 @@ def saved_summary(saved: Sequence[Saved]) -> str:
 CONVOLUTION = "convolution"
 """The rule that leaves out convolutions that are not matmuls."""
 RECOMPUTED = "what is recomputed runs once more in the backward, for activation checkpointing: its FLOPs count twice"
-_HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "status", "source")
+_HEADER = ("matmul", "gemm", "M x K x N", "dtypes", "scaling", "predicted", "pays from M", "status", "source")
 _PREDICTED = _HEADER.index("predicted")
 
 
@@ -378,8 +402,25 @@ def _row(g: Gemm, reasons: dict[str, int]) -> tuple[str, ...]:
     status = f"{g.status} [{reasons[g.reason]}]" if g.reason else g.status
     status += ", recomputed" if g.recomputed else ""
     shape, dtypes = f"{batches}{g.M} x {g.K} x {g.N}", f"{a} @ {b} -> {out}"
-    predicted = "" if g.predicted_speedup is None else f"{g.predicted_speedup:.2f}x"
-    return g.name or "-", g.kind, shape, dtypes, g.scaling, predicted, status, g.source
+    pays = in_words(g.pays_from, g.pays_of)
+    return g.name or "-", g.kind, shape, dtypes, g.scaling, predicted_gain(g), pays, status, g.source
+
+
+def predicted_gain(g: Gemm) -> str:
+    """Return a matmul's predicted speed-up in words: "1.32x"; "0.41x to 0.97x" if a size varies; "" if not known."""
+    if g.predicted_speedup is None:
+        return ""
+    ends = g.predicted_ends or (g.predicted_speedup,)
+    return " to ".join(dict.fromkeys(f"{float(gain):.2f}x" for gain in ends))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the expressions in it as text."""
+    if isinstance(value, dict):
+        return {key: _plain(of) for key, of in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(of) for of in value] if isinstance(value, list) else tuple(map(_plain, value))
+    return str(value) if isinstance(value, sympy.Basic) else value
 
 
 _collector: ContextVar[Report | None] = ContextVar("fp8pass_report", default=None)

@@ -9,7 +9,7 @@ from fp8pass.report.text_table import terminal
 if TYPE_CHECKING:
     from fp8pass.report.report import Report
 
-RIGHT = ("M x K x N", "predicted")
+RIGHT = ("M x K x N", "predicted", "pays from M")
 
 
 def show(report: Report) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from fp8pass import hardware, scaling
 from fp8pass._torch import set_grad_enabled
 from fp8pass.errors import Fp8Error, faults_of, warn_once
-from fp8pass.graph.annotation import CHECKPOINT, MatmulChoice, WeightUse
+from fp8pass.graph.annotation import CHECKPOINT, COND, MatmulChoice, WeightUse
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
 from fp8pass.names import source_of
@@ -43,10 +43,10 @@ from fp8pass.passes.annotate.quantize_call import QuantizeCall, Walk
 from fp8pass.passes.annotate.write_matmuls import name_of, refusal
 from fp8pass.passes.common.matmul_calls import LINEAR, MatmulSignature, argument, mutates, signature_of
 from fp8pass.passes.common.patterns import reach
-from fp8pass.passes.common.regions import Region, in_its_modes, named_body
+from fp8pass.passes.common.regions import Region, branches_of, in_its_modes, named_body
 from fp8pass.passes.common.state_inputs import cache, freeze, lift_state
 from fp8pass.passes.common.transforms import Transform, transforms
-from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling, Recipe
+from fp8pass.recipes import BlockwiseScaling, Calibration, DynamicScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8pass.states import scale_state
 
 
@@ -87,6 +87,8 @@ class _Annotator(Walk):
         self.regions: list[Region] = []
         self.device: torch.device | None = None
         self.inside: dict[fx.Node, tuple[Transform, ...]] = {}
+        self.splits = context.splits
+        self.in_branch = False
 
     def run(self) -> None:
         self._visit_all()
@@ -108,8 +110,11 @@ class _Annotator(Walk):
         for node in in_its_modes(self.graph):
             if node.op == "get_attr":
                 self._list_region(getattr(self.module, str(node.target), None), node)
-            elif node.target is CHECKPOINT:
+            elif node.target is CHECKPOINT and not self.in_branch:
                 self._enter(node)
+            elif node.target is COND:
+                self._enter_branches(node)
+                self._visit(node)
             else:
                 self._visit(node)
 
@@ -123,6 +128,14 @@ class _Annotator(Walk):
         self.module, self.graph, self.quantized, self.grad_enabled, self.inside = own
         if any(map(mutates, body.graph.nodes)):  # the body may write into a tensor that this graph has quantized
             self.quantized.clear()
+
+    def _enter_branches(self, call: fx.Node) -> None:
+        """Annotate the branches of `torch.cond`, which write nothing: a matmul that needs state is declined."""
+        own = self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch
+        for branch in branches_of(self.module, call, self.names):
+            self.module, self.graph, self.quantized, self.in_branch = branch, branch.graph, {}, True
+            self._visit_all(own[4].get(call, ()))
+            self.module, self.graph, self.quantized, self.grad_enabled, self.inside, self.in_branch = own
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is set_grad_enabled:
@@ -145,10 +158,14 @@ class _Annotator(Walk):
             call = check(
                 node, signature, choice.name, within(node, self.config), self.grad_enabled, merged, experts, inside
             )
-            choice.predicted_speedup = call.speedup  # before the checks below raise: the report shows it anyway
-            check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config)
+            choice.prediction = call.prediction  # before the checks below raise: the report shows it anyway
+            check_speedup(
+                call, argument(node, signature.a).meta["example_value"].device, self.config, self.splits
+            )
             self._check_device(node, signature)
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
+            if self.in_branch:
+                _check_stateless(call.recipe)
         except Reject as reject:
             _decline(choice, reject)
             self._note_weight(argument(node, signature.b), signature, None, reject)
@@ -191,8 +208,9 @@ class _Annotator(Walk):
 
     def _list_region(self, region: Any, holder: fx.Node) -> None:
         """Record a refused choice for each matmul in the graph of a control-flow operator; annotate none of them."""
-        if not isinstance(region, fx.GraphModule) or any(user.target is CHECKPOINT for user in holder.users):
-            return  # no graph, or one that `_enter` annotates
+        entered = {COND} if self.in_branch else {CHECKPOINT, COND}
+        if not isinstance(region, fx.GraphModule) or any(user.target in entered for user in holder.users):
+            return  # no graph, or one that is annotated
         operators = ", ".join(sorted({str(user.target) for user in holder.users}))
         why = f"inside a region of {operators}, which fp8pass does not enter yet; compile its inside by itself"
         for node in region.graph.nodes:
@@ -269,6 +287,17 @@ def _comes_from_fp8(node: fx.Node) -> bool:
             return False
         # of a tensor and its scale, follow the one with more dimensions
         node = max(sources, key=lambda n: n.meta["example_value"].dim()) if len(sources) > 1 else sources[0]
+
+
+def _check_stateless(recipe: Recipe) -> None:
+    """Raise Reject for a recipe whose quantizers have state: a branch of `torch.cond` may write nothing."""
+    stateless = (DynamicScaling, RowwiseScaling, BlockwiseScaling, MXFP8Scaling)
+    if not isinstance(recipe, stateless) or isinstance(recipe, Calibration):
+        raise Reject(
+            "region",
+            f"inside a branch of torch.cond, which may not write amaxes as {recipe.name!r} scaling does; choose "
+            "'dynamic' or 'rowwise' for it",
+        )
 
 
 def _decline(choice: MatmulChoice, reject: Reject) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import hardware
 from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.fsdp import GatheredWeight
+from fp8pass.graph.prediction import Prediction, in_words, predict
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
-from fp8pass.graph.wanted import HIGH_PRECISION, check_sizes, hint, recipe_of
+from fp8pass.graph.sizes import expression, is_at_least
+from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.options.config import Config
-from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel
+from fp8pass.passes.common.grouped_kernels import MAX_GROUPS, why_no_kernel, why_none_of
 from fp8pass.passes.common.matmul_calls import Dims, MatmulSignature, argument, dims_of, result_type
 from fp8pass.passes.common.patterns import dtype_name
 from fp8pass.passes.common.transforms import Transform, held_by
@@ -30,7 +34,6 @@ from fp8pass.recipes import (
     RowwiseScaling,
     StaticScaling,
 )
-from fp8pass.roofline import predicted_speedup
 
 
 def has_one_scale(recipe: Recipe) -> bool:
@@ -46,15 +49,15 @@ IN_FP8 = (GatheredWeight, FrozenWeight)
 class Call:
     """A matmul call of Dynamo's graph that passed all checks, and its recipe.
 
-    speedup: predicted by the roofline model; None without a target. sizes: example values of M, K, N.
+    prediction: of the roofline model; None without a target. sizes: M, K, N, ints or SymInts.
     """
 
     node: fx.Node
     signature: MatmulSignature
     dims: Dims
     recipe: Recipe
-    speedup: float | None
-    sizes: tuple[int, int, int]
+    prediction: Prediction | None
+    sizes: tuple[Any, Any, Any]
 
 
 def check(
@@ -91,8 +94,11 @@ def check(
     may_be_grouped = signature.offs is not None or experts
     no_kernel = why_no_kernel(b, result_type(signature, node), target) if may_be_grouped else None
     is_grouped = signature.offs is not None or (experts and no_kernel is None)
+    if not may_be_grouped and _are_many(sizes):
+        no_kernel = _why_not_one_launch(sizes, a.device, result_type(signature, node), target, config.recipe_of(name)[0])
+        is_grouped = no_kernel is None
     check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
-    m, k, n = (hint(s) for s in (sizes.m, sizes.k, sizes.n))
+    m, k, n = sizes.m, sizes.k, sizes.n
     recipe = merged or recipe_of(name, config, m, k, n)
     if is_grouped:
         recipe = _by_rows(recipe)
@@ -109,8 +115,28 @@ def check(
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
-    gain = None if target is None else predicted_speedup(target, m, k, n, recipe, size, training)
-    return Call(node, signature, dims, recipe, gain, (m, k, n))
+    prediction = predict(target, (m, k, n), recipe, size, training, config.min_speedup)
+    return Call(node, signature, dims, recipe, prediction, (m, k, n))
+
+
+def _are_many(sizes: Sizes) -> bool:
+    return isinstance(sizes.batches, int) and sizes.batches > MAX_BATCHES
+
+
+def _why_not_one_launch(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype, target: hardware.Target | None, recipe: Recipe | None
+) -> Reject | None:
+    """Return why many products of one size can't be a grouped matmul, each product a group; None if they can.
+
+    The sum of the second operand's gradient is over M, which must fit the kernel too.
+    """
+    if recipe is not None:
+        try:
+            _by_rows(recipe)
+        except Reject as reject:
+            return reject
+    shapes = (sizes.batches, sizes.k, sizes.n), (sizes.batches, sizes.m, sizes.n)
+    return next(filter(None, (why_none_of(shape, device, dtype, target) for shape in shapes)), None)
 
 
 def _by_rows(recipe: Recipe) -> Recipe:
@@ -135,17 +161,60 @@ def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
     return recipe if has_one_scale(recipe) else DynamicScaling(**kept)
 
 
-def check_speedup(call: Call, device: torch.device, config: Config) -> None:
-    """Raise LeftOut if the predicted speed-up of the call is below `config.min_speedup`."""
-    if call.speedup is not None and call.speedup < config.min_speedup:
-        target = hardware.target_of(device, config.target)
-        assert target is not None
-        m, k, n = call.sizes
+Splits = Mapping[sympy.Expr, Mapping[int, bool | None]]
+"""For each size that varies: {value from which on a call pays, or ceases to pay: whether the sizes that are compiled for
+are beyond it}, as `split_sizes` has decided; None if it could not.
+"""
+
+
+def check_speedup(call: Call, device: torch.device, config: Config, splits: Splits | None = None) -> None:
+    """Raise LeftOut if the predicted speed-up of the call is below `config.min_speedup`.
+
+    If a size varies, the speed-up is that of all sizes that this compilation serves: `split_sizes` has limited it to
+    those on one side of where FP8 begins to pay. If it could not, the largest sizes decide.
+    """
+    prediction = call.prediction
+    if prediction is None or config.min_speedup == 0:
+        return
+    target = hardware.target_of(device, config.target)
+    assert target is not None
+    m, k, n = call.sizes
+    product = f"[{m}, {k}] by [{k}, {n}]"
+    if prediction.ends is None:
+        if prediction.speedup < config.min_speedup:
+            raise LeftOut(
+                "min_speedup",
+                f"predicted speed-up on {target.name} is {prediction.speedup:.2f}, below min_speedup="
+                f"{config.min_speedup:g}: {product} is too small to pay for its quantization",
+            )
+    elif not _pays(prediction, config.min_speedup, splits or {}):
+        where = in_words(prediction.pays, prediction.of)
+        start = f"from {prediction.of}={where} on" if prediction.pays else "for no size"
         raise LeftOut(
             "min_speedup",
-            f"predicted speed-up on {target.name} is {call.speedup:.2f}, below min_speedup={config.min_speedup:g}: "
-            f"[{m}, {k}] by [{k}, {n}] is too small to pay for its quantization",
+            f"predicted speed-up on {target.name} reaches min_speedup={config.min_speedup:g} {start}: the sizes of "
+            f"{product} that this graph is compiled for are too small to pay for its quantization",
         )
+
+
+def _pays(prediction: Prediction, min_speedup: float, splits: Splits) -> bool:
+    """Return whether a call with a size that varies is to run in FP8."""
+    assert prediction.ends is not None
+    if prediction.variable is None or prediction.pays is None:
+        return prediction.ends[1] >= min_speedup
+    variable = prediction.variable
+    decided = splits.get(expression(variable), {})  # type: ignore[arg-type]
+
+    def is_beyond(value: int) -> bool | None:
+        return decided[value] if value in decided else is_at_least(variable, value)
+
+    for first, last in prediction.pays:
+        begins, ended = is_beyond(first), False if last is None else is_beyond(last + 1)
+        if begins and ended is False:
+            return True
+        if begins is None or (begins and ended is None):  # it is not known: the largest sizes decide
+            return prediction.ends[1] >= min_speedup
+    return False
 
 
 def check_not_left_out(name: str, config: Config, a: Tensor, b: Tensor) -> None:
@@ -154,8 +223,8 @@ def check_not_left_out(name: str, config: Config, a: Tensor, b: Tensor) -> None:
     Only the filter looks at the sizes. Under vmap the operands show those of one example, which may be a vector
     although the matmul of all examples has matrices.
     """
-    *rows, k = (hint(size) for size in (a.shape or (1,)))
-    recipe_of(name, config, math.prod(rows), k, hint(b.numel()) // max(k, 1))
+    *rows, k = a.shape or (1,)
+    recipe_of(name, config, math.prod(rows), k, 0 if statically_known_true(k == 0) else b.numel() // k)
 
 
 def _check_dtypes(a: Tensor, b: Tensor) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import MODE_CHANGES, FakeTensor, TorchDispatchMode, is_alias_of, pytree
 from fp8pass.graph.pass_base import DynamoContext
+from fp8pass.graph.prediction import Prediction, predict
 from fp8pass.graph.refusal import Reject
 from fp8pass.hardware import Target, target_of
 from fp8pass.names import Names
@@ -40,7 +41,8 @@ from fp8pass.passes.annotate.check import check, has_one_scale
 from fp8pass.passes.common.matmul_calls import LINEAR, argument, mutates, signature_of
 from fp8pass.passes.common.regions import Part, parts
 from fp8pass.recipes import Recipe
-from fp8pass.roofline import memory_seconds, merged_seconds_saved, predicted_speedup
+from fp8pass.roofline import memory_seconds, merged_seconds_saved
+from fp8pass.varying import Varying
 
 
 class MergeSiblings:
@@ -80,11 +82,11 @@ def _sibling(node: fx.Node, part: Part, context: DynamoContext) -> Sibling | Non
 
 @dataclass(frozen=True)
 class Sibling:
-    """A linear layer that its recipe selects. sizes: M, K, N."""
+    """A linear layer that its recipe selects. sizes: M, K, N, ints or SymInts."""
 
     node: fx.Node
     recipe: Recipe
-    sizes: tuple[int, int, int]
+    sizes: tuple[Any, Any, Any]
 
     @property
     def weight(self) -> fx.Node:
@@ -135,7 +137,8 @@ def families(graph: fx.Graph, names: Names, taken: Callable[[fx.Node], Sibling |
 
 def _is_alone(sibling: Sibling, names: Names) -> bool:
     parameters = [p for p in (sibling.weight, sibling.bias) if p is not None]
-    if not has_one_scale(sibling.recipe) or sibling.sizes[2] % 16:
+    _, k, n = sibling.sizes
+    if not has_one_scale(sibling.recipe) or not isinstance(k, int) or not isinstance(n, int) or n % 16:
         return False
     return all(names.parts(p) and len(p.users) == 1 and type(_example(p)) in _PLAIN for p in parameters)
 
@@ -218,13 +221,40 @@ def should_merge(family: Family, target: Target | None, wanted: bool | None, min
         return bool(wanted)
     first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
     (m, k, _), size = first.sizes, _example(first.node).element_size()
-    speedup = predicted_speedup(target, m, k, sum(widths), first.recipe, size)
-    if speedup is None or speedup < min_speedup:
+    if (prediction := predict(target, (m, k, sum(widths)), first.recipe, size, True, min_speedup)) is None:
         return False
+    if prediction.ends is not None:
+        return _pays_where_it_varies(prediction, functools.partial(_saved, family, target, k=k), bool(wanted))
+    if prediction.speedup < min_speedup:
+        return False
+    return _saved(family, target, m, k) > 0 or bool(wanted)
+
+
+def _saved(family: Family, target: Target, m: Any, k: int) -> Any:
+    """Predict the seconds that merging saves. m: an int, or a `Varying`."""
+    first, widths = family.siblings[0], [s.sizes[2] for s in family.siblings]
+    size = _example(first.node).element_size()
     # 2: a copy reads and writes each element
     copies = sum(memory_seconds(target, 2 * m * n * size) for n, c in zip(widths, family.copied, strict=True) if c)
-    saved = merged_seconds_saved(target, m, k, widths, first.recipe, size) - copies
-    return saved > 0 or bool(wanted)
+    return merged_seconds_saved(target, m, k, widths, first.recipe, size) - copies
+
+
+def _pays_where_it_varies(prediction: Prediction, saved: Callable[[Any], Any], wanted: bool) -> bool:
+    """Return whether siblings merge for every number of rows M: if that saves time wherever the merged call pays.
+
+    For fewer rows the merged call stays in high precision, and nothing is split: graphs for few rows and for many, and
+    for evaluation, merge alike.
+    """
+    if not prediction.pays:
+        return False
+    if wanted:
+        return True
+    saves = saved(Varying.polynomial((0, 1))).where(lambda m: saved(m) > 0)
+    return all(any(_holds(known, interval) for known in saves) for interval in prediction.pays)
+
+
+def _holds(outer: tuple[int, int | None], inner: tuple[int, int | None]) -> bool:
+    return outer[0] <= inner[0] and (outer[1] is None or (inner[1] is not None and inner[1] <= outer[1]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

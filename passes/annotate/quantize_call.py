@@ -252,7 +252,8 @@ class QuantizeCall:
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)
-        new.meta.update(like.meta)
+        # not the sizes that depend on data: `like` defines these
+        new.meta.update({key: of for key, of in like.meta.items() if key != "unbacked_bindings"})
         if PIECE in self.call.node.meta:  # `like` may be of an earlier piece
             new.meta[PIECE] = self.call.node.meta[PIECE]
         return new

@@ -55,11 +55,6 @@ def quantizers(
         return LeftOut("frozen rows", "its frozen weight has a scale for each row, and grad_input sums over the rows")
     if dims.has_groups and kind == "grad_weight":
         assert isinstance(recipe, RowwiseScaling), recipe
-        rows: object = tensors["input"].shape[0]
-        if not isinstance(rows, int):
-            return Reject(
-                "symbolic size", f"M={rows} varies: how far groups are moved apart must be known: dynamic=False"
-            )
         return tuple(ops.Groupwise(recipe, recipe.dtype(role)) for role in FACTORS[kind])  # type: ignore[return-value]
     factors = zip(FACTORS[kind], dims.contracted(kind), strict=True)
     try:

@@ -44,8 +44,8 @@ from fp8pass.passes.common.patterns import reach
 from fp8pass.passes.common.regions import in_its_modes
 from fp8pass.passes.common.repeatable_ops import (
     Op,
-    elements_of,
     float_inputs,
+    is_as_large,
     is_plain,
     keeps_its_result,
     op_of,
@@ -180,7 +180,7 @@ def _provide(found: Candidates, node: fx.Node, piece: int | None, reader: fx.Nod
     if len(large) == 1:
         _provide(found, large[0], piece, reader)
     # what is broadcast is small, and the caller holds the graph's inputs
-    elif node.op not in ("placeholder", "get_attr") and elements_of(node) >= elements_of(reader):
+    elif node.op not in ("placeholder", "get_attr") and is_as_large(node, reader):
         found.tensors[key] = Candidate(node, piece, [reader])
 
 
@@ -204,7 +204,7 @@ def _made_of(found: Candidates, node: fx.Node, piece: int | None, others: set[fx
 
 
 def _large_inputs(node: fx.Node) -> list[fx.Node]:
-    return [n for n in float_inputs(node) if elements_of(n) >= elements_of(node)]
+    return [n for n in float_inputs(node) if is_as_large(n, node)]
 
 
 def _is_reduced(found: Candidates, candidate: Candidate) -> bool:

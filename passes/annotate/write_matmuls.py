@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fp8pass._torch import OpOverload, OpOverloadPacket, hint_of
+from fp8pass._torch import OpOverload, OpOverloadPacket
 from fp8pass.graph.pass_base import DynamoContext
 from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.graph.sizes import depends_on_data
 from fp8pass.passes.common.regions import Part, in_its_modes, parts
 from fp8pass.passes.common.transforms import Transform, held_by
 from fp8pass.passes.common.write_calls import Write
@@ -133,9 +134,12 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _shape(node: fx.Node) -> list[int]:
-    """Return the sizes of the node's tensor, with example values for symbolic ones."""
-    return [hint_of(size) for size in node.meta["example_value"].shape]
+def _shape(node: fx.Node) -> list[Any]:
+    """Return the sizes of the node's tensor: ints, or SymInts, of which a comparison adds a guard.
+
+    A size that depends on data can't be compared, and is 2.
+    """
+    return [2 if depends_on_data(size) else size for size in node.meta["example_value"].shape]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +281,11 @@ def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., fx.Node]:
 
 def _parts(write: Write, y: fx.Node, count: int) -> list[fx.Node]:
     """Cut the last dimension into equal parts."""
-    size = _shape(y)[-1] // count
+    size = _shape(y)[-1]
+    if not isinstance(size, int):
+        apart = write(torch.unflatten, y, -1, (count, -1))
+        return [write(torch.select, apart, -2, i) for i in range(count)]
+    size //= count
     return [write(torch.narrow, y, -1, i * size, size) for i in range(count)]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,16 +23,23 @@ def why_no_kernel(experts: Tensor, dtype: torch.dtype, target: hardware.Target |
 
     experts: the tensor [G, K, N]. dtype: the result's type, which under autocast may differ from the operands' type.
     """
-    if reason := hardware.why_no_grouped_kernel(experts.device, target):
+    return why_none_of(experts.shape, experts.device, dtype, target)
+
+
+def why_none_of(
+    experts: Sequence[Any], device: torch.device, dtype: torch.dtype, target: hardware.Target | None
+) -> Reject | None:
+    """Return the same for experts of this shape on this device."""
+    if reason := hardware.why_no_grouped_kernel(device, target):
         return Reject("no kernel", reason)
     if dtype is not torch.bfloat16:
         types = dtype_name(dtype)
         return Reject(
             "grouped type", f"the result is {types}; grouped FP8 matmuls write bfloat16, and replace no other"
         )
-    sizes = f"experts {list(experts.shape)}"
-    if any(not isinstance(size, int) or size % grouped.ALIGNMENT for size in experts.shape[1:]):
+    sizes = f"experts {list(experts)}"
+    if any(not isinstance(size, int) or size % grouped.ALIGNMENT for size in experts[1:]):
         return Reject("grouped size", f"{sizes}: grouped FP8 matmuls need K and N that are multiples of 16")
-    if not isinstance(experts.shape[0], int) or experts.shape[0] > MAX_GROUPS:
+    if not isinstance(experts[0], int) or experts[0] > MAX_GROUPS:
         return Reject("grouped size", f"{sizes}: grouped FP8 matmuls take up to {MAX_GROUPS} groups")
     return None

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass._torch import enter_autocast, exit_autocast
-from fp8pass.graph.annotation import CHECKPOINT
+from fp8pass.graph.annotation import CHECKPOINT, COND
 from fp8pass.names import Names
 from fp8pass.passes.common.transforms import Transform, transforms
 
@@ -41,6 +41,30 @@ def parts(module: fx.GraphModule, names: Names, around: tuple[Transform, ...] = 
     for node in in_its_modes(module.graph):
         if node.target is CHECKPOINT:
             yield from parts(named_body(module, node, names), names, inside.get(node, ()))
+
+
+def branches_of(module: fx.GraphModule, call: fx.Node, names: Names) -> Iterator[fx.GraphModule]:
+    """Yield the two graphs of which a call of `torch.cond` runs one.
+
+    names: gets their inputs as aliases of the call's operands.
+    """
+    _, *holders, operands = call.args
+    for holder in holders:
+        assert isinstance(holder, fx.Node) and isinstance(operands, (list, tuple))
+        branch: fx.GraphModule = getattr(module, str(holder.target))
+        for inner, outer in zip(branch.graph.find_nodes(op="placeholder"), operands, strict=True):
+            if isinstance(outer, fx.Node):
+                names.alias(inner, outer)
+        yield branch
+
+
+def with_branches(module: fx.GraphModule, names: Names, around: tuple[Transform, ...] = ()) -> Iterator[Part]:
+    """Yield what `parts` yields, and the branches of `torch.cond` in it."""
+    for part in parts(module, names, around):
+        yield part
+        for node in part.module.graph.find_nodes(op="call_function", target=COND):
+            for branch in branches_of(part.module, node, names):
+                yield from with_branches(branch, names, part.inside.get(node, ()))
 
 
 def body_of(module: fx.GraphModule, call: fx.Node) -> fx.GraphModule:

@@ -5,15 +5,16 @@ They are found by the ATen ops that they call, on fake tensors, so that no list 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import FakeTensor, OpOverload, TorchDispatchMode
-from fp8pass.graph.wanted import HIGH_PRECISION, hint
+from fp8pass.graph.sizes import depends_on_data
+from fp8pass.graph.wanted import HIGH_PRECISION
 from fp8pass.passes.common.matmul_calls import mutates
 from fp8pass.passes.common.patterns import aten
 
@@ -50,7 +51,7 @@ def op_of(node: fx.Node) -> Op | None:
 def _can_be_called(node: fx.Node) -> bool:
     """Return whether the node's function is torch's, and can be called once more on Dynamo's examples."""
     value = node.meta.get("example_value")
-    if not is_plain(value) or not value.requires_grad or any(hint(size) is None for size in value.shape):
+    if not is_plain(value) or not value.requires_grad or any(map(depends_on_data, value.shape)):
         return False  # a size that depends on data would get another symbol
     known = all("example_value" in n.meta for n in node.all_input_nodes)
     return known and not mutates(node) and _is_torchs(node)
@@ -159,6 +160,6 @@ def is_plain(value: object) -> TypeGuard[FakeTensor]:
     return isinstance(value, FakeTensor) and value.dtype in HIGH_PRECISION and value.layout is torch.strided
 
 
-def elements_of(node: fx.Node) -> int:
-    """Return the number of elements of a node's tensor, in Dynamo's example if a size is symbolic: adds no guard."""
-    return math.prod(hint(size) or 1 for size in value_of(node).shape)
+def is_as_large(one: fx.Node, other: fx.Node) -> bool:
+    """Return whether a node's tensor is known to have as many elements as another's, or more; adds no guard."""
+    return bool(statically_known_true(value_of(one).numel() >= value_of(other).numel()))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
 from fp8pass.graph.builder import Builder, is_tensor, val
@@ -73,8 +74,8 @@ def _is_small_amax(node: fx.Node) -> bool:
     """Return whether `node` is the amax of a history, or of the amaxes of rows or columns."""
     return (
         node.target is aten.amax.default
-        and val(node.args[0]).numel() <= MAX_AMAX_INPUT
-        and val(node).numel() <= MAX_ELEMENTS
+        and _is_at_most(val(node.args[0]), MAX_AMAX_INPUT)
+        and _is_at_most(val(node), MAX_ELEMENTS)
     )
 
 
@@ -106,3 +107,8 @@ def _matmuls(x_q: fx.Node) -> set[fx.Node]:
 
 def _is_small(x: Tensor) -> bool:
     return isinstance(x.numel(), int) and x.numel() <= MAX_ELEMENTS
+
+
+def _is_at_most(x: Tensor, elements: int) -> bool:
+    """Return whether a tensor is known to have no more elements; adds no guard on a size that varies."""
+    return bool(statically_known_true(x.numel() <= elements))

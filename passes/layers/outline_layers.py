@@ -133,7 +133,7 @@ def _choices_of(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> Iterator[in
 def _verdict(choice: MatmulChoice) -> Hashable:
     """Return a key of what passes over the joint graph read of a choice."""
     declined = tuple(sorted((kind, reject.rule) for kind, reject in choice.declined.items()))
-    return choice.scaling, choice.rule, choice.wanted, declined, choice.fast_accum, choice.predicted_speedup
+    return choice.scaling, choice.rule, choice.wanted, declined, choice.fast_accum, choice.prediction
 
 
 def _joined(pieces: list[Match], times: Mapping[Hashable, int], module: fx.GraphModule) -> Iterator[Match]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor, fx
 
 from fp8pass._torch import FORCE_STRIDE_ORDER
-from fp8pass.graph.builder import Builder
+from fp8pass.graph.builder import Builder, is_tensor
 from fp8pass.graph.pass_base import Context
 from fp8pass.quant.grouped import DEQUANTIZE_GROUPS, ROWS_APART, dequantized_groups, rows_apart_formula
 from fp8pass.quant.ops import DEQUANTIZE_BLOCKS, dequantized_blocks
@@ -40,11 +40,12 @@ class ExpandBlocks:
 
 
 def _expand(build: Builder, node: fx.Node) -> None:
-    inputs = node.all_input_nodes
+    inputs = list(filter(is_tensor, node.all_input_nodes))
 
     def formula(*tensors: Tensor) -> Tensor:
         known = dict(zip(inputs, tensors, strict=True))
-        return _FORMULAS[node.target](*fx.map_arg(node.args, known.__getitem__))
+        # a size that varies is its symbol, of which `inline` makes nodes
+        return _FORMULAS[node.target](*fx.map_arg(node.args, lambda n: known[n] if n in known else n.meta["val"]))
 
     (result,) = build.inline(node, formula, *inputs)
     if node.target is ROWS_APART:  # materialize: Inductor would recompute the indices for each element that it gathers

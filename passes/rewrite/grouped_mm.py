@@ -97,8 +97,6 @@ def _in_groups(operand: fx.Node, matmul: fx.Node, turned: bool) -> fx.Node:
         node = first(node)
     if is_turned is not turned or node.args[2] is not matmul.args[2]:
         raise Reject("grouped scale", f"{at(operand)} has scales for other groups than {at(matmul)} sums over")
-    if not all(isinstance(size, int) for size in val(node).shape):
-        raise Reject("symbolic size", f"{at(operand)} is of the symbolic shape {list(val(operand).shape)}")
     return node
 
 
@@ -182,7 +180,7 @@ class _Rewriter:
     def _groups(self, found: ByGroups) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
         (a_q, a_scale, offs, _), (b_q, b_scale, *_) = found.a.args, found.b.args
         assert all(isinstance(n, fx.Node) for n in (a_q, a_scale, offs, b_q, b_scale))
-        key = offs, len(val(a_q))
+        key = offs, self.layout.size(a_q, 0)
         if key not in self.apart:
             row = self._emit(grouped.ROWS_APART, *key)
             self.apart[key] = row, self._inline(grouped.ends_apart, offs)[0]

@@ -20,6 +20,7 @@ from fp8pass.graph.annotation import MatmulChoice
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import LeftOut, Reject
+from fp8pass.graph.sizes import expression, varying
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short, source_of
 from fp8pass.node_meta import GEMM, KIND, SAVED, SAVED_FP8
@@ -80,6 +81,9 @@ class ListMatmuls:
                 kind = _custom(node).get("fp8pass_kind") or "output"
                 if kind not in KINDS[1:]:
                     kind = _backward_kind(roots, val(a).shape[-1], forward.get(index, []), of_copy=kind != "output")
+            elif not backward and _is_of_branchs_backward(node):
+                index = _layer_of(roots, val(a).shape[-1], forward)
+                kind = "grad_weight" if _is_turned(a) else "grad_input"
             else:
                 forward.setdefault(index, []).append(_Forward(*roots, val(a).shape[-2], val(b).shape[-1]))
             sizes = (*val(a).shape, val(b).shape[-1])
@@ -108,23 +112,24 @@ def _gemm(
     elif index is None and is_convolution(node):
         choice.rule, choice.reason = _CONVOLUTION.rule, str(_CONVOLUTION)
     declined = choice.declined.get(kind)
-    return Gemm(
+    gemm = Gemm(
         kind=kind,
         name=choice.name,
-        M=_number(m),
-        K=_number(k),
-        N=_number(n),
+        M=expression(m),
+        K=expression(k),
+        N=expression(n),
         dtypes=(_dtype(a), _dtype(b), _dtype(node)),
         source=choice.source or source_of(node),
-        batches=_number(batch[0]) if batch else 1,
+        batches=expression(batch[0]) if batch else 1,
         scaling=choice.scaling if declined is None else "",
         rule=choice.rule if declined is None else declined.rule,
         reason=choice.reason if declined is None else str(declined),
         fast_accum=kind in choice.fast_accum,
         choice=index,
-        predicted_speedup=choice.predicted_speedup,
         note=choice.note if kind == "output" else "",
+        sizes=tuple(dict.fromkeys(varying(sizes))),
     )
+    return gemm.predicted(choice.prediction)
 
 
 def _of_fallback(node: fx.Node) -> Iterator[tuple[fx.Node, Kind, tuple[fx.Node, fx.Node], tuple[Any, Any, Any]]]:
@@ -278,6 +283,33 @@ def _backward_kind(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: lis
     return max(found, key=lambda kind: kind[0], default=(False, "grad_weight" if of_copy else "output"))[1]
 
 
+def _is_of_branchs_backward(node: fx.Node) -> bool:
+    """Return whether a matmul without a note is a gradient: a branch of `torch.cond` in the backward computes its
+    forward again, with the notes of that, and then its gradients.
+    """
+    return node.meta.get("partitioner_tag") == "is_backward" and "fp8pass" not in _custom(node)
+
+
+def _layer_of(roots: tuple[fx.Node, fx.Node], contracted: Any, forward: dict[int | None, list[_Forward]]) -> int | None:
+    """Return the index of the choice of the only layer that a matmul of its backward can belong to; None if unknown."""
+    found = {
+        index
+        for index, of in forward.items()
+        for f in of
+        if (f.b in roots and _equal(contracted, f.n)) or (f.a in roots and _equal(contracted, f.m))
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_turned(operand: fx.Node) -> bool:
+    """Return whether an operand is the transpose of what it comes from."""
+    turned = False
+    while operand.target in _WHOLE:
+        turned ^= operand.target is aten.permute.default
+        operand = first(operand)
+    return turned
+
+
 def _equal(a: Any, b: Any) -> bool:
     return bool(statically_known_true(a == b))
 
@@ -322,10 +354,6 @@ def _origin(node: fx.Node) -> str:
             function = stack[-1][1]
             return getattr(function, "__name__", str(function))
     return str(node.target)
-
-
-def _number(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)
 
 
 def _dtype(node: fx.Node) -> str:

@@ -17,6 +17,7 @@ from torch import fx
 
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
+from fp8pass.graph.sizes import alike
 from fp8pass.node_meta import SAVED_RESULT
 from fp8pass.passes.common.patterns import COPIES, RESHAPES, aten, dtype_of, first, reach
 from fp8pass.passes.rewrite.list_matmuls import backward_nodes
@@ -62,7 +63,7 @@ def match(copy: fx.Node, backward: set[fx.Node]) -> Match | None:
     if dtype_of(copy) in FP8_DTYPES or not any(dtype_of(n) in FP8_DTYPES for n in made):
         return None
     operands = [
-        n for n in made if not _is_marked(n) and val(n).shape == val(copy).shape and dtype_of(n) == dtype_of(copy)
+        n for n in made if not _is_marked(n) and alike(val(n).shape, val(copy).shape) and dtype_of(n) == dtype_of(copy)
     ]
     if len(operands) != 1:
         return None

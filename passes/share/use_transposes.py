@@ -15,6 +15,7 @@ from torch import fx
 
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
+from fp8pass.graph.sizes import alike
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, reach
 from fp8pass.quant.ops import WITH_TRANSPOSE
 
@@ -24,10 +25,10 @@ def match(node: fx.Node) -> list[fx.Node]:
     x_t = as_node(node.args[1])
     # a tensor of more dimensions was quantized as rows: views of it come between, which end in rows again
     reshaped = reach([node], lambda n: (u for u in n.users if u.target in RESHAPES), lambda n: n.target in RESHAPES)
-    rows = [n for n in reshaped if val(n).shape == val(node).shape]
+    rows = [n for n in reshaped if alike(val(n).shape, val(node).shape)]
     turned = [u for n in rows for u in n.users if u.target is aten.permute.default and u.args[1] == [1, 0]]
     copies = [u for t in turned for u in t.users if u.target is aten.clone.default and first(u) is t]
-    return [c for c in copies if val(c).stride() == val(x_t).stride()]
+    return [c for c in copies if alike(val(c).stride(), val(x_t).stride())]
 
 
 class UseTransposes:

@@ -172,7 +172,7 @@ class _Planner:
         for n in (node, *node.all_input_nodes):
             n.meta["example_value"] = n.meta["val"]
         call = check(node, signature, choice.name, config, layer.trains)
-        choice.predicted_speedup = call.speedup
+        choice.prediction = call.prediction
         device = val(node).device
         check_speedup(call, device, config)
         _, alpha, _ = bias_of(node)

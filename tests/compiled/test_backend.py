@@ -253,7 +253,7 @@ DECLINED: dict[str, tuple[Callable[[], nn.Module], Tensor, str]] = {
             parameters((32, 48))(),
         ),
         torch.randn(8, 32),
-        r"inside a (region of cond|separate graph), which fp8pass does not enter",
+        r"inside a (branch of torch.cond, which may not write amaxes|separate graph, which fp8pass does not enter)",
     ),
 }
 
@@ -282,7 +282,7 @@ def test_strict_takes_what_recipe_or_filter_leave_out_in_control_flow(options: d
         compiled(factory(), strict=True, **options)(x)
     assert report.declined
     assert all("region" not in gemm.reason for gemm in report.declined), report
-    with pytest.raises(Exception, match="which fp8pass does not enter"):
+    with pytest.raises(Exception, match="inside a branch of torch.cond, which may not write amaxes"):
         compiled(factory(), strict=True)(x)
 
 
@@ -339,7 +339,7 @@ def test_a_symbolic_batch_compiles_once(lowering: str) -> None:
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 assert sqnr(q.grad, p.grad) > 25
     assert (report.graphs, len(report.rewritten)) == (1, 6 if lowering == "eager" else 2)
-    assert all(isinstance(g.M, str) for g in report.gemms if g.kind == "output")
+    assert all(str(g.M) == report.sizes[0].symbol for g in report.gemms if g.kind == "output")
 
 
 def test_frozen_weights_and_inputs() -> None:
@@ -635,7 +635,7 @@ def test_sizes_that_depend_on_data() -> None:
     layer = nn.Linear(32, 32)
     x = torch.randn(16, 32)
     capture = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-    with capture, verdicts() as report, pytest.warns(UserWarning, match="no matmul in FP8: M=u0 depends on data"):
+    with capture, verdicts() as report, pytest.warns(UserWarning, match="no matmul in FP8: M=u0 depends on data, and may be 0"):
         y = compiled(lambda x, keep: layer(x[keep]))(x, x[:, 0] > 0)
     torch.testing.assert_close(y, layer(x[x[:, 0] > 0]))
     assert "depends on data" in report.gemms[0].reason

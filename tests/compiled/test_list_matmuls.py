@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
@@ -44,7 +45,9 @@ def test_kinds_do_not_depend_on_what_is_rewritten(recipe: str | None) -> None:
 def test_batches_and_flops() -> None:
     (gemm, *_) = listed(lambda a, b: torch.bmm(a, b), torch.randn(3, 8, 16, requires_grad=True), torch.randn(3, 16, 32))
     assert (gemm.batches, gemm.M, gemm.K, gemm.N, gemm.flops) == (3, 8, 16, 32, 2 * 3 * 8 * 16 * 32)
-    assert replace(gemm, M="s27").flops == 0
+    size = sympy.Symbol("s27")
+    assert replace(gemm, M=size).flops == 2 * 3 * size * 16 * 32
+    assert gemm.bytes == 3 * 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
 @torch._dynamo.allow_in_graph

@@ -5,27 +5,34 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import random
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
 import fp8pass
+from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.recipes import NAMED, DelayedScaling, Recipe, StaticScaling
 from fp8pass.roofline import (
+    ROWS,
     call_seconds,
     gemm_seconds,
     load_machine,
     memory_seconds,
     overhead_seconds,
+    pays_from,
     predicted_speedup,
 )
+from fp8pass.varying import Intervals, Varying
 from tests.helpers import ROOT
 from tests.helpers.harness import expect_text
 from tests.helpers.models import make
@@ -204,6 +211,73 @@ def test_few_rows_do_not_pay_though_torchaos_filter_takes_them(ours: str, theirs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Sizes from which FP8 pays
+
+
+def scanned(holds: Callable[[int], bool], end: int) -> Intervals:
+    """Return the intervals of 1 to `end`, by trying every number; the last one that holds has no end."""
+    known = [m for m in range(1, end + 1) if holds(m)]
+    firsts = [m for m in known if m == 1 or not holds(m - 1)]
+    lasts = [m for m in known if m == end or not holds(m + 1)]
+    return tuple((first, None if last == end else last) for first, last in zip(firsts, lasts, strict=True))
+
+
+@pytest.mark.parametrize("recipe", list(NAMED))
+def test_where_it_pays_is_where_a_scan_says_so(recipe: str) -> None:
+    numbers = random.Random(recipe)
+    for _ in range(12):
+        target = TARGETS[numbers.choice(("sm_89", "h100", "h200", "b200"))]
+        k, n, training = 16 * numbers.randint(1, 600), 16 * numbers.randint(1, 600), numbers.random() < 0.7
+        size, least = numbers.choice((2, 4)), numbers.choice((0.7, 1.0, 1.0, 1.2, 1.5))
+        args = (NAMED[recipe](), size, training)
+        found = pays_from(target, ROWS, k, n, *args, least)
+        if predicted_speedup(target, 16, k, n, *args) is None:
+            assert found is None
+            continue
+        end = 3000
+        wanted = scanned(lambda m: predicted_speedup(target, m, k, n, *args) >= least, end)  # noqa: B023
+        assert found is not None
+        near = tuple((first, None if last is None or last >= end else last) for first, last in found if first <= end)
+        assert near == wanted, (target.name, k, n, args, least)
+
+
+def test_it_need_not_pay_for_all_larger_sizes() -> None:
+    """Where a matmul is as slow in FP8 as its bytes, and quantizing is slow, few rows pay and many do not."""
+    odd = replace(H100, fp8_peak=H100.bf16_peak * 1.01, gemm_start=1e-9, launch=1e-9)
+    recipe = DelayedScaling(high_precision=GRADIENTS)
+    found = pays_from(odd, ROWS, 4096, 4096, recipe, 2, False, 0.8)
+    assert found is not None and found == scanned(
+        lambda m: predicted_speedup(odd, m, 4096, 4096, recipe, 2, False) >= 0.8, 60_000
+    )
+    assert in_words(((96, 200), (1184, None))) == "96 to 200, 1,184"
+    assert (in_words(()), in_words(None), in_words(((3, None),), "s27")) == ("never", "", "s27 = 3")
+
+
+def test_any_formula_of_longer_times_is_solved() -> None:
+    """Sums of maxima of lines, and of products, change their sign several times."""
+    numbers, several = random.Random(0), 0
+    for _ in range(150):
+        lines = [(numbers.randint(-400, 400), numbers.randint(-9, 9)) for _ in range(6)]
+
+        def formula(x: Any, longer: Any) -> Any:
+            a, b, c, d, e, f = ((x * slope + start) for start, slope in lines)  # noqa: B023
+            return longer(a, b) + longer(c, longer(d, x * x * 0.5 - 300)) - longer(e, f) * 2
+
+        solved = formula(Varying.polynomial((0, 1)), lambda a, b: a.longer(b)).where(lambda m: formula(m, max) >= 0)
+        wanted = scanned(lambda m: formula(m, max) >= 0, 1000)
+        assert solved == wanted
+        several += len(wanted) > 1
+    assert several > 20
+
+
+def test_the_size_that_varies_may_be_in_several_places() -> None:
+    """M and N are 8 times one size: the intervals are of that size."""
+    x, recipe = sympy.Symbol("x", positive=True, integer=True), DelayedScaling()
+    found = pays_from(H100, 8 * x, 1024, 8 * x, recipe, 2, True)
+    assert found == scanned(lambda s: predicted_speedup(H100, 8 * s, 1024, 8 * s, recipe) >= 1, 1500)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Machine files
 
 
@@ -269,13 +343,13 @@ def test_the_report_has_the_prediction() -> None:
     expect_text(
         str(report),
         """\
-matmul  gemm         M x K x N     dtypes              scaling  predicted  status        source
------------------------------------------------------------------------------------------------
-0       output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  0.67x      rewritten
-2       output       16 x 64 x 16  f32 @ f32 -> f32                        declined [1]
-2       grad_input   16 x 16 x 64  f32 @ f32 -> f32                        declined [1]
-2       grad_weight  16 x 16 x 64  f32 @ f32 -> f32                        declined [1]
-0       grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  0.67x      rewritten
+matmul  gemm         M x K x N     dtypes              scaling  predicted  pays from M  status        source
+------------------------------------------------------------------------------------------------------------
+0       output       16 x 32 x 64  e4m3 @ e4m3 -> f32  delayed  0.67x      never        rewritten
+2       output       16 x 64 x 16  f32 @ f32 -> f32                                     declined [1]
+2       grad_input   16 x 16 x 64  f32 @ f32 -> f32                                     declined [1]
+2       grad_weight  16 x 16 x 64  f32 @ f32 -> f32                                     declined [1]
+0       grad_weight  64 x 16 x 32  e5m2 @ e4m3 -> f32  delayed  0.67x      never        rewritten
 
 [1] '2' matches the pattern '2', whose recipe is None
 

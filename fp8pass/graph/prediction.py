@@ -1,0 +1,92 @@
+"""`Prediction`: what the roofline says of one matmul call, for all sizes that it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+
+from fp8pass._torch import example_of
+from fp8pass.graph.sizes import Size, expression, value_at
+from fp8pass.hardware import Target
+from fp8pass.recipes import Recipe
+from fp8pass.roofline import ROWS, Seconds, pays_from, predicted_seconds, predicted_speedup
+from fp8pass.varying import Intervals
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted times of a call of [M, K] by [K, N]: its one matmul, or three in training, with all quantizing.
+
+    seconds: in high precision, and in FP8; expressions of torch's symbols if a size varies. variable: the size that
+    varies, a SymInt; None if none does, or if several do that do not depend on each other. pays: where the speed-up
+    reaches `min_speedup`, or 1 if that is 0, by the values of `variable`, or of M if none varies; None if it is not
+    known. of: what `pays` is about, "M" or a symbol. ends: the speed-up at the smallest and the largest sizes that this
+    compilation serves; None if none varies.
+    """
+
+    seconds: tuple[Seconds, Seconds]
+    variable: Any = field(compare=False)  # SymInts have no hash
+    pays: Intervals | None
+    of: str
+    ends: tuple[float, float] | None
+
+    @property
+    def speedup(self) -> Any:
+        """The time in high precision divided by that in FP8: a float, or an expression."""
+        return self.seconds[0] / self.seconds[1]
+
+
+def predict(
+    target: Target | None,
+    sizes: Sequence[Any],
+    recipe: Recipe,
+    element_size: int,
+    training: bool,
+    min_speedup: float,
+) -> Prediction | None:
+    """Predict a call. sizes: M, K and N, ints or SymInts. None without a target, or without a kernel on it."""
+    of_call = (recipe, element_size, training)
+    m, k, n = map(expression, sizes)
+    if target is None or (seconds := predicted_seconds(target, m, k, n, *of_call)) is None:
+        return None
+    variable, solved = _solved_for(sizes, (m, k, n))
+    pays = None if solved is None else pays_from(target, *solved, *of_call, min_speedup or 1.0)
+    ends = None
+    if any(isinstance(size, sympy.Basic) for size in (m, k, n)):
+        smallest, largest = ([value_at(size, end) for size in sizes] for end in (False, True))
+        ends = predicted_speedup(target, *smallest, *of_call), predicted_speedup(target, *largest, *of_call)
+    return Prediction(seconds, variable, pays, _name(variable, m, k, n), ends)
+
+
+def _solved_for(sizes: Sequence[Any], of: tuple[Size, Size, Size]) -> tuple[Any, tuple[Size, Size, Size] | None]:
+    """Return the size that varies, and M, K and N as polynomials of it; (None, None) if there is no such size."""
+    varying = {size for size in of if isinstance(size, sympy.Basic)}
+    if not varying:
+        return None, (ROWS, of[1], of[2])
+    if len(varying) == 1:  # it may be an expression, of several symbols too: the guard is on the expression
+        size = next(size for size, found in zip(sizes, of, strict=True) if found in varying)
+        m, k, n = (ROWS if size in varying else size for size in of)
+        return size, (m, k, n)
+    symbols = set().union(*(size.free_symbols for size in varying))
+    if len(symbols) > 1 or not all(size.is_polynomial(*symbols) for size in varying):
+        return None, None
+    env = next(size.node.shape_env for size in sizes if not isinstance(size, int))
+    (symbol,) = symbols
+    return env.create_symintnode(symbol, hint=example_of(env, symbol)), of
+
+
+def _name(variable: Any, m: Size, k: Size, n: Size) -> str:
+    only_rows = variable is None or (expression(variable) == m and isinstance(k, int) and isinstance(n, int))
+    return "M" if only_rows else str(expression(variable))
+
+
+def in_words(pays: Intervals | None, of: str = "M") -> str:
+    """Return where a call pays, as reports have it: "1,184" for M from 1,184 on, "never", "96 to 200, 1,184"."""
+    if pays is None:
+        return ""
+    texts = [f"{first:,}" if last is None else f"{first:,} to {last:,}" for first, last in pays]
+    found = ", ".join(texts) or "never"
+    return found if of == "M" or not pays else f"{of} = {found}"
