@@ -91,6 +91,7 @@ with required_names():
     from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
     from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
     from torch.distributed import _functional_collectives
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
@@ -469,6 +470,12 @@ def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return result
 
 
+def all_gather_single(output: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the tensors `x` of a group's ranks into `output`. torch 2.13 has a new name for it, and warns of the old."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, x, group=group)
+
+
 def ranks_of(group: str) -> list[int]:
     """Return the global ranks of a named group."""
     return dist.get_process_group_ranks(_resolve_process_group(_group_name(group)))
@@ -747,6 +754,7 @@ __all__ = [
     "Pointwise",
     "PointwiseSubgraphLowering",
     "PyCodeCache",
+    "ReduceScatter",
     "RestartAnalysis",
     "SchedulerNode",
     "SkipFrame",
@@ -761,6 +769,7 @@ __all__ = [
     "Virtualized",
     "_CheckpointFrame",
     "all_compilations",
+    "all_gather_single",
     "all_reduce",
     "aot_autograd",
     "around_compilations",
