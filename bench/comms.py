@@ -41,7 +41,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # to import the other modules of bench, also with -m
 
-from collectives import BF16, FP8, FP8_MATMULS, MODELS, Collective, Layout, Llama, Way, collectives, differences
+from collectives import (
+    BF16,
+    FP8,
+    FP8_GRADIENTS,
+    FP8_MATMULS,
+    MODELS,
+    Collective,
+    Layout,
+    Llama,
+    Way,
+    collectives,
+    differences,
+)
 
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.recipes import DelayedScaling
@@ -251,6 +263,8 @@ WORLDS = (
     (Layout(data=3, recompute=True), BF16),
     (Layout(data=2, tensor=2, recompute=True), BF16),
     (Layout(data=4, tensor=2), Way(fp8=True, fp8_wire=True, left_out=("k", "v"))),
+    (Layout(data=3), FP8_GRADIENTS),
+    (Layout(data=3, whole=True), FP8_GRADIENTS),
 )
 
 
