@@ -207,7 +207,9 @@ class _Counting(TorchDispatchMode):
         group = given.get("group_name") or dist.ProcessGroup.unbox(given["process_group"]).group_name
         tensors = [x for x in pytree.tree_leaves((given, result)) if isinstance(x, Tensor)]
         whole = max(tensors, key=Tensor.numel)  # the largest of inputs and outputs is the whole tensor
-        return Collective(kind, str(whole.dtype).removeprefix("torch."), whole.numel(), self.names[tuple(ranks_of(group))])
+        return Collective(
+            kind, str(whole.dtype).removeprefix("torch."), whole.numel(), self.names[tuple(ranks_of(group))]
+        )
 
 
 def _fill(given: dict[str, Any], result: Any) -> None:

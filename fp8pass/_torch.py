@@ -91,11 +91,11 @@ with required_names():
     from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
     from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
     from torch.distributed import _functional_collectives
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.fx.graph import CodeGen
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
     from torch.nn.modules.loss import _Loss as Loss

@@ -303,7 +303,7 @@ def in_a_train_step() -> Any:
 
     weights = []
     for i, x in enumerate(batches()):
-        x = part(x).clone()  # noqa: PLW2901
+        x = part(x).clone()
         if i == 2 and dist.get_rank() == 1:
             x[0, 0, 0] = float("inf")
         step(x)
@@ -401,7 +401,9 @@ def test_unsupported_uses_are_refused() -> None:
 
 def test_invalid_options_are_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(fp8pass.Fp8Error, match="no module is sharded: call enable_fp8_reduce_scatter after fully_shard"):
+    with pytest.raises(
+        fp8pass.Fp8Error, match="no module is sharded: call enable_fp8_reduce_scatter after fully_shard"
+    ):
         enable_fp8_reduce_scatter(model)
     with pytest.raises(TypeError, match="enable_fp8_reduce_scatter.. takes a module, not int"):
         enable_fp8_reduce_scatter(3)  # type: ignore[arg-type]
