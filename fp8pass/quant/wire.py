@@ -4,8 +4,8 @@ A message is u8[P, C + 4 B], with a part for each of P ranks: C gradients in FP8
 blocks of them. Scales are powers of two, so that dequantizing is exact. As scales travel with the gradients, each rank
 has its own.
 
-    reduce_scatter   each rank quantizes its gradients x[P, C] and sends part p to rank p, which dequantizes the parts of
-                     all ranks and adds them in the order of ranks
+    reduce_scatter   each rank quantizes its gradients x[P, C] and sends part p to rank p, which dequantizes the parts
+                     of all ranks and adds them in the order of ranks
     all_gather       each rank quantizes its part of the sum, and sends it to all
 
 In FP8 no sum is computed: it would saturate, and its error would grow with the number of ranks.
@@ -123,11 +123,12 @@ class GradientExchange:
         return self._delayed_scale(amax, group, key), amax
 
     def own_scale(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and amax f32[P, B, 1] of parts [P, B, C / B], by the amax of each block."""
         amax = scaling.amax_along(parts, (2,))
         return self.scale_of(amax), amax
 
     def _delayed_scale(self, amax: Tensor, group: dist.ProcessGroup, key: Any) -> Tensor:
-        """Return the scale by the largest amax of the last step; this rank's own if there is none, or it is exceeded."""
+        """Return the scale by the largest amax of the last step; this rank's own if there is none or it is exceeded."""
         work, bits = self._amaxes.pop(key, (None, torch.zeros((), dtype=torch.int32, device=amax.device)))
         if work is not None:
             work.wait()
@@ -142,5 +143,6 @@ class GradientExchange:
         return torch.where(has_last & fits, delayed, self.scale_of(amax))
 
     def scale_of(self, amax: Tensor, margin: int = 0) -> Tensor:
+        """Return the scale of an amax, elementwise: a power of two, at most `LARGEST_SCALE`."""
         scale = scaling.scale_from_amax(amax, scaling.fp8_max(FORMATS[self.how.dtype]), 1.0, margin)
         return scaling.floor_to_power_of_2(scale).clamp(max=LARGEST_SCALE)

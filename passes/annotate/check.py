@@ -127,13 +127,14 @@ def _check_gathered(recipe: Recipe, weight: GatheredWeight) -> None:
         return
     if isinstance(recipe, (RowwiseScaling, MXFP8Scaling)):
         why = (
-            f"the recipe {recipe.name!r} scales it along each of its dimensions. Gathered in FP8 for both, it would take "
-            "more than 2 bytes per element, and it takes 2 in bfloat16: leave it out with enable_fp8_all_gather(filter=)"
+            f"the recipe {recipe.name!r} scales it along each of its dimensions. Gathered in FP8 for both, it would "
+            "take more than 2 bytes per element, and it takes 2 in bfloat16: leave it out with "
+            "enable_fp8_all_gather(filter=)"
         )
     else:
         why = (
-            f"{recipe!r} has others: gather it with scales='tensor' for 'delayed' and 'dynamic', with scales='block' for "
-            "'blockwise', or leave it out with enable_fp8_all_gather(filter=)"
+            f"{recipe!r} has others: gather it with scales='tensor' for 'delayed' and 'dynamic', with scales='block' "
+            "for 'blockwise', or leave it out with enable_fp8_all_gather(filter=)"
         )
     raise Reject("gathered in FP8", f"its weight travels in FP8 with scales={weight.scales!r}, and {why}")
 

@@ -273,10 +273,15 @@ class Structures:
         if node not in known:
             inputs = {n: self.of(n, known) for n in node.all_input_nodes} if is_computed(node) else None
             args = inputs and fx.map_arg((node.args, node.kwargs), lambda n: inputs[n])
-            number = None if inputs else constant(node)
-            text = f"{node.target} {args}" if inputs else node.name if number is None else f"{number}, {dtype_of(node)}{list(val(node).shape)}"
+            text = f"{node.target} {args}" if inputs else _text_of(node)
             known[node] = self._texts.setdefault(text, f"%{len(self._texts)}")
         return known[node]
+
+
+def _text_of(node: fx.Node) -> str:
+    """Return a text that is equal for equal constants, and else the name of the node."""
+    number = constant(node)
+    return node.name if number is None else f"{number} of {dtype_of(node)}{list(val(node).shape)}"
 
 
 def ways_of(quantizes: list[Quantize], amaxes: Iterable[fx.Node] = ()) -> int:

@@ -172,7 +172,7 @@ def _elements(source: fx.Node, amax: fx.Node, wait: fx.Node, moved: set[fx.Node]
 
 
 def _has_rows(source: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
-    """Return whether the last dimension of `source` is a row of `wait`, or a part of one, with its elements in order."""
+    """Return whether the last dimension of `source` is a row of `wait`, or a part of one, in order."""
     path = [n for n in between(wait, source, moved) if is_tensor(n)]
     # without its rank's part in the first dimension, a row would be divided among ranks
     return val(wait).dim() > 1 and all(_keeps_rows(n, wait) or (n is source and _cuts_rows(n, wait)) for n in path)
