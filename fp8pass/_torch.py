@@ -471,7 +471,7 @@ def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def all_gather_single(output: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather the tensors `x` of a group's ranks into `output`. torch 2.13 renames the function, and warns of the old."""
+    """Gather the tensors `x` of a group's ranks into `output`. torch 2.13 renames it, and warns of the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, x, group=group)
 

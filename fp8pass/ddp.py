@@ -38,7 +38,8 @@ def fp8_gradients(
 
     where u is 2**-4 for e4m3 and 2**-3 for e5m2, half the distance of neighbours relative to their size; and f_r, f are
     half of the least FP8 number at the scale of rank r, and of the mean: at most 2**-17.8 for e4m3, and 2**-31.8 for
-    e5m2, of the largest gradient with the same scale. All ranks get the same bits, and the same again if the step runs again.
+    e5m2, of the largest gradient with the same scale. All ranks get the same bits, and the same again if the step runs
+    again.
 
     Where a gradient is infinite or NaN, all gradients with the same scale become NaN, on all ranks: GradScaler and
     `skip_nonfinite` see it.
