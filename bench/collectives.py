@@ -4,6 +4,7 @@ A step is one forward, one backward and one optimizer step. The formulas cover
 
     FSDP2           each block and the rest are wrapped separately. Blocks are gathered in bfloat16 for the forward,
                     resharded after it, and gathered again for the backward; gradients are reduce-scattered
+    DDP             without shards: gradients are averaged in float32 in buckets, which count as one here
     tensor parallel by DTensor, with sequence parallel between the divided layers and a loss over divided logits
     both            FSDP2 over one dimension of a mesh, tensor parallel over the other
 
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from fp8pass.quant.wire import GradientFormat
 from fp8pass.states.amax_reduction import HEADER
 
 ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float32": 4, "int32": 4}
@@ -78,11 +80,13 @@ class Layout:
     """Number of ranks in each dimension of the mesh.
 
     recompute: blocks save only their input, and the backward runs their forward again (activation checkpointing).
+    whole: each rank has all parameters, in DDP.
     """
 
     data: int = 1
     tensor: int = 1
     recompute: bool = False
+    whole: bool = False
 
     @property
     def ranks(self) -> int:
@@ -105,11 +109,13 @@ class Way:
 
     fp8: the matmuls of blocks run in FP8. fp8_wire: collectives transfer the operands of these matmuls in FP8.
     left_out: linear layers of blocks that stay in BF16, because fp8pass declines layers that are too small to pay.
+    fp8_gradients: FSDP's reduce-scatter, or DDP's all-reduce, exchanges gradients in FP8.
     """
 
     fp8: bool
     fp8_wire: bool = False
     left_out: tuple[str, ...] = ()
+    fp8_gradients: bool = False
 
     @property
     def taken(self) -> tuple[str, ...]:
@@ -118,10 +124,11 @@ class Way:
 
     def gathers_weights(self, layout: Layout) -> bool:
         """Return whether FSDP gathers weights in FP8 (`enable_fp8_all_gather`)."""
-        return self.fp8_wire and layout.data > 1
+        return self.fp8_wire and layout.data > 1 and not layout.whole
 
 
 BF16, FP8_MATMULS, FP8 = Way(fp8=False), Way(fp8=True), Way(fp8=True, fp8_wire=True)
+FP8_GRADIENTS = Way(fp8=True, fp8_wire=True, fp8_gradients=True)
 
 
 class Collective(NamedTuple):
@@ -152,7 +159,7 @@ def collectives(
     """
     found: Counter[Collective] = Counter()
     for collective, count in (
-        *_fully_sharded(model, layout, way, reduce_dtype),
+        *(_whole(model, layout, way) if layout.whole else _fully_sharded(model, layout, way, reduce_dtype)),
         *_tensor_parallel(model, layout, way, batch, length),
         *_scales(model, layout, way),
     ):
@@ -178,8 +185,26 @@ def _fully_sharded(model: Llama, layout: Layout, way: Way, reduce_dtype: str) ->
         gathered = Collective("all_gather", "uint8", 2 * block - sum(linears[name] for name in way.taken), "data")
     yield gathered, 2 * model.layers
     yield Collective("all_gather", "bfloat16", root, "data"), 1
-    yield Collective("reduce_scatter", reduce_dtype, block, "data"), model.layers
-    yield Collective("reduce_scatter", reduce_dtype, root, "data"), 1
+    for elements, times in ((block, model.layers), (root, 1)):
+        if way.fp8_gradients:
+            yield Collective("all_to_all", "uint8", _in_messages(elements, layout), "data"), times
+        else:
+            yield Collective("reduce_scatter", reduce_dtype, elements, "data"), times
+
+
+def _in_messages(gradients: int, layout: Layout) -> int:
+    """Return the bytes of gradients in FP8 with their scales, in one part for each rank."""
+    return layout.data * GradientFormat().message(-(-gradients // layout.data))
+
+
+def _whole(model: Llama, layout: Layout, way: Way) -> Iterable[tuple[Collective, int]]:
+    """Yield the collectives of DDP, and their numbers."""
+    if way.fp8_gradients:
+        sent = _in_messages(model.parameters, layout)
+        yield Collective("all_to_all", "uint8", sent, "data"), 1
+        yield Collective("all_gather", "uint8", sent, "data"), 1
+    else:
+        yield Collective("all_reduce", "float32", model.parameters, "data"), 1
 
 
 def _tensor_parallel(

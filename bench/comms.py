@@ -14,7 +14,8 @@ Times are predictions, not measurements:
     the rest    the bytes of norms, rotary positions, SwiGLU and residuals, of logits and of AdamW, divided by the
                 memory bandwidth
     collectives the bytes that a GPU sends in a ring, divided by the speed of its slowest link, without latency. If
-                several GPUs of a node are in one group, each of their network cards carries one ring of the group
+                several GPUs of a node are in one group, each of their network cards carries one ring of the group. In
+                an all-to-all, what a GPU sends to other nodes passes its own network card
     a step      FSDP's collectives run beside the rest, so the longer of the two counts; the collectives of tensor
                 parallel run alone, and are added to the rest
 
@@ -41,7 +42,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # to import the other modules of bench, also with -m
 
-from collectives import BF16, FP8, FP8_MATMULS, MODELS, Collective, Layout, Llama, Way, collectives, differences
+from collectives import (
+    BF16,
+    FP8,
+    FP8_GRADIENTS,
+    FP8_MATMULS,
+    MODELS,
+    Collective,
+    Layout,
+    Llama,
+    Way,
+    collectives,
+    differences,
+)
 
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.recipes import DelayedScaling
@@ -86,8 +99,22 @@ class Cluster:
         """
         if group == "tensor" or layout.ranks <= self.node:
             return self.nvlink
-        neighbours = self.node // layout.tensor if group == "data" else self.node
-        return min(self.nvlink, self.network * neighbours)
+        return min(self.nvlink, self.network * self.neighbours(layout, group))
+
+    def neighbours(self, layout: Layout, group: str) -> int:
+        """Return how many GPUs of a group are in one node."""
+        return min(layout.size(group), self.node // layout.tensor if group == "data" else self.node)
+
+    def seconds(self, collective: Collective, layout: Layout) -> float:
+        """Return the time of one call of a collective.
+
+        In an all-to-all each GPU sends to all others by itself: what goes to other nodes passes its own network card.
+        """
+        if collective.kind != "all_to_all":
+            return collective.sent(layout) / self.bandwidth(layout, collective.group)
+        ranks, near = layout.size(collective.group), self.neighbours(layout, collective.group)
+        part = collective.bytes / ranks
+        return max(part * (near - 1) / self.nvlink, part * (ranks - near) / self.network)
 
 
 @dataclass(frozen=True)
@@ -167,7 +194,7 @@ def seconds(step: Step, cluster: Cluster, way: Way) -> tuple[float, float]:
     """
     beside = exposed = 0.0
     for collective, count in step.collectives(way).items():
-        time = count * collective.sent(step.layout) / cluster.bandwidth(step.layout, collective.group)
+        time = count * cluster.seconds(collective, step.layout)
         if collective.group == "tensor":
             exposed += time
         else:
@@ -243,6 +270,36 @@ def row(name: str, kind: str, step: Step, cluster: Cluster) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+HEAD_OF_GRADIENTS = (
+    "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links |\n|---|---:|---|---:|---:|"
+)
+
+
+def gradients(models: list[str], gpus: list[int], cluster: Cluster) -> str:
+    """Return a table of what one GPU sends in FSDP's reductions of gradients, and how long that takes."""
+    lines = [HEAD_OF_GRADIENTS]
+    for name in models:
+        for count in gpus:
+            for kind, layout in layouts(count, cluster.node):
+                step = Step(MODELS[name], layout)
+                if layout.data > 1 and fitting(step, cluster.memory) is not None:
+                    lines.append(row_of_gradients(name, kind, step, cluster))
+    return "\n".join(lines)
+
+
+def row_of_gradients(name: str, kind: str, step: Step, cluster: Cluster) -> str:
+    """Return one line of the table of gradients."""
+    sent, times = [], []
+    for way, dtype in ((FP8, "float32"), (FP8, "bfloat16"), (FP8_GRADIENTS, "float32")):
+        of_way = replace(step, reduce_dtype=dtype).collectives(way)
+        found = {c: n for c, n in of_way.items() if c.kind in ("reduce_scatter", "all_to_all") and c.group == "data"}
+        sent.append(sum(n * c.sent(step.layout) for c, n in found.items()) / 1e9)
+        times.append(sum(n * cluster.seconds(c, step.layout) for c, n in found.items()))
+    cells = [name, str(step.layout.ranks), kind]
+    cells += [", ".join(f"{x:.1f}" for x in sent), ", ".join(f"{x:.3f}" for x in times)]
+    return f"| {' | '.join(cells)} |"
+
+
 SMALL = Llama(layers=2, width=64, hidden=176, heads=4, kv_heads=2, vocab=96)
 """A model of which three ranks cannot divide any block's weight evenly, so that FSDP pads all of them."""
 WORLDS = (
@@ -251,6 +308,8 @@ WORLDS = (
     (Layout(data=3, recompute=True), BF16),
     (Layout(data=2, tensor=2, recompute=True), BF16),
     (Layout(data=4, tensor=2), Way(fp8=True, fp8_wire=True, left_out=("k", "v"))),
+    (Layout(data=3), FP8_GRADIENTS),
+    (Layout(data=3, whole=True), FP8_GRADIENTS),
 )
 
 
@@ -300,7 +359,8 @@ def main() -> None:
     print(f"In {len(worlds)} small worlds the collectives that ran are those of the formulas.\n")
     if not args.check:
         cluster = Cluster(TARGETS[args.target], args.nvlink * 1e9, args.network * 1e9, args.memory * 1e9)
-        print(report(args.models, args.gpus, cluster, args.sequences, args.length, args.reduce_dtype))
+        print(report(args.models, args.gpus, cluster, args.sequences, args.length, args.reduce_dtype), "\n")
+        print(gradients(args.models, args.gpus, cluster))
 
 
 if __name__ == "__main__":

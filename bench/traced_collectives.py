@@ -30,11 +30,13 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from fp8pass._torch import TorchDispatchMode, pytree
-from fp8pass.fsdp import enable_fp8_all_gather
+from fp8pass._torch import TorchDispatchMode, pytree, ranks_of
+from fp8pass.ddp import fp8_gradients
+from fp8pass.fsdp import enable_fp8_all_gather, enable_fp8_reduce_scatter
 
 WARM_UP = 1
 """Number of steps before the step that is counted; graphs are compiled in them."""
@@ -80,11 +82,11 @@ def divide(model: Decoder, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, outside)
 
 
-def distributed(model: Decoder, mesh: DeviceMesh, way: Way, reduce_dtype: str) -> Decoder:
+def distributed(model: Decoder, mesh: DeviceMesh, way: Way, reduce_dtype: str, whole: bool) -> nn.Module:
     """Divide, compile block by block, and wrap a model over a mesh with the dimensions "data" and "tensor"."""
     if mesh["tensor"].size() > 1:
         divide(model, mesh["tensor"])
-    if way.gathers_weights(Layout(mesh.size(0), mesh.size(1))):
+    if way.gathers_weights(Layout(mesh.size(0), mesh.size(1), whole=whole)):
         enable_fp8_all_gather(model, filter=["head", *(f"blocks.*.{name}" for name in way.left_out)])
     # eager: the same graphs without generated kernels; min_speedup: else matmuls this small would be declined
     options = {"lowering": "eager", "min_speedup": 0, "filter": list(way.left_out)}
@@ -94,9 +96,25 @@ def distributed(model: Decoder, mesh: DeviceMesh, way: Way, reduce_dtype: str) -
             block.compile(backend="fp8pass", options=options)
         else:
             block.compile(backend="aot_eager")
-        fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+        if not whole:
+            fully_shard(block, mesh=mesh["data"], mp_policy=policy)
+    if whole:
+        return _in_ddp(model, way)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    if way.fp8_gradients:
+        enable_fp8_reduce_scatter(model)
     return model
+
+
+def _in_ddp(model: Decoder, way: Way) -> DistributedDataParallel:
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    if way.fp8_gradients:
+        # in this thread, where the collectives are counted; fake groups have no timeout
+        no_timeout = mock.patch("fp8pass.ddp.timeout_of", return_value=None)
+        with mock.patch("fp8pass.ddp.ThreadPoolExecutor") as executor, no_timeout:
+            executor.return_value.submit = lambda function, *args: function(*args)
+            fp8_gradients(parallel)
+    return parallel
 
 
 def traced(
@@ -107,17 +125,17 @@ def traced(
     With tensor parallel, `way` must have `fp8_wire` if it has `fp8`.
     """
     with _ranks(layout) as mesh:
-        model = distributed(Decoder(sizes, length, layout.recompute), mesh, way, reduce_dtype)
+        model = distributed(Decoder(sizes, length, layout.recompute), mesh, way, reduce_dtype, layout.whole)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tokens = torch.arange(batch * length).view(batch, length) % sizes.vocab
-        for _ in range(WARM_UP + 1):
+        for _ in range(WARM_UP + 1 + layout.whole):  # DDP makes its buckets anew in its second step
             counting = _Counting(_names(mesh, layout))
             with counting:
                 _step(model, optimizer, tokens, layout)
     return counting.found
 
 
-def _step(model: Decoder, optimizer: torch.optim.Optimizer, tokens: Tensor, layout: Layout) -> None:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, layout: Layout) -> None:
     with loss_parallel() if layout.tensor > 1 else contextlib.nullcontext():
         logits = model(tokens).flatten(0, 1)
         F.cross_entropy(logits.float(), tokens.flatten()).backward()
@@ -140,11 +158,11 @@ def _ranks(layout: Layout) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _names(mesh: DeviceMesh, layout: Layout) -> dict[str, str]:
-    """Return {torch's name of a group of ranks: its name in the formulas}."""
-    assert dist.group.WORLD is not None
-    dimensions = {str(mesh[name].get_group().group_name): name for name in ("data", "tensor") if layout.size(name) > 1}
-    return {str(dist.group.WORLD.group_name): layout.everyone} | dimensions
+def _names(mesh: DeviceMesh, layout: Layout) -> dict[tuple[int, ...], str]:
+    """Return {ranks of a group: its name in the formulas}."""
+    groups = {name: mesh[name].get_group() for name in ("data", "tensor") if layout.size(name) > 1}
+    dimensions = {tuple(dist.get_process_group_ranks(group)): name for name, group in groups.items()}
+    return {tuple(range(layout.ranks)): layout.everyone} | dimensions
 
 
 KINDS = {
@@ -152,6 +170,7 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
 }
@@ -161,9 +180,9 @@ SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
 class _Counting(TorchDispatchMode):
-    """Counts collectives. names: {torch's name of a group: its name in the formulas}."""
+    """Counts collectives. names: {ranks of a group: its name in the formulas}."""
 
-    def __init__(self, names: dict[str, str]) -> None:
+    def __init__(self, names: dict[tuple[int, ...], str]) -> None:
         super().__init__()
         self.names = names
         self.found: Counter[Collective] = Counter()
@@ -188,7 +207,9 @@ class _Counting(TorchDispatchMode):
         group = given.get("group_name") or dist.ProcessGroup.unbox(given["process_group"]).group_name
         tensors = [x for x in pytree.tree_leaves((given, result)) if isinstance(x, Tensor)]
         whole = max(tensors, key=Tensor.numel)  # the largest of inputs and outputs is the whole tensor
-        return Collective(kind, str(whole.dtype).removeprefix("torch."), whole.numel(), self.names[group])
+        return Collective(
+            kind, str(whole.dtype).removeprefix("torch."), whole.numel(), self.names[tuple(ranks_of(group))]
+        )
 
 
 def _fill(given: dict[str, Any], result: Any) -> None:
@@ -198,5 +219,5 @@ def _fill(given: dict[str, Any], result: Any) -> None:
     """
     source = given.get("input", given.get("input_tensor"))
     if source is not None:
-        target = given.get("output_tensor", result).view(-1)
+        target = given.get("output_tensor", given.get("output", result)).view(-1)
         target.copy_(source.flatten().repeat(-(-target.numel() // source.numel()))[: target.numel()])

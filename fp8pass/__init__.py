@@ -1,6 +1,7 @@
 """fp8pass: `torch.compile(model, backend="fp8pass")` trains a PyTorch model in FP8."""
 
 from fp8pass import _torch as _torch  # first: it says if this torch will not do
+from fp8pass import ddp as ddp
 from fp8pass import fsdp as fsdp
 from fp8pass import recipes as recipes
 from fp8pass.calibration import calibrate as calibrate
@@ -41,6 +42,7 @@ __all__ = [
     "bisect",
     "calibrate",
     "cast_to_representable",
+    "ddp",
     "dequantize",
     "enabled",
     "explain",

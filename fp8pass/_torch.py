@@ -95,6 +95,7 @@ with required_names():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.fx.graph import CodeGen
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
     from torch.nn.modules.loss import _Loss as Loss
@@ -475,6 +476,12 @@ def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return result
 
 
+def all_gather_single(output: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather the tensors `x` of a group's ranks into `output`. torch 2.13 renames it, and warns of the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, x, group=group)
+
+
 def ranks_of(group: str) -> list[int]:
     """Return the global ranks of a named group."""
     return dist.get_process_group_ranks(_resolve_process_group(_group_name(group)))
@@ -765,6 +772,7 @@ __all__ = [
     "Pointwise",
     "PointwiseSubgraphLowering",
     "PyCodeCache",
+    "ReduceScatter",
     "RestartAnalysis",
     "SchedulerNode",
     "SkipFrame",
@@ -779,6 +787,7 @@ __all__ = [
     "Virtualized",
     "_CheckpointFrame",
     "all_compilations",
+    "all_gather_single",
     "all_reduce",
     "aot_autograd",
     "around_compilations",

@@ -1,10 +1,11 @@
-"""FSDP2 whose all-gather sends weights in FP8: half the bytes of bfloat16.
+"""FSDP2 that sends weights in FP8, half the bytes of bfloat16, and gradients in FP8, a quarter of those of float32.
 
     fp8pass.fsdp.enable_fp8_all_gather(model)          before fully_shard
     for block in model.blocks:
         block.compile(backend="fp8pass")
         fully_shard(block)
     fully_shard(model)
+    fp8pass.fsdp.enable_fp8_reduce_scatter(model)      after fully_shard
 
 Each rank quantizes its shard of a weight, and FSDP gathers the bytes. One all-reduce of the amaxes gives the scales of
 all weights after the weights have changed: with `fp8pass.train_step` at the end of the step, right after the optimizer,
@@ -21,20 +22,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8pass import scaling
-from fp8pass._torch import before_eager_optimizers, make_wrapper_subclass, pytree
+from fp8pass._torch import ReduceScatter, before_eager_optimizers, make_wrapper_subclass, pytree
 from fp8pass.errors import Fp8Error
-from fp8pass.fields import Rule, called_with, several
+from fp8pass.fields import Rule, called_with, choose, several
 from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_models
+from fp8pass.quant import ops
 from fp8pass.quant.sharded import amax_over, on_part, part_of
+from fp8pass.quant.wire import GradientExchange, GradientFormat
 from fp8pass.quant.wrapper_tensor import Fp8Weight, WrapperTensor
-from fp8pass.recipes import matches
+from fp8pass.recipes import BlockwiseScaling, matches
 
 aten = torch.ops.aten
 
@@ -47,30 +51,39 @@ def _filter(name: str, value: Any) -> Any:
 FILTER = Rule(_filter)
 
 
-def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[str], bool] = ()) -> list[str]:  # noqa: A002
+def enable_fp8_all_gather(
+    model: nn.Module,
+    filter: Sequence[str] | Callable[[str], bool] = (),  # noqa: A002
+    scales: str = "tensor",
+) -> list[str]:
     """Make the next `fully_shard` gather weights of linear layers in FP8.
 
-    The scale of a weight is `448 / amax`, with the amax over all shards: the scale of dynamic scaling, whatever the
-    recipe is. If tensor parallelism has divided a weight before this call, each part has its own scale.
+    With one scale for each weight, it is `448 / amax`, with the amax over all shards: the scale of dynamic scaling,
+    whatever the recipe is. If tensor parallelism has divided a weight before this call, each part has its own scale.
+    Scales of blocks are gathered with the weight, f32[N / 128, K / 128], and are those of the recipe `blockwise`:
+    training has the numbers that it has without FP8 on the wire.
 
     Args:
         model: The model, before `fully_shard`.
         filter: Name patterns of layers to leave out (`head`, `layers.0.*`), as in `Config`; or a callable that takes a
             layer's name and returns True for layers to gather in FP8. Leave out layers that `Config` leaves out, too:
             their weights would be rounded without a benefit.
+        scales: The part of a weight with one scale: "tensor" for the recipes `delayed` and `dynamic`, "block" for
+            `blockwise`, whose blocks have 128 rows and columns. Weights are e4m3.
 
     Returns:
         The names of the layers whose weights are gathered in FP8.
 
     Raises:
         Fp8Error: If the model is sharded already. The first forward raises it if `shard_placement_fn` shards such a
-            weight by columns.
+            weight by columns; or with "block", if a rank's rows, or the columns, are no multiple of 128.
         TypeError: If `model` is not a module.
-        ValueError: If `filter` is neither patterns nor a callable, or a pattern matches nothing.
+        ValueError: If `filter` is neither patterns nor a callable, or a pattern matches nothing; for other `scales`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable_fp8_all_gather() takes a module, not {type(model).__name__}")
     filter = FILTER.take("filter", filter)  # noqa: A001
+    choose("scales", scales, ("tensor", "block"))
     if not callable(filter):
         check_models(Config(filter=filter), [model], {}, type(model).__name__)
     chosen = {}
@@ -80,7 +93,7 @@ def enable_fp8_all_gather(model: nn.Module, filter: Sequence[str] | Callable[[st
             if any(isinstance(m, FSDPModule) for m in _around(model, name)):
                 raise Fp8Error(f"{name!r} is sharded already: call enable_fp8_all_gather before fully_shard")
             chosen[name] = module
-    weights = _Weights(model)
+    weights = _Weights(model, in_blocks=scales == "block")
     parts: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         old: Tensor = module.weight
@@ -112,6 +125,69 @@ def _after_load(module: Any, _: Any, *, weights: _Weights, key: int) -> None:
     else:
         module.weight = _parameter_of_shard(weight, weights, key)
     weights.is_parameter(key, module.weight)
+
+
+def enable_fp8_reduce_scatter(
+    model: nn.Module, *, dtype: str = "e4m3", scale: str = "own", block: int = 1024, margin: int = 1
+) -> list[str]:
+    """Let FSDP2 send gradients in FP8: each rank gets its parts from all ranks, and sums them in float32.
+
+    The means differ from those of float32 by at most the first term of the bound of `fp8pass.ddp.fp8_gradients`; the
+    sums are not quantized. With a mesh of two dimensions, the all-reduce between replicas stays in high precision.
+    Works with and without `enable_fp8_all_gather`.
+
+    Args:
+        model: The model, after `fully_shard`. All FSDP modules in it are changed.
+        dtype: "e4m3" or "e5m2".
+        scale: As in `fp8_gradients`; what is a bucket there are the gradients of one FSDP module here.
+        block: Number of gradients that share a scale with "own".
+        margin: Powers of two by which gradients may grow with "delayed".
+
+    Returns:
+        The names of the FSDP modules.
+
+    Raises:
+        Fp8Error: If no module is sharded; or in the backward, if a divide factor is set that this does not support.
+        TypeError: If `model` is not a module.
+        ValueError: For invalid options; from torch, if an FSDP module shards its parameters over several meshes.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"enable_fp8_reduce_scatter() takes a module, not {type(model).__name__}")
+    how = GradientFormat(dtype, scale, block, margin)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not found:
+        raise Fp8Error("no module is sharded: call enable_fp8_reduce_scatter after fully_shard")
+    for module in found.values():
+        module.set_custom_reduce_scatter(_Fp8ReduceScatter(how))
+    return list(found)
+
+
+class _Fp8ReduceScatter(ReduceScatter):
+    """The reduce-scatter of one FSDP module."""
+
+    def __init__(self, how: GradientFormat) -> None:
+        self._exchange = GradientExchange(how)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor, for FSDP's gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Write this rank's part of the sum or mean of all ranks' gradients to `output_tensor` [n].
+
+        input_tensor: [ranks * n], the gradients of this rank. FSDP calls it on a stream of its own, where the
+        collectives wait for each other, and the host for none.
+        """
+        if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise Fp8Error(
+                "enable_fp8_reduce_scatter computes sums and means: after set_gradient_divide_factor, call "
+                "set_force_sum_reduction_for_comms(True) on the same module"
+            )
+        ranks = group.size()
+        total = self._exchange.reduce_scatter(input_tensor.view(ranks, -1), group, input_tensor.numel())
+        output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
 
 
 def write_shards(parameters: Iterable[Tensor]) -> None:
@@ -158,7 +234,9 @@ class _Weights:
     identity of a shard's tensor is not: after `load_state_dict`, FSDP makes a new tensor on ranks that pad their shard.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, in_blocks: bool = False) -> None:
+        self.in_blocks = in_blocks
+        """True if each block has a scale: then a rank quantizes its shard without knowing the others."""
         self._known: dict[int, _GatheredWeight] = {}
         """{key: the weight}."""
         self.names: list[str] = []
@@ -219,8 +297,11 @@ class _Weights:
             return scaling.quantize(x, scale, scaling.E4M3), scale
 
     def write(self) -> None:
-        """Quantize all shards for the next step. Does nothing before the first all-gather: no parameter is known."""
-        shards = self._shards()
+        """Quantize all shards for the next step, if that takes a reduction of their amaxes.
+
+        Does nothing before the first all-gather: no parameter is known.
+        """
+        shards = {} if self.in_blocks else self._shards()
         if shards:
             scales = _scales(shards)
             with torch.no_grad():
@@ -337,14 +418,17 @@ class Fp8Shard(WrapperTensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the tensor for FSDP to gather, u8[rows of the largest shard, K], and its scale_inv f32[].
 
-        FSDP2 calls it before each all-gather. Raises Fp8Error if the weight is sharded by columns.
+        With scales of blocks, these are gathered too: f32[rows / 128, K / 128]. FSDP2 calls it before each all-gather.
+        Raises Fp8Error if the weight is sharded by columns, or if blocks don't divide a shard.
         """
+        name = self._weights.names[self._key]
         if self.shape[1:] != outer_size[1:]:
-            name = self._weights.names[self._key]
             raise Fp8Error(
                 f"the weight of {name!r}, {list(outer_size)}, is sharded as {list(self.shape)}: FP8 is gathered of "
                 "shards of rows. Let shard_placement_fn divide dimension 0, or leave the layer out with filter="
             )
+        if self._weights.in_blocks:
+            return self._blocks(name, outer_size, mesh), None
         x_q, scale = self._weights.quantized(self._key, self._origin(module), self._tensor, mesh)
         with torch.no_grad():
             # as bytes: gloo gathers no FP8, and FSDP sends a group of parameters as bytes only if their dtypes differ
@@ -353,6 +437,17 @@ class Fp8Shard(WrapperTensor):
             if rows:  # an uneven last shard: FSDP's all-gather takes shards of one size
                 x_q = torch.cat([x_q, x_q.new_zeros(rows, *x_q.shape[1:])])
             return (x_q.contiguous(),), scale.reciprocal()
+
+    @torch.no_grad()
+    def _blocks(self, name: str, whole: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        """Return this shard u8[n, K], and the scale_inv of its blocks. whole: the size of the weight."""
+        if whole[0] % (mesh.size() * BLOCK) or whole[1] % BLOCK:
+            raise Fp8Error(
+                f"the weight of {name!r}, {list(whole)}, has no whole blocks of {BLOCK} rows and columns on each of "
+                f"{mesh.size()} ranks: leave the layer out with enable_fp8_all_gather(filter=)"
+            )
+        x_q, scale_inv = ops.Blockwise(BlockwiseScaling(), scaling.E4M3, BLOCK, square=True).parts(self._tensor)
+        return x_q.view(torch.uint8), scale_inv
 
     def _origin(self, module: nn.Module) -> Tensor:
         """Return the parameter that this shard belongs to: with CPU offload, this shard is a copy on the GPU."""
@@ -363,15 +458,19 @@ class Fp8Shard(WrapperTensor):
         return self
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], scale_inv: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: tuple[Tensor, ...], scale_inv: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Return a `GatheredWeight` of `dtype`, which forwards are called with, and its tensor for FSDP to free.
+        """Return a `GatheredWeight` of `dtype`, which forwards are called with, and its tensors for FSDP to free.
 
-        From the second all-gather on, FSDP passes the earlier weight as `out`: set its scale_inv and return None.
+        scale_inv: None if it is among the outputs. From the second all-gather on, FSDP passes the earlier weight as
+        `out`, and has filled its gathered tensors: set its scale_inv, if it was not gathered, and return None.
         """
         x_q = outputs[0].view(scaling.E4M3)
         if out is None:
-            return GatheredWeight(x_q, scale_inv, dtype), (x_q,)
+            gathered = (x_q, *outputs[1:])
+            return GatheredWeight(x_q, outputs[1] if scale_inv is None else scale_inv, dtype), gathered
+        if scale_inv is None:
+            return None
         weight = part_of(out)
         assert isinstance(weight, GatheredWeight), type(weight)
         weight._scale_inv = scale_inv
@@ -395,21 +494,38 @@ _KEEPING = {
 
 
 class GatheredWeight(Fp8Weight):
-    """A gathered weight f[N, K] that every op reads as `dequantize(x_q, scale_inv)`; scale_inv: f32[]."""
+    """A gathered weight f[N, K] that every op reads as its dequantized value.
+
+    scale_inv: f32[], or f32[N / 128, K / 128] of blocks.
+    """
+
+    @property
+    def scales(self) -> str:
+        """The part that has one scale: "tensor" or "block"."""
+        return "block" if self._scale_inv.dim() else "tensor"
 
     @staticmethod
     def _run(func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _VIEWS:
+        # a view of blocks may cut or transpose them
+        if func in (_VIEWS if args[0].__class__ is GatheredWeight and args[0].scales == "tensor" else _OF_WHOLE):
             x = args[0]
-            return GatheredWeight(func(x._x_q, *args[1:], **kwargs), x._scale_inv, x.dtype)
+            x_q = func(x._x_q, *args[1:], **kwargs)
+            if x.scales == "tensor" or (x_q.shape, x_q.stride()) == (x.shape, x.stride()):
+                return GatheredWeight(x_q, x._scale_inv, x.dtype)
         args, kwargs = pytree.tree_map_only(GatheredWeight, GatheredWeight._dequantized, (args, kwargs))
         return func(*args, **kwargs)
 
     @staticmethod
     def _dequantized(x: GatheredWeight) -> Tensor:
+        if x.scales == "block":
+            result: Tensor = ops.dequantize_blocks(x._x_q, x._scale_inv, x.dtype)
+            return result
         return scaling.dequantize(x._x_q, x._scale_inv, x.dtype)
 
 
+BLOCK = 128
+_OF_WHOLE = {aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default}
+"""View ops that may return all of a tensor as it is."""
 _VIEWS = {
     aten.detach.default,
     aten.alias.default,

@@ -30,6 +30,7 @@ from fp8pass.recipes import (
     Calibration,
     DelayedScaling,
     DynamicScaling,
+    MXFP8Scaling,
     Recipe,
     RowwiseScaling,
     StaticScaling,
@@ -106,12 +107,8 @@ def check(
             raise no_kernel
     if isinstance(b, FrozenWeight):
         recipe = _for_frozen(recipe, b)
-    if isinstance(sharded.part_of(b), GatheredWeight) and not has_one_scale(recipe):
-        raise Reject(
-            "gathered in FP8",
-            f"its weight travels in FP8 with one scale, and the recipe {recipe.name!r} has others: leave it out with "
-            "enable_fp8_all_gather(filter=)",
-        )
+    if isinstance(weight := sharded.part_of(b), GatheredWeight):
+        _check_gathered(recipe, weight)
     if reason := hardware.why_no_fp8(a.device, target):
         raise Reject("device", reason)
     size = node.meta["example_value"].element_size()
@@ -151,9 +148,33 @@ def _by_rows(recipe: Recipe) -> Recipe:
     raise Reject("grouped scale", f"{recipe.name} scales; grouped FP8 matmuls take one for each row: recipe 'rowwise'")
 
 
+def _check_gathered(recipe: Recipe, weight: GatheredWeight) -> None:
+    """Raise Reject if the recipe has other scales than those with which FSDP gathered a weight."""
+    if weight.scales == "tensor" and has_one_scale(recipe):
+        return
+    if weight.scales == "block" and isinstance(recipe, BlockwiseScaling) and recipe.power_of_2:
+        return
+    if isinstance(recipe, (RowwiseScaling, MXFP8Scaling)):
+        why = (
+            f"the recipe {recipe.name!r} scales it along each of its dimensions. Gathered in FP8 for both, it would "
+            "take more than 2 bytes per element, and it takes 2 in bfloat16: leave it out with "
+            "enable_fp8_all_gather(filter=)"
+        )
+    else:
+        why = (
+            f"{recipe!r} has others: gather it with scales='tensor' for 'delayed' and 'dynamic', with scales='block' "
+            "for 'blockwise', or leave it out with enable_fp8_all_gather(filter=)"
+        )
+    raise Reject("gathered in FP8", f"its weight travels in FP8 with scales={weight.scales!r}, and {why}")
+
+
+def _kept(recipe: Recipe) -> dict[str, Any]:
+    return {"high_precision": recipe.high_precision, "fast_accum": recipe.fast_accum}
+
+
 def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
     """Return the recipe of a matmul whose weight is kept in FP8: one that has the weight's scales."""
-    kept: dict[str, Any] = {"high_precision": recipe.high_precision, "fast_accum": recipe.fast_accum}
+    kept = _kept(recipe)
     if weight.scales == "block":
         return recipe if isinstance(recipe, BlockwiseScaling) else BlockwiseScaling(**kept)
     if weight.scales == "row":

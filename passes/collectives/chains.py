@@ -99,10 +99,10 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
 
     gemms: the verdicts on matmuls so far, to name the matmuls that read the output in high precision.
     """
-    wait = _wait(collective)
+    wait = captured_wait(collective)
     if wait is None:
         return None
-    moved, readers = _readers(wait)
+    moved, readers = readers_of(wait)
     quantizes: list[Quantize] = []
     amaxes: list[fx.Node] = []
     sums: list[fx.Node] = []
@@ -111,21 +111,26 @@ def capture_gathered(collective: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> Gath
     for source, reader in readers:
         if (amax := amax_from(reader)) is not None:
             (amaxes if _is_whole(source, wait) else parts).append(amax)
-        elif (ops := _quantize(reader, source)) is not None:
+        elif (ops := quantize_from(reader, source)) is not None:
             quantizes.append(Quantize(source, ops))
         else:
-            (sums if _sums_rows(reader, wait, moved) else others).append(reader)
+            (sums if sums_rows(reader, wait, moved) else others).append(reader)
     if not quantizes:
         return None
+    check_readers(collective, wait, others, gemms)
+    if parts:
+        raise Reject("part", f"{at(parts[0])} is not known to be the amax of all that {at(collective)} brings")
+    if (ways := ways_of(quantizes)) > 1:
+        raise Reject("several", f"what {at(collective)} brings is quantized in {ways} ways")
+    return Gathered(collective, wait, frozenset(moved), tuple(quantizes), tuple(amaxes), tuple(sums))
+
+
+def check_readers(collective: fx.Node, wait: fx.Node, others: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> None:
+    """Raise Reject if there are `others` that read what a collective brings in high precision."""
     if others:
         dtype = dtype_name(dtype_of(wait))
         read = "reads" if len(told := _told(others, gemms)) == 1 else "read"
         raise Reject("high precision", f"{' and '.join(told)} {read} what {at(collective)} brings in {dtype}")
-    if parts:
-        raise Reject("part", f"{at(parts[0])} is not known to be the amax of all that {at(collective)} brings")
-    if (ways := _ways(quantizes)) > 1:
-        raise Reject("several", f"what {at(collective)} brings is quantized in {ways} ways")
-    return Gathered(collective, wait, frozenset(moved), tuple(quantizes), tuple(amaxes), tuple(sums))
 
 
 def _told(readers: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> list[str]:
@@ -137,7 +142,7 @@ def _told(readers: list[fx.Node], gemms: Mapping[fx.Node, Gemm]) -> list[str]:
 
 def capture_dequantized(collective: fx.Node) -> Dequantized | None:
     """Capture the dequantize of a collective's input; None if elementwise ops and movement lead to no FP8 tensor."""
-    wait = _wait(collective)
+    wait = captured_wait(collective)
     if wait is None:
         return None
     ops: list[fx.Node] = []
@@ -151,7 +156,7 @@ def capture_dequantized(collective: fx.Node) -> Dequantized | None:
     return Dequantized(collective, wait, node, tuple(ops))
 
 
-def _wait(collective: fx.Node) -> fx.Node | None:
+def captured_wait(collective: fx.Node) -> fx.Node | None:
     """Return the `wait_tensor` of a collective if its output is high precision and has no other user; else None."""
     users = list(collective.users)
     # no kwargs: group_of reads the group's name from the last positional argument
@@ -159,7 +164,7 @@ def _wait(collective: fx.Node) -> fx.Node | None:
     return users[0] if known and val(users[0]).dtype in WIDE else None
 
 
-def _readers(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]]:
+def readers_of(wait: fx.Node) -> tuple[set[fx.Node], list[tuple[fx.Node, fx.Node]]]:
     """Return the tensors made of `wait` by movement alone, and a pair (tensor, reader) for each read of one."""
     found, todo = [], list(wait.users)
     moved, seen = {wait}, set()
@@ -228,7 +233,7 @@ def scales_of(ops: Iterable[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def _quantize(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
+def quantize_from(node: fx.Node, source: fx.Node) -> tuple[fx.Node, ...] | None:
     """Return the elementwise ops on `source`, from `node` to a cast to FP8, including the ops of a mark; else None."""
     ops: list[fx.Node] = []
     while True:
@@ -257,19 +262,35 @@ def quantized_by(x_q: fx.Node) -> list[fx.Node] | None:
     return None
 
 
-def _ways(quantizes: list[Quantize]) -> int:
-    """Return the number of distinct quantizations. Chains with equal ops and inputs count once."""
-    keys: dict[str, str] = {}
+class Structures:
+    """Tells which nodes are computed by the same ops from the same nodes, by equal texts."""
 
-    def key(node: fx.Node, known: dict[fx.Node, str]) -> str:
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def of(self, node: fx.Node, known: dict[fx.Node, str]) -> str:
+        """Return the structure of `node`, computed from nodes of which `known` has it; it gets those between."""
         if node not in known:
-            inputs = {n: key(n, known) for n in node.all_input_nodes} if is_computed(node) else None
+            inputs = {n: self.of(n, known) for n in node.all_input_nodes} if is_computed(node) else None
             args = inputs and fx.map_arg((node.args, node.kwargs), lambda n: inputs[n])
-            text = f"{node.target} {args}" if inputs else node.name
-            known[node] = keys.setdefault(text, f"%{len(keys)}")
+            text = f"{node.target} {args}" if inputs else _text_of(node)
+            known[node] = self._texts.setdefault(text, f"%{len(self._texts)}")
         return known[node]
 
-    return len({key(q.ops[-1], {q.source: "x"}) for q in quantizes})
+
+def _text_of(node: fx.Node) -> str:
+    """Return a text that is equal for equal constants, and else the name of the node."""
+    number = constant(node)
+    return node.name if number is None else f"{number} of {dtype_of(node)}{list(val(node).shape)}"
+
+
+def ways_of(quantizes: list[Quantize], amaxes: Iterable[fx.Node] = ()) -> int:
+    """Return the number of distinct quantizations. Chains with equal ops and inputs count once.
+
+    amaxes: nodes that count as one.
+    """
+    structures, equal = Structures(), dict.fromkeys(amaxes, "amax")
+    return len({structures.of(q.ops[-1], {**equal, q.source: "x"}) for q in quantizes})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -354,7 +375,7 @@ def _split_into(parts: Any) -> fx.Node | None:
     return split if sorted(p.args[1] for p in parts) == list(range(len(split.meta["val"]))) else None
 
 
-def _sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
+def sums_rows(node: fx.Node, wait: fx.Node, moved: set[fx.Node]) -> bool:
     """Return whether `node` sums gathered rows: over all dimensions but the last, which is that of `wait`."""
     collective = first(wait)
     # only after an all-gather is the sum that of all ranks' sums: an all-to-all leaves each rank other rows, and a

@@ -27,6 +27,7 @@ tensor, by a reduction over the group, or from the rank that broadcasts. After a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -55,6 +56,15 @@ from fp8pass.passes.collectives.chains import (
     quantized_by,
     scales_of,
     unmarked,
+)
+from fp8pass.passes.collectives.row_scales import (
+    Rows,
+    capture_rows,
+    computed_from,
+    cuts,
+    local_scale,
+    moved_amaxes,
+    row_amaxes,
 )
 from fp8pass.passes.collectives.shared_scales import (
     check_dequantized,
@@ -90,6 +100,51 @@ class _Rewriter:
             x_q = self._again(old, path, {found.wait: whole})[quantize.source]
             old.replace_all_uses_with(self._laid_out(old, x_q, old))
 
+    def rows(self, found: Rows) -> None:
+        """Quantize rows before the collective; send their amaxes beside them."""
+        at_, x, width = found.collective, first(found.collective), val(found.wait).shape[-1]
+        for old in found.sums:
+            self._reduce_sum(old, x, at_)
+        (mine,) = self.builder.inline(at_, functools.partial(row_amaxes, block=found.block), x)
+        sent = self.builder.emit(found.wait, WAIT, self.builder.emit(at_, at_.target, mine, *at_.args[1:]))
+        whole = self._sent(found, self._quantized_rows(found, x, mine))
+        for quantize in found.quantizes:
+            old = quantize.ops[-1]
+            path = between(found.wait, quantize.source, found.moved)
+            x_q = self._again(old, path, {found.wait: whole})[quantize.source]
+            old.replace_all_uses_with(self._laid_out(old, x_q, old))
+        for source, amax in found.amaxes:
+            new = self._moved_amaxes(amax, between(found.wait, source, found.moved), found.wait, sent, width)
+            amax.replace_all_uses_with(new)
+
+    def _quantized_rows(self, found: Rows, x: fx.Node, mine: fx.Node) -> fx.Node:
+        """Quantize this rank's rows `x` by their amaxes `mine` [..., blocks], with the ops of the first quantize."""
+        at_, one, shape = found.collective, found.quantizes[0], val(x).shape
+        dtype = val(found.amaxes[0][1]).dtype
+        blocks, of_blocks = self.builder.inline(
+            at_, lambda x, amax: (x.unflatten(-1, (-1, found.block)), amax.unsqueeze(-1).to(dtype)), x, mine
+        )
+        known = {amax: of_blocks for _, amax in found.amaxes}
+        for scale in found.scales:
+            self._again(at_, [n for n in computed_from(scale, known) if n not in known and local_scale(n)], known)
+        x_q = self._again(at_, one.ops, {**known, one.source: blocks})[one.ops[-1]]
+        (result,) = self.builder.inline(at_, lambda x_q: x_q.reshape(shape), x_q)
+        return result
+
+    def _moved_amaxes(self, old: fx.Node, path: list[fx.Node], wait: fx.Node, sent: fx.Node, width: int) -> fx.Node:
+        """Move amaxes [..., blocks] of all ranks as the rows were moved; return them in the form of `old`."""
+        known, blocks = {wait: sent}, val(sent).shape[-1]
+        for op in path:
+            if cuts(op, wait):
+                known[op] = known[first(op)]
+                continue
+            args = fx.map_arg(moved_amaxes(op, blocks), lambda n: known.get(n, n))
+            known[op] = self.builder.emit(old, op.target, *args, **op.kwargs)
+        last = known[path[-1]] if path else sent
+        shape, dtype = val(old).shape, val(old).dtype
+        (result,) = self.builder.inline(old, lambda amax: amax.reshape(shape).to(dtype), last)
+        return result
+
     def dequantized(self, found: Dequantized) -> None:
         """Dequantize after the collective."""
         at_, group = found.collective, group_of(found.collective)
@@ -106,7 +161,7 @@ class _Rewriter:
                 whole = self._again(found.wait, [op], {**scales, as_node(data_of(op)): whole})[op]
         found.wait.replace_all_uses_with(self._laid_out(found.wait, whole, found.wait))
 
-    def _sent(self, found: Gathered | Dequantized, x_q: fx.Node) -> fx.Node:
+    def _sent(self, found: Gathered | Dequantized | Rows, x_q: fx.Node) -> fx.Node:
         """Send `x_q` through the collective; return the output as FP8."""
         at_, emit, dtype = found.collective, self.builder.emit, val(x_q).dtype
         # some versions of torch refuse to gather or exchange what is not contiguous, as the input was
@@ -217,8 +272,9 @@ class QuantizeCollectives:
                 numel = _numel(node)
                 size = numel * val(node).element_size()
                 try:
-                    if self._rewrite(graph, node, context.gemms):
-                        applied, before, after = applied + 1, before + size, after + numel
+                    sent = self._rewrite(graph, node, context.gemms)
+                    if sent is not None:
+                        applied, before, after = applied + 1, before + size, after + numel + sent
                         _erase(graph, node)
                 except Reject as refusal:
                     notes.append(f"{at(node)} sends {dtype_name(dtype_of(node))}: {refusal}")
@@ -233,22 +289,26 @@ class QuantizeCollectives:
             graph.erase_node(node)
         return applied
 
-    def _rewrite(self, graph: fx.Graph, node: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> bool:
+    def _rewrite(self, graph: fx.Graph, node: fx.Node, gemms: Mapping[fx.Node, Gemm]) -> int | None:
+        """Rewrite one collective. Return the bytes of the amaxes that it brings, too; None if there is no FP8."""
         rewriter, refusal = _Rewriter(graph, self.name), None
         try:
+            if (rows := capture_rows(node, gemms)) is not None:
+                rewriter.rows(rows)
+                return rows.bytes_of_amaxes(_numel(node))
             if (gathered := capture_gathered(node, gemms)) is not None:
                 check_gathered(gathered)
                 rewriter.gathered(gathered)
-                return True
+                return 0
         except Reject as reason:
             refusal = reason  # the input may be dequantized FP8 all the same
         if (dequantized := capture_dequantized(node)) is not None:
             check_dequantized(dequantized)
             rewriter.dequantized(dequantized)
-            return True
+            return 0
         if refusal is not None:
             raise refusal
-        return False
+        return None
 
 
 def _erase(graph: fx.Graph, collective: fx.Node) -> None:

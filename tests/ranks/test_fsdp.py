@@ -302,6 +302,43 @@ def saved_of_gathered_weights() -> Any:
     return found
 
 
+def _in_blocks(fp8: bool, step: bool = False) -> Any:
+    """Train one block of 128x128 blocks, eagerly or by a `train_step`; return weights, the number of matmuls, and what is sent."""
+    model = make(functools.partial(Block, 256, 512))
+    if fp8:
+        enable_fp8_all_gather(model, scales="block")
+    options: dict[str, Any] = {"recipe": "blockwise", "lowering": "eager"}
+    if not step:
+        model.compile(backend="fp8pass", options=options)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def run(x: Tensor) -> None:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), x * 0.5).backward()
+        optimizer.step()
+
+    run = fp8pass.train_step(**options)(run) if step else run
+    with verdicts() as report:
+        for x in torch.randn(3, 256, 256, generator=torch.Generator().manual_seed(1)):
+            run(x.chunk(2)[dist.get_rank()])
+    group: Any = model._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+    sent = [(str(x.dtype), x.numel()) for p in group.fsdp_params for x in p.all_gather_inputs]
+    found = run.report if step else report
+    in_blocks = [g for g in found.declined if g.reason.startswith("blockwise kernels exist on sm_90 with CUDA")]
+    return [p.full_tensor() for p in model.parameters()], len(in_blocks), sent  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def in_blocks() -> Any:
+    return [_in_blocks(False), _in_blocks(True)]
+
+
+@on_ranks(2, variant=True)
+def in_blocks_in_a_train_step() -> Any:
+    return [_in_blocks(False, step=True), _in_blocks(True, step=True)] if COMPILES_FSDP_IN_A_STEP else None
+
+
 @on_ranks(2)
 def refused() -> list[str]:
     errors = []
@@ -312,15 +349,24 @@ def refused() -> list[str]:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     shard(model)
-    with verdicts() as report:
-        compile_blocks(model, recipe="rowwise", strict=False)
-        model(data()[0]).square().mean().backward()
+    reasons = []
+    for recipe in ("rowwise", "blockwise"):
+        with verdicts() as report:
+            compile_blocks(model, recipe=recipe, strict=False)
+            model(data()[0]).square().mean().backward()
+        reasons.append(*{g.reason for g in report.declined})
     columns = make(Block)
     enable_fp8_all_gather(columns)
     fully_shard(columns, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     with pytest.raises(fp8pass.Fp8Error) as error:
         columns(data()[0])
-    return [*errors, *sorted({g.reason for g in report.declined}), str(error.value)]
+    errors += [*reasons, str(error.value)]
+    odd = make(functools.partial(Block, 128, 128))
+    enable_fp8_all_gather(odd, scales="block")
+    fully_shard(odd)
+    with pytest.raises(fp8pass.Fp8Error) as error:
+        odd(torch.randn(4, 128))
+    return [*errors, str(error.value)]
 
 
 @on_ranks(2)
@@ -549,12 +595,37 @@ def test_a_train_step_writes_what_the_next_one_gathers() -> None:
         assert changed == after_optimizer == first + 1
 
 
+@pytest.mark.parametrize("how", [in_blocks, pytest.param(in_blocks_in_a_train_step, marks=pytest.mark.variant)])
+def test_with_scales_of_blocks_no_bit_changes(how: Any) -> None:
+    for runs in how():
+        if runs is not None:
+            (plain, in_fp8, of_floats), (fp8, also, sent) = runs
+            assert in_fp8 == also == 6  # the numbers are FP8, and the kernels are for a GPU
+            for a, b in zip(plain, fp8, strict=True):
+                assert torch.equal(a, b)
+            norm, up, bias, down = (("torch.float32", n) for n in (128, 256 * 256, 256, 128 * 512))
+            assert of_floats == [norm, up, bias, down]
+            of_up, of_down = (("torch.uint8", n) for n in (256 * 256, 128 * 512))
+            scales = ("torch.float32", 4)
+            assert sent == [norm, of_up, scales, bias, of_down, scales]
+
+
 def test_unsupported_uses_are_refused() -> None:
-    for sharded, rowwise, columns in refused():
+    for sharded, rowwise, blockwise, columns, odd in refused():
         assert sharded == "'blocks.0.up' is sharded already: call enable_fp8_all_gather before fully_shard"
         assert rowwise == (
-            "its weight travels in FP8 with one scale, and the recipe 'rowwise' has others: leave it out with "
+            "its weight travels in FP8 with scales='tensor', and the recipe 'rowwise' scales it along each of its "
+            "dimensions. Gathered in FP8 for both, it would take more than 2 bytes per element, and it takes 2 in "
+            "bfloat16: leave it out with enable_fp8_all_gather(filter=)"
+        )
+        assert blockwise == (
+            "its weight travels in FP8 with scales='tensor', and BlockwiseScaling() has others: gather it with "
+            "scales='tensor' for 'delayed' and 'dynamic', with scales='block' for 'blockwise', or leave it out with "
             "enable_fp8_all_gather(filter=)"
+        )
+        assert odd == (
+            "the weight of 'up', [128, 128], has no whole blocks of 128 rows and columns on each of 2 ranks: leave the "
+            "layer out with enable_fp8_all_gather(filter=)"
         )
         assert columns.startswith(
             "the weight of 'up', [56, 32], is sharded as [56, 16]: FP8 is gathered of shards of rows"
@@ -569,6 +640,17 @@ def test_a_gathered_weight_is_what_it_dequantizes_to() -> None:
     assert torch.equal(F.linear(x, weight), F.linear(x, plain))
     assert torch.equal(x @ weight.t(), x @ plain.t()) and isinstance(weight.t(), GatheredWeight)
     assert torch.equal(weight + 0, plain) and weight.dtype == torch.bfloat16
+
+
+def test_a_weight_of_blocks_is_what_it_dequantizes_to() -> None:
+    x_q, scale_inv = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3)
+    weight = GatheredWeight(x_q, scale_inv, torch.bfloat16)
+    plain = (x_q.float() * scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)).bfloat16()
+    x = torch.randn(4, 384, dtype=torch.bfloat16)
+    assert torch.equal(F.linear(x, weight), F.linear(x, plain)) and torch.equal(weight.t() + 0, plain.t())
+    assert torch.equal(weight[:128] + 0, plain[:128]) and weight.scales == "block"
+    assert isinstance(weight.detach(), GatheredWeight) and isinstance(weight.view(256, 384), GatheredWeight)
+    assert torch.equal(weight.view(-1), plain.view(-1)) and torch.equal(weight.view(384, 256), plain.view(384, 256))
 
 
 def test_a_shard_is_the_tensor_that_it_holds() -> None:

@@ -34,6 +34,7 @@ def test_public_names_have_docstrings() -> None:
         "bisect",
         "calibrate",
         "cast_to_representable",
+        "ddp",
         "dequantize",
         "enabled",
         "explain",
