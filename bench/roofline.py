@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 
+from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.recipes import NAMED, Recipe
-from fp8pass.graph.prediction import in_words
 from fp8pass.roofline import (
     ROWS,
     call_seconds,

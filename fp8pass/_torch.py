@@ -95,11 +95,6 @@ with required_names():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
-    from torch.fx.experimental.symbolic_shapes import (
-        RelaxedUnspecConstraint,
-        StrictMinMaxConstraint,
-        free_unbacked_symbols,
-    )
     from torch.fx.graph import CodeGen
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
     from torch.nn.modules.loss import _Loss as Loss
@@ -107,7 +102,6 @@ with required_names():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
-    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 

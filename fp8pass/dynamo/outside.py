@@ -36,8 +36,8 @@ from fp8pass._torch import (
 from fp8pass.dynamo.products import Product, is_recurrent, products_of
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.graph.refusal import MAX_BATCHES, LeftOut, Reject
-from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.sizes import expression
+from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.wanted import HIGH_PRECISION, Sizes, check_sizes, recipe_of
 from fp8pass.module_tensors import named_tensors
 from fp8pass.names import PACKAGE, TORCH, is_users_file, location_of, module_path, short, source_of, without_wrappers

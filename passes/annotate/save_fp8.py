@@ -44,8 +44,8 @@ from fp8pass.passes.common.patterns import reach
 from fp8pass.passes.common.regions import in_its_modes
 from fp8pass.passes.common.repeatable_ops import (
     Op,
-    is_as_large,
     float_inputs,
+    is_as_large,
     is_plain,
     keeps_its_result,
     op_of,

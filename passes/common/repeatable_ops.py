@@ -5,7 +5,6 @@ They are found by the ATen ops that they call, on fake tensors, so that no list 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 

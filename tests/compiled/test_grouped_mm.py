@@ -215,7 +215,7 @@ def test_many_products_are_one_matmul(dims: int) -> None:
         for x in inputs:
             x.grad = None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert all(20 < sqnr(a, b) for a, b in zip([inputs[0] @ inputs[1]], results[0], strict=False))
+    assert all(sqnr(a, b) > 20 for a, b in zip([inputs[0] @ inputs[1]], results[0], strict=False))
 
 
 @pytest.mark.filterwarnings("ignore:fp8pass. a graph has no matmul in FP8")

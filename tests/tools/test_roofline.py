@@ -263,8 +263,8 @@ def test_any_formula_of_longer_times_is_solved() -> None:
             a, b, c, d, e, f = ((x * slope + start) for start, slope in lines)  # noqa: B023
             return longer(a, b) + longer(c, longer(d, x * x * 0.5 - 300)) - longer(e, f) * 2
 
-        solved = formula(Varying.polynomial((0, 1)), lambda a, b: a.longer(b)).where(lambda m: formula(m, max) >= 0)  # noqa: B023
-        wanted = scanned(lambda m: formula(m, max) >= 0, 1000)  # noqa: B023
+        solved = formula(Varying.polynomial((0, 1)), lambda a, b: a.longer(b)).where(lambda m: formula(m, max) >= 0)
+        wanted = scanned(lambda m: formula(m, max) >= 0, 1000)
         assert solved == wanted
         several += len(wanted) > 1
     assert several > 20
