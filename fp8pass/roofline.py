@@ -313,7 +313,9 @@ def merged_seconds_saved(
     of_input = quantize_seconds(target, m * k, recipe, "input", element_size, both=True)
 
     def seconds(n: int, of: Recipe | None) -> Seconds:
-        around: Seconds = 0.0 if of is None else overhead_seconds(target, m, k, n, of, element_size, training=True) - of_input
+        around: Seconds = (
+            0.0 if of is None else overhead_seconds(target, m, k, n, of, element_size, training=True) - of_input
+        )
         return call_seconds(target, m, k, n, of, element_size, training=True) + around
 
     apart = sum(_shorter(seconds(n, recipe), seconds(n, None)) for n in widths)

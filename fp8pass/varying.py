@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 Intervals = tuple[tuple[int, int | None], ...]
-"""Integers from 1 on, as (first, last) of each interval, in ascending order; last is None if the interval has no end."""
+"""Integers from 1 on, as (first, last) of each interval, in ascending order; last is None if there is no last one."""
 
 Coefficients = tuple[float, ...]
 """Of a polynomial: that of the constant first."""

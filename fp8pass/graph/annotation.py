@@ -63,8 +63,8 @@ class MatmulChoice:
 
     rule, reason: why it is not annotated. wanted: True if the recipe and the filter select it, but it cannot be
     annotated, which is an error under `strict`. declined: the reasons, by kind, for matmuls that are not annotated
-    although the call is. fast_accum: the matmuls that may accumulate in less than float32. prediction: of all matmuls of
-    the call together; None without a target. note: a sentence for the verdict on the output.
+    although the call is. fast_accum: the matmuls that may accumulate in less than float32. prediction: of all matmuls
+    of the call together; None without a target. note: a sentence for the verdict on the output.
     """
 
     name: str

@@ -52,11 +52,10 @@ def check_sizes(s: Sizes, max_batches: int, not_grouped: str) -> None:
     """
     for letter, size in (("M", s.m), ("K", s.k), ("N", s.n)):
         if depends_on_data(size) and (letter != "M" or not is_at_least(size, 1)):
-            what = "may be 0: torch._check(x.shape[0] > 0) for its input x" if letter == "M" else "depends on data"
+            zero = ", and may be 0: torch._check(x.shape[0] > 0) for its input x, or" if letter == "M" else ";"
             raise Reject(
                 "data-dependent size",
-                f"{letter}={size} {'depends on data, and ' if letter == 'M' else ''}{what}, or keep such matmuls out of "
-                "the compiled region",
+                f"{letter}={size} depends on data{zero} keep such matmuls out of the compiled region",
             )
         # isinstance: to compare a symbolic size would add a guard on it
         if isinstance(size, int) and size == 0:

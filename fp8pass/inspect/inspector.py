@@ -49,10 +49,10 @@ class Kernel:
     paths of the model's modules that it belongs to. bytes_read, bytes_written: as Inductor's scheduler counts them,
     each tensor once. scratch: bytes of partial results written for the next kernel or read from the one before, not
     included in the other two. seconds: predicted. epilogue: bytes that a fused matmul moves more than the matmul alone
-    would, or fewer if it is negative; included in the bytes too. bytes_formula, seconds_formula: of a matmul with a size
-    that varies, its bytes and predicted seconds as expressions of torch's symbols, in Python; the numbers are those of
-    the inputs given. pays_from: of a matmul in FP8, the rows M of its layer's input from which on the layer pays, in
-    words: "1,184", or "never".
+    would, or fewer if it is negative; included in the bytes too. bytes_formula, seconds_formula: of a matmul with a
+    size that varies, its bytes and predicted seconds as expressions of torch's symbols, in Python; the numbers are
+    those of the inputs given. pays_from: of a matmul, the rows M of its layer's input from which on the layer pays in
+    FP8, in words: "1,184", or "never".
     """
 
     graph: str

@@ -159,9 +159,7 @@ class _Annotator(Walk):
                 node, signature, choice.name, within(node, self.config), self.grad_enabled, merged, experts, inside
             )
             choice.prediction = call.prediction  # before the checks below raise: the report shows it anyway
-            check_speedup(
-                call, argument(node, signature.a).meta["example_value"].device, self.config, self.splits
-            )
+            check_speedup(call, argument(node, signature.a).meta["example_value"].device, self.config, self.splits)
             self._check_device(node, signature)
             call = replace(call, recipe=for_instance(call.recipe, choice.name, bool(self.names.owned)))
             if self.in_branch:

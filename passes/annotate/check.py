@@ -96,7 +96,9 @@ def check(
     no_kernel = why_no_kernel(b, result_type(signature, node), target) if may_be_grouped else None
     is_grouped = signature.offs is not None or (experts and no_kernel is None)
     if not may_be_grouped and _are_many(sizes):
-        no_kernel = _why_not_one_launch(sizes, a.device, result_type(signature, node), target, config.recipe_of(name)[0])
+        no_kernel = _why_not_one_launch(
+            sizes, a.device, result_type(signature, node), target, config.recipe_of(name)[0]
+        )
         is_grouped = no_kernel is None
     check_sizes(sizes, MAX_GROUPS if is_grouped else MAX_BATCHES, f"; {no_kernel}" if no_kernel else "")
     m, k, n = sizes.m, sizes.k, sizes.n
@@ -183,8 +185,8 @@ def _for_frozen(recipe: Recipe, weight: FrozenWeight) -> Recipe:
 
 
 Splits = Mapping[sympy.Expr, Mapping[int, bool | None]]
-"""For each size that varies: {value from which on a call pays, or ceases to pay: whether the sizes that are compiled for
-are beyond it}, as `split_sizes` has decided; None if it could not.
+"""For each size that varies: {value from which on a call pays, or ceases to pay: whether the sizes that are compiled
+for are beyond it}, as `split_sizes` has decided; None if it could not.
 """
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def merge(values: Iterable[int], near: float = NEAR, most: int = MOST) -> dict[i
     """
     groups = [[value] for value in sorted(set(values))]
     while len(groups) > 1:
-        quotients = [after[-1] / before[-1] for before, after in zip(groups, groups[1:], strict=False)]
+        quotients = [after[-1] / before[-1] for before, after in pairwise(groups)]
         smallest = min(range(len(quotients)), key=quotients.__getitem__)
         if quotients[smallest] > near and len(groups) <= most:
             break

@@ -282,7 +282,7 @@ def test_strict_takes_what_recipe_or_filter_leave_out_in_control_flow(options: d
         compiled(factory(), strict=True, **options)(x)
     assert report.declined
     assert all("region" not in gemm.reason for gemm in report.declined), report
-    with pytest.raises(Exception, match="inside a branch of torch.cond, which may not write amaxes"):
+    with pytest.raises(Exception, match=r"inside a branch of torch\.cond, which may not write amaxes"):
         compiled(factory(), strict=True)(x)
 
 
@@ -635,7 +635,11 @@ def test_sizes_that_depend_on_data() -> None:
     layer = nn.Linear(32, 32)
     x = torch.randn(16, 32)
     capture = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-    with capture, verdicts() as report, pytest.warns(UserWarning, match="no matmul in FP8: M=u0 depends on data, and may be 0"):
+    with (
+        capture,
+        verdicts() as report,
+        pytest.warns(UserWarning, match="no matmul in FP8: M=u0 depends on data, and may be 0"),
+    ):
         y = compiled(lambda x, keep: layer(x[keep]))(x, x[:, 0] > 0)
     torch.testing.assert_close(y, layer(x[x[:, 0] > 0]))
     assert "depends on data" in report.gemms[0].reason

@@ -41,7 +41,8 @@ def steps(run: Any, model: nn.Module) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "lowering"), [("dynamic", "eager"), ("rowwise", "eager"), pytest.param("dynamic", "inductor", marks=VARIANT)]
+    ("recipe", "lowering"),
+    [("dynamic", "eager"), ("rowwise", "eager"), pytest.param("dynamic", "inductor", marks=VARIANT)],
 )
 def test_both_branches_run_in_fp8(recipe: str, lowering: str) -> None:
     model, twin, plain = Branches(), Branches(), Branches()
