@@ -61,7 +61,8 @@ STATEMENTS = (
         "current scaling by `amax / MAX`; scales from calibration, or from an algorithm of the user's during training",
         '`"dynamic"`; `calibrate` and `StaticScaling`; `scaling_factor_compute_algo`, `register_recipe`',
         "tests/compiled/test_static.py::test_the_scales_are_those_of_the_largest_values_seen",
-        "?scale:custom",
+        "tests/compiled/test_own_recipes.py::test_a_scale_from_a_history_against_the_oracle",
+        "tests/compiled/test_own_recipes.py::test_names_are_valid_wherever_a_recipe_is",
     ),
     _s(
         "jax",
@@ -118,7 +119,8 @@ STATEMENTS = (
         "te",
         "matrix multiplies and convolutions in FP8",
         "matmuls, and the convolutions that are matmuls; others are listed with their share of the FLOPs",
-        "?conv:oracle",
+        "tests/compiled/test_convolutions_as_matmuls.py::test_against_the_float64_oracle",
+        "tests/compiled/test_convolutions_as_matmuls.py::test_the_report_has_both_shares",
     ),
     _s(
         "te",
@@ -127,7 +129,12 @@ STATEMENTS = (
         "tests/compiled/test_state.py::test_margin_and_history_of_gradients",
         "tests/compiled/test_state.py::test_a_callable_algorithm",
     ),
-    _s("te", "`MXFP8BlockScaling(fp8_format=...)`", "`MXFP8Scaling(fp8_format=...)`", "?scale:mxfp8"),
+    _s(
+        "te",
+        "`MXFP8BlockScaling(fp8_format=...)`",
+        "`MXFP8Scaling(fp8_format=...)`",
+        "tests/passes/rewrite/test_blockwise_mm.py::test_rewritten_for_the_gpu_that_has_the_kernel",
+    ),
     _s(
         "te",
         "MXFP8 quantizes both orientations from the original tensor",
@@ -167,7 +174,7 @@ STATEMENTS = (
         "the compiler fuses any norm or activation with the quantization after it; attention itself stays in high "
         "precision, since no backward in FP8 is known to be exact or faster",
         "tests/gpu_code/test_traffic.py::test_traffic_and_launches",
-        "?conv:attention",
+        "docs/limits.md#when-the-recipe-chooses",
     ),
     _s(
         "te",
@@ -192,7 +199,7 @@ STATEMENTS = (
         "scale_inv",
         "scales of blocks may be large, and must travel with the data",
         "scales of rows and of blocks are gathered with their data",
-        "?wire:rows",
+        "tests/passes/collectives/test_row_scales.py::test_no_bit_changes",
     ),
     _s(
         "scale_inv",
@@ -246,9 +253,32 @@ STATEMENTS = (
         "by the kernel that updates it",
         "tests/gpu_code/test_traffic.py::test_a_weight_and_its_state_are_read_once_in_the_update",
     ),
-    _s("msamp", "`sqrt(v)` in e5m2, with a scale of its own and the margin formula", "?", "?mem:second"),
-    _s("msamp", "weights in FP8, master weights in float16 with a scale: memory", "?", "?mem:bytes"),
-    _s("msamp", "gradients in FP8, and their all-reduce", "?", "?wire:ddp"),
+    _s(
+        "msamp",
+        "`sqrt(v)` in e5m2, with a scale of its own and the margin formula",
+        '`optimizer_state="fp8"`, rounded stochastically, since steps of 0.1% vanish otherwise; also e4m3, blocks, and '
+        "COAT's expansion of the range",
+        "tests/compiled/test_stochastic_rounding.py::test_a_second_moment_follows_that_of_float32",
+        "tests/compiled/test_stochastic_rounding.py::test_to_nearest_it_stays_where_it_was",
+        "docs/train-step.md#moments-in-fp8",
+    ),
+    _s(
+        "msamp",
+        "weights in FP8, master weights in float16 with a scale: memory",
+        "bfloat16 parameters, rounded stochastically once in each update, beside FP8 copies: as many bytes, no other "
+        "type of parameter, and smaller losses than with float16 rounded to nearest",
+        "tests/compiled/test_moments.py::test_bytes_per_parameter",
+        "docs/memory.md#settings-and-others",
+        "docs/memory.md#losses",
+    ),
+    _s(
+        "msamp",
+        "gradients in FP8, and their all-reduce",
+        "gradients are exchanged in FP8 and summed in float32, under DDP and FSDP2; in memory they stay as they are, "
+        "and `update_in_backward` frees them",
+        "tests/ranks/test_fp8_gradients.py::test_the_error_is_within_its_bound",
+        "tests/ranks/test_fp8_gradients.py::test_collectives_are_those_of_the_scales",
+    ),
     _s(
         "msamp",
         "adapt the precision over the training",
@@ -286,7 +316,7 @@ STATEMENTS = (
         "tensor parallel gathers in FP8; with rowwise scales in high precision",
         "in FP8 with all scales that travel",
         "tests/ranks/test_tensor_parallel.py::test_what_sequence_parallel_gathers_is_fp8",
-        "?wire:rows",
+        "tests/passes/collectives/test_row_scales.py::test_no_bit_changes",
     ),
     _s(
         "titan",
