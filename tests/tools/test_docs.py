@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import guides
 import pytest
 import readme
 from diagram import stages, svg
@@ -158,3 +159,16 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert 'href="train-step.html"' in (tmp_path / "index.html").read_text()
     assert 'href="passes/rewrite/scaled_mm.py"' in (tmp_path / "passes.html").read_text()
     assert (tmp_path / "passes/rewrite/scaled_mm.py").read_text() == (ROOT / "passes/rewrite/scaled_mm.py").read_text()
+
+
+def test_every_statement_of_the_guides_is_shown() -> None:
+    """The tests, scripts and sections that the page names exist, and the page is up to date."""
+    assert len(guides.STATEMENTS) == 43
+    assert not guides.missing()
+    assert guides.tables() in page("guides.md"), "python bench/readme.py guides"
+
+
+def test_a_statement_whose_test_is_gone_is_noticed() -> None:
+    for gone in ("tests/tools/test_docs.py::test_gone", "tests/gone.py", "docs/guides.md#gone"):
+        assert guides._missing(gone)
+    assert not guides._missing("docs/guides.md#what-the-guides-describe")
