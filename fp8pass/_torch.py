@@ -95,6 +95,11 @@ with required_names():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
     from torch.distributed.fsdp import FSDPModule
+    from torch.fx.experimental.symbolic_shapes import (
+        RelaxedUnspecConstraint,
+        StrictMinMaxConstraint,
+        free_unbacked_symbols,
+    )
     from torch.fx.graph import CodeGen
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
     from torch.nn.modules.loss import _Loss as Loss
@@ -103,6 +108,7 @@ with required_names():
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
     current_graph_task_id = torch._C._current_graph_task_id
@@ -735,6 +741,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FixedTritonConfig",
+    "FloorDiv",
     "ForeachKernelSchedulerNode",
     "FusedSchedulerNode",
     "GraphLowering",
@@ -745,6 +752,7 @@ __all__ = [
     "InductorKernel",
     "Loss",
     "MemoryDep",
+    "Mod",
     "MutationLayoutSHOULDREMOVE",
     "NopKernelSchedulerNode",
     "OpOverload",
@@ -753,10 +761,13 @@ __all__ = [
     "Pointwise",
     "PointwiseSubgraphLowering",
     "PyCodeCache",
+    "PythonMod",
+    "RelaxedUnspecConstraint",
     "RestartAnalysis",
     "SchedulerNode",
     "SkipFrame",
     "Store",
+    "StrictMinMaxConstraint",
     "SubgraphLoweringException",
     "TensorBox",
     "TorchDispatchMode",
@@ -798,9 +809,11 @@ __all__ = [
     "dynamo_is_on",
     "enable_python_dispatcher",
     "ensure_device_guard",
+    "example_of",
     "first_call_is_fake",
     "flattened",
     "frames_op_by_op",
+    "free_unbacked_symbols",
     "functorch_config",
     "gathered_parameters",
     "get_hash_for_files",
