@@ -283,17 +283,20 @@ def pays_from(
     recipe has no kernel on this kind of GPU. A prediction is a quotient of sums of polynomials from one kink to the
     next, where another of two times becomes the longer one: it is solved exactly, and need not rise with the size.
     """
-    (x,) = set().union(*(size.free_symbols for size in (m, k, n) if isinstance(size, sympy.Basic)))
-    seconds = predicted_seconds(target, *(_varying(size, x) for size in (m, k, n)), recipe, element_size, training)
+    sizes = m, k, n
+    (x,) = set().union(*(size.free_symbols for size in sizes if isinstance(size, sympy.Basic)))
+    m, k, n = (_varying(size, x) for size in sizes)
+    seconds = predicted_seconds(target, m, k, n, recipe, element_size, training)
     if seconds is None:
         return None
 
     def pays(value: int) -> bool:
-        sizes = (int(size.subs(x, value)) if isinstance(size, sympy.Basic) else size for size in (m, k, n))
-        return bool(predicted_speedup(target, *sizes, recipe, element_size, training) >= min_speedup)
+        m, k, n = (int(size.subs(x, value)) if isinstance(size, sympy.Basic) else size for size in sizes)
+        return bool(predicted_speedup(target, m, k, n, recipe, element_size, training) >= min_speedup)
 
     high_precision, fp8 = seconds
-    return (high_precision - fp8 * min_speedup).where(pays)
+    difference: Varying = high_precision - fp8 * min_speedup
+    return difference.where(pays)
 
 
 def _varying(size: Size, x: sympy.Symbol) -> Any:

@@ -55,8 +55,11 @@ class Varying:
     def __rsub__(self, other: Any) -> Varying:
         return self * -1 + other
 
-    __radd__ = __add__
-    __rmul__ = __mul__
+    def __radd__(self, other: Any) -> Varying:
+        return self + other
+
+    def __rmul__(self, other: Any) -> Varying:
+        return self * other
 
     def longer(self, other: Any) -> Varying:
         """Return the larger number at each x, with a kink where another one becomes the larger one."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,7 +100,21 @@ def explain(
             else "Dynamo compiled nothing: the function has no tensor operations, or compilation is disabled."
         )
     report.pictures = _Pictures(drawing, later, report.gemms)
+    if isinstance(function, nn.Module):
+        _name_sizes(report, function)
     return report
+
+
+def _name_sizes(report: Report, model: nn.Module) -> None:
+    """Write the names of the model's inputs for sizes of these, which Dynamo sees as `args` of a wrapper."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
+
+    def named(found: re.Match[str]) -> str:
+        return names[int(found[1])] if int(found[1]) < len(names) else found[0]
+
+    for g in report.gemms:
+        g.sizes = tuple(replace(s, stands_for=re.sub(r"^args\[(\d+)\]", named, s.stands_for)) for s in g.sizes)
 
 
 class _Pictures(Sequence[Picture]):

@@ -56,9 +56,15 @@ def predict(
     pays = None if solved is None else pays_from(target, *solved, *of_call, min_speedup or 1.0)
     ends = None
     if any(isinstance(size, sympy.Basic) for size in (m, k, n)):
-        smallest, largest = ([value_at(size, end) for size in sizes] for end in (False, True))
-        ends = predicted_speedup(target, *smallest, *of_call), predicted_speedup(target, *largest, *of_call)
+        ends = _speedup_at(target, sizes, False, *of_call), _speedup_at(target, sizes, True, *of_call)
     return Prediction(seconds, variable, pays, _name(variable, m, k, n), ends)
+
+
+def _speedup_at(
+    target: Target, sizes: Sequence[Any], largest: bool, recipe: Recipe, element_size: int, training: bool
+) -> float:
+    m, k, n = (value_at(size, largest) for size in sizes)
+    return float(predicted_speedup(target, m, k, n, recipe, element_size, training))
 
 
 def _solved_for(sizes: Sequence[Any], of: tuple[Size, Size, Size]) -> tuple[Any, tuple[Size, Size, Size] | None]:

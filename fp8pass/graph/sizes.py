@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import RelaxedUnspecConstraint, StrictMinMaxConstraint, example_of, free_unbacked_symbols
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 """A size in a report: a number, or an expression of the sizes of the call, by torch's symbols for them: s27, say."""
 
 
@@ -124,7 +124,8 @@ def _constraints(env: Any) -> Iterator[tuple[sympy.Symbol, Any]]:
     for tracked in env.tracked_fakes or ():
         asked = getattr(tracked.symbolic_context, "constraint_sizes", None)
         if isinstance(tracked.fake, torch.Tensor) and asked:
-            for of, constraint in zip(tracked.fake.shape, asked, strict=True):
+            shape: Sequence[Any] = tracked.fake.shape
+            for of, constraint in zip(shape, asked, strict=True):
                 if constraint is not None and isinstance(of, torch.SymInt):
                     for symbol in of.node.expr.free_symbols:
                         yield symbol, constraint

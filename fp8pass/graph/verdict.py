@@ -84,10 +84,10 @@ class Gemm:
     """`predicted_speedup` at the smallest and the largest sizes that this compilation serves; None if none varies."""
     pays_from: Intervals | None = None
     """The intervals of `pays_of` in which that speed-up reaches `min_speedup` (1 if that is 0); None if not known."""
-    sizes: tuple[VaryingSize, ...] = ()
-    """The symbols in its sizes, and what they stand for."""
     pays_of: str = "M"
     """What `pays_from` is about: "M", the rows of the call's input, or an expression of sizes that vary."""
+    sizes: tuple[VaryingSize, ...] = ()
+    """The symbols in its sizes, and what they stand for."""
 
     @property
     def flops(self) -> Size:

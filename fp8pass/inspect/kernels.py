@@ -158,8 +158,10 @@ def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
     words = [f"{short(d)} x {made.count(d)}" if made.count(d) > 1 else short(d) for d in dict.fromkeys(made)]
     epilogue = read + written - a.nbytes - b.nbytes - m.m * b.shape[1] * m.dtype.itemsize
     seconds = gemm.seconds(target) + epilogue_seconds(plan, target)
-    what = f"{gemm.text()}, its epilogue writes {', '.join(words)}"
-    return Kernel(graph, "gemm", NAME, what, _modules([given["out0"]]), read, written, 0, seconds, epilogue=epilogue)
+    in_symbols = replace(gemm, m=expression(given["a"].meta["val"].shape[0]))
+    what = f"{in_symbols.text()}, its epilogue writes {', '.join(words)}"
+    row = Kernel(graph, "gemm", NAME, what, _modules([given["out0"]]), read, written, 0, seconds, epilogue=epilogue)
+    return replace(row, **in_symbols.formulas(target))
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ class Report:
         return rows
 
     def footnotes(self) -> list[str]:
-        """Return the lines below the table, in groups after empty lines: sizes, reasons, notes, `saved`, and the rest."""
+        """Return the lines below the table, in groups after empty lines: sizes, reasons, notes, `saved`, the rest."""
         reasons = [f"[{i}] {reason}" for reason, i in self._numbered().items()]
         notes = dict.fromkeys(f"note: {g.note}" for g in self.gemms if g.note)
         if any(g.recomputed for g in self.gemms):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fp8pass
 from fp8pass.hardware import TARGETS
 from fp8pass.passes.annotate.split_sizes import merge
 from fp8pass.recipes import DelayedScaling, Schedule
@@ -260,6 +261,18 @@ def test_siblings_merge_alike_on_both_sides(merge_siblings: bool | None) -> None
             run(rows(count)).sum().backward()
     found = [(g.name, g.N, g.status) for g in report.gemms if g.kind == "output"]
     assert found == [("q+k+v", 96, "declined"), ("q+k+v", 96, "rewritten")]
+
+
+def test_explain_names_the_input() -> None:
+    report = fp8pass.explain(nn.Sequential(layer()), rows(200), config=fp8pass.Config(**H100))
+    (size,) = report.sizes
+    assert str(size) == f"{size.symbol} is input.shape[0], from 70 on; 200 in the call that was compiled"
+    heads, *found = report.rows()
+    gain, pays = (heads.index(head) for head in ("predicted", "pays from M"))
+    assert {row[pays] for row in found} == {"70"}
+    low, high = (float(text.rstrip("x")) for text in found[0][gain].split(" to "))
+    assert 1 <= low < 1.1 < high
+    assert str(size) in report.footnotes()
 
 
 def test_nothing_is_split_without_a_rule() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 from fp8pass import cli, hardware
@@ -296,8 +297,19 @@ def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
         "tests.helpers.inspected:any_number_of_tokens", run="fp8pass delayed", ptx=True, options=options
     ).runs
     fused = [k for k in found.kernels if k.name.startswith("scaled_mm_fused")]
+    rows = fused[0].what[1:].partition(",")[0]
+    assert rows.startswith("s")  # torch's symbol
     assert [(k.graph, k.what) for k in fused] == [
-        ("forward", "[512, 256] x [256, 1024] e4m3 x e4m3 tensorwise, its epilogue writes e4m3, bf16"),
-        ("backward", "[512, 256] x [256, 1024] e5m2 x e4m3 tensorwise, its epilogue writes e5m2"),
+        ("forward", f"[{rows}, 256] x [256, 1024] e4m3 x e4m3 tensorwise, its epilogue writes e4m3, bf16"),
+        ("backward", f"[{rows}, 256] x [256, 1024] e5m2 x e4m3 tensorwise, its epilogue writes e5m2"),
     ]
+    other = [k for k in found.kernels if k.kind == "gemm" and k not in fused]
+    assert {k.pays_from for k in (*fused, *other)} == {"never"}  # these are small
+    for k in found.of("gemm"):
+        m = sympy.Symbol(rows)
+        seconds, moved = (sympy.sympify(of, {rows: m}).subs(m, 512) for of in (k.seconds_formula, k.bytes_formula))
+        if k in other:
+            assert float(seconds) == pytest.approx(k.seconds)
+            assert abs(int(moved) - k.bytes_moved) <= 16  # scales
+    assert any(f"{rows} is args[0].shape[0], from 2 on; 512 in the call" in note for note in found.notes)
     assert all(k.compiled is not None and not k.compiled.spilled for k in fused)
