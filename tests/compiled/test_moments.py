@@ -321,7 +321,9 @@ def test_bytes_per_parameter() -> None:
     }
     assert found.gradients == 4 * (weights + biases)
     assert 11.9 < found.peak < 12.2
-    assert training.step.report.notes[-1].startswith("bytes per parameter: parameters 4.00, FP8 copies 1.98, exp_avg 1.0")
+    assert training.step.report.notes[-1].startswith(
+        "bytes per parameter: parameters 4.00, FP8 copies 1.98, exp_avg 1.0"
+    )
 
 
 def test_the_loss_is_about_the_same() -> None:
