@@ -2,7 +2,7 @@
 
     python bench/memory.py
 
-Each row marked "counted" trains two or three steps, and then walks over the storages of all tensors that live:
+Each row marked "counted" trains two steps, and then walks over the storages of all tensors that live:
 parameters, FP8 copies, optimizer state, scales; and the gradients, when the optimizer's update begins. Activations are
 not counted. Rows marked "documents" are what a project says of itself: see `DOCUMENTS`. Rows of torchao are missing if
 it is not installed. Where a matmul runs, Inductor or op by op, changes nothing of this, so all is run op by op.
@@ -24,7 +24,7 @@ import fp8pass
 from fp8pass.demo import demo
 from fp8pass.runtime.parameter_bytes import COPIES, GRADIENTS, PARAMETERS, SCALES, ParameterBytes, parameter_bytes
 
-SMALL = {"WIDTH": 256, "LAYERS": 2, "CONTEXT": 32, "HEADS": 4, "BATCH": 2}
+SMALL = {"WIDTH": 512, "LAYERS": 1, "CONTEXT": 16, "HEADS": 4, "BATCH": 1}
 
 
 @dataclass
@@ -99,7 +99,7 @@ def of_fp8pass(dtype: torch.dtype = torch.float32, **config: Any) -> ParameterBy
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _ in range(3):
+        for _ in range(2):
             step(tokens, targets)
     return step.bytes_per_parameter()
 

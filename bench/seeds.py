@@ -110,7 +110,7 @@ def trained(setting: Setting, seed: int, steps: int, text: Any) -> float:
     torch.manual_seed(seed)
     model = demo.GPT().to(setting.dtype)
     rate = torch.tensor(0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=0.1)
     run, generator = step_of(setting, model, optimizer), torch.Generator().manual_seed(1000 + seed)
     for i in range(steps):
         for group in optimizer.param_groups:

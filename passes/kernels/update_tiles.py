@@ -125,7 +125,7 @@ class _InTiles:
     def _fits(self, x: fx.Node) -> bool:
         """Return whether `x` is not a view, and each input has the same shape or is the same for all rows."""
         # a view in the whole tensor's shape, of a transpose say, is not the same view of each tile
-        if not is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
+        if not _is_elementwise(x) or x.target in VIEWS or not all(map(is_tensor, x.all_input_nodes)):
             return False
         shapes = [val(a).shape for a in x.all_input_nodes]
         return all(s == self.shape or all(size == 1 for size in s[:-1]) for s in shapes)
@@ -139,7 +139,7 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
     in_tiles, made_of = _InTiles(build, m.x, tiles), _large_sources(m.x)
 
     def belongs(value: fx.Node) -> bool:
-        alike = val(value).shape == val(m.x).shape and is_elementwise(value)
+        alike = val(value).shape == val(m.x).shape and _is_elementwise(value)
         return alike and bool(made_of & _large_sources(value))
 
     copies = [n for n in build.graph.nodes if n.target is aten.copy_.default and n not in known]
@@ -170,10 +170,15 @@ def _update_in_tiles(build: Builder, m: Match, tiles: list[int], known: list[fx.
     return result
 
 
+def _is_elementwise(x: fx.Node) -> bool:
+    """Return whether `is_elementwise` holds, or `x` is the bits of numbers as integers, or the other way around."""
+    return is_elementwise(x) or x.target is aten.view.dtype
+
+
 def _large_sources(x: fx.Node) -> set[fx.Node]:
     """Return the graph inputs of its size that `x` is computed from elementwise: no scales, which weights share."""
     size = val(x).numel()
-    return {n for n in {x, *sources(x, is_elementwise)} if n.op == "placeholder" and val(n).numel() == size}
+    return {n for n in {x, *sources(x, _is_elementwise)} if n.op == "placeholder" and val(n).numel() == size}
 
 
 def _write(build: Builder, copy: fx.Node, tiles: fx.Node, turned: bool = False) -> None:

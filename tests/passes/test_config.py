@@ -69,7 +69,8 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"target": 90}, "unknown target 90: choose one of"),
         ({"mode": True}, "unknown mode True: choose one of"),
         ({"weight_cache": True}, "unknown weight_cache True: choose one of 'off', 'fp8', 'fp8[+]transpose'"),
-        ({"optimizer_state": None}, "unknown optimizer_state None: choose one of 'off', 'fp8'"),
+        ({"optimizer_state": None}, "unknown optimizer_state None: choose one of 'off', 'fp8', 'fp8[+]float16'"),
+        ({"update_rounding": True}, "unknown update_rounding True: choose one of 'nearest', 'stochastic'"),
         ({"amax_group": 3}, "amax_group=3: a torch.distributed.ProcessGroup or DeviceMesh, or None"),
         ({"recipe": DelayedScaling}, r"recipe=DelayedScaling is a class; write DelayedScaling\("),
         ({"recipe": {}}, r"recipe={}: needs a name pattern, {'\*': 'delayed'} say"),
@@ -81,11 +82,26 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         make_config(options)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"second": "int8"}, "unknown second 'int8': choose one of 'e4m3', 'e5m2', 'float16'"),
+        ({"block": 8}, "block=8: a number of elements, 16 or more, or None"),
+        ({"expand": True}, "expand=True chooses a power for each block: set block=256, too"),
+        ({"second": "float16", "block": 256}, "block is for moments in FP8"),
+        ({"blocks": 256}, "unknown Moments field 'blocks'.*did you mean 'block'"),
+    ],
+)
+def test_wrong_moments(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fp8pass.Moments(**fields)
+
+
 def test_each_field_of_options_has_a_rule() -> None:
     recipes = [
         r for r in vars(fp8pass.recipes).values() if isinstance(r, type) and issubclass(r, fp8pass.recipes.Recipe)
     ]
-    for kind in (Config, Reduction, ByModule, *recipes):
+    for kind in (Config, Reduction, ByModule, fp8pass.Moments, *recipes):
         assert all(RULE in field.metadata for field in fields(kind)), kind
 
 

@@ -28,6 +28,7 @@ def test_public_names_have_docstrings() -> None:
     assert sorted(fp8pass.__all__) == [
         "Config",
         "Fp8Error",
+        "Moments",
         "ScaleState",
         "accumulate",
         "autocast",
