@@ -132,7 +132,10 @@ def test_evaluation_requantizes_too() -> None:
     ("options", "message"),
     [
         ({"on_saturation": "again"}, "unknown on_saturation 'again': choose one of 'saturate', 'requantize'"),
-        ({"saturation_threshold": 1.0}, "saturation_threshold=1.0: a share of a tensor's elements, 0 or more and below 1"),
+        (
+            {"saturation_threshold": 1.0},
+            "saturation_threshold=1.0: a share of a tensor's elements, 0 or more and below 1",
+        ),
         ({"saturation_threshold": True}, "saturation_threshold=True: a share"),
     ],
 )
