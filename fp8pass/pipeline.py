@@ -54,6 +54,7 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
 from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
+from fp8pass.passes.kernels.requantize_saturated import RequantizeSaturated
 from fp8pass.passes.kernels.split_foreach import SplitForeach
 from fp8pass.passes.kernels.update_tiles import UpdateTiles
 from fp8pass.passes.layers.find_layers import FindLayers, Piece, find
@@ -147,6 +148,7 @@ KERNELS: tuple[Pass[Context], ...] = (
     SplitForeach(),  # first: the tensors that it splits off are quantized by ops that FoldQuantizes folds
     FoldQuantizes(),  # before passes that look for a quantize as one node
     FuseMatmuls(),  # before passes that write kernels for the tensors that it quantizes
+    RequantizeSaturated(),  # after FuseMatmuls, which may not fuse such a quantize, and before passes that tile it
     UpdateTiles(),  # before QuantizeTiles, which tiles the kernels that are left
     QuantizeTiles(),  # before BatchAmaxes, which joins the amaxes that these two make
     BatchAmaxes(),

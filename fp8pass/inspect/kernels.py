@@ -26,6 +26,7 @@ from fp8pass._torch import (
 )
 from fp8pass.fused.choice import epilogue_seconds
 from fp8pass.fused.plan import Plan
+from fp8pass.fused.requantize import NAME as REQUANTIZE
 from fp8pass.fused.source import NAME
 from fp8pass.graph.builder import is_tensor
 from fp8pass.graph.sizes import expression
@@ -131,6 +132,10 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
     name = str(op.target).removesuffix(".default")
     if (plan := getattr(kernel_called(op), "plan", None)) is not None:  # other kernels are the user's
         return _fused(op, plan, graph, target)
+    if (again := getattr(kernel_called(op), "requantize", None)) is not None:
+        words = f"quantize {short(again.dtype)} x {1 + again.transposed} again if saturated"
+        read = 5  # the scale and the flag: in a step that does not saturate, that is all
+        return Kernel(graph, "triton", REQUANTIZE, words, _modules([op]), read, 0, 0, memory_seconds(target, read))
     if (gemm := _gemm(op)) is not None:
         kind, what, seconds = "gemm", _in_symbols(op).text(), gemm.seconds(target)
         read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers

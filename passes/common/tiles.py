@@ -22,7 +22,7 @@ from fp8pass.passes.common.patterns import (
     prims,
     sources,
 )
-from fp8pass.quant.kernel_ops import CONCATENATED, QUANTIZE
+from fp8pass.quant.kernel_ops import CONCATENATED, QUANTIZE, SATURATED
 from fp8pass.scaling import FP8_DTYPES
 
 ROWS, COLUMNS = 64, 24576
@@ -105,6 +105,8 @@ def reduce_in_tiles(build: Builder, m: Match, tiles: list[fx.Node]) -> bool:
     for node in taken:
         if _is_column_sum(node, m):
             build.replace(node, _sum(build, node, tiles))
+        elif is_count(node):
+            build.replace(node, _count(build, node, tiles))
     amaxes = [node for node in taken if is_amax(node)]
     if not amaxes:
         return False
@@ -127,6 +129,24 @@ def _sum(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
     if val(node).dtype == torch.float32:
         return result
     return build.emit(node, prims.convert_element_type.default, result, val(node).dtype)
+
+
+def is_count(node: fx.Node) -> bool:
+    """Return whether `node` is the number of the elements that a scale saturates, f32[]."""
+    if node.target is not aten.sum.dim_IntList and node.target is not aten.sum.default:
+        return False
+    rows = first(node)
+    whole = not val(node).shape and rows.target is aten.sum.dim_IntList and rows.args[1] == [-1]
+    return whole and first(rows).target is SATURATED
+
+
+def _count(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
+    """Emit the number of saturated elements by tiles."""
+    emit = functools.partial(build.emit, node)
+    how = first(first(node)).args[1:]
+    columns = each(emit, tiles, lambda part: emit(aten.sum.dim_IntList, emit(SATURATED, part, *how), [1]), 1)
+    columns.meta[TILED] = "columns"
+    return emit(aten.sum.default, columns)
 
 
 def readers_nearby(x: fx.Node) -> list[fx.Node]:

@@ -34,7 +34,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fp8pass._torch import FORCE_STRIDE_ORDER
+from fp8pass._torch import FORCE_STRIDE_ORDER, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import TILED, WITH_AMAX
@@ -144,7 +144,11 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
     parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
     # one buffer for all that read more of `x` than its amax and its quantize; else they cost another pass over it
     if len(parts) == 1 and m.x.op != "placeholder" and shared:
-        return [build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))]
+        made = build.emit(at, FORCE_STRIDE_ORDER, parts[0], list(val(parts[0]).stride()))
+        for reader in [u for u in m.x.users if u.target is triton_kernel_wrapper_functional]:
+            # `requantize_saturated` reads the tensor: this buffer, or else another kernel would compute it once more
+            reader.replace_input_with(m.x, build.emit(reader, aten.reshape.default, made, list(val(m.x).shape)))
+        return [made]
     return parts
 
 
@@ -156,7 +160,7 @@ def _is_long(x: fx.Node) -> bool:
 
 def _repeat(build: Builder, x: fx.Node) -> None:
     """Let each reader of `x` read another copy, so that Inductor does not write `x` to memory for them."""
-    readers = list(x.users)
+    readers = [u for u in x.users if u.target is not aten.reshape.default]  # for a kernel that reads it in memory
     copies = build.emit(min(readers), REPEATED, x, len(readers))
     for i, reader in enumerate(readers):
         reader.replace_input_with(x, build.emit(min(readers), operator.getitem, copies, i))

@@ -21,10 +21,11 @@ MATMULS = {"block": [2, 4], "gated": [3, 6], "two": [2, 4]}
 def steps(model: str, *arguments: str) -> list[list[dict[str, Any]]]:
     """Return comparisons of the code's tensors with those of the graph op by op, for each call of a graph."""
     calls: list[list[dict[str, Any]]] = ask("tests.helpers.triton_on_cpu", model, *arguments, TRITON_INTERPRET="1")
+    has_state = bool({"delayed", "test-requantize"} & set(arguments))
     for i, call in enumerate(calls):
         kinds = Counter(of["what"] for of in call)
         assert kinds["operand"] == kinds["scale"] == 2 * MATMULS[model][i % 2]
-        assert kinds["output"] > 3 and kinds["input"] == ([4, 1] if "delayed" in arguments else [0, 0])[i % 2]
+        assert kinds["output"] > 3 and kinds["input"] == ([4, 1] if has_state else [0, 0])[i % 2]
     return calls
 
 
@@ -72,6 +73,18 @@ def test_matmuls_that_quantize_their_result_change_no_bit(model: str) -> None:
         for of in call:
             # a sum in another order may round a product, or a norm's statistic, to the next number
             assert of["differing"] <= (1e-3 if of["dtype"] != "float32" else 1) and of["error"] <= 1e-3, of
+
+
+@interpreted
+@pytest.mark.parametrize("model", ["two", pytest.param("block", marks=pytest.mark.variant)])
+def test_a_kernel_quantizes_a_saturated_tensor_again(model: str) -> None:
+    """In the first step no scale saturates, and the kernel does nothing; in the second all do, by a factor of four."""
+    calls = steps(model, "test-requantize", "bfloat16", "2", "emulate")
+    assert len(calls) == 4
+    for call in calls:
+        for of in call:
+            if of["what"] in ("operand", "scale"):
+                assert of["differing"] == 0, of
 
 
 @interpreted

@@ -88,6 +88,17 @@ class LessRows(RowwiseScaling):
         return super().scale(amax, fp8_max) / 1.5
 
 
+@register_recipe("test-requantize")
+@dataclass(frozen=True)
+class TooLargeScaling(DelayedScaling):
+    """Scales of four times the usual size, so that each step with a history saturates, and quantizes again."""
+
+    on_saturation: str = "requantize"
+
+    def next_scale(self, amax_history: Tensor, old_scale: Tensor, fp8_max: Tensor) -> Tensor:
+        return 4 * fp8_max / amax_history[0]
+
+
 _SHORT: Any = {"amax_history_len": 3, "margin": 1}
 SLOTS: dict[str, tuple[DelayedScaling, Callable[[], oracle.Slot]]] = {
     "max": (DelayedScaling(**_SHORT), partial(oracle.Slot, "e4m3", 3, margin=1)),

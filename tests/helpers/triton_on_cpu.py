@@ -41,6 +41,7 @@ from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.quant.kernel_ops import WRITE
 from fp8pass.states.slots import registry
 from tests.helpers.asked import answer_all
+from tests.helpers.own_recipes import TooLargeScaling
 from tests.helpers.pretend_gpu import has_history
 
 DTYPES = {
@@ -371,6 +372,7 @@ def train(
             return make_boxed_func(module.forward)
         return both(gpu, found, module, inputs, is_backward)
 
+    assert TooLargeScaling().name == "test-requantize"  # its import gives it the name
     options = {"recipe": recipe, "strict": True, "merge_siblings": True, "epilogues": epilogues}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 

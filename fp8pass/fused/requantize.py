@@ -1,0 +1,66 @@
+"""Write the Triton kernel that quantizes a tensor again, in place, if a flag on the device is set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
+from fp8pass.scaling import fp8_max
+
+NAME = "requantize_if_saturated"
+"""The kernel's name; Inductor appends a number."""
+SIDE = 64
+"""Rows and columns of a tile."""
+
+
+@dataclass(frozen=True)
+class Requantize:
+    """A kernel for a matrix [rows, columns]. dtype: of FP8. transposed: True if it writes a transposed copy too."""
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    transposed: bool
+    programs: int
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return -(-self.rows // SIDE) * -(-self.columns // SIDE)
+
+
+def kernel_of(of: Requantize) -> Any:
+    """Return the kernel, a `triton.JITFunction`, whose attribute `requantize` is `of`.
+
+    It takes x [rows, columns], the scale f32[], the flag b8[], and one or two outputs.
+    """
+    kernel = getattr(PyCodeCache.load(source_of(of)), NAME)
+    kernel.requantize = of
+    return kernel
+
+
+def source_of(of: Requantize) -> str:
+    """Return the source of the kernel, a Python module."""
+    limit, across = fp8_max(of.dtype), -(-of.columns // SIDE)
+    outputs = "out0, out1" if of.transposed else "out0"
+    lines = [
+        "@triton.autotune([triton.Config({}, num_warps=8, num_stages=2)], [])",
+        "@triton.jit",
+        f"def {NAME}(x, scale, flag, {outputs}):",
+        "    if tl.load(flag) != 0:",
+        "        by = tl.load(scale)",
+        f"        for tile in range(tl.program_id(0), {of.tiles}, {of.programs}):",
+        f"            row = tile // {across} * {SIDE} + tl.arange(0, {SIDE})[:, None]",
+        f"            column = tile % {across} * {SIDE} + tl.arange(0, {SIDE})[None, :]",
+        f"            inside = (row < {of.rows}) & (column < {of.columns})",
+        f"            scaled = tl.load(x + row.to(tl.int64) * {of.columns} + column, inside).to(tl.float32) * by",
+        f"            clamped = triton_helpers.minimum(triton_helpers.maximum(scaled, -{limit}), {limit})",
+        f"            q = clamped.to({triton_type(of.dtype)})",
+        f"            tl.store(out0 + row.to(tl.int64) * {of.columns} + column, q, inside)",
+    ]
+    if of.transposed:
+        lines.append(f"            tl.store(out1 + column.to(tl.int64) * {of.rows} + row, q, inside)")
+    return TRITON_IMPORTS + "\n\n" + "\n".join(lines) + "\n"

@@ -1,0 +1,115 @@
+"""Quantize by the delayed scale in the kernel that counts what it saturates, and again where that was too much.
+
+before   flag: b8[]    = count > threshold;  scale: f32[] = where(flag, own, delayed)       count and own read x: [R, C]
+         x_q: f8[R, C] = quantize(x, scale)                                                  and wait for both
+         x_t: f8[C, R] = clone(permute(x_q))                                                 where there is one
+after    q: f8[R, C]   = quantize(x, delayed);  t: f8[C, R] = clone(permute(q))
+         x_q, x_t      = requantize_if_saturated(x, scale, flag, q, t)                       in place
+changes  nothing: where the flag is not set, `scale` is `delayed`; the kernel returns at once then
+
+So x is read once in steps that do not saturate, as without the option. If the quantizing kernel computes x, as the
+result of an activation, it also writes x, for the second kernel to read. Only on GPUs, for contiguous tensors of known
+sizes; others are quantized after their amax is known, as under dynamic scaling.
+
+Runs on the graphs of forward and backward, after the partitioner. FuseMatmuls, which runs before, quantizes no result
+by such a scale, for the scale depends on the result.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fp8pass import hardware
+from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
+from fp8pass.fused import requantize
+from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.pass_base import Context
+from fp8pass.passes.common.patterns import (
+    RESHAPES,
+    as_node,
+    aten,
+    first,
+    has_one_element,
+    sources,
+)
+from fp8pass.passes.kernels.fuse_matmuls import gpu_of
+from fp8pass.quant.kernel_ops import QUANTIZE
+
+PROGRAMS = 4
+"""Programs for each multiprocessor, which loop over tiles: those that find the flag unset are launched all the same."""
+
+
+def match(x_q: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the flag and the delayed scale of a quantize whose scale is chosen by a flag; None of any other."""
+    scale = x_q.args[1] if x_q.target is QUANTIZE else None
+    if not isinstance(scale, fx.Node) or scale.target is not aten.where.self or not has_one_element(scale):
+        return None
+    flag, own, delayed = scale.args
+    if not all(is_tensor(n) and has_one_element(as_node(n)) for n in (flag, own, delayed)):
+        return None
+    x, delayed = first(x_q), as_node(delayed)
+    made_of_x = x in sources(as_node(own), lambda n: n is not x) and x in sources(as_node(flag), lambda n: n is not x)
+    return (as_node(flag), delayed) if made_of_x and x not in sources(delayed, lambda n: n is not x) else None
+
+
+def check(x_q: fx.Node) -> bool:
+    """Check that the tensor is on a GPU, contiguous, and of known sizes."""
+    x = val(first(x_q))
+    device = hardware.pretended_device or x.device
+    known = all(isinstance(size, int) for size in x.shape)
+    return device.type == "cuda" and known and x.is_contiguous() and x.numel() > 0 and val(x_q).is_contiguous()
+
+
+class RequantizeSaturated:
+    """Rewrites the quantizes of one graph."""
+
+    name = "requantize_saturated"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every match that passes `check`; return their number."""
+        found = [(n, m) for n in graph.nodes if (m := match(n)) is not None and check(n)]
+        build = context.builder(graph, self.name)
+        for x_q, (flag, delayed) in found:
+            _rewrite(build, x_q, flag, delayed)
+        if found:
+            graph.eliminate_dead_code()
+        return len(found)
+
+
+def _rewrite(build: Builder, x_q: fx.Node, flag: fx.Node, delayed: fx.Node) -> None:
+    x, scale, dtype = first(x_q), as_node(x_q.args[1]), val(x_q).dtype
+    rows, columns = val(x).numel() // val(x).shape[-1], val(x).shape[-1]
+    copies = list(_transposed(x_q, rows, columns))
+    at = x_q.next
+    q = build.emit(at, QUANTIZE, x, delayed, dtype)
+    written = {"out0": q}
+    if copies:
+        turned = build.emit(at, aten.permute.default, build.emit(at, aten.reshape.default, q, [rows, columns]), [1, 0])
+        written["out1"] = build.emit(at, aten.clone.default, turned, memory_format=torch.contiguous_format)
+    programs = min(PROGRAMS * gpu_of(val(x).device).multiprocessors, math.ceil(rows / 64) * math.ceil(columns / 64))
+    kernel = requantize.kernel_of(requantize.Requantize(rows, columns, dtype, bool(copies), programs))
+    call = call_of_kernel(kernel, programs, {"x": x, "scale": scale, "flag": flag, **written}, list(written))
+    result = build.emit(at, triton_kernel_wrapper_functional, **call)
+    for name, old in zip(written, ([x_q], copies), strict=False):
+        made = build.emit(at, operator.getitem, result, name)
+        for node in old:
+            node.replace_all_uses_with(made)
+
+
+def _transposed(x_q: fx.Node, rows: int, columns: int) -> Iterator[fx.Node]:
+    """Yield the transposed copies [columns, rows] of a quantized tensor."""
+    views, todo = [x_q], [x_q]
+    while todo:
+        todo = [u for n in todo for u in n.users if u.target in RESHAPES]
+        views += todo
+    for view in views:
+        for turned in view.users:
+            if turned.target is aten.permute.default and turned.args[1] == [1, 0]:
+                for copy in turned.users:
+                    if copy.target is aten.clone.default and val(copy).shape == (columns, rows):
+                        yield copy
