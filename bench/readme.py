@@ -183,6 +183,11 @@ def optimizer_state() -> str:
     return run(sys.executable, "bench/optimizer_state.py")
 
 
+def smooth_swiglu() -> str:
+    """Return the table of bench/smooth_swiglu.py."""
+    return run(sys.executable, "bench/smooth_swiglu.py")
+
+
 def monitor() -> str:
     """Return the output of examples/monitor.py."""
     return block(run(sys.executable, "examples/monitor.py"))
@@ -281,6 +286,7 @@ SECTIONS = {
     "cpu_matmuls": cpu_matmuls,
     "accumulation": accumulation,
     "optimizer_state": optimizer_state,
+    "smooth_swiglu": smooth_swiglu,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
@@ -313,6 +319,7 @@ FILES = {
     "cpu_matmuls": "docs/cpu.md",
     "accumulation": "docs/train-step.md",
     "optimizer_state": "docs/train-step.md",
+    "smooth_swiglu": "docs/numerics.md",
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",

@@ -51,7 +51,9 @@ def test_compiled_layers_are_the_annotated_ones() -> None:
     ours, reference = Layer(), Layer()
     with verdicts() as report:
         steps = list(train(ours, compiled(ours, smooth_swiglu=["down"], strict=True), batches()))
-    for step, expected in zip(steps, train(reference, annotated(reference, smooth_swiglu=True), batches()), strict=True):
+    for step, expected in zip(
+        steps, train(reference, annotated(reference, smooth_swiglu=True), batches()), strict=True
+    ):
         assert min(sqnr(expected[name], step[name]) for name in step) > 60
     assert len(report.rewritten) == 9 and not report.declined
     assert {g.note for g in report.gemms if (g.name, g.kind) == ("down", "output")} == {

@@ -72,7 +72,9 @@ def test_other_layers_are_left_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"smooth_swiglu": ["nothing"]}, {"smooth_swiglu": True, "filter": ["*"]}], ids=["off", "name", "out"]
+    "options",
+    [{}, {"smooth_swiglu": ["nothing"]}, {"smooth_swiglu": True, "filter": ["*"]}],
+    ids=["off", "name", "out"],
 )
 def test_layers_that_are_not_selected_or_not_in_fp8_are_left_alone(options: dict[str, Any]) -> None:
     assert after(GATED["silu"], Config(**options))[1] == [0, 0]
