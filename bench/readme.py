@@ -193,6 +193,11 @@ def seeds() -> str:
     return run(sys.executable, "-W", "ignore", "bench/seeds.py")
 
 
+def smooth_swiglu() -> str:
+    """Return the table of bench/smooth_swiglu.py."""
+    return run(sys.executable, "bench/smooth_swiglu.py")
+
+
 def monitor() -> str:
     """Return the output of examples/monitor.py."""
     return block(run(sys.executable, "examples/monitor.py"))
@@ -296,6 +301,7 @@ SECTIONS = {
     "guides": lambda: run(sys.executable, "bench/guides.py"),
     "memory": memory,
     "seeds": seeds,
+    "smooth_swiglu": smooth_swiglu,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
@@ -333,6 +339,7 @@ FILES = {
     "guides": "docs/guides.md",
     "memory": "docs/memory.md",
     "seeds": "docs/memory.md",
+    "smooth_swiglu": "docs/numerics.md",
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",

@@ -402,7 +402,9 @@ class Row:
         """Fill in the results of the report of `explain`."""
         self.matmuls, self.rewritten = len(report.matmuls), len(report.rewritten)
         self.flops, self.fp8_flops = report.flops, report.fp8_flops
-        self.unsized = sum(not all(isinstance(size, int) for size in (g.M, g.K, g.N, g.batches)) for g in report.matmuls)
+        self.unsized = sum(
+            not all(isinstance(size, int) for size in (g.M, g.K, g.N, g.batches)) for g in report.matmuls
+        )
         names = _ends_of_names(model)
         owned = [g for g in report.matmuls if {part.removesuffix(".weight") for part in parts_of(g.name)} & names]
         self.owned_flops = sum(g.flops for g in owned)

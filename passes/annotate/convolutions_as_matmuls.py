@@ -131,7 +131,9 @@ def match(node: fx.Node) -> Convolution | None:
     if not (_is_tensor(x) and _is_tensor(weight) and (bias is None or _is_tensor(bias))):
         return None
     of = {key: _each(default if at.get(key) is None else at[key], dims) for key, default in defaults.items()}
-    if any(isinstance(v, tuple) and not all(isinstance(n, int) for n in v) for v in (*of.values(), _value(weight).shape)):
+    if any(
+        isinstance(v, tuple) and not all(isinstance(n, int) for n in v) for v in (*of.values(), _value(weight).shape)
+    ):
         return None
     return Convolution(
         node, x, weight, bias, of["stride"], of["padding"], of["dilation"], of["output_padding"], of["groups"][0],

@@ -37,7 +37,9 @@ def graphs_of(function: Callable[..., Any], *inputs: Any, dynamic: bool = False,
 
 ALL = [(name, dynamic) for dynamic in (False, True) for name in FORMS if not (dynamic and name == "the whole")]
 DAILY = {("patches, remainder", True)}
-DAILY |= {(name, False) for name in FORMS if name.split(", ")[-1] not in ("dilated", "1d", "3d", "patches", "input last")}
+DAILY |= {
+    (name, False) for name in FORMS if name.split(", ")[-1] not in ("dilated", "1d", "3d", "patches", "input last")
+}
 
 
 @pytest.mark.parametrize(
