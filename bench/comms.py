@@ -270,9 +270,7 @@ def row(name: str, kind: str, step: Step, cluster: Cluster) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-HEAD_OF_GRADIENTS = (
-    "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links |\n|---|---:|---|---:|---:|"
-)
+HEAD_OF_GRADIENTS = "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links |\n|---|---:|---|---:|---:|"
 
 
 def gradients(models: list[str], gpus: list[int], cluster: Cluster) -> str:
