@@ -61,9 +61,9 @@ def fp8_gradients(
             one scale for each rank's part.
         block: Number of gradients that share a scale with "own". Each scale takes 4 bytes.
         margin: Powers of two by which gradients may grow with "delayed".
-        node: The ranks of a node, which come one after the other: they exchange first, and then different nodes exchange
-            the sums of nodes. This rounds once more: in the bound, each node adds a term of its sum, as m does. None:
-            one exchange among all ranks.
+        node: The number of ranks of a node, which come one after the other: they exchange first, and then different
+            nodes exchange the sums of nodes. This rounds once more: in the bound, each node adds a term of its sum, as
+            m does. None: one exchange among all ranks.
 
     Returns:
         The exchange; its `grown()` says how often a gradient has outgrown a delayed scale.

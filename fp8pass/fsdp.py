@@ -76,7 +76,7 @@ def enable_fp8_all_gather(
 
     Raises:
         Fp8Error: If the model is sharded already. The first forward raises it if `shard_placement_fn` shards such a
-            weight by columns; or with "block", if a rank's rows, or the columns, are no multiple of 128.
+            weight by columns; or with "block", if 128 does not divide a rank's rows and the columns.
         TypeError: If `model` is not a module.
         ValueError: If `filter` is neither patterns nor a callable, or a pattern matches nothing; for other `scales`.
     """

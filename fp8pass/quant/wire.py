@@ -10,8 +10,8 @@ has its own.
 
 In FP8 no sum is computed: it would saturate, and its error would grow with the number of ranks.
 
-With `node`, the ranks of each node exchange first, and then those of different nodes exchange the sums of nodes, so that
-a network card carries the gradients of a node once.
+With `node`, the ranks of each node exchange first, and then those of different nodes exchange the sums of nodes, so
+that network cards carry the gradients of a node once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GradientFormat(Checked):
 
 
 class Groups(NamedTuple):
-    """The groups that exchange, one after the other: the ranks of each node, and those of all nodes with one position."""
+    """The groups that exchange one after the other: the ranks of a node, and those with one position in their nodes."""
 
     whole: dist.ProcessGroup
     stages: tuple[dist.ProcessGroup, ...]
@@ -100,8 +100,8 @@ class GradientExchange:
     def reduce_scatter(self, x: Tensor, groups: Groups, key: Any = None) -> Tensor:
         """Return the sum f32[C] over ranks of their parts for this rank.
 
-        x: floating [P, C], the gradients of this rank, with a part for each of the P ranks. key: names the bucket, whose
-        amax is remembered.
+        x: floating [P, C], the gradients of this rank, with a part for each of the P ranks. key: names the bucket,
+        whose amax is remembered.
         """
         if len(groups.stages) == 1:
             return self._reduce_scatter(x, groups.whole, key)
