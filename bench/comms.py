@@ -116,6 +116,12 @@ class Cluster:
         part = collective.bytes / ranks
         return max(part * (near - 1) / self.nvlink, part * (ranks - near) / self.network)
 
+    def in_two_stages(self, collective: Collective, layout: Layout) -> float:
+        """Return the time of an all-to-all within each node, and then of one between nodes of the sums of nodes."""
+        ranks, near = layout.size(collective.group), self.neighbours(layout, collective.group)
+        nodes, of_all = ranks // near, collective.bytes
+        return of_all * (near - 1) / near / self.nvlink + of_all / near * (nodes - 1) / nodes / self.network
+
 
 @dataclass(frozen=True)
 class Step:
@@ -271,7 +277,8 @@ def row(name: str, kind: str, step: Step, cluster: Cluster) -> str:
 
 
 HEAD_OF_GRADIENTS = (
-    "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links |\n|---|---:|---|---:|---:|"
+    "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links | FP8 within nodes first |"
+    "\n|---|---:|---|---:|---:|---:|"
 )
 
 
@@ -289,14 +296,15 @@ def gradients(models: list[str], gpus: list[int], cluster: Cluster) -> str:
 
 def row_of_gradients(name: str, kind: str, step: Step, cluster: Cluster) -> str:
     """Return one line of the table of gradients."""
-    sent, times = [], []
+    sent, times, layout = [], [], step.layout
     for way, dtype in ((FP8, "float32"), (FP8, "bfloat16"), (FP8_GRADIENTS, "float32")):
         of_way = replace(step, reduce_dtype=dtype).collectives(way)
         found = {c: n for c, n in of_way.items() if c.kind in ("reduce_scatter", "all_to_all") and c.group == "data"}
-        sent.append(sum(n * c.sent(step.layout) for c, n in found.items()) / 1e9)
-        times.append(sum(n * cluster.seconds(c, step.layout) for c, n in found.items()))
-    cells = [name, str(step.layout.ranks), kind]
-    cells += [", ".join(f"{x:.1f}" for x in sent), ", ".join(f"{x:.3f}" for x in times)]
+        sent.append(sum(n * c.sent(layout) for c, n in found.items()) / 1e9)
+        times.append(sum(n * cluster.seconds(c, layout) for c, n in found.items()))
+    cells = [name, str(layout.ranks), kind, ", ".join(f"{x:.1f}" for x in sent), ", ".join(f"{x:.3f}" for x in times)]
+    within = sum(n * cluster.in_two_stages(c, layout) for c, n in found.items())
+    cells.append(f"{within:.3f}" if 1 < cluster.neighbours(layout, "data") < layout.data else "")
     return f"| {' | '.join(cells)} |"
 
 

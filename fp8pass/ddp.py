@@ -24,11 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8pass._torch import timeout_of
 from fp8pass.errors import Fp8Error
-from fp8pass.quant.wire import GradientExchange, GradientFormat
+from fp8pass.quant.wire import GradientExchange, GradientFormat, groups_of
 
 
 def fp8_gradients(
-    model: DistributedDataParallel, *, dtype: str = "e4m3", scale: str = "own", block: int = 1024, margin: int = 1
+    model: DistributedDataParallel,
+    *,
+    dtype: str = "e4m3",
+    scale: str = "own",
+    block: int = 1024,
+    margin: int = 1,
+    node: int | None = None,
 ) -> GradientExchange:
     """Let a model in DistributedDataParallel send its gradients in FP8. All ranks of its group call it.
 
@@ -55,19 +61,22 @@ def fp8_gradients(
             one scale for each rank's part.
         block: Number of gradients that share a scale with "own". Each scale takes 4 bytes.
         margin: Powers of two by which gradients may grow with "delayed".
+        node: The number of ranks of a node, which come one after the other: they exchange first, and then different
+            nodes exchange the sums of nodes. This rounds once more: in the bound, each node adds a term of its sum, as
+            m does. None: one exchange among all ranks.
 
     Returns:
         The exchange; its `grown()` says how often a gradient has outgrown a delayed scale.
 
     Raises:
-        Fp8Error: If a gradient is sparse, in the backward.
+        Fp8Error: If `node` does not divide the ranks; if a gradient is sparse, in the backward.
         RuntimeError: From torch, if the model has a communication hook already.
         TypeError: If `model` is not a DistributedDataParallel.
         ValueError: For invalid options.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"fp8_gradients() takes a DistributedDataParallel, not {type(model).__name__}: wrap it first")
-    exchange = GradientExchange(GradientFormat(dtype, scale, block, margin))
+    exchange = GradientExchange(GradientFormat(dtype, scale, block, margin, node))
     if model.process_group.size() > 1:
         device = next(p.device for p in model.parameters() if p.requires_grad)
         model.register_comm_hook(_Hook(exchange, model.process_group, device), _start)
@@ -93,13 +102,14 @@ class _Hook:
     """
 
     def __init__(self, exchange: GradientExchange, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.exchange, self.group = exchange, group
+        self.exchange = exchange
         if device.type == "cpu":
             ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
-            self.group = dist.new_group(ranks, timeout, use_local_synchronization=True)
+            group = dist.new_group(ranks, timeout, use_local_synchronization=True)
             self.run: Callable[..., Any] = ThreadPoolExecutor(1, "fp8pass gradients").submit
         else:
             self.run = functools.partial(_on_stream, torch.get_device_module(device).Stream(device), device)
+        self.groups = groups_of(group, exchange.how.node, device)
 
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start to exchange a bucket; return the future of its mean gradients."""
@@ -122,11 +132,11 @@ class _Hook:
 
     @torch.no_grad()
     def _exchange(self, x: Tensor, index: int) -> None:
-        ranks = self.group.size()
+        ranks = self.groups.whole.size()
         count = -(-len(x) // ranks)
         parts = F.pad(x, (0, ranks * count - len(x))).view(ranks, count)
-        mean = self.exchange.reduce_scatter(parts, self.group, index) / ranks
-        x.copy_(self.exchange.all_gather(mean, self.group).flatten()[: len(x)])
+        mean = self.exchange.reduce_scatter(parts, self.groups, index) / ranks
+        x.copy_(self.exchange.all_gather(mean, self.groups).flatten()[: len(x)])
 
 
 def _on_stream(stream: Any, device: torch.device, function: Callable[..., None], *args: Any) -> None:

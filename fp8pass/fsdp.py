@@ -36,7 +36,7 @@ from fp8pass.options.config import Config
 from fp8pass.options.unmatched import check_models
 from fp8pass.quant import ops
 from fp8pass.quant.sharded import amax_over, on_part, part_of
-from fp8pass.quant.wire import GradientExchange, GradientFormat
+from fp8pass.quant.wire import GradientExchange, GradientFormat, Groups, groups_of
 from fp8pass.quant.wrapper_tensor import Fp8Weight, WrapperTensor
 from fp8pass.recipes import BlockwiseScaling, matches
 
@@ -76,7 +76,7 @@ def enable_fp8_all_gather(
 
     Raises:
         Fp8Error: If the model is sharded already. The first forward raises it if `shard_placement_fn` shards such a
-            weight by columns; or with "block", if a rank's rows, or the columns, are no multiple of 128.
+            weight by columns; or with "block", if 128 does not divide a rank's rows and the columns.
         TypeError: If `model` is not a module.
         ValueError: If `filter` is neither patterns nor a callable, or a pattern matches nothing; for other `scales`.
     """
@@ -128,7 +128,13 @@ def _after_load(module: Any, _: Any, *, weights: _Weights, key: int) -> None:
 
 
 def enable_fp8_reduce_scatter(
-    model: nn.Module, *, dtype: str = "e4m3", scale: str = "own", block: int = 1024, margin: int = 1
+    model: nn.Module,
+    *,
+    dtype: str = "e4m3",
+    scale: str = "own",
+    block: int = 1024,
+    margin: int = 1,
+    node: int | None = None,
 ) -> list[str]:
     """Let FSDP2 send gradients in FP8: each rank gets its parts from all ranks, and sums them in float32.
 
@@ -142,18 +148,20 @@ def enable_fp8_reduce_scatter(
         scale: As in `fp8_gradients`; what is a bucket there are the gradients of one FSDP module here.
         block: Number of gradients that share a scale with "own".
         margin: Powers of two by which gradients may grow with "delayed".
+        node: The ranks of a node, which exchange first, as in `fp8_gradients`; None: one exchange among all ranks.
 
     Returns:
         The names of the FSDP modules.
 
     Raises:
-        Fp8Error: If no module is sharded; or in the backward, if a divide factor is set that this does not support.
+        Fp8Error: If no module is sharded; or in the backward, if `node` does not divide the ranks, or if a divide
+            factor is set that this does not support.
         TypeError: If `model` is not a module.
         ValueError: For invalid options; from torch, if an FSDP module shards its parameters over several meshes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable_fp8_reduce_scatter() takes a module, not {type(model).__name__}")
-    how = GradientFormat(dtype, scale, block, margin)
+    how = GradientFormat(dtype, scale, block, margin, node)
     found = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not found:
         raise Fp8Error("no module is sharded: call enable_fp8_reduce_scatter after fully_shard")
@@ -186,8 +194,15 @@ class _Fp8ReduceScatter(ReduceScatter):
                 "set_force_sum_reduction_for_comms(True) on the same module"
             )
         ranks = group.size()
-        total = self._exchange.reduce_scatter(input_tensor.view(ranks, -1), group, input_tensor.numel())
+        groups = _groups_of(group, self._exchange.how.node, input_tensor.device)
+        total = self._exchange.reduce_scatter(input_tensor.view(ranks, -1), groups, input_tensor.numel())
         output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
+
+
+@functools.cache
+def _groups_of(group: dist.ProcessGroup, node: int | None, device: torch.device) -> Groups:
+    """Return the groups of `groups_of`, which are the same for all FSDP modules of a mesh."""
+    return groups_of(group, node, device)
 
 
 def write_shards(parameters: Iterable[Tensor]) -> None:

@@ -9,12 +9,15 @@ has its own.
     all_gather       each rank quantizes its part of the sum, and sends it to all
 
 In FP8 no sum is computed: it would saturate, and its error would grow with the number of ranks.
+
+With `node`, the ranks of each node exchange first, and then those of different nodes exchange the sums of nodes, so
+that network cards carry the gradients of a node once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8pass import scaling
-from fp8pass._torch import all_gather_single
+from fp8pass._torch import all_gather_single, timeout_of
+from fp8pass.errors import Fp8Error
 from fp8pass.fields import Checked, names, whole
 from fp8pass.quant.sharded import amax_over
 
@@ -42,6 +46,7 @@ class GradientFormat(Checked):
     scale: str = field(default="own", metadata=names("own", "common", "delayed").field)
     block: int = field(default=1024, metadata=whole(16, "a number of gradients that share a scale, 16 or more").field)
     margin: int = field(default=1, metadata=whole(0, "a whole number of powers of two, 0 or more").field)
+    node: int | None = field(default=None, metadata=(whole(1, "a number of ranks, 1 or more, or None") | None).field)
 
     def part(self, count: int) -> tuple[int, int]:
         """Return (C, B): the size to which a part of `count` gradients is padded, and its number of blocks."""
@@ -53,6 +58,29 @@ class GradientFormat(Checked):
         """Return the bytes of a part of `count` gradients on the wire."""
         size, blocks = self.part(count)
         return size + _SCALE_BYTES * blocks
+
+
+class Groups(NamedTuple):
+    """The groups that exchange one after the other: the ranks of a node, and those with one position in their nodes."""
+
+    whole: dist.ProcessGroup
+    stages: tuple[dist.ProcessGroup, ...]
+
+
+def groups_of(group: dist.ProcessGroup, node: int | None, device: torch.device) -> Groups:
+    """Return the groups in which the ranks of a group exchange gradients on a device. All of its ranks call it.
+
+    Raises Fp8Error if `node` ranks do not divide the group.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if node is None or node in (1, len(ranks)):
+        return Groups(group, (group,))
+    if len(ranks) % node:
+        raise Fp8Error(f"node={node} does not divide the {len(ranks)} ranks that exchange gradients")
+    begin, position = group.rank() // node * node, group.rank() % node
+    parts = ranks[begin : begin + node], ranks[position::node]
+    timeout = timeout_of(group, device)
+    return Groups(group, tuple(dist.new_group(p, timeout, use_local_synchronization=True) for p in parts))
 
 
 class GradientExchange:
@@ -69,12 +97,20 @@ class GradientExchange:
         return 0 if self._grown is None else int(self._grown)
 
     @torch.no_grad()
-    def reduce_scatter(self, x: Tensor, group: dist.ProcessGroup, key: Any = None) -> Tensor:
+    def reduce_scatter(self, x: Tensor, groups: Groups, key: Any = None) -> Tensor:
         """Return the sum f32[C] over ranks of their parts for this rank.
 
-        x: floating [P, C], the gradients of this rank, with a part for each of the group's P ranks. key: names the
-        bucket, whose amax is remembered.
+        x: floating [P, C], the gradients of this rank, with a part for each of the P ranks. key: names the bucket,
+        whose amax is remembered.
         """
+        if len(groups.stages) == 1:
+            return self._reduce_scatter(x, groups.whole, key)
+        near, far = groups.stages
+        for_node = x.view(far.size(), near.size(), -1).transpose(0, 1).reshape(near.size(), -1)
+        of_node = self._reduce_scatter(for_node, near, key)
+        return self._reduce_scatter(of_node.view(far.size(), -1), far, (key, "of nodes"))
+
+    def _reduce_scatter(self, x: Tensor, group: dist.ProcessGroup, key: Any) -> Tensor:
         count, (size, blocks) = x.shape[1], self.how.part(x.shape[1])
         if size != count:
             x = F.pad(x, (0, size - count))
@@ -89,14 +125,19 @@ class GradientExchange:
         return total[:count]
 
     @torch.no_grad()
-    def all_gather(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def all_gather(self, x: Tensor, groups: Groups) -> Tensor:
         """Return f32[P, C], the parts of all ranks. x: floating [C], the part of this rank."""
         count, (size, blocks) = len(x), self.how.part(len(x))
         parts = F.pad(x, (0, size - count)).reshape(1, blocks, -1)
-        sent = self.packed(parts, *self.own_scale(parts)).flatten()
-        received = sent.new_empty(group.size() * len(sent))
-        all_gather_single(received, sent, group=group)
-        return self.unpacked(received.view(group.size(), -1), blocks)[:, :count]
+        sent = self.packed(parts, *self.own_scale(parts))
+        message = sent.flatten()
+        for group in reversed(groups.stages):  # from other nodes first: then each rank of a node has another part
+            message, mine = message.new_empty(group.size() * len(message)), message
+            all_gather_single(message, mine, group=group)
+        if len(groups.stages) == 2:
+            near, far = (group.size() for group in groups.stages)
+            message = message.view(near, far, -1).transpose(0, 1)
+        return self.unpacked(message.reshape(-1, sent.shape[1]), blocks)[:, :count]
 
     def packed(self, parts: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
         """Return the message u8[P, C + 4 B]. parts: [P, B, C / B]. scale, amax: f32, which broadcast to [P, B, 1]."""

@@ -1,4 +1,4 @@
-"""Capture of rows that are quantized after a collective, each row, or each block of one, with a scale of its own.
+"""Capture of rows that are quantized after a collective, with a scale for each row, or for each block of one.
 
 before   x: bf16[n M, K] = wait_tensor(all_gather_into_tensor(x_local: bf16[M, K]))
          amax: bf16[n M, 1] = amax(abs(x), [1], True)                     for blocks of x: bf16[n M, 1, K / 128, 128]

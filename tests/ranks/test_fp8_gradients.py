@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8pass
 from fp8pass import ddp
 from fp8pass.fsdp import enable_fp8_all_gather, enable_fp8_reduce_scatter
-from fp8pass.quant.wire import GradientExchange, GradientFormat
+from fp8pass.quant.wire import GradientExchange, GradientFormat, groups_of
 from tests.helpers.models import Block, Transformer, make
 from tests.helpers.torchrun import collectives, on_ranks
 
@@ -54,20 +54,21 @@ def _everybody(x: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def _summed_everywhere() -> Any:
+def _summed_everywhere(node: int | None = None) -> Any:
     """Return {(dtype, scale): (means that this rank got, mean parts before the gather, messages)} of three steps."""
+    groups = groups_of(dist.group.WORLD, node, torch.device("cpu"))  # type: ignore[arg-type]
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), {}
     for dtype in ULP:
         for scale in SCALES:
-            exchange, again = (GradientExchange(GradientFormat(dtype, scale, BLOCK)) for _ in range(2))
+            exchange, again = (GradientExchange(GradientFormat(dtype, scale, BLOCK, node=node)) for _ in range(2))
             results = []
             for step in range(3):
                 x = gradients(step, ranks, rank)
                 before = collectives()
-                part = exchange.reduce_scatter(x, dist.group.WORLD, "a") / ranks
-                whole = exchange.all_gather(part, dist.group.WORLD)
+                part = exchange.reduce_scatter(x, groups, "a") / ranks
+                whole = exchange.all_gather(part, groups)
                 sent = collectives() - before
-                repeated = again.all_gather(again.reduce_scatter(x, dist.group.WORLD, "a") / ranks, dist.group.WORLD)
+                repeated = again.all_gather(again.reduce_scatter(x, groups, "a") / ranks, groups)
                 results.append((whole, _everybody(part), torch.equal(whole, repeated), sent))
             found[dtype, scale] = results, exchange.grown()
     return found
@@ -81,6 +82,11 @@ def summed_by_two() -> Any:
 @on_ranks(4)
 def summed_by_four() -> Any:
     return _summed_everywhere()
+
+
+@on_ranks(4)
+def summed_by_two_nodes() -> Any:
+    return _summed_everywhere(node=2)
 
 
 def floor_of(x: Tensor, dtype: str, scale: str) -> Tensor:
@@ -120,7 +126,25 @@ def test_the_error_is_within_its_bound(how: Any) -> None:
     assert worst > 0.5  # a bound that is far from what happens would say little
 
 
-@pytest.mark.parametrize("how", [summed_by_two, summed_by_four], ids=lambda f: f.name)
+def test_between_nodes_the_error_is_that_of_one_more_rounding() -> None:
+    runs = summed_by_two_nodes()
+    for (dtype, scale), (results, _) in runs[0].items():
+        if scale == "own":
+            for step, (whole, *_) in enumerate(results):
+                exact = torch.stack([gradients(step, 4, rank).double() for rank in range(4)])
+                u = ULP[dtype]
+                floors = torch.stack([floor_of(x, dtype, "own") for x in exact])
+                # the blocks of the sums of two nodes and of their mean are others: with the largest floor of all
+                later = 2 * 2 * floors.amax() + 4 * floors.amax()
+                bound = ((1 + u) ** 3 - 1) * exact.abs().sum(0) / 4 + (1 + u) ** 2 * (floors.sum(0) + later) / 4
+                error = (whole.double() - exact.mean(0)).abs()
+                assert (error <= bound).all()
+                size = exact.abs().mean(0)
+                large = size > 1e3 * floors.amax()
+                assert large.any() and (error[large] / size[large]).mean() < u
+
+
+@pytest.mark.parametrize("how", [summed_by_two, summed_by_four, summed_by_two_nodes], ids=lambda f: f.name)
 def test_all_ranks_have_the_same_bits_again_and_again(how: Any) -> None:
     first, *others = how()
     for other in others:
@@ -139,7 +163,7 @@ def test_collectives_are_those_of_the_scales() -> None:
 @on_ranks(2)
 def nonfinite() -> Any:
     """Return the sums when rank 1 has an infinity or a NaN, and those of the step after."""
-    found = {}
+    found, groups = {}, groups_of(dist.group.WORLD, None, torch.device("cpu"))  # type: ignore[arg-type]
     for dtype in ULP:
         for scale in SCALES:
             for value in (float("inf"), -float("inf"), float("nan")):
@@ -148,7 +172,7 @@ def nonfinite() -> Any:
                     x = torch.ones(2, COUNT)
                     if step == 1 and dist.get_rank() == 1:
                         x[0, 3] = value
-                    results.append(exchange.all_gather(exchange.reduce_scatter(x, dist.group.WORLD), dist.group.WORLD))
+                    results.append(exchange.all_gather(exchange.reduce_scatter(x, groups), groups))
                 found[dtype, scale, value] = results
     return found
 
@@ -204,10 +228,10 @@ def under_ddp() -> Any:
 
 @on_ranks(4)
 def under_ddp_of_four() -> Any:
-    return {"": _with_ddp()} | {scale: _with_ddp(scale=scale) for scale in SCALES[:1]}
+    return {"": _with_ddp(), "own": _with_ddp(scale="own"), "nodes": _with_ddp(scale="own", node=2)}
 
 
-def _with_fsdp(scale: str = "", weights: bool = False, **policy: Any) -> dict[str, Any]:
+def _with_fsdp(scale: str = "", weights: bool = False, node: int | None = None, **policy: Any) -> dict[str, Any]:
     model = make(lambda: Transformer(layers=2))
     if weights:
         enable_fp8_all_gather(model)
@@ -215,7 +239,7 @@ def _with_fsdp(scale: str = "", weights: bool = False, **policy: Any) -> dict[st
         fully_shard(layer, **policy)
     fully_shard(model, **policy)
     if scale:
-        assert enable_fp8_reduce_scatter(model, scale=scale) == ["", "layers.0", "layers.1"]
+        assert enable_fp8_reduce_scatter(model, scale=scale, node=node) == ["", "layers.0", "layers.1"]
     return trained(model, model)
 
 
@@ -233,7 +257,8 @@ def under_fsdp() -> Any:
 @on_ranks(4)
 def replicated_shards() -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return {"": _with_fsdp(mesh=mesh), "own": _with_fsdp("own", mesh=mesh)}
+    nodes = {"own": _with_fsdp("own", node=2), "delayed": _with_fsdp("delayed", node=2)}
+    return {"": _with_fsdp(mesh=mesh), "replicated": _with_fsdp("own", mesh=mesh), **nodes}
 
 
 @pytest.mark.parametrize(

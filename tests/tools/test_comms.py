@@ -10,7 +10,7 @@ from dataclasses import replace
 import comms
 import pytest
 import traced_collectives
-from collectives import BF16, FP8, FP8_MATMULS, MODELS, Collective, Layout, Way, collectives, differences
+from collectives import BF16, FP8, FP8_GRADIENTS, FP8_MATMULS, MODELS, Collective, Layout, Way, collectives, differences
 
 from fp8pass.recipes import DelayedScaling
 from fp8pass.roofline import call_seconds, overhead_seconds
@@ -159,3 +159,22 @@ def test_what_does_not_fit_is_left_out() -> None:
 def test_the_table_of_the_page() -> None:
     table = comms.report(list(MODELS), list(comms.GPUS), CLUSTER, 1, 8192, "float32")
     assert table in (ROOT / "docs" / "distributed.md").read_text(), "python bench/readme.py comms"
+
+
+def test_gradients_in_fp8_are_a_quarter_with_a_scale_for_1024() -> None:
+    def sent(way: Way) -> float:
+        kinds = {"reduce_scatter", "all_to_all"}
+        return sum(n * c.sent(STEP.layout) for c, n in STEP.collectives(way).items() if c.kind in kinds)
+
+    assert sent(FP8_GRADIENTS) / sent(FP8) == pytest.approx((1 + 4 / 1024) / 4, rel=1e-3)
+
+
+def test_an_all_to_all_passes_the_card_of_each_gpu() -> None:
+    """Unlike in a ring, the gradients of all GPUs of a node pass to other nodes: in two stages, their sums do."""
+    exchange, layout = Collective("all_to_all", "uint8", 64 * 10**9, "data"), Layout(data=64)
+    assert CLUSTER.seconds(exchange, layout) == pytest.approx(56 / CLUSTER.network * 1e9)
+    stages = 64e9 * 7 / 8 / CLUSTER.nvlink, 64e9 / 8 * 7 / 8 / CLUSTER.network
+    assert CLUSTER.in_two_stages(exchange, layout) == pytest.approx(sum(stages))
+    within = Collective("all_to_all", "uint8", 8 * 10**9, "data")
+    assert CLUSTER.seconds(within, Layout(data=8)) == pytest.approx(7e9 / CLUSTER.nvlink)
+    assert CLUSTER.seconds(within, Layout(data=8, tensor=8)) == pytest.approx(7e9 / CLUSTER.network)

@@ -44,7 +44,7 @@ PARTS = {
     },  # the last one warns, before all passes
     "rewrite": {"batches", "epilogue", "layout", "operands", "row_scales"},  # parts of scaled_mm
     "layers": {"structure"},
-    "collectives": {"chains", "shared_scales"},
+    "collectives": {"chains", "row_scales", "shared_scales"},
     "traced": {"products"},
     "update": {"context", "find_moments", "written"},
 }

@@ -19,7 +19,7 @@ FLOORS = (
     ("scaling", "versions"),
     ("_torch", "recipes"),
     ("hardware", "inductor", "module_tensors", "names", "quant"),
-    ("options", "roofline"),
+    ("ddp", "options", "roofline"),
     ("fsdp", "fused", "states"),
     ("frozen", "graph"),
     ("report", "passes.common"),
