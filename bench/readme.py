@@ -297,7 +297,7 @@ SECTIONS = {
     "cpu_matmuls": cpu_matmuls,
     "accumulation": accumulation,
     "optimizer_state": optimizer_state,
-    "weight_amax": lambda: run(sys.executable, "-m", "bench.weight_amax"),
+    "weight_amax": lambda: run(sys.executable, "-W", "ignore", "bench/weight_amax.py"),
     "guides": lambda: run(sys.executable, "bench/guides.py"),
     "memory": memory,
     "seeds": seeds,

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 
 import torch
+from optimizer_state import SMALL
 from torch import Tensor, nn
 
 import fp8pass
-from bench.optimizer_state import SMALL
 from fp8pass.demo import demo
 from fp8pass.runtime.weight_cache import weights_of
 from fp8pass.scaling import E4M3, fp8_max

@@ -416,11 +416,12 @@ def skipped_by_a_train_step() -> Any:
     model = shard(make(functools.partial(Model, 51)))
     run = _step(model, torch.optim.AdamW(model.parameters(), lr=0.05), skip_nonfinite=True)
     run(data()[0].chunk(2)[dist.get_rank()])
-    before = [p.to_local().clone() for p in model.parameters()]
+    parts: list[Any] = list(model.parameters())
+    before = [p.to_local().clone() for p in parts]
     run(torch.full_like(data()[0].chunk(2)[0], math.inf))
-    unchanged = all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
+    unchanged = all(map(torch.equal, before, [p.to_local() for p in parts]))
     run(data()[1].chunk(2)[dist.get_rank()])
-    return found, (run.skipped, unchanged, all(map(torch.equal, before, [p.to_local() for p in model.parameters()])))
+    return found, (run.skipped, unchanged, all(map(torch.equal, before, [p.to_local() for p in parts])))
 
 
 @on_ranks(2)
