@@ -190,7 +190,7 @@ def compute_seconds(step: Step, target: Target, way: Way) -> float:
     head = call_seconds(target, tokens, model.width, model.vocab // layout.tensor, None, 2, training=True)
     logits = memory_seconds(target, LOGIT_BYTES * tokens * model.vocab / layout.tensor)
     update = memory_seconds(target, UPDATE * model.parameters / layout.ranks)
-    return model.layers * block + head + logits + update
+    return float(model.layers * block + head + logits + update)
 
 
 def seconds(step: Step, cluster: Cluster, way: Way) -> tuple[float, float]:

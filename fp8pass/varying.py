@@ -47,19 +47,19 @@ class Varying:
         return self._with(other, _product)
 
     def __truediv__(self, number: float) -> Varying:
-        return self * (1 / number)
+        return self._with(1 / number, _product)
 
     def __sub__(self, other: Any) -> Varying:
-        return self + other * -1
+        return self._with(other * -1, _sum)
 
     def __rsub__(self, other: Any) -> Varying:
-        return self * -1 + other
+        return self._with(-1, _product)._with(other, _sum)
 
     def __radd__(self, other: Any) -> Varying:
-        return self + other
+        return self._with(other, _sum)
 
     def __rmul__(self, other: Any) -> Varying:
-        return self * other
+        return self._with(other, _product)
 
     def longer(self, other: Any) -> Varying:
         """Return the larger number at each x, with a kink where another one becomes the larger one."""

@@ -76,7 +76,7 @@ def epilogue_seconds(plan: Plan, target: Target) -> float:
     moved, elements = plan.bytes_per_element, plan.matmul.m * plan.matmul.n
     points = MEASURED.get(target.name)
     if points is None:
-        return memory_seconds(target, moved * elements) - target.launch
+        return float(memory_seconds(target, moved * elements) - target.launch)
     return elements * _between(points, moved)
 
 
@@ -90,4 +90,4 @@ def _between(points: tuple[tuple[int, float], ...], x: float) -> float:
 def seconds_apart(plan: Plan, target: Target) -> float:
     """Predict the time of the kernel that Inductor would run after the matmul."""
     transposes = any(o.kind == "columns" for o in plan.outputs)
-    return memory_seconds(target, plan.bytes_apart, transposes)
+    return float(memory_seconds(target, plan.bytes_apart, transposes))

@@ -193,7 +193,7 @@ class _Gemm:
         scaling = self.scaling or "tensorwise"
         return self.batches * gemm_seconds(target, self.m, self.k, self.n, self.a, self.out.itemsize, scaling)
 
-    def formulas(self, target: Target) -> dict[str, str]:
+    def formulas(self, target: Target) -> dict[str, Any]:
         """Return the fields of a row that are expressions; {} if no size varies."""
         elements = self.m * self.k, self.k * self.n, self.m * self.n
         moved = self.batches * sum(x * d.itemsize for x, d in zip(elements, (self.a, self.b, self.out), strict=True))

@@ -226,7 +226,7 @@ def _pays(prediction: Prediction, min_speedup: float, splits: Splits) -> bool:
     if prediction.variable is None or prediction.pays is None:
         return prediction.ends[1] >= min_speedup
     variable = prediction.variable
-    decided = splits.get(expression(variable), {})  # type: ignore[arg-type]
+    decided = splits.get(expression(variable), {})
 
     def is_beyond(value: int) -> bool | None:
         return decided[value] if value in decided else is_at_least(variable, value)

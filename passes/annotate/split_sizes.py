@@ -47,15 +47,17 @@ class SplitSizes:
         """Decide on the side of each place, and fill `context.splits`; return the number of places."""
         if context.config.min_speedup == 0 or not has_symbols(graph):
             return 0
-        begins: dict[Any, set[int]] = {}
-        sizes: dict[Any, Any] = {}
+        begins, ends, sizes = dict[Any, set[int]](), dict[Any, set[int]](), dict[Any, Any]()
         for prediction in _predictions(context):
             of = expression(prediction.variable)
             sizes[of] = prediction.variable
-            begins.setdefault(of, set()).update(_ends(prediction))
+            begins.setdefault(of, set()).update(first for first, _ in prediction.pays or ())
+            ends.setdefault(of, set()).update(last + 1 for _, last in prediction.pays or () if last is not None)
         guards = 0
         for of, values in begins.items():
-            merged = merge(_possible(values, sizes[of]))
+            # where one ceases to pay, which is rare, it stops at once
+            merged = {value: value for value in _possible(ends[of], sizes[of])}
+            merged |= merge(_possible(values, sizes[of]))
             sides = _sides(sizes[of], sorted(set(merged.values())), context)
             context.splits[of] = {value: sides[at] for value, at in merged.items()}
             guards += len(sides)
@@ -90,14 +92,6 @@ def _prediction(node: fx.Node, part: Part, trains: bool, context: DynamoContext)
         return check(node, signature, name, within(node, context.config), trains, merged).prediction
     except Reject:
         return None  # the annotate pass rejects this call again, and reports why
-
-
-def _ends(prediction: Prediction) -> Iterator[int]:
-    """Yield the values from which on a call pays, or ceases to pay."""
-    for first, last in prediction.pays or ():
-        yield first
-        if last is not None:
-            yield last + 1
 
 
 def _possible(values: Iterable[int], size: Any) -> list[int]:

@@ -36,7 +36,7 @@ from fp8pass.graph.refusal import Reject
 from fp8pass.graph.verdict import Gemm
 from fp8pass.names import short
 from fp8pass.passes.common.grouped_kernels import why_no_kernel
-from fp8pass.passes.common.patterns import COPIES, at, aten, dtype_name, first, is_wide_cast, prims
+from fp8pass.passes.common.patterns import COPIES, as_node, at, aten, dtype_name, first, is_wide_cast, prims
 from fp8pass.passes.rewrite.layout import Layout
 from fp8pass.passes.rewrite.list_matmuls import operands
 from fp8pass.passes.rewrite.operands import UNSCALED, Dequantize, dequantize
@@ -180,7 +180,7 @@ class _Rewriter:
     def _groups(self, found: ByGroups) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, fx.Node | None]:
         (a_q, a_scale, offs, _), (b_q, b_scale, *_) = found.a.args, found.b.args
         assert all(isinstance(n, fx.Node) for n in (a_q, a_scale, offs, b_q, b_scale))
-        key = offs, self.layout.size(a_q, 0)
+        key = offs, self.layout.size(as_node(a_q), 0)
         if key not in self.apart:
             row = self._emit(grouped.ROWS_APART, *key)
             self.apart[key] = row, self._inline(grouped.ends_apart, offs)[0]

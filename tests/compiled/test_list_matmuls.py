@@ -47,7 +47,7 @@ def test_batches_and_flops() -> None:
     assert (gemm.batches, gemm.M, gemm.K, gemm.N, gemm.flops) == (3, 8, 16, 32, 2 * 3 * 8 * 16 * 32)
     size = sympy.Symbol("s27")
     assert replace(gemm, M=size).flops == 2 * 3 * size * 16 * 32
-    assert gemm.bytes == 3 * 4 * (8 * 16 + 16 * 32 + 8 * 32)
+    assert gemm.bytes == 3 * (8 * 16 + 16 * 32 + 4 * 8 * 32)  # operands in FP8, the result in float32
 
 
 @torch._dynamo.allow_in_graph
