@@ -90,18 +90,19 @@ def of_fp8pass(dtype: torch.dtype = torch.float32, **config: Any) -> ParameterBy
     model, (tokens, targets) = _model(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
-    @fp8pass.train_step(**{"min_speedup": 0, "lowering": "eager", **config})
-    def step(tokens: Tensor, targets: Tensor) -> None:
-        logits = model(tokens)
-        nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+    def train(tokens: Tensor, targets: Tensor) -> None:
+        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
+    step = fp8pass.train_step(train, **{"min_speedup": 0, "lowering": "eager", **config})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
             step(tokens, targets)
-    return step.bytes_per_parameter()
+    found: ParameterBytes = step.bytes_per_parameter()
+    return found
 
 
 def of_eager(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> ParameterBytes:
@@ -110,8 +111,8 @@ def of_eager(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = to
     with eagerly():
         optimizer = make(model.parameters())
         for _ in range(2):
-            logits = model(tokens)
-            nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).backward()
+            loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
             gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
             optimizer.step()
             optimizer.zero_grad()
@@ -120,10 +121,10 @@ def of_eager(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = to
 
 def row(name: str, of: ParameterBytes) -> Row:
     """Return the row of what was counted."""
-    n = of.per_parameter
-    known = {PARAMETERS, COPIES, "exp_avg", "exp_avg_sq", SCALES, GRADIENTS}
-    assert set(n) <= known, set(n) - known
-    return Row(name, *(n.get(part, 0.0) for part in (PARAMETERS, COPIES, "exp_avg", "exp_avg_sq", SCALES, GRADIENTS)))
+    n, parts = of.per_parameter, (PARAMETERS, COPIES, "exp_avg", "exp_avg_sq", SCALES, GRADIENTS)
+    assert set(n) <= set(parts), set(n) - set(parts)
+    parameter, copies, first, second, scales, gradient = (n.get(part, 0.0) for part in parts)
+    return Row(name, parameter, copies, first, second, scales, gradient)
 
 
 FP8PASS: dict[str, dict[str, Any]] = {

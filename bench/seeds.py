@@ -84,7 +84,7 @@ def step_of(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

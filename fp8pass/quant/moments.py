@@ -117,15 +117,17 @@ def scale_towards(target: Tensor | float, amax: Tensor, keep: Tensor | float) ->
 
 def _raised(x: Tensor, power: Tensor | None) -> Tensor:
     """Return `x ** power`, by products. power: 1, 2, 4 or 8, f32; None for 1."""
-    for k in POWERS[1:] if power is not None else ():
-        x = torch.where(power >= k, x * x, x)  # type: ignore[operator]
+    if power is not None:
+        for k in POWERS[1:]:
+            x = torch.where(power >= k, x * x, x)
     return x
 
 
 def _rooted(x: Tensor, power: Tensor | None) -> Tensor:
     """Return `x ** (1 / power)`, by square roots."""
-    for k in POWERS[1:] if power is not None else ():
-        x = torch.where(power >= k, x.sqrt(), x)  # type: ignore[operator]
+    if power is not None:
+        for k in POWERS[1:]:
+            x = torch.where(power >= k, x.sqrt(), x)
     return x
 
 
@@ -348,8 +350,8 @@ class Fp8Moment(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Moment:
         """Copy the stored tensors, for a copy of an optimizer."""
         moment_scales = self.moment_scales[:, self.column : self.column + 1].clone()
-        x_q, *blocks = (x.clone() for x in self.stored)
-        made = Fp8Moment(x_q, moment_scales, 0, self.stored_as, self.dtype, *(blocks or [None]), self.seed)
+        blocks = None if self.blocks is None else self.blocks.clone()
+        made = Fp8Moment(self.x_q.clone(), moment_scales, 0, self.stored_as, self.dtype, blocks, self.seed)
         memo[id(self)] = made
         return made
 

@@ -777,9 +777,10 @@ def write_moment(
     x, scale, key = x.float(), scales[index], None if keys is None else keys[index]
     if blocks is not None:
         stored, now = moments.encode_blocks(stored_as, x, key)
-        new = stored.to(stored_as.dtype)
-        x_q.copy_(new if skipped is None else torch.where(skipped, x_q, new))
-        blocks.copy_(now if skipped is None else torch.where(skipped, blocks, now))
+        if skipped is not None:  # in float32, since Inductor has no `where` for float8
+            stored, now = torch.where(skipped, x_q.float(), stored), torch.where(skipped, blocks, now)
+        x_q.copy_(stored.to(stored_as.dtype))
+        blocks.copy_(now)
         return torch.zeros_like(scale)
     if stored_as.stochastic:
         stored = moments.encode_exactly(stored_as, x, scale, None, key)

@@ -55,9 +55,7 @@ def parameter_bytes(
     counted = set[int]()
 
     def nbytes(tensors: Iterable[Tensor]) -> int:
-        parts = (part.untyped_storage() for x in tensors for part in _parts(x))
-        storages = {s._cdata: s.nbytes() for s in parts}
-        new = {key: n for key, n in storages.items() if key not in counted}
+        new = {key: n for key, n in storages_of(tensors).items() if key not in counted}
         counted.update(new)
         return sum(new.values())
 
@@ -77,6 +75,12 @@ def parameter_bytes(
     if scales:
         found.steady[SCALES] = nbytes(scales)
     return found
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage that the tensors have."""
+    storages = (part.untyped_storage() for x in tensors for part in _parts(x))
+    return {s._cdata: s.nbytes() for s in storages}
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:

@@ -22,6 +22,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.names import source_name
 from fp8pass.quant.moments import Fp8Moment, pack
+from fp8pass.runtime.parameter_bytes import storages_of
 from fp8pass.runtime.rounding import Numbers
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
 from fp8pass.runtime.weight_bounds import UNKNOWN, bound_of_parts
@@ -153,8 +154,8 @@ class UpdateGraph:
         return plan
 
     def _new_plan(self, args: Sequence[Any]) -> _Plan:
-        storages = [args[i].untyped_storage() for i in self._gradients if isinstance(args[i], Tensor)]
-        self.gradient_bytes = sum({s._cdata: s.nbytes() for s in storages}.values())
+        gradients = (args[i] for i in self._gradients if isinstance(args[i], Tensor))
+        self.gradient_bytes = sum(storages_of(gradients).values())
         key, weights, states, _ = self._found(args)
         if key in self._runs:
             return _Plan(weights, states, key, self._runs[key], self._counted(key, args))

@@ -10,6 +10,7 @@ changes  the moments, to values that 8 bits can hold, or 16 bits of a square roo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -50,7 +51,8 @@ def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
     decoded, after = [], max(n for n in graph.nodes if n.op == "placeholder")
     for i, (m, (x_q, *blocks)) in enumerate(zip(moments, stored, strict=True)):
         with graph.inserting_after(after):
-            after = graph.call_function(ops.decode_moment, (m.stored_as, x_q, moment_scales, i, m.dtype, *blocks))
+            args: Any = (m.stored_as, x_q, moment_scales, i, m.dtype, *blocks)
+            after = graph.call_function(ops.decode_moment, args)
         for node in nodes[m.ref]:
             node.replace_all_uses_with(after)
             if node.op == "get_attr":  # an input stays, for the graph is called with it
