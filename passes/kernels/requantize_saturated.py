@@ -63,11 +63,12 @@ class RequantizeSaturated:
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every match that passes `check`; return their number."""
         found = [(n, m) for n in graph.nodes if (m := match(n)) is not None and check(n)]
+        if not found:
+            return 0
         build = context.builder(graph, self.name)
         for x_q, (flag, delayed) in found:
             _rewrite(build, x_q, flag, delayed)
-        if found:
-            graph.eliminate_dead_code()
+        graph.eliminate_dead_code()
         return len(found)
 
 
