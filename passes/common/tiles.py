@@ -140,6 +140,15 @@ def is_count(node: fx.Node) -> bool:
     return whole and first(rows).target is SATURATED
 
 
+def saturation_flag(x_q: fx.Node) -> fx.Node | None:
+    """Return what says whether a quantize scales by its tensor's own amax, because it saturates; None of any other."""
+    scale = x_q.args[1] if x_q.target is QUANTIZE else None
+    if not isinstance(scale, fx.Node) or scale.target is not aten.where.self or not has_one_element(scale):
+        return None
+    flag = as_node(scale.args[0])
+    return flag if flag.target is aten.gt.Scalar and is_count(first(flag)) else None
+
+
 def _count(build: Builder, node: fx.Node, tiles: list[fx.Node]) -> fx.Node:
     """Emit the number of saturated elements by tiles."""
     emit = functools.partial(build.emit, node)

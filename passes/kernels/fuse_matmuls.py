@@ -56,7 +56,7 @@ from fp8pass.passes.common.patterns import (
     prims,
     readers,
 )
-from fp8pass.passes.common.tiles import of_amax
+from fp8pass.passes.common.tiles import of_amax, saturation_flag
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 log = logging.getLogger(__name__)
@@ -305,7 +305,7 @@ class FuseMatmuls:
             if reason := why_other(matmul):
                 raise CannotFuse(reason)
             if (m := match(matmul)) is None:
-                if any(map(is_chosen_by_flag, _quantizes_after(matmul))):
+                if any(map(saturation_flag, _quantizes_after(matmul))):
                     context.fused[name] = REQUANTIZES
                 return False
             plan = _planned(m, gpu_of(device), decide, context.seconds_of)
@@ -329,11 +329,6 @@ REQUANTIZES = (
 def _quantizes_after(matmul: fx.Node) -> list[fx.Node]:
     """Return the quantizes of the result of a matmul, or of what is computed from it elementwise."""
     return [n for n in readers(matmul, is_elementwise_in_high_precision) if n.target is QUANTIZE]
-
-
-def is_chosen_by_flag(x_q: fx.Node) -> bool:
-    """Return whether the scale of a quantize is one of two, by a flag: see `requantize_saturated`."""
-    return as_node(x_q.args[1]).target is aten.where.self
 
 
 def _planned(m: Match, gpu: Gpu, decide: Decide, seconds_of: Callable[[fx.GraphModule], float] | None) -> Plan:

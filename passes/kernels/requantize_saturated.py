@@ -27,16 +27,10 @@ from torch import fx
 from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, triton_kernel_wrapper_functional
 from fp8pass.fused import requantize
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, val
 from fp8pass.graph.pass_base import Context
-from fp8pass.passes.common.patterns import (
-    RESHAPES,
-    as_node,
-    aten,
-    first,
-    has_one_element,
-    sources,
-)
+from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, sources
+from fp8pass.passes.common.tiles import saturation_flag
 from fp8pass.passes.kernels.fuse_matmuls import gpu_of
 from fp8pass.quant.kernel_ops import QUANTIZE
 
@@ -45,16 +39,12 @@ PROGRAMS = 4
 
 
 def match(x_q: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the flag and the delayed scale of a quantize whose scale is chosen by a flag; None of any other."""
-    scale = x_q.args[1] if x_q.target is QUANTIZE else None
-    if not isinstance(scale, fx.Node) or scale.target is not aten.where.self or not has_one_element(scale):
+    """Return the flag and the delayed scale of a quantize whose scale is chosen by saturation; None of any other."""
+    if (flag := saturation_flag(x_q)) is None:
         return None
-    flag, own, delayed = scale.args
-    if not all(is_tensor(n) and has_one_element(as_node(n)) for n in (flag, own, delayed)):
-        return None
-    x, delayed = first(x_q), as_node(delayed)
-    made_of_x = x in sources(as_node(own), lambda n: n is not x) and x in sources(as_node(flag), lambda n: n is not x)
-    return (as_node(flag), delayed) if made_of_x and x not in sources(delayed, lambda n: n is not x) else None
+    delayed, x = as_node(as_node(x_q.args[1]).args[2]), first(x_q)
+    # while a tensor has no history, its delayed scale is computed from the tensor itself
+    return None if x in sources(delayed, lambda n: n is not x) else (flag, delayed)
 
 
 def check(x_q: fx.Node) -> bool:
@@ -73,11 +63,12 @@ class RequantizeSaturated:
     def run(self, graph: fx.Graph, context: Context) -> int:
         """Rewrite every match that passes `check`; return their number."""
         found = [(n, m) for n in graph.nodes if (m := match(n)) is not None and check(n)]
+        if not found:
+            return 0
         build = context.builder(graph, self.name)
         for x_q, (flag, delayed) in found:
             _rewrite(build, x_q, flag, delayed)
-        if found:
-            graph.eliminate_dead_code()
+        graph.eliminate_dead_code()
         return len(found)
 
 

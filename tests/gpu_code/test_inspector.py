@@ -313,3 +313,22 @@ def test_matmuls_of_any_number_of_tokens_are_fused() -> None:
             assert abs(int(moved) - k.bytes_moved) <= 16  # scales
     assert any(f"{rows} is args[0].shape[0], from 2 on; 512 in the call" in note for note in found.notes)
     assert all(k.compiled is not None and not k.compiled.spilled for k in fused)
+
+
+def test_a_saturated_tensor_is_quantized_again_by_one_more_kernel() -> None:
+    """Each tensor is read once, as without the option; the two that activations compute are written for that kernel."""
+    spec = "tests.helpers.inspected:mlp"
+    once, again = (
+        inspect_there(spec, recipe=recipe, run=f"fp8pass {recipe}", options=ANY_SIZE).run(f"fp8pass {recipe}")
+        for recipe in ("delayed", "test-again")
+    )
+    quantize = [k.what for k in again.kernels if "quantize e" in k.what]
+    extra = [k for k in again.kernels if k.name.startswith("requantize_if_saturated")]
+    assert [(k.graph, k.bytes_read, k.bytes_written) for k in extra] == [("forward", 5, 0)] * 4 + [
+        ("backward", 5, 0)
+    ] * 2
+    assert {k.what for k in extra} == {f"quantize {fmt} x 2 again if saturated" for fmt in ("e4m3", "e5m2")}
+    assert len(quantize) == 6 + len(extra)
+    written = 2 * 2 * M * N  # the result of GELU, and its gradient
+    assert written <= again.rest_bytes - once.rest_bytes < 1.25 * written
+    assert {k.what for k in once.of("gemm")} == {k.what for k in again.of("gemm")}

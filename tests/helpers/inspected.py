@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers import own_recipes
+
 
 def _input(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
@@ -68,3 +70,10 @@ def any_number_of_tokens() -> tuple[Any, ...]:
     x = _input(512, 256)
     torch._dynamo.mark_dynamic(x, 0)
     return model, x
+
+
+def mlp() -> tuple[Any, ...]:
+    """Return two layers with an activation between them. Recipes of tests have names here."""
+    assert own_recipes.again().requantizes
+    layers = nn.Linear(256, 1024, bias=False), nn.GELU(), nn.Linear(1024, 256, bias=False)
+    return nn.Sequential(*layers).bfloat16(), _input(512, 256)

@@ -99,6 +99,12 @@ class TooLargeScaling(DelayedScaling):
         return 4 * fp8_max / amax_history[0]
 
 
+@register_recipe("test-again")
+def again() -> DelayedScaling:
+    """Return delayed scaling with a second quantize where the first saturates."""
+    return DelayedScaling(on_saturation="requantize")
+
+
 _SHORT: Any = {"amax_history_len": 3, "margin": 1}
 SLOTS: dict[str, tuple[DelayedScaling, Callable[[], oracle.Slot]]] = {
     "max": (DelayedScaling(**_SHORT), partial(oracle.Slot, "e4m3", 3, margin=1)),
