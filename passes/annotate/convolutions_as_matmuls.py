@@ -8,7 +8,7 @@ changes  nothing but the order in which sums are rounded; y has the strides of t
 
 Along each dimension the kernel is 1, or equals the stride or the size, without padding; there is one group. Of the
 transposed ones, those qualify whose kernel equals their stride. The columns of `a` are in the order of the weight's
-memory, so that its view [O, K] is no copy: channels first, or last for a weight in channels_last.
+memory, so that its view [O, K] needs no copy: channels first, or last for a weight in channels_last.
 
 Runs on Dynamo's graph, before the annotate pass, which quantizes the linear layer. A convolution that stays in high
 precision is not touched; `context.refused` gets the reason.
