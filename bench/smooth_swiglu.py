@@ -2,10 +2,11 @@
 
     python bench/smooth_swiglu.py [--seeds 5] [--steps 80]
 
-The layer, a teacher's with noise, learns what the teacher computes. In channel 0, gate and up are aligned, as Fishman et
-al. (arXiv 2409.12517) observe after long training, so that the channel is quadratic in the input. In three batches, a
-quarter of the tokens lies along these weights; they double from one such batch to the next, and none of their elements
-is larger than those of usual tokens. Delayed scaling knows the amaxes of earlier batches only: the channel saturates.
+The layer, a teacher's with noise, learns what the teacher computes. In channel 0, gate and up are aligned, as Fishman
+et al. (arXiv 2409.12517) observe after long training, so that the channel is quadratic in the input. In three batches,
+a quarter of the tokens lies along these weights; they double from one such batch to the next, and none of their
+elements is larger than those of usual tokens. Delayed scaling knows the amaxes of earlier batches only: the channel
+saturates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fp8pass
+import fp8pass  # noqa: F401  registers the backend
 
 WIDTH, CHANNELS, TOKENS, RATE, NOISE = 64, 128, 256, 3e-3, 0.1
 ALONG = {30: 0.75, 40: 1.5, 50: 3.0}

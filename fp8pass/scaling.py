@@ -123,8 +123,8 @@ def floor_to_power_of_2(scale: Tensor) -> Tensor:
 def channel_scales(x: Tensor) -> Tensor:
     """Return the largest magnitude of each channel of `x`, [..., K], rounded down to a power of two: f32[K].
 
-    No gradient passes. 1 for a channel of zeros, or with an infinity or a NaN, which `x` keeps. Within 2**-60 and 2**60,
-    or 2**-10 and 2**10 for float16, so that products with weights stay finite.
+    No gradient passes. 1 for a channel of zeros, or with an infinity or a NaN, which `x` keeps. Within 2**-60 and
+    2**60, or 2**-10 and 2**10 for float16, so that products with weights stay finite.
     """
     rows = tuple(range(x.dim() - 1))
     if is_empty(x) or not rows:

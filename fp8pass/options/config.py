@@ -153,8 +153,8 @@ class Config(Checked):
     modules (`layers.3.*`, `*.gate`) that compute or normalize it. Gradients are then those at the quantized tensors."""
     smooth_swiglu: bool | str | Sequence[str] = field(default=False, metadata=MODULES.field)
     """Divide the gated activation that a linear layer reads by a power of two for each channel, and multiply the weight
-    by it, exactly: True, or name patterns of these layers (`*.down_proj`). No channel then outgrows the scale of delayed
-    scaling; the weight is quantized in each forward, by its own amax."""
+    by it, exactly: True, or name patterns of these layers (`*.down_proj`). No channel then outgrows the scale of
+    delayed scaling; the weight is quantized in each forward, by its own amax."""
     frozen: str = field(default="off", metadata=names(*FROZEN).field)
     """"fp8" keeps weights of linear layers that require no gradient in FP8 alone, 1 byte per element, from the moment
     their layer is compiled: see `fp8pass.freeze`."""

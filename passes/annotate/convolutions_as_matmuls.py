@@ -6,9 +6,9 @@ after    a: bf16[B, H/4, W/4, C*16] = x.unflatten(3, [-1, 4]).unflatten(2, [-1, 
          y                        = y_.permute(0, 3, 1, 2).contiguous()
 changes  nothing but the order in which sums are rounded; y has the strides of the convolution's result
 
-Along each dimension the kernel is 1, or equals the stride or the size, without padding; the groups are one. A transposed
-convolution qualifies if its kernel equals its stride. The columns of `a` are in the order of the weight's memory, so
-that its view [O, K] is no copy: channels first, or last for a weight in channels_last.
+Along each dimension the kernel is 1, or equals the stride or the size, without padding; there is one group. Of the
+transposed ones, those qualify whose kernel equals their stride. The columns of `a` are in the order of the weight's
+memory, so that its view [O, K] needs no copy: channels first, or last for a weight in channels_last.
 
 Runs on Dynamo's graph, before the annotate pass, which quantizes the linear layer. A convolution that stays in high
 precision is not touched; `context.refused` gets the reason.
@@ -206,7 +206,7 @@ def _pads(conv: Convolution) -> bool:
 
 
 def _is_last(conv: Convolution, result: Tensor) -> bool:
-    """Return whether the channels of the result are last in memory. Raises LeftOut for any other layout but the usual."""
+    """Return whether the channels of the result are last in memory. Raises LeftOut for an unusual layout."""
     last = torch.empty_like(_channels_last(result, conv.batch_dims), memory_format=torch.contiguous_format)
     if laid_out_alike(_channels_first(last, conv.batch_dims), result):
         return True
@@ -243,7 +243,7 @@ def _check_wanted(conv: Convolution, names: Names, config: Config, inside: Seque
 
 @torch.no_grad()
 def _as_linear(conv: Convolution) -> fx.Node:
-    """Return the linear layer that the convolution is, in a graph of its own, for checks."""
+    """Return the linear layer that the convolution is, in another graph, for checks."""
     graph, rows_of = fx.Graph(), conv.x if conv.transposed else conv.node
     rows = _channels_last(_value(rows_of), conv.batch_dims).shape[:-1]
     shapes = {"x": (conv.x, (*rows, conv.summed)), "weight": (conv.weight, (conv.columns, conv.summed))}

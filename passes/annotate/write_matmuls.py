@@ -63,8 +63,8 @@ def refusal(node: fx.Node, inside: Sequence[Transform] = ()) -> Reject | None:
     if name == "scaled_dot_product_attention":
         return LeftOut(
             "attention",
-            "attention stays in high precision: torch's kernels of it take FP8 in the forward only, and none of them has a "
-            "backward in FP8; the projections around it are matmuls of their own",
+            "attention stays in high precision: of its kernels in torch, those that take FP8 have no backward in it; "
+            "the projections around it are matmuls of their own",
         )
     if name in _RECURRENT:
         return LeftOut("recurrent", f"{name} runs as one call for all time steps; a loop over nn.LSTMCell has matmuls")

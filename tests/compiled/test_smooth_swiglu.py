@@ -87,5 +87,5 @@ def test_a_whole_step_keeps_no_copy_of_the_weight() -> None:
 
 
 def test_a_pattern_without_a_match_is_an_error() -> None:
-    with pytest.raises(Exception, match="smooth_swiglu: 'dwn' matches no module or matmul of Layer; .*'down'"):
+    with pytest.raises(Exception, match=r"smooth_swiglu: 'dwn' matches no module or matmul of Layer; .*'down'"):
         compiled(Layer(), smooth_swiglu=["dwn"])(batches()[0])
