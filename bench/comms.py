@@ -277,7 +277,8 @@ def row(name: str, kind: str, step: Step, cluster: Cluster) -> str:
 
 
 HEAD_OF_GRADIENTS = (
-    "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links | FP8 within nodes first |"
+    "| Llama | GPUs | layout | GB of gradients: float32, bfloat16, FP8 | seconds on the links "
+    "| FP8 within nodes first |"
     "\n|---|---:|---|---:|---:|---:|"
 )
 

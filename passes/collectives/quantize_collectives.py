@@ -21,6 +21,9 @@ Inductor looks for FP8. A scale is the same on all ranks if it is computed from 
 an all-reduce. A scale of dynamic scaling is computed from the amax of the gathered tensor; after the rewrite that amax
 is reduced over the group.
 
+Rows, and blocks of rows, that have a scale each are quantized by their own amaxes before the collective, and these are
+sent beside them: `row_scales.py` has that rewrite.
+
 A record for a scale of `ops.shared` reads this rank's amax. Any other reader of the amax gets the amax of the whole
 tensor, by a reduction over the group, or from the rank that broadcasts. After an all-to-all there is no such amax.
 """

@@ -41,7 +41,7 @@ from fp8pass.passes.collectives.chains import (
     widens,
 )
 from fp8pass.passes.collectives.shared_scales import group_of, is_shared
-from fp8pass.passes.common.patterns import CASTS, as_node, at, aten, constant, dtype_name, first
+from fp8pass.passes.common.patterns import CASTS, as_node, at, aten, constant, first
 
 _KEEP_ROWS = {
     aten.view.default,
@@ -148,11 +148,10 @@ def _block_of(
     blocks |= {None for q in quantizes if not _has_rows(q.source, wait, moved)}
     ways = max(len(blocks), ways_of(quantizes, [amax for _, amax in amaxes]))
     if ways > 1:
-        dtype = val(wait).dtype
         raise Reject(
             "several",
             f"what {at(collective)} brings is quantized in {ways} ways, along different dimensions: sent once for each "
-            f"it takes more than {ways} bytes per element, and {dtype.itemsize} in {dtype_name(dtype)}",
+            f"it takes more than {ways} bytes per element, and 2 in bfloat16",
         )
     (block,) = blocks
     if block is None:

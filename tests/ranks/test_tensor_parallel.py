@@ -281,6 +281,28 @@ def brought() -> Any:
     return results
 
 
+@on_ranks(2)
+def exchanged_with_scales_of_rows() -> Any:
+    """Exchange tokens without gradients, as `exchanged`, and in a training; return outputs, collectives and notes."""
+    found: dict[str, Any] = {}
+    for recipe in ("rowwise", "mxfp8"):
+        for move in (exchange, torch.compiler.disable(exchange)):
+            model = make(functools.partial(Moved, move))
+            run = torch.compile(model, backend="fp8pass", options={**OPTIONS, "recipe": recipe, "strict": False})
+            with torch.no_grad(), recorded() as graphs:
+                y = run(data()[0] + dist.get_rank())
+            found.setdefault(recipe, []).append((y, collectives_of(graphs)))
+        with verdicts() as report:
+            run = torch.compile(
+                make(functools.partial(Moved, exchange)),
+                backend="fp8pass",
+                options={**OPTIONS, "recipe": recipe, "strict": False},
+            )
+            run(data()[0]).sum().backward()
+        found[recipe].append(report.notes)
+    return found
+
+
 def _fully_sharded(model: Model, both: DeviceMesh) -> Any:
     model.block.compile(backend="fp8pass", options=OPTIONS)
     for layer in (model.block, model):
@@ -401,6 +423,15 @@ def test_rows_are_exchanged_in_fp8() -> None:
         assert inside["collectives"] == ["all_to_all_single uint8[32, 32]"] * 2 and not between["collectives"]
         torch.testing.assert_close(inside["losses"], between["losses"], rtol=1e-6, atol=0)
         torch.testing.assert_close(inside["weights"], between["weights"])
+
+
+def test_tokens_are_exchanged_with_their_scales() -> None:
+    """No bit changes; where the gradient of a weight reads them too, they stay in high precision."""
+    for found in exchanged_with_scales_of_rows():
+        for (inside, collectives), (between, outside), notes in found.values():
+            assert collectives == ["all_to_all_single float32[32, 1]", "all_to_all_single uint8[32, 32]"]
+            assert torch.equal(inside, between) and not outside
+            assert any("is quantized in 2 ways, along different dimensions" in note for note in notes)
 
 
 def test_a_tensor_is_broadcast_in_fp8() -> None:
