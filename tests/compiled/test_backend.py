@@ -688,7 +688,7 @@ def test_beta_0_gives_the_bias_a_gradient_of_zeros() -> None:
 
 def test_strict_raises_for_what_was_chosen_and_can_not_be_had() -> None:
     factory, x, _ = DECLINED["control flow"]
-    with pytest.raises(Exception, match=r"strict: output of .* does not run in FP8: inside a region"):
+    with pytest.raises(Exception, match=r"strict: output of .* does not run in FP8: inside a branch"):
         compiled(factory(), strict=True)(x)
 
 
