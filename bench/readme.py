@@ -188,11 +188,6 @@ def memory() -> str:
     return run(sys.executable, "-W", "ignore", "bench/memory.py")
 
 
-def seeds() -> str:
-    """Return the table of bench/seeds.py."""
-    return run(sys.executable, "-W", "ignore", "bench/seeds.py")
-
-
 def monitor() -> str:
     """Return the output of examples/monitor.py."""
     return block(run(sys.executable, "examples/monitor.py"))
@@ -292,7 +287,6 @@ SECTIONS = {
     "accumulation": accumulation,
     "optimizer_state": optimizer_state,
     "memory": memory,
-    "seeds": seeds,
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
@@ -326,7 +320,6 @@ FILES = {
     "accumulation": "docs/train-step.md",
     "optimizer_state": "docs/train-step.md",
     "memory": "docs/memory.md",
-    "seeds": "docs/memory.md",
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",
