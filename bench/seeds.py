@@ -7,7 +7,7 @@ are those of compiled code up to the last bits of float32. Rows "rounded" are th
 to another format after each step: they compare formats of parameters, without FP8. For each setting, runs start with
 the same weights and see the same batches as the reference's run of that seed.
 
-A setting is within the noise if its mean is no farther from the reference's than twice the standard deviation among the
+A setting is within the noise if its mean and the reference's differ by at most twice the standard deviation among the
 reference's seeds. The table also has the mean and the deviation of the differences to the reference's runs, seed by
 seed, which are finer. Each row is printed when its runs are done.
 """

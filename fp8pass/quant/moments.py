@@ -236,7 +236,7 @@ def _limit_before(of: Format, power: Tensor | None) -> Tensor | float:
 
 
 def _power_for(of: Format, root: Tensor, amax: Tensor) -> Tensor:
-    """Return for each block the largest power with which its smallest value above 0 is no less than FP8's."""
+    """Return for each block the largest power with which its smallest value above 0 is at least FP8's."""
     least = torch.where(root > 0, root, torch.inf).amin(1, keepdim=True)
     smallest = torch.finfo(of.dtype).smallest_normal * 2.0 ** -_MANTISSA_BITS[of.dtype]
     found = torch.ones_like(amax)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8pass.quant.moments import Fp8Moment
@@ -59,7 +60,9 @@ def parameter_bytes(
         counted.update(new)
         return sum(new.values())
 
-    found = ParameterBytes(sum(p.numel() for p in parameters), gradients=gradients)
+    # of a parameter that is divided among ranks, this rank's part
+    elements = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    found = ParameterBytes(elements, gradients=gradients)
     found.steady[PARAMETERS] = nbytes(parameters)
     if weights := weights_of(parameters):
         found.steady[COPIES] = nbytes(x for w in weights for x in (w.x_q, w.x_t) if x is not None)

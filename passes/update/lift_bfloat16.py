@@ -29,7 +29,7 @@ class LiftBfloat16:
     name = "lift_bfloat16"
 
     def run(self, graph: fx.Graph, context: UpdateContext) -> int:
-        """Copy bfloat16 tensors that are no moments of the key to float32, if it rounds any; return their number."""
+        """Copy bfloat16 tensors that are not moments of the key to float32, if it rounds any; return their number."""
         key = context.key
         if not key.rounded:
             return 0
