@@ -349,7 +349,7 @@ class StaticScaling(Recipe):
     or "e4m3". Raises ValueError for scales that are not finite and positive.
     """
 
-    scales: Mapping[str, Any] | float | Tensor = field(metadata=SCALES.field)
+    scales: Any = field(metadata=SCALES.field)  # a dict {name: float}, whatever was given
     fp8_format: str = field(default="hybrid", kw_only=True, metadata=FP8_FORMAT.field)
 
     def __hash__(self) -> int:  # a dict has no hash
