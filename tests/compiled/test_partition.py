@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8pass.inductor import partition
 from fp8pass.passes.share.save_transposes import SaveTransposes
-from tests.helpers.harness import BF16, E4M3
+from tests.helpers.harness import BF16, E4M3, compiled, without_caches
 from tests.helpers.models import Block
 from tests.helpers.partition import Cut, is_fp8, layers, step
 from tests.helpers.partition import cuts as cuts
@@ -91,3 +91,30 @@ def test_regions_of_activation_checkpointing(cuts: list[Cut]) -> None:
     step(Region().bfloat16(), torch.randn(64, 32, dtype=BF16))
     assert cuts[-1].marked == [[48, 64]]  # the weight outside
     assert matrices([n for n in cuts[-1].saved if is_fp8(n)]) == [([64, 48], E4M3)]
+
+
+class Attention(nn.Module):
+    """Attention of 2 heads with its projections, [16, 32] to [16, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.projection = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(1, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        o = nn.functional.scaled_dot_product_attention(q, k, v)
+        y: Tensor = self.projection(o.transpose(1, 2).reshape(1, 16, 32))
+        return y
+
+
+@pytest.mark.parametrize("save_fp8", [False, True])
+def test_attention_saves_q_k_v_and_its_output_once(save_fp8: bool, cuts: list[Cut]) -> None:
+    """For its backward, in high precision; with `save_fp8` that reads the projection's operand instead of the output."""
+    model, x = Attention().to(BF16), torch.randn(1, 16, 32, dtype=BF16, requires_grad=True)
+    with without_caches():
+        compiled(model, save_fp8=save_fp8)(x).sum().backward()
+    saved = [n.meta["val"] for n in cuts[-1].saved if isinstance(n.meta["val"], Tensor)]
+    size = 16 * 32
+    assert sum(t.numel() for t in saved if t.dtype is BF16) == (3 if save_fp8 else 4) * size
+    # operands of grad_weight, of both projections, and the transposed weights for grad_input
+    assert sum(t.numel() for t in saved if t.dtype is E4M3) == 2 * size + 32 * 96 + 32 * 32
