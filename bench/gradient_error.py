@@ -34,7 +34,7 @@ def gradients_of_ranks(steps: int, ranks: int) -> tuple[nn.Module, Tensor]:
     found = []
     for step in range(steps + ranks):
         optimizer.zero_grad()
-        loss_of(model, *text.batch(generator, "cpu"), torch.float32).backward()
+        loss_of(model, *text.batch(generator, "cpu"), torch.float32).backward()  # type: ignore[no-untyped-call]
         if step < steps:
             optimizer.step()
         else:
@@ -62,7 +62,10 @@ def row(model: nn.Module, gradients: Tensor, how: GradientFormat) -> str:
     """Return a line of the table, in Markdown."""
     exact, found = gradients.double().mean(0), mean_through_fp8(gradients, how).double()
     sizes = [p.numel() for p in model.parameters()]
-    errors = [((a - b).norm() / a.norm()).item() for a, b in zip(exact.split(sizes), found.split(sizes), strict=True)]
+    errors = [
+        ((a - b).norm() / a.norm()).item()
+        for a, b in zip(torch.split(exact, sizes), torch.split(found, sizes), strict=True)
+    ]
     lost = ((found == 0) & (exact != 0)).float().mean().item()
     total = ((exact - found).norm() / exact.norm()).item()
     scales = f"{how.scale}, blocks of {how.block}" if how.scale == "own" else how.scale

@@ -84,13 +84,14 @@ def fp8_gradients(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _start(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _start(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = state.start(bucket)
     return future
 
 
 # DDP compares the annotations with these types themselves, not with their names
-inspect.unwrap(_start).__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+_TYPES = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}  # type: ignore[attr-defined]
+inspect.unwrap(_start).__annotations__ |= _TYPES
 
 
 class _Hook:
@@ -111,13 +112,13 @@ class _Hook:
             self.run = functools.partial(_on_stream, torch.get_device_module(device).Stream(device), device)
         self.groups = groups_of(group, exchange.how.node, device)
 
-    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to exchange a bucket; return the future of its mean gradients."""
         x = bucket.buffer()
         if x.layout != torch.strided:
             raise Fp8Error("fp8_gradients: a gradient is sparse, and FP8 is for dense ones: use sparse=False")
         devices = [] if x.device.type == "cpu" else [x.device]
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         self.run(self._complete, future, x, bucket.index())
         return future
 
@@ -126,7 +127,7 @@ class _Hook:
         try:
             self._exchange(x, index)
         except Exception as error:  # noqa: BLE001  # DDP raises it in the thread of the backward
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]  # torch says Tensor, and takes exceptions
         else:
             future.set_result(x)
 

@@ -119,7 +119,7 @@ class GradientExchange:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         total = torch.zeros(size, device=x.device)
-        for some in received.split(AT_ONCE):
+        for some in torch.split(received, AT_ONCE):
             for part in self.unpacked(some, blocks):
                 total += part
         return total[:count]
@@ -149,7 +149,8 @@ class GradientExchange:
     def unpacked(self, message: Tensor, blocks: int) -> Tensor:
         """Return the gradients f32[P, C] of a message."""
         size = message.shape[1] - _SCALE_BYTES * blocks
-        x_q = message[:, :size].view(FORMATS[self.how.dtype]).unflatten(1, (blocks, -1))
+        # not by view: the rows of the message are longer
+        x_q = message[:, :size].view(FORMATS[self.how.dtype]).reshape(len(message), blocks, -1)
         scale_inv = message[:, size:].contiguous().view(torch.float32)
         return scaling.dequantize(x_q, scale_inv.unsqueeze(-1), torch.float32).flatten(1)
 

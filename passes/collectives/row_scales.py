@@ -182,7 +182,7 @@ def _keeps_rows(node: fx.Node, wait: fx.Node) -> bool:
     if not x.dim() or not statically_known_true(x.shape[-1] == val(wait).shape[-1]):
         return False
     if node.target is aten.permute.default:
-        return bool(node.args[1][-1] % x.dim() == x.dim() - 1)  # type: ignore[index,operator,union-attr]
+        return bool(node.args[1][-1] % x.dim() == x.dim() - 1)  # type: ignore[index,operator]
     if node.target in _ROW_INDICES:
         indices: Any = node.args[1]
         return len(indices) < val(first(node)).dim() or indices[-1] is None
@@ -233,7 +233,7 @@ def computed_from(scale: fx.Node, amaxes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def row_amaxes(x: Tensor, block: int) -> Tensor:
     """Return the amax of each block of the rows of `x` [..., K]: [..., K / block]."""
-    return x.unflatten(-1, (-1, block)).abs().amax(-1)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block).abs().amax(-1)
 
 
 def moved_amaxes(op: fx.Node, blocks: int) -> tuple[Any, ...]:

@@ -293,7 +293,7 @@ def while_the_backward_goes_on() -> Any:
         waited.append(reached.wait(20))
         exchange(self, *args)
 
-    ddp._Hook._exchange = late  # type: ignore[method-assign]
+    ddp._Hook._exchange = late  # type: ignore[assignment,method-assign]
     try:
         for _ in range(2):  # DDP makes its buckets anew after the first backward
             reached.clear()
@@ -364,7 +364,7 @@ def test_a_loss_scaler_sees_infinities_of_other_ranks() -> None:
     assert with_a_loss_scaler() == [[2.0, 2.0]] * 2
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def sharded_in_a_train_step() -> Any:
     if not COMPILES_FSDP_IN_A_STEP:
         return None
@@ -390,6 +390,7 @@ def sharded_in_a_train_step() -> Any:
     return found
 
 
+@pytest.mark.variant
 @pytest.mark.skipif(
     not COMPILES_FSDP_IN_A_STEP, reason="torch 2.11 itself fails, also with aot_eager: docs/versions.md"
 )

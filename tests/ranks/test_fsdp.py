@@ -349,7 +349,7 @@ def refused() -> list[str]:
     model = make(Model)
     enable_fp8_all_gather(model, filter=["head"])
     shard(model)
-    reasons = []
+    reasons: list[str] = []
     for recipe in ("rowwise", "blockwise"):
         with verdicts() as report:
             compile_blocks(model, recipe=recipe, strict=False)
