@@ -19,6 +19,7 @@ class SmoothedScaling(DelayedScaling):
     """Raise a scale by the geometric mean of old and new, so that one small amax does not raise it far."""
 
     def next_scale(self, amax_history, old_scale, fp8_max):
+        """Return the scales of the next step."""
         new = fp8_max / amax_history[0]  # of the newest amaxes, f32[T] for T tensors
         return torch.minimum(old_scale.sqrt() * new.sqrt(), new)  # and at most `new`, with which nothing saturates
 

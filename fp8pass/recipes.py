@@ -503,7 +503,7 @@ def _check_custom(recipe: Recipe) -> None:
     if not isinstance(recipe, (DynamicScaling, RowwiseScaling, DelayedScaling)):
         raise ValueError(f"{name}: a recipe class derives from DynamicScaling, RowwiseScaling or DelayedScaling")
     for role in ("input", "weight", "grad_output"):
-        dtype = recipe.dtype(role)  # type: ignore[arg-type]
+        dtype = recipe.dtype(role)
         valid = FP8_DTYPES if role == "grad_output" else (E4M3,)
         if dtype not in valid:
             raise ValueError(f"{name}.dtype({role!r}) returned {dtype}: return {' or '.join(map(str, valid))}")

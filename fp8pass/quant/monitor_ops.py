@@ -105,10 +105,10 @@ def merge(numerics: Tensor, new: Tensor) -> Tensor:
     sums = numerics[..., MAXIMA:end] + new[..., MAXIMA:end]
     unit = maxima[..., MAXIMA - 1]
     safe = torch.where(unit > 0, unit, 1.0)
-    moments = [
-        sum(of[..., end + i] * (of[..., MAXIMA - 1] / safe) ** power for of in (numerics, new))
-        for i, power in enumerate(POWERS)
-    ]
+    moments = []
+    for i, power in enumerate(POWERS):
+        before, now = (of[..., end + i] * (of[..., MAXIMA - 1] / safe) ** power for of in (numerics, new))
+        moments.append(before + now)
     return torch.cat([maxima, sums, torch.stack(moments, -1)], -1)
 
 

@@ -24,9 +24,9 @@ FACTORS = (1.0, 1.0, 30.0, 1.0, 0.1, 1.0)
 SATURATE = (2, 5)
 
 
-def numbers(layer: nn.Module, run: Callable[..., Tensor], **shape: Any) -> list[list[Tensor]]:
+def numbers(layer: nn.Module, run: Callable[..., Tensor]) -> list[list[Any]]:
     """Return output and gradients of each step."""
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, found = torch.Generator().manual_seed(0), list[list[Any]]()
     x0, g = torch.randn(64, 32, generator=generator), torch.randn(64, 48, generator=generator)
     for factor in FACTORS:
         x = (x0 * factor).requires_grad_()
@@ -37,7 +37,7 @@ def numbers(layer: nn.Module, run: Callable[..., Tensor], **shape: Any) -> list[
     return found
 
 
-def results(how: Callable[..., Any], **options: Any) -> dict[str, list[list[Tensor]]]:
+def results(how: Callable[..., Any], **options: Any) -> dict[str, list[list[Any]]]:
     torch.manual_seed(0)
     layer, found = nn.Linear(32, 48, bias=False), {}
     for name, recipe in (("requantize", RECIPE), ("delayed", DELAYED), ("dynamic", "dynamic")):

@@ -151,8 +151,8 @@ def test_a_config_and_options_that_have_no_such_field() -> None:
         (lambda: RowwiseScaling(power_of_2="no"), "power_of_2='no': True or False"),
         (lambda: RowwiseScaling(fast_accum=True), "fast_accum=True: one or several of 'output', 'grad_input'"),
         (lambda: RowwiseScaling(high_precison=()), "unknown RowwiseScaling field 'high_precison'.*'high_precision'"),  # type: ignore[call-arg]
-        (lambda: StaticScaling("3"), "scales='3': a dict {slot or name pattern: scale}, as fp8pass.calibrate"),  # type: ignore[arg-type]
-        (lambda: StaticScaling(True), "scales=True: a dict"),  # type: ignore[arg-type]
+        (lambda: StaticScaling("3"), "scales='3': a dict {slot or name pattern: scale}, as fp8pass.calibrate"),
+        (lambda: StaticScaling(True), "scales=True: a dict"),
         (lambda: StaticScaling(-1.0), r"scale -1.0 of '\*': it must be finite and above 0"),
         (lambda: StaticScaling(1.0, fp8_format="e5m2"), "no GPU multiplies e5m2 by e5m2"),
         (lambda: MXFP8Scaling("e5m2"), "no GPU multiplies e5m2 by e5m2"),

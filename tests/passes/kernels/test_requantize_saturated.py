@@ -73,7 +73,7 @@ def test_quantized_by_the_delayed_scale_and_again_by_a_kernel(dtype: torch.dtype
     assert given["out0"] is q and q.args[1] is given["scale"].args[2]  # by the delayed scale
     assert list(given) == ["x", "scale", "flag", "out0", *(["out1"] if turned else [])]
     assert call.kwargs["tensors_to_clone"] == ["out0", "out1"][: 1 + turned]
-    results = module.graph.output_node().args[0]
+    results: Any = module.graph.output_node().args[0]
     assert all(n.target.__name__ == "getitem" and n.args[0] is call for n in results[: 1 + turned])
 
 
