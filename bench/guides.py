@@ -265,8 +265,8 @@ STATEMENTS = (
     _s(
         "msamp",
         "weights in FP8, master weights in float16 with a scale: memory",
-        "bfloat16 parameters, rounded stochastically once in each update, beside FP8 copies: as many bytes, no other "
-        "type of parameter, and smaller losses than with float16 rounded to nearest",
+        "bfloat16 parameters, rounded stochastically once in each update, beside FP8 copies: as many bytes, and no "
+        "other type of parameter",
         "tests/compiled/test_moments.py::test_bytes_per_parameter",
         "docs/memory.md#settings-and-others",
         "docs/memory.md#losses",

@@ -24,7 +24,7 @@ import fp8pass
 from fp8pass.demo import demo
 from fp8pass.runtime.parameter_bytes import COPIES, GRADIENTS, PARAMETERS, SCALES, ParameterBytes, parameter_bytes
 
-SMALL = {"WIDTH": 512, "LAYERS": 1, "CONTEXT": 16, "HEADS": 4, "BATCH": 1}
+SMALL = {"WIDTH": 512, "LAYERS": 4, "CONTEXT": 16, "HEADS": 4, "BATCH": 1}
 
 
 @dataclass
@@ -144,6 +144,14 @@ FP8PASS: dict[str, dict[str, Any]] = {
         "update_rounding": "stochastic",
         "optimizer_state": "fp8",
         "weight_cache": "fp8",
+    },
+    "these, and `update_in_backward`": {
+        "dtype": torch.bfloat16,
+        "update_rounding": "stochastic",
+        "optimizer_state": "fp8",
+        "weight_cache": "fp8",
+        "update_in_backward": True,
+        "update_bucket_bytes": 2**20,
     },
 }
 """Rows of fp8pass, with their options; the default of `train_step` is `weight_cache="fp8+transpose"`."""

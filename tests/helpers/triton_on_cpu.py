@@ -386,7 +386,7 @@ def train(
 
     with gpu.compiles(inner):
         if updates:
-            run = fp8pass.train_step(optimizer_state="fp8", skip_nonfinite=True, **options)(step)
+            run = fp8pass.train_step(optimizer_state="fp8+float16", skip_nonfinite=True, **options)(step)
             for x in inputs():
                 run(x)
         else:
