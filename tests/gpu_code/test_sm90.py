@@ -62,7 +62,7 @@ def test_every_kernel_of_a_whole_step_compiles(model: str) -> None:
     assert [len(calls) for calls in found["strides"]] == [layers, 2 * layers, 0, 0]
     assert all(n > (5 if model == "block" else 1) for n in found["kernels"][:2])
     first, with_moments = found["kernels"][2:]
-    assert with_moments <= first  # one kernel updates a weight and its moments in FP8
+    assert with_moments <= first + 1  # one kernel updates a weight and its moments in FP8; one counts the updates
     assert found["own_ops"] == found["min_nan"] == 0
     assert found["unaligned"] == []
 

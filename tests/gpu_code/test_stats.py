@@ -142,4 +142,4 @@ def test_tensorboard(tmp_path: Path, diverging: Stats) -> None:
     events: Any = EventAccumulator(str(tmp_path)).Reload()
     read = [(e.step, e.value) for e in events.Scalars("fp8/blocks.0.down.layer.input/saturation")]
     assert [step for step, _ in read] == list(range(PLANTED + 2)) and read[PLANTED][1] > 0.9
-    assert len(events.Tags()["scalars"]) == 3 * 7
+    assert len(events.Tags()["scalars"]) == 3 * 8

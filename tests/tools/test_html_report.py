@@ -336,7 +336,7 @@ def test_charts_of_what_the_monitor_counted(browser: Any, tmp_path: Path) -> Non
         page.fill("#slot-search", "up.")
         names = page.locator("#slots .slot").all_text_contents()
         assert [next(n for n in names if f"up.{role}" in n) for role in ("input", "weight", "grad_output")] == names
-        assert page.locator("#slots .slot").first.locator("svg").count() == 5
+        assert page.locator("#slots .slot").first.locator("svg").count() == 6
         data = embedded((tmp_path / "report.html").read_text())["numerics"]
         (weight,) = (slot for slot in data if slot["slot"] == "up.weight")
         amax = model.up.weight.detach().abs().max().item()
