@@ -40,8 +40,8 @@ FAULTS = (
     ),
     Fault(
         "gradients in the format of weights",
-        'return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3',
-        'return E5M2 if role == "grad_output" and self.fp8_format == "e5m2" else E4M3',
+        'return E5M2 if role == "grad_output" and fp8_format == "hybrid" else E4M3',
+        'return E5M2 if role == "grad_output" and fp8_format == "e5m2" else E4M3',
         "The hybrid format stores gradients as e4m3, whose range is too small for them.",
     ),
     Fault(
@@ -78,8 +78,8 @@ FAULTS = (
     ),
     Fault(
         "no room for a first moment to grow",
-        '"first": scaling.fp8_max(scaling.E4M3) / 2',
-        '"first": scaling.fp8_max(scaling.E4M3)',
+        'return self.limit / (2 if self.kind == "first" else 4)',
+        'return self.limit / (1 if self.kind == "first" else 4)',
         "The largest values of a first moment saturate whenever it grows from one step to the next.",
     ),
     Fault(
@@ -90,8 +90,8 @@ FAULTS = (
     ),
     Fault(
         "the FP8 copy of a weight is one step too old",
-        "(self._steps_stale <= 0 or self._scale_stays())",
-        "(self._steps_stale <= 1 or self._scale_stays())",
+        "(self.is_predicted or self._steps_stale <= 0 or self._scale_stays())",
+        "(self.is_predicted or self._steps_stale <= 1 or self._scale_stays())",
         "A forward multiplies by a copy that was quantized with the scale of the previous step.",
     ),
     Fault(
@@ -230,8 +230,8 @@ FAULTS = (
     ),
     Fault(
         "siblings merged across a write",
-        "stretch += mutates(node) or node.target in MODE_CHANGES",
-        "stretch += node.target in MODE_CHANGES",
+        "stretch += mutates(node) or node.target in MODE_CHANGES\n        if signature_of",
+        "stretch += node.target in MODE_CHANGES\n        if signature_of",
         "A layer that reads a tensor after an in-place change gets the tensor from before the change.",
     ),
     Fault(
@@ -242,8 +242,8 @@ FAULTS = (
     ),
     Fault(
         "the index of the first moment for all moments",
-        "(m.kind, x_q, moment_scales, i, m.dtype)",
-        "(m.kind, x_q, moment_scales, 0, m.dtype)",
+        "(m.stored_as, x_q, moment_scales, i, m.dtype, *blocks)",
+        "(m.stored_as, x_q, moment_scales, 0, m.dtype, *blocks)",
         "All moments of an optimizer are dequantized with the scale_inv of the first one.",
     ),
     Fault(

@@ -58,7 +58,7 @@ STATEMENTS = (
     ),
     _s(
         "jax",
-        "current scaling by `amax / MAX`; scales from calibration, or from an algorithm of the user's during training",
+        "scales by `amax / MAX` of the tensor itself, from calibration, or from an algorithm of the user's",
         '`"dynamic"`; `calibrate` and `StaticScaling`; `scaling_factor_compute_algo`, `register_recipe`',
         "tests/compiled/test_static.py::test_the_scales_are_those_of_the_largest_values_seen",
         "tests/compiled/test_own_recipes.py::test_a_scale_from_a_history_against_the_oracle",

@@ -38,7 +38,7 @@ import torch
 
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
-from fp8pass.recipes import NAMED, Recipe
+from fp8pass.recipes import BUILT_IN, NAMED, Recipe
 from fp8pass.roofline import (
     ROWS,
     call_seconds,
@@ -306,7 +306,7 @@ SHAPES = [
 
 def predictions() -> str:
     """Return a table of predicted speed-ups in training, by shape and recipe, without and with fused quantization."""
-    names = list(NAMED)
+    names = list(BUILT_IN)
     lines = [f"| GPU | M, K, N | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for gpu in ("h100", "h200", "b200"):
         for shape in SHAPES:
@@ -317,7 +317,7 @@ def predictions() -> str:
 
 def thresholds() -> str:
     """Return a table of the number of rows M from which FP8 pays in training, by K, N and recipe, without fusion."""
-    names = list(NAMED)
+    names = list(BUILT_IN)
     lines = [f"| GPU | K, N | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for gpu in ("h100", "h200", "b200"):
         for k, n in dict.fromkeys(shape[1:] for shape in SHAPES):

@@ -133,6 +133,7 @@ def _listed(lines: list[str]) -> str:
 
 
 BEYOND = {
+    "recurrent": "one call computes all time steps, in kernels that have no FP8",
     "outside": "Dynamo does not compile the code that calls it",
     "batches": "each token has its own matrix",
     "vector": "FP8 has no kernel for a product with a vector, and nothing to gain from one",

@@ -8,7 +8,7 @@ import math
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_sums import exact_sums, exactly_if_asked
 
 import fp8pass
+from fp8pass.graph.verdict import Gemm
 from fp8pass.options.config import make_config
 from fp8pass.report.report import Report, collect
 
@@ -401,21 +402,25 @@ class Row:
     def tell(self, report: Report, model: nn.Module) -> None:
         """Fill in the results of the report of `explain`."""
         self.matmuls, self.rewritten = len(report.matmuls), len(report.rewritten)
-        self.flops, self.fp8_flops = report.flops, report.fp8_flops
+        self.flops, self.fp8_flops = _flops(report.matmuls), _flops(report.rewritten)
         self.unsized = sum(
             not all(isinstance(size, int) for size in (g.M, g.K, g.N, g.batches)) for g in report.matmuls
         )
         names = _ends_of_names(model)
         owned = [g for g in report.matmuls if {part.removesuffix(".weight") for part in parts_of(g.name)} & names]
-        self.owned_flops = sum(g.flops for g in owned)
-        self.owned_fp8_flops = sum(g.flops for g in owned if g.status == "rewritten")
-        self.owned_flops_by_rule = {
-            rule: sum(g.flops for g in owned if g.rule == rule) for rule in {g.rule for g in owned if g.rule}
-        }
+        self.owned_flops = _flops(owned)
+        self.owned_fp8_flops = _flops(g for g in owned if g.status == "rewritten")
+        rules = {g.rule for g in owned if g.rule}
+        self.owned_flops_by_rule = {rule: _flops(g for g in owned if g.rule == rule) for rule in rules}
         self.rules, self.graphs = dict(report.rules()), report.graphs
         self.reasons = dict(report.reasons().most_common(8))
         self.notes, self.breaks = report.notes, [str(b) for b in report.breaks]
         self.recompiles = [str(r) for r in report.recompiles]
+
+
+def _flops(gemms: Iterable[Gemm]) -> int:
+    """Return the FLOPs of matmuls; of a size that varies, those of the call."""
+    return int(sum(g.in_call(g.flops) for g in gemms))
 
 
 def fill(row: Row, make: Callable[[], Subject]) -> None:

@@ -177,6 +177,10 @@ class Recipe(Checked):
         return E4M3
 
 
+def _dtype_in(fp8_format: str, role: Role) -> torch.dtype:
+    return E5M2 if role == "grad_output" and fp8_format == "hybrid" else E4M3
+
+
 @dataclass(frozen=True, repr=False)
 class TensorwiseRecipe(Recipe):
     """One scale per tensor, the same in all matmuls. `fp8_format`: "hybrid" (gradients in e5m2) or "e4m3"."""
@@ -185,7 +189,7 @@ class TensorwiseRecipe(Recipe):
 
     def dtype(self, role: Role) -> torch.dtype:
         """Return the FP8 dtype of operands with this role."""
-        return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
+        return _dtype_in(self.fp8_format, role)
 
 
 @dataclass(frozen=True, repr=False)
@@ -335,7 +339,7 @@ class MXFP8Scaling(Recipe):
 
     def dtype(self, role: Role) -> torch.dtype:
         """Return the FP8 dtype of operands with this role."""
-        return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
+        return _dtype_in(self.fp8_format, role)
 
 
 @dataclass(frozen=True, repr=False)
@@ -361,7 +365,7 @@ class StaticScaling(Recipe):
 
     def dtype(self, role: Role) -> torch.dtype:
         """Return the FP8 dtype of operands with this role."""
-        return E5M2 if role == "grad_output" and self.fp8_format == "hybrid" else E4M3
+        return _dtype_in(self.fp8_format, role)
 
     @functools.cached_property
     def _patterns(self) -> list[tuple[str, float]]:
@@ -441,7 +445,8 @@ NAMED: dict[str, Callable[[], Recipe]] = {
 
 _registered: dict[type, str] = {}
 """The names of the classes that `register_recipe` was given."""
-_BUILT_IN = (*NAMED, "static", "none")
+BUILT_IN = tuple(NAMED)
+"""The names that users can't register."""
 Made = TypeVar("Made", bound=Callable[[], Recipe])
 
 
@@ -472,8 +477,10 @@ def register_recipe(name: str) -> Callable[[Made], Made]:
     Raises:
         ValueError: If the name is not valid, or is taken.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.lower() in _BUILT_IN:
-        raise ValueError(f"register_recipe({name!r}): a name of letters and digits, and none of {', '.join(_BUILT_IN)}")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.lower() in (*BUILT_IN, "static", "none"):
+        raise ValueError(
+            f"register_recipe({name!r}): a name of letters and digits, and none of {', '.join(BUILT_IN)}, static, none"
+        )
 
     def register(made: Made) -> Made:
         before = NAMED.get(name)

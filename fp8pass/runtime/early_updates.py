@@ -266,7 +266,7 @@ class _Part:
 
 
 def _step_of(optimizer: Optimizer, number: int) -> Callable[[], None]:
-    """Return a function that does a step, with code of its own: Dynamo compiles only a few variants of one code."""
+    """Return a function that does a step. Its code is a new object: Dynamo compiles only a few variants of one."""
     step = undecorated_step(optimizer)
 
     def update() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 import fp8pass
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
-from fp8pass.recipes import NAMED, DelayedScaling, Recipe, StaticScaling
+from fp8pass.recipes import BUILT_IN, NAMED, DelayedScaling, Recipe, StaticScaling
 from fp8pass.roofline import (
     ROWS,
     call_seconds,
@@ -146,7 +146,7 @@ def test_what_stays_in_high_precision_gains_nothing() -> None:
 def test_no_prediction_without_a_kernel() -> None:
     found = {
         (name, target.name)
-        for name in NAMED
+        for name in BUILT_IN
         for target in (TARGETS["sm_89"], H100, B200)
         if predicted_speedup(target, SIDE, SIDE, SIDE, NAMED[name]()) is None
     }
@@ -177,7 +177,7 @@ def _gains(target: Target, k: int, n: int, recipe: Recipe, first: int, **options
     return [gain for gain in gains if gain is not None]
 
 
-@pytest.mark.parametrize("recipe", list(NAMED))
+@pytest.mark.parametrize("recipe", BUILT_IN)
 def test_more_rows_never_make_it_stop_paying(recipe: str) -> None:
     sizes = (256, 512, 1024, 2048, 4096, 8192, 16384)
     for target, k, n, training, fused in itertools.product(
@@ -187,7 +187,7 @@ def test_more_rows_never_make_it_stop_paying(recipe: str) -> None:
         assert all(after >= 1 for before, after in itertools.pairwise(gains) if before >= 1)
 
 
-@pytest.mark.parametrize("recipe", list(NAMED))
+@pytest.mark.parametrize("recipe", BUILT_IN)
 def test_large_weights_gain_more_with_more_rows(recipe: str) -> None:
     sizes = (2048, 4096, 8192, 16384)
     for target, k, n, training in itertools.product((H100, H200, B200), sizes, sizes, (True, False)):
@@ -222,7 +222,7 @@ def scanned(holds: Callable[[int], bool], end: int) -> Intervals:
     return tuple((first, None if last == end else last) for first, last in zip(firsts, lasts, strict=True))
 
 
-@pytest.mark.parametrize("recipe", list(NAMED))
+@pytest.mark.parametrize("recipe", BUILT_IN)
 def test_where_it_pays_is_where_a_scan_says_so(recipe: str) -> None:
     numbers = random.Random(recipe)
     for _ in range(12):

@@ -68,7 +68,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_few_files_lie_outside_of_rooms() -> None:
-    assert len(list((rooms.ROOT / "fp8pass").glob("*.py"))) <= 20
+    assert len(list((rooms.ROOT / "fp8pass").glob("*.py"))) <= 21
     assert len(list((rooms.ROOT / "passes").glob("*.py"))) <= 2
 
 
