@@ -651,8 +651,8 @@ def undecorated_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     own = {f.__code__.co_filename for f in (torch.optim.Optimizer.__repr__, torch.no_grad()(len))}
     while hasattr(step, "__wrapped__") and step.__code__.co_filename in own:
         step = step.__wrapped__
-    assert callable(step)
-    return step
+    undecorated: Callable[..., Any] = step
+    return undecorated
 
 
 @dataclass(frozen=True)

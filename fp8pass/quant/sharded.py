@@ -84,7 +84,7 @@ class _AddToPartial(torch.autograd.Function):
     """Adds `bias` f[N], which all ranks have, to a partial sum: each rank adds its share."""
 
     @staticmethod
-    def forward(ctx: Any, y: DTensor, bias: DTensor) -> DTensor:
+    def forward(ctx: Any, y: DTensor, bias: DTensor) -> Tensor:
         ctx.bias_shape = bias.shape
         sizes = zip(y.device_mesh.shape, y.placements, strict=True)
         ranks = 1

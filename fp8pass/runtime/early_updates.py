@@ -306,4 +306,5 @@ def _held_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         if (found := ref()) is not None:
             found(p)
 
-    return hook
+    disabled: Callable[[Tensor], None] = hook
+    return disabled

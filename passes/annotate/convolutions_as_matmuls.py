@@ -308,7 +308,7 @@ def _rows(write: Write, conv: Convolution, last: bool) -> fx.Node:
 
 def _along(write: Write, x: fx.Node, dim: int, kernel: int, stride: int) -> fx.Node:
     """Cut one dimension into pieces of the kernel's size, without the remainder."""
-    size = _value(x).shape[dim]
+    size: Any = _value(x).shape[dim]
     if kernel == 1:
         every = (*[slice(None)] * dim, slice(None, None, stride))
         return x if stride == 1 else write(operator.getitem, x, every)

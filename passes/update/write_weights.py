@@ -60,8 +60,8 @@ def _write(
             predicted = tuple(w.index for w in writes if w.slots == i and w.predicted)
             bounds = [bounds_of.pop(0)] if predicted else []
             if predicted:
-                args = scales, of_slots["weight_copy_scales"], *bounds, predicted
-                scales = graph.call_function(ops.predicted_scales, args)
+                of_scales: Any = (scales, of_slots["weight_copy_scales"], *bounds, predicted)
+                scales = graph.call_function(ops.predicted_scales, of_scales)
             scales = graph.call_function(ops.scales_or_one, (scales,))
             amaxes: list[fx.Node | None] = [None] * slots.count  # None: this update does not write the copy
             for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
