@@ -92,7 +92,9 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
         yield x
         return
     for name in x.__tensor_flatten__()[0]:
-        yield from _parts(getattr(x, name))
+        part = getattr(x, name)
+        if isinstance(part, Tensor):  # a DTensor names its mesh, too
+            yield from _parts(part)
 
 
 def _states(optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
