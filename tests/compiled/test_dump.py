@@ -198,7 +198,7 @@ def test_dumps_run_and_agree(kind: Callable[[], nn.Module], tmp_path: Path, of_b
     distances = {file.name: compare(file) for file in sorted(folder.rglob("*.before.py"))}
     assert len(distances) >= 2 + 9 + 6 * 2
     # `ByUser` is quantized from the start; once its states are lifted, each call is a step, which gives other scales
-    changed = "001.dynamo.lift_scale_states" if kind is ByUser else "005.dynamo.annotate"
+    changed = "001.dynamo.lift_scale_states" if kind is ByUser else "008.dynamo.annotate"
     assert 1e-3 < distances.pop(f"{changed}.before.py") < FP8
     assert max(distances.values()) < ROUNDING, distances
 
@@ -206,7 +206,7 @@ def test_dumps_run_and_agree(kind: Callable[[], nn.Module], tmp_path: Path, of_b
 def test_dumps_of_another_recipe(tmp_path: Path) -> None:
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), recipe="rowwise")(torch.randn(16, 32)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
-    assert 1e-3 < distances.pop("005.dynamo.annotate.before.py") < FP8
+    assert 1e-3 < distances.pop("008.dynamo.annotate.before.py") < FP8
     assert max(distances.values()) < ROUNDING
 
 
@@ -215,8 +215,8 @@ def test_dumps_of_bfloat16(tmp_path: Path) -> None:
     run = compiled(nn.Linear(32, 48).bfloat16(), dump_dir=str(tmp_path))
     run(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
     distances = {file.name: compare(file) for file in sorted(tmp_path.rglob("*.before.py"))}
-    assert 1e-3 < distances.pop("005.dynamo.annotate.before.py") < FP8
-    assert 1e-4 < distances.pop("015.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
+    assert 1e-3 < distances.pop("008.dynamo.annotate.before.py") < FP8
+    assert 1e-4 < distances.pop("018.joint.scaled_mm.before.py") < 3 * 2**-9  # the output is rounded, too
     assert max(distances.values()) < ROUNDING, distances
 
 
@@ -250,7 +250,7 @@ def test_updates(tmp_path: Path) -> None:
         if "graph" in f.parent.name and ".update" not in f.parent.name
     }
     changed = {name for name, distance in distances.items() if distance > ROUNDING}
-    assert {name.split(" ")[1] for name in changed} == {"005.dynamo.annotate.before.py"}
+    assert {name.split(" ")[1] for name in changed} == {"008.dynamo.annotate.before.py"}
     assert all(distances[name] < FP8 for name in changed)
     updates = sorted(tmp_path.rglob("*dynamo.expand_foreach.before.py"))
     assert updates
@@ -280,7 +280,7 @@ def test_a_dump_alone(
         runpy.run_path(str(file), run_name="__main__")
         done = capsys.readouterr().out
     lines = done.splitlines()
-    assert re.match(r"015.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
+    assert re.match(r"018.joint.scaled_mm.after.py: \d+ inputs of seed 0", lines[0])
     assert re.match(
         r"output 0 +float32\[16, 48\] +sum \S+, norm \S+, max \S+  (equal|relative distance \S+)$", lines[1]
     )
@@ -312,7 +312,7 @@ def test_what_has_no_text_says_so(tmp_path: Path) -> None:
     recipe = DelayedScaling(amax_compute_algo=lambda history: history.amax(0))
     compiled(nn.Linear(32, 48), dump_dir=str(tmp_path), recipe=recipe)(torch.randn(16, 32)).sum().backward()
     with pytest.raises(NotImplementedError, match=r"this dump needs .*<lambda>, which can't be written down"):
-        results(next(tmp_path.rglob("005.dynamo.annotate.after.py")))
+        results(next(tmp_path.rglob("008.dynamo.annotate.after.py")))
     assert compare(next(tmp_path.rglob("*joint.scaled_mm.before.py"))) < ROUNDING
 
 
@@ -342,10 +342,10 @@ def test_a_fault_in_a_pass_keeps_the_dumps_and_names_them(tmp_path: Path, monkey
     (folder,) = (tmp_path / "run_000").glob("graph_*")
     assert str(folder) in str(e.value)
     assert str(e.value).count("The dumps so far are in") == 1
-    assert files(folder, "*.py")[-1] == "015.joint.scaled_mm.before.py"
-    head = (folder / "015.joint.scaled_mm.before.py").read_text().splitlines()[0]
+    assert files(folder, "*.py")[-1] == "018.joint.scaled_mm.before.py"
+    head = (folder / "018.joint.scaled_mm.before.py").read_text().splitlines()[0]
     assert head.startswith("# the graph before scaled_mm failed: a fault of fp8pass in its pass scaled_mm: 'broken'")
-    assert results(folder / "015.joint.scaled_mm.before.py")
+    assert results(folder / "018.joint.scaled_mm.before.py")
     assert "| failed: a fault of fp8pass" in (tmp_path / "run_000" / "index.md").read_text()
 
 
