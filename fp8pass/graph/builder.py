@@ -207,7 +207,7 @@ _OPERATIONS = {
     Mod: operator.mod,
     PythonMod: operator.mod,
 }
-"""What torch's expressions of sizes are computed by."""
+"""The functions that torch's expressions of sizes call."""
 
 
 def laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

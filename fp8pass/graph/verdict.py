@@ -85,7 +85,7 @@ class Gemm:
     pays_from: Intervals | None = None
     """The intervals of `pays_of` in which that speed-up reaches `min_speedup` (1 if that is 0); None if not known."""
     pays_of: str = "M"
-    """What `pays_from` is about: "M", the rows of the call's input, or an expression of sizes that vary."""
+    """The subject of `pays_from`: "M", the rows of the call's input, or an expression of sizes that vary."""
     sizes: tuple[VaryingSize, ...] = ()
     """The symbols in its sizes, and what they stand for."""
 

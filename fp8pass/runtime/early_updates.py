@@ -41,7 +41,7 @@ class _Bucket:
 
 @dataclass
 class _Seen:
-    """What the first call has shown of a parameter. grad: its gradient, of this version when it was complete."""
+    """A parameter, as the first call has shown it. grad: its gradient, of this version when it was complete."""
 
     parameter: Tensor
     grad: Tensor

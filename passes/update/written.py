@@ -39,7 +39,7 @@ def written_only_by_optimizers(module: fx.GraphModule) -> bool:
 
 
 _OPTIMIZERS = f'File "{Path(torch.optim.__file__).parent}'
-"""What begins a line of a stack trace that is in torch's optimizers."""
+"""The beginning of a line of a stack trace that is in torch's optimizers."""
 
 
 def in_bfloat16(module: fx.GraphModule, written: Sequence[TensorRef]) -> list[TensorRef]:
