@@ -13,7 +13,7 @@ Intervals = tuple[tuple[int, int | None], ...]
 """Integers from 1 on, as (first, last) of each interval, in ascending order; last is None if there is no last one."""
 
 Coefficients = tuple[float, ...]
-"""Of a polynomial: that of the constant first."""
+"""The coefficients of a polynomial, that of the constant first."""
 
 
 @dataclass(frozen=True)

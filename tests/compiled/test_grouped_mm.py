@@ -237,7 +237,7 @@ def test_many_products_that_stay(options: dict[str, Any], rows: int, rule: str, 
 
 
 def test_attention_as_products_does_not_pay() -> None:
-    """Of 128 heads' dimensions or fewer, for any length: quantizing the scores costs more than their product gains."""
+    """Heads of 128 dimensions or fewer never pay: quantizing the scores costs more than their product gains."""
     for length in (512, 2048, 8192, 32768):
         for dim in (64, 128):
             for m, k, n in ((length, dim, length), (length, length, dim)):

@@ -20,7 +20,7 @@ from tests.helpers.harness import annotated, compiled, sqnr
 RECIPE = DelayedScaling(amax_history_len=1, on_saturation="requantize")
 DELAYED = DelayedScaling(amax_history_len=1)
 FACTORS = (1.0, 1.0, 30.0, 1.0, 0.1, 1.0)
-"""Of inputs and gradients. The scale of a step is that of the step before: steps 2 and 5 saturate."""
+"""The amaxes of inputs and gradients. A step has the scale of the step before: steps 2 and 5 saturate."""
 SATURATE = (2, 5)
 
 
@@ -63,7 +63,7 @@ def test_compiled_as_annotated() -> None:
 
 @pytest.mark.parametrize("how", [annotated, compiled], ids=["annotated", "compiled"])
 def test_a_share_up_to_the_threshold_saturates(how: Callable[..., Any]) -> None:
-    """Of 2048 elements, 2 are fewer than 0.001, and 3 are more."""
+    """A share of 2 of 2048 elements is below 0.001, and one of 3 is above."""
     model = nn.Linear(32, 16, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.eye(16, 32))

@@ -19,7 +19,7 @@ from fp8pass.roofline import ROWS, pays_from, predicted_seconds
 from tests.helpers.harness import annotated, compiled, sqnr, verdicts
 
 K, N = 32, 64
-"""Of a layer in float32, which pays in training on the GPU below from 70 rows on."""
+"""The sizes of a layer in float32, which pays in training on the GPU below from 70 rows on."""
 H100: dict[str, Any] = {"target": "h100"}
 
 
@@ -195,7 +195,7 @@ def test_a_range_is_not_split() -> None:
 
 
 def test_a_guard_leaves_more_than_one_size_of_a_marked_one() -> None:
-    """Of 25 rows for each example, only 2 examples are below 70; a single size may not be left of a marked one."""
+    """With 25 rows for each example, only 2 examples are below 70; a marked size may not be left with one value."""
     run = compiled(layer(), **H100)
     with verdicts() as report:
         for batch in (2, 3, 8):
@@ -227,7 +227,7 @@ def test_one_size_in_several_places() -> None:
 
 
 def test_sizes_that_do_not_depend_on_each_other() -> None:
-    """Nothing can be solved for: the largest sizes decide, whatever the first call's are."""
+    """The largest sizes decide where no size can be solved for, whatever the first call's are."""
     with verdicts() as report:
         compiled(lambda a, b: a @ b.t(), recipe="dynamic", **H100)(rows(20, 48), rows(23, 48))
     (gemm,) = report.gemms
