@@ -102,10 +102,11 @@ def _bytes_of_one(node: BaseSchedulerNode) -> tuple[int, int]:
     """Return (read, written), the terms of `get_read_write_buffers_sizes`, without reads of buffers that it writes.
 
     Inductor makes a kernel depend on the whole of an input that it writes into, even if it reads nothing of it; such
-    dependencies are not `MemoryDep`s and do not count as reads.
+    dependencies are not `MemoryDep`s and do not count as reads. It counts a buffer as written that has users in other
+    kernels by then, also if code generation found that none of them reads it, and stores nothing.
     """
     moved = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    own = {dep.name for dep in node.read_writes.writes}
+    own = {dep.name for dep in node.read_writes.writes} - Virtualized.graph.removed_buffers
     written = sum(size for name, size in moved.items() if name in own)
     read = {dep.name for dep in node.read_writes.reads if node.is_extern() or isinstance(dep, MemoryDep)}
     return sum(size for name, size in moved.items() if name in read - own), written

@@ -151,6 +151,18 @@ def test_a_weight_and_its_state_are_read_once_in_the_update(block: str) -> None:
     assert sum(k.bytes_moved for k in others) < 2 << 20
 
 
+def test_an_update_with_moments_in_fp8_and_bfloat16_parameters_moves_12_bytes() -> None:
+    """It reads parameter and gradient, 2 bytes each, and moments, 1 each; it writes all but the gradient, and copies."""
+    found = inspected(
+        "gpt2_mlp", optimizer="AdamW", options={"optimizer_state": "fp8", "update_rounding": "stochastic"}
+    )
+    update = [k for k in found.kernels if k.graph == "update"]
+    large = [k for k in update if k.bytes_read > 1 << 20]
+    assert [round(k.bytes_read / 6, -3) for k in large] == [round(4096 * 16384, -3)] * 2
+    assert all(0 <= k.bytes_written - k.bytes_read < 1 << 20 for k in large)  # amaxes of parts of columns
+    assert sum(k.bytes_moved for k in update if k not in large) < 2 << 20
+
+
 @pytest.mark.parametrize("block", STEPS)
 def test_no_forward_or_backward_reads_a_weight_in_bfloat16(block: str) -> None:
     """Without quantizing the weights, 2 bytes read and 2 written for each element are saved, and their amaxes."""
