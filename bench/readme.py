@@ -178,11 +178,6 @@ def accumulation() -> str:
     return run(sys.executable, "bench/accumulation.py")
 
 
-def optimizer_state() -> str:
-    """Return the table of bench/optimizer_state.py."""
-    return run(sys.executable, "bench/optimizer_state.py")
-
-
 def memory() -> str:
     """Return the table of bench/memory.py."""
     return run(sys.executable, "-W", "ignore", "bench/memory.py")
@@ -296,7 +291,6 @@ SECTIONS = {
     "comms": comms,
     "cpu_matmuls": cpu_matmuls,
     "accumulation": accumulation,
-    "optimizer_state": optimizer_state,
     "weight_amax": lambda: run(sys.executable, "-W", "ignore", "bench/weight_amax.py"),
     "guides": lambda: run(sys.executable, "bench/guides.py"),
     "memory": memory,
@@ -334,7 +328,6 @@ FILES = {
     "comms": "docs/distributed.md",
     "cpu_matmuls": "docs/cpu.md",
     "accumulation": "docs/train-step.md",
-    "optimizer_state": "docs/train-step.md",
     "weight_amax": "docs/train-step.md",
     "guides": "docs/guides.md",
     "memory": "docs/memory.md",

@@ -1,12 +1,13 @@
 """Train a SwiGLU layer in which two weights of a channel are aligned, with and without `smooth_swiglu`.
 
-    python bench/smooth_swiglu.py [--seeds 3] [--steps 65]
+    python bench/smooth_swiglu.py [--seeds 3] [--steps 180]
 
 The layer, a teacher's with noise, learns what the teacher computes. In channel 0, gate and up are aligned, as Fishman
-et al. (arXiv 2409.12517) observe after long training, so that the channel is quadratic in the input. In three batches,
-a quarter of the tokens lies along these weights; they double from one such batch to the next, and none of their
-elements is larger than those of usual tokens. Delayed scaling knows the amaxes of earlier batches only: the channel
-saturates.
+et al. (arXiv 2409.12517) observe after long training, so that the channel is quadratic in the input. From step 20 on,
+in each fourth batch, a quarter of the tokens lies along these weights. None of their elements is larger than the
+largest of usual tokens. Delayed scaling, with a history of two steps, knows the amaxes of usual batches only when such
+a batch comes: the channel saturates each time, the gradient asks for larger weights, and the loss of usual batches
+rises as well.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fp8pass  # noqa: F401  registers the backend
+import fp8pass
 
 WIDTH, CHANNELS, TOKENS, RATE, NOISE = 64, 128, 256, 3e-3, 0.1
-ALONG = {30: 0.75, 40: 1.5, 50: 3.0}
-"""{step: size of the elements of the tokens along the aligned weights}."""
+FIRST, EVERY, SIZE = 20, 4, 3.0
+"""The first step with tokens along the aligned weights, the steps from one to the next, and the size of elements."""
+WINDOW = 40
+"""Steps over which losses are averaged."""
+RECIPE = fp8pass.DelayedScaling(amax_history_len=2)
 RUNS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
-    "delayed": {"recipe": "delayed"},
-    "delayed, smooth_swiglu": {"recipe": "delayed", "smooth_swiglu": True},
+    "delayed": {"recipe": RECIPE},
+    "delayed, smooth_swiglu": {"recipe": RECIPE, "smooth_swiglu": True},
 }
 
 
@@ -58,13 +62,18 @@ class Layer(nn.Module):
 
 
 def batches(seed: int, steps: int, along: Tensor) -> Iterator[Tensor]:
-    """Yield inputs; those of the steps in ALONG have tokens along the aligned weights."""
+    """Yield inputs; some have tokens along the aligned weights."""
     made = torch.Generator().manual_seed(seed)
     for step in range(steps):
         x = torch.randn(TOKENS, WIDTH, generator=made)
-        if step in ALONG:
-            x[: TOKENS // 4] = along.sign() * ALONG[step]
+        if has_outliers(step):
+            x[: TOKENS // 4] = along.sign() * SIZE
         yield x
+
+
+def has_outliers(step: int) -> bool:
+    """Return whether the batch of a step has tokens along the aligned weights."""
+    return step >= FIRST and step % EVERY == 0
 
 
 def loss_of(y: Tensor, wanted: Tensor) -> Tensor:
@@ -96,22 +105,35 @@ def losses(seed: int, steps: int, options: dict[str, Any] | None) -> list[float]
     return found
 
 
+def row(of: list[list[float]]) -> list[str]:
+    """Return the cells of a run: means and deviations over seeds, given the losses of each."""
+    steps = range(len(of[0]))
+    usual = [[i for i in steps if begin <= i < begin + WINDOW and not has_outliers(i)] for begin in begins(len(steps))]
+    outliers = [i for i in steps[-WINDOW:] if has_outliers(i)]
+    cells = []
+    for chosen in ([i for i in steps if FIRST - 5 <= i < FIRST], *usual, outliers):
+        means = [statistics.mean(losses[i] for i in chosen) for losses in of]
+        cells.append(f"{statistics.mean(means):.4f} ± {statistics.pstdev(means):.4f}")
+    return cells
+
+
+def begins(steps: int) -> range:
+    """Return the first steps of the windows."""
+    return range(FIRST, steps - WINDOW + 1, WINDOW)
+
+
 def main() -> None:
-    """Print the losses before the first such batch, and at the end, as means and deviations over the seeds."""
+    """Print the losses of usual batches before the first outliers and after them, and of the last batches with some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=65)
+    parser.add_argument("--steps", type=int, default=180)
     args = parser.parse_args()
-    print("| loss | before | " + " | ".join(f"step {step}" for step in ALONG) + " | the step after | last 10 |")
-    print("|---|---:|" + "---:|" * (len(ALONG) + 2))
+    windows = [f"steps {begin} to {begin + WINDOW - 1}" for begin in begins(args.steps)]
+    print("| loss of usual batches | before | " + " | ".join(windows) + " | batches with outliers, at the end |")
+    print("|---|---:|" + "---:|" * (len(windows) + 1))
     for name, options in RUNS.items():
-        rows = []
-        for seed in range(args.seeds):
-            of = losses(seed, args.steps, options)
-            first, last = min(ALONG), max(ALONG)
-            rows.append([of[first - 1], *(of[step] for step in ALONG), of[last + 1], statistics.mean(of[-10:])])
-        cells = [f"{statistics.mean(c):.4f} ± {statistics.pstdev(c):.4f}" for c in zip(*rows, strict=True)]
-        print(f"| {name} | {' | '.join(cells)} |")
+        cells = row([losses(seed, args.steps, options) for seed in range(args.seeds)])
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 
 import torch
-from optimizer_state import SMALL
 from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.demo import demo
 from fp8pass.runtime.weight_cache import weights_of
 from fp8pass.scaling import E4M3, fp8_max
+
+SMALL = {"WIDTH": 128, "LAYERS": 2, "CONTEXT": 64, "HEADS": 4}
 
 
 def trained(amax: str, steps: int) -> tuple[float, Tensor]:

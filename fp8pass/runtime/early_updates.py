@@ -232,7 +232,7 @@ class _Part:
         ids = set(map(id, parameters))
         self._part = object.__new__(type(optimizer))
         hooks = {name: type(value)() for name, value in vars(optimizer).items() if name.endswith("_hooks")}
-        # an `step` among the attributes is a scheduler's, which counts calls of the whole optimizer
+        # a `step` among the attributes is a scheduler's, which counts calls of the whole optimizer
         vars(self._part).update({**vars(optimizer), **hooks})
         vars(self._part).pop("step", None)
         self._groups = [
