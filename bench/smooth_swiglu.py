@@ -22,14 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import fp8pass
+import fp8pass  # noqa: F401  registers the backend
+from fp8pass.recipes import DelayedScaling
 
 WIDTH, CHANNELS, TOKENS, RATE, NOISE = 64, 128, 256, 3e-3, 0.1
 FIRST, EVERY, SIZE = 20, 4, 3.0
 """The first step with tokens along the aligned weights, the steps from one to the next, and the size of elements."""
 WINDOW = 40
 """Steps over which losses are averaged."""
-RECIPE = fp8pass.DelayedScaling(amax_history_len=2)
+RECIPE = DelayedScaling(amax_history_len=2)
 RUNS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "delayed": {"recipe": RECIPE},
