@@ -39,11 +39,12 @@ from fp8pass.options.unmatched import check_compiled, check_models, patterns_of,
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
+from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight
 from fp8pass.runtime.parameter_bytes import ParameterBytes, parameter_bytes
 from fp8pass.runtime.rounding import count_updates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_bounds import predict
-from fp8pass.runtime.weight_cache import Fp8Weight, end_step, weights_of
+from fp8pass.runtime.weight_cache import end_step, weights_of
 from fp8pass.states.checkpoint import State, goes_along, state
 from fp8pass.states.steps import accumulate
 
@@ -195,6 +196,7 @@ class TrainStep:
         return report
 
     def _note_of_predictions(self, weights: Sequence[Fp8Weight]) -> str:
+        weights = [w for w in weights if isinstance(w, DelayedWeight)]
         predicted = sum(w.is_predicted for w in weights)
         note = (
             f"the amaxes of {predicted} of {len(weights)} weights are predicted for the update that writes their copies"
