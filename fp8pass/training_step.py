@@ -165,15 +165,18 @@ class TrainStep:
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
-            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for w in weights for p in w.parts)
+            # by rows and by columns, a weight has two copies with scales of their own
+            own = {tuple(map(id, w.parts)): w.parts for w in weights}
+            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for parts in own.values() for p in parts)
             report.notes.append(
-                f"FP8 copies of {len(weights)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
+                f"FP8 copies of {len(own)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
                 f"(weight_cache={self.config.weight_cache!r})"
             )
             if again := [w for w in weights if w.requantized > w.expected]:
                 times = max(w.requantized - w.expected for w in again)
+                changed = {tuple(map(id, w.parts)) for w in again}
                 report.notes.append(
-                    f"{len(again)} weights were quantized again by separate kernels, up to {times} times, because "
+                    f"{len(changed)} weights were quantized again by separate kernels, up to {times} times, because "
                     "something other than a compiled update had changed them: an optimizer that runs eagerly (with "
                     "fused=True, say: use foreach=True), a state that was loaded, an edit"
                 )

@@ -235,17 +235,12 @@ class Rowwise:
         return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe)
 
     def scales_below(self, parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
-        """Return the scales for each of `parts`, matrices that are one, one below the other; set `scales` to scale_inv.
-
-        Scales of rows are f32[n, 1] for each part, those of columns f32[1, K], the same for all parts.
-        """
-        amaxes = [scaling.amax_along(part, self.dims) for part in parts]
-        if 0 in self.dims:
-            amaxes = [functools.reduce(torch.maximum, amaxes)]
-        found = [scale_of(self.recipe, amax, scaling.fp8_max(self.dtype)) for amax in amaxes]
-        inverses = [scaling.inverse_unless_nonfinite(*of) for of in zip(found, amaxes, strict=True)]
-        scales.copy_(torch.cat(inverses) if len(inverses) > 1 else inverses[0])
-        return found if len(found) == len(parts) else found * len(parts)
+        """Return the scales of a weight, which is the only one of `parts`; set `scales`, in place, to scale_inv."""
+        (x,) = parts  # layers are not merged: `has_one_scale`
+        amax = scaling.amax_along(x, self.dims)
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+        scales.copy_(scaling.inverse_unless_nonfinite(scale, amax))
+        return [scale]
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale of each row."""

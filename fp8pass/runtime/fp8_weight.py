@@ -143,9 +143,7 @@ class Fp8Weight:
 class WeightByItself(Fp8Weight):
     """A copy that depends on the weight alone. quantizer: how it is quantized. scales: see `ops.cached_operand`."""
 
-    def __init__(
-        self, parts: Sequence[Tensor], stored: Sequence[str], quantizer: ops.ByItself, scales: Tensor
-    ) -> None:
+    def __init__(self, parts: Sequence[Tensor], stored: Sequence[str], quantizer: ops.ByItself, scales: Tensor) -> None:
         super().__init__(parts, stored)
         self.quantizer = quantizer
         self._scales = scales

@@ -222,7 +222,9 @@ class QuantizeCall:
             return ()
         parts = names.parts(x)
         copies: list[Any] = [n.args[1] for n, weight in self.walk.weights.items() if weight.parts == parts]
-        if not self.walk.config.caches_transposes and any(isinstance(q, ops.Rowwise) and q != quantizer for q in copies):
+        if not self.walk.config.caches_transposes and any(
+            isinstance(q, ops.Rowwise) and q != quantizer for q in copies
+        ):
             return ()  # the other orientation would take as much memory again
         # `mutated`: the copy is made between calls, and would lack what this graph writes into the weight before
         return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()

@@ -251,7 +251,7 @@ def test_graph() -> None:
     module = captured(sgd, p, q, torch.randn(16, 16))
     places = written(module)
     assert places == [0, 2]
-    writes = [Write((0,), slots=0, index=0, transposed=False), Write((2, None), slots=0, index=2, transposed=True)]
+    writes = [Write((0,), ("x_q",), slots=0, index=0), Write((2, None), ("x_q", "x_t"), slots=0, index=2)]
     weight_slots = (WeightSlots(DelayedScaling(), first=3, count=4),)
     on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     expect_graph(
@@ -293,7 +293,7 @@ def test_written_copies() -> None:
     grad = torch.randn(16, 16)
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
     first, second = written(module)
-    writes = [Write((first,), 0, 0, transposed=False), Write((second, None), 0, 2, transposed=True)]
+    writes = [Write((first,), ("x_q",), slots=0, index=0), Write((second, None), ("x_q", "x_t"), slots=0, index=2)]
     weight_slots = (WeightSlots(DelayedScaling(), first=1, count=3),)
     on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     scale = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
