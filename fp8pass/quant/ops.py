@@ -628,8 +628,8 @@ def differentiated_as(y: Tensor, other: Tensor) -> Tensor:
 def cached_operand(x: Tensor, quantizer: Cacheable, *state: Tensor) -> Tensor:
     """Return `x`, a weight, dequantized from its FP8 copy: `qdq_operand` for a weight quantized when it last changed.
 
-    state: a tensor with the scale_inv of the copy, then the copy as in `as_matrix`. Under delayed scaling that tensor is
-    `weight_copy_scales` f32[2, W], see `SlotTensors`: the quantizer's index is that among the W weights, and
+    state: a tensor with the scale_inv of the copy, then the copy as in `as_matrix`. Under delayed scaling that tensor
+    is `weight_copy_scales` f32[2, W], see `SlotTensors`: the quantizer's index is that among the W weights, and
     `begin_step` records the amax. Otherwise see `place_in_copy_scales` of the quantizer.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]

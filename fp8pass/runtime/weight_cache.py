@@ -2,9 +2,9 @@
 
 A copy holds the values that the next forward would compute: the current weight, quantized with its own scale, or with
 the delayed scale that the next step begins with (`fp8_weight.py`). An update compiled with fp8pass writes the copy
-together with the weight (`update_graph.py`). Any other change of a weight bumps its version counter or moves it to other memory: then the weight is quantized again
-before the copy is used. With delayed scaling, the same happens in steps that no update has prepared, because their
-scale may be another one.
+together with the weight (`update_graph.py`). Any other change of a weight bumps its version counter or moves it to
+other memory: then the weight is quantized again before the copy is used. With delayed scaling, the same happens in
+steps that no update has prepared, because their scale may be another one.
 """
 
 from __future__ import annotations
