@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -116,5 +117,10 @@ def test_cached_weights() -> None:
     assert [(c.stored, c.table, c.slot) for c in static.cached] == [(("x_q",), 0, 1), (("x_q", "x_t"), 0, 3)]
     one = annotation(model, "rowwise", cache="fp8")
     assert [c.stored for c in one.cached] == [("x_q",), ("x_q",)], "one copy of each weight"
-    assert annotation(model, "blockwise", cache="fp8").cached == []
     assert annotation(model, "dynamic", training=False, cache="fp8").cached == []
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. mxfp8 kernels")
+def test_no_copies_of_weights_with_scales_of_blocks() -> None:
+    a = annotation(nn.Linear(32, 64), "mxfp8", cache="fp8+transpose")
+    assert [c.scaling for c in a.choices] == ["mxfp8"] and a.cached == []
