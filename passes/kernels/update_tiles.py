@@ -44,17 +44,20 @@ class UpdateTiles:
     name = "update_tiles"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every match that is written into graph inputs and passes `check`; return the number of matches."""
-        build = context.builder(graph, self.name)
-        read_written(graph)
+        """Rewrite every match that is written into graph inputs and passes `check`; return the number of matches.
+
+        Before that, quantizes that wait for the amax of a new weight read it from memory: these count, too.
+        """
+        waiting = read_written(graph)
         matches = (m for node in graph.nodes if (m := match(node)) is not None)
         found = [(m, into) for m in matches if check(m) and (into := _destinations(m))]
         if not found:
-            return 0
+            return waiting
+        build = context.builder(graph, self.name)
         for m, into in found:
             _rewrite(build, m, into)
         graph.eliminate_dead_code()
-        return len(found)
+        return waiting + len(found)
 
 
 def _rewrite(build: Builder, m: Match, into: list[fx.Node]) -> None:
