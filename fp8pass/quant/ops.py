@@ -430,7 +430,7 @@ Cacheable = Delayed | ByItself
 """Quantizers of weights whose FP8 copies can be kept: see `cached_operand`."""
 
 
-def is_turned(quantizer: Cacheable) -> bool:
+def is_turned(quantizer: object) -> bool:
     """Return whether a copy is kept only as `x_t`: its matmul sums over the rows, each with scales of columns."""
     return isinstance(quantizer, Rowwise) and 0 in quantizer.dims
 

@@ -73,7 +73,8 @@ def _write(
                 graph.call_function(ops.note_overshoot, (*bounds, scales, amaxes, predicted))
         for w, (parts, *others) in to_write:
             if w.by_itself is not None:
-                graph.call_function(ops.write_weight_by_itself, (w.by_itself, parts, *others))
+                of_itself: Any = (w.by_itself, parts, *others)
+                graph.call_function(ops.write_weight_by_itself, of_itself)
 
 
 def _inputs_of(graph: fx.Graph, i: int, w: Write, nodes: Mapping[TensorRef, fx.Node]) -> list[Any]:
