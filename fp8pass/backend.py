@@ -202,7 +202,9 @@ class _Graph:
             with tracing(self.context):
                 return lower(of, [*self.example_inputs, *state], config, dump, attempt)
 
-        graph = CompiledGraph(compiled, annotation, for_cold_slots)
+        graph: Callable[..., Any] = CompiledGraph(compiled, annotation, for_cold_slots)
+        if not annotation.tables:
+            graph = _without_slots(graph, config, self.is_fake_first)
         return noting(weights, _fake_first(graph, compiled, state) if self.is_fake_first else graph)
 
     def compile_later(self, attempt: Attempt, dump: Dump) -> Callable[..., Any]:

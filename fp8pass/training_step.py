@@ -39,11 +39,12 @@ from fp8pass.options.unmatched import check_compiled, check_models, patterns_of,
 from fp8pass.quant.moments import nbytes_saved, save_plainly
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
+from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight
 from fp8pass.runtime.parameter_bytes import ParameterBytes, parameter_bytes
 from fp8pass.runtime.rounding import count_updates
 from fp8pass.runtime.update_graph import UpdateGraph
 from fp8pass.runtime.weight_bounds import predict
-from fp8pass.runtime.weight_cache import Fp8Weight, end_step, weights_of
+from fp8pass.runtime.weight_cache import end_step, weights_of
 from fp8pass.states.checkpoint import State, goes_along, state
 from fp8pass.states.steps import accumulate
 
@@ -164,15 +165,18 @@ class TrainStep:
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
-            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for w in weights for p in w.parts)
+            # by rows and by columns, a weight has two copies with scales of their own
+            own = {tuple(map(id, w.parts)): w.parts for w in weights}
+            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for parts in own.values() for p in parts)
             report.notes.append(
-                f"FP8 copies of {len(weights)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
+                f"FP8 copies of {len(own)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
                 f"(weight_cache={self.config.weight_cache!r})"
             )
             if again := [w for w in weights if w.requantized > w.expected]:
                 times = max(w.requantized - w.expected for w in again)
+                changed = {tuple(map(id, w.parts)) for w in again}
                 report.notes.append(
-                    f"{len(again)} weights were quantized again by separate kernels, up to {times} times, because "
+                    f"{len(changed)} weights were quantized again by separate kernels, up to {times} times, because "
                     "something other than a compiled update had changed them: an optimizer that runs eagerly (with "
                     "fused=True, say: use foreach=True), a state that was loaded, an edit"
                 )
@@ -195,6 +199,7 @@ class TrainStep:
         return report
 
     def _note_of_predictions(self, weights: Sequence[Fp8Weight]) -> str:
+        weights = [w for w in weights if isinstance(w, DelayedWeight)]
         predicted = sum(w.is_predicted for w in weights)
         note = (
             f"the amaxes of {predicted} of {len(weights)} weights are predicted for the update that writes their copies"

@@ -63,16 +63,21 @@ class Random:
 
 @dataclass(frozen=True)
 class Quantized:
-    """The row-major FP8 copy of a weight: the input `of`, times the scale whose inverse is `scales[0, index]`."""
+    """The FP8 copy of a weight: the input `of`, times the scale whose inverse is the input `scales` at `place`.
+
+    Row-major; turned: its transpose, row-major.
+    """
 
     of: str
     scales: str
-    index: int
+    place: tuple[int, ...]
     dtype: torch.dtype
+    turned: bool = False
 
     def make(self, others: Mapping[str, Any]) -> Tensor:
         """Compute the tensor from the other inputs, given by name."""
-        return scaling.quantize(others[self.of].detach(), 1 / others[self.scales][0, self.index], self.dtype)
+        x_q = scaling.quantize(others[self.of].detach(), 1 / others[self.scales][self.place], self.dtype)
+        return x_q.t().contiguous() if self.turned else x_q
 
 
 @dataclass(frozen=True)

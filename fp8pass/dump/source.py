@@ -18,7 +18,7 @@ from fp8pass._torch import CodeGen, FakeTensor, hint_of, unset_fake_temporarily
 from fp8pass.dump.replay import Quantized, Random, RngState, Transposed
 from fp8pass.frozen.weight import FrozenWeight
 from fp8pass.fsdp import Fp8Shard, GatheredWeight
-from fp8pass.quant.ops import cached_operand
+from fp8pass.quant.ops import cached_operand, is_turned
 from fp8pass.recipes import Recipe
 from fp8pass.states.scale_state import recipe_of
 
@@ -45,11 +45,11 @@ class Origins:
             self._learn_copies(*node.args)
         self.about = {n: _about(x, n) for n, x in (*inputs, *_attributes(module)) if _is_plain(x)}
 
-    def _learn_copies(self, weight: fx.Node, quantizer: Any, scales: fx.Node, x_q: fx.Node, *x_t: fx.Node) -> None:
+    def _learn_copies(self, weight: fx.Node, quantizer: Any, scales: fx.Node, first: fx.Node, *x_t: fx.Node) -> None:
         if weight.op == "placeholder":  # else a concatenation of weights, which is not an input
-            names = str(weight.target), str(scales.target)
-            self.copies[str(x_q.target)] = Quantized(*names, quantizer.index, quantizer.dtype)
-        self.copies.update({str(x.target): Transposed(str(x_q.target)) for x in x_t})
+            names, place = (str(weight.target), str(scales.target)), quantizer.place_in_copy_scales
+            self.copies[str(first.target)] = Quantized(*names, place, quantizer.dtype, is_turned(quantizer))
+        self.copies.update({str(x.target): Transposed(str(first.target)) for x in x_t})
 
     def copy(self, name: str, inputs: dict[str, str]) -> str:
         """Return the text of an input that is computed from others; "" if it is not, or if those are not inputs.

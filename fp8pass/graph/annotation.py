@@ -47,14 +47,21 @@ class FrozenWeightInput:
 class CachedWeightInput:
     """Inputs of the graph that are a weight's FP8 copy, quantized when the weight changes: see `weight_cache.py`.
 
-    positions: among Dynamo's inputs, of the parameter, or of the parameters that are concatenated along dim 0. table,
-    slot: of its scale. transposed: True if the transposed copy is an input too.
+    positions: among Dynamo's inputs, of the parameter, or of the parameters that are concatenated along dim 0. stored:
+    "x_q", "x_t" or both, see `Fp8Weight`. by_itself: how the weight is quantized, a static one as if its slot were the
+    only one; None under delayed scaling. table, slot: of its scale; -1 for none.
     """
 
     positions: tuple[int, ...]
-    table: int
-    slot: int
-    transposed: bool
+    stored: tuple[str, ...]
+    by_itself: ops.ByItself | None = None
+    table: int = -1
+    slot: int = -1
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The tensors of an `Fp8Weight` that are inputs: also its scales, if these are not an input for all slots."""
+        return self.stored if self.slot >= 0 else ("scales", *self.stored)
 
 
 @dataclass
@@ -144,7 +151,7 @@ class Annotation:
     @property
     def has_state(self) -> bool:
         """True if the graph takes more than Dynamo's inputs."""
-        return bool(self.tables or self.scale_states or self.watched)
+        return bool(self.tables or self.scale_states or self.watched or self.cached)
 
     @functools.cached_property
     def bootstrapped(self) -> Annotation:

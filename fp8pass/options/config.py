@@ -140,7 +140,8 @@ class Config(Checked):
     weight_cache: str = field(default="off", metadata=names(*WEIGHT_CACHES).field)
     """The copies of each weight that are kept between optimizer steps. "off": none, the weight is quantized in every
     forward. "fp8": its FP8 copy, 1 byte per element. "fp8+transpose": that and a transposed copy, 2 bytes per element;
-    the default of `fp8pass.train_step`. Only with delayed scaling, and for 2-D weights."""
+    the default of `fp8pass.train_step`. Rowwise scaling quantizes the transposed copy with scales of its own. Not with
+    scales of blocks, and only for 2-D weights."""
     weight_amax: str = field(default="measured", metadata=names(*WEIGHT_AMAXES).field)
     """How the scale of a weight's FP8 copy is found, which the kernel writes that updates the weight. "measured": from
     the amaxes of earlier steps, as delayed scaling does. "predicted": from the most that the update can make of the

@@ -147,14 +147,12 @@ def watch_operand(x: Tensor, quantizer: ops.Quantizer, numerics: Tensor, index: 
 
 @torch.no_grad()
 def watch_cached(
-    x: Tensor, quantizer: ops.Delayed, numerics: Tensor, index: int, scales: Tensor, x_q: Tensor, *_: Tensor
+    x: Tensor, quantizer: ops.Cacheable, numerics: Tensor, index: int, scales: Tensor, *copies: Tensor
 ) -> None:
-    """Count as `watch_operand` does, for a weight whose FP8 copy is cached: see `ops.cached_operand`.
-
-    scales: `SlotTensors.weight_copy_scales`.
-    """
-    scale = scales[0, quantizer.index].reciprocal()
+    """Count as `watch_operand` does, for a weight whose FP8 copy is cached: see `ops.cached_operand`."""
+    scale = ops.scale_inv_of_copy(quantizer, scales).reciprocal()
     scale = torch.where(scale.isnan(), 1.0, scale)  # the scale_inv of a weight with a NaN or inf is NaN
+    x_q = copies[0].t() if ops.is_turned(quantizer) else copies[0]
     numerics.copy_(record_numerics(numerics, numerics_of(x, scale, x_q), index))
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +114,11 @@ class Delayed:
     record: bool
     over: tuple[str, ...] = field(default=(), repr=False)
 
+    @property
+    def place_in_copy_scales(self) -> tuple[int, ...]:
+        """The index of a copy's scale_inv in `SlotTensors.weight_copy_scales`."""
+        return 0, self.index
+
     def __call__(self, x: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
         """Quantize and dequantize `x`; record its amax in `amax`, in place."""
         return scaling.dequantize(*self.parts(x, scales, amax), x.dtype)
@@ -183,6 +189,9 @@ class Dynamic:
     dtype: torch.dtype
     over: tuple[str, ...] = field(default=(), repr=False)
 
+    place_in_copy_scales: ClassVar[tuple[int, ...]] = ()
+    """The index of a copy's scale_inv in the tensor that belongs to the copy, f32[]: that tensor itself."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return scaling.dequantize(*self.parts(x), x.dtype)
@@ -190,6 +199,16 @@ class Dynamic:
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv f32[])."""
         return _quantized_by_amax(x, _amax_of_whole(x, self.over), self.dtype, self.recipe)
+
+    def scales_below(self, parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+        """Return the scale f32[] for each of `parts`, which are one tensor, one below the other.
+
+        Sets `scales` f32[], in place, to scale_inv.
+        """
+        amax = functools.reduce(torch.maximum, map(scaling.amax, parts))
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+        scales.copy_(scaling.inverse_unless_nonfinite(scale, amax))
+        return [scale] * len(parts)
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale."""
@@ -204,6 +223,9 @@ class Rowwise:
     dtype: torch.dtype
     dims: tuple[int, ...]
 
+    place_in_copy_scales: ClassVar[tuple[int, ...]] = ()
+    """See `Dynamic`; the tensor has size 1 along `dims`."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return scaling.dequantize(*self.parts(x), x.dtype)
@@ -211,6 +233,14 @@ class Rowwise:
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize `x`; return (`x_q`, scale_inv of each row, f32 with size 1 along `dims`)."""
         return _quantized_by_amax(x, scaling.amax_along(x, self.dims), self.dtype, self.recipe)
+
+    def scales_below(self, parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+        """Return the scales of a weight, which is the only one of `parts`; set `scales`, in place, to scale_inv."""
+        (x,) = parts  # layers are not merged: `has_one_scale`
+        amax = scaling.amax_along(x, self.dims)
+        scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
+        scales.copy_(scaling.inverse_unless_nonfinite(scale, amax))
+        return [scale]
 
     def scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return `x` and the scale of each row."""
@@ -358,6 +388,15 @@ class Static:
     dtype: torch.dtype
     slot: int
 
+    @property
+    def place_in_copy_scales(self) -> tuple[int, ...]:
+        """The index of a copy's scale_inv in `scales`."""
+        return 1, self.slot
+
+    def scales_below(self, parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
+        """Return the scale f32[] for each of `parts`, which are one tensor, one below the other."""
+        return [scales[0, self.slot]] * len(parts)
+
     def __call__(self, x: Tensor, scales: Tensor) -> Tensor:
         """Quantize and dequantize `x`."""
         return frozen_operand(scaling.quantize(x, scales[0, self.slot], self.dtype), self, x.dtype, scales)
@@ -385,6 +424,29 @@ class Observe:
 Quantizer = Delayed | Dynamic | Rowwise | Groupwise | Blockwise | Static | Observe
 Stateful = Delayed | Static | Observe
 """Quantizers that have a slot."""
+ByItself = Dynamic | Rowwise | Static
+"""Quantizers that quantize a tensor by itself: what other steps have seen does not matter."""
+Cacheable = Delayed | ByItself
+"""Quantizers of weights whose FP8 copies can be kept: see `cached_operand`."""
+
+
+def is_turned(quantizer: object) -> bool:
+    """Return whether a copy is kept only as `x_t`: its matmul sums over the rows, each with scales of columns."""
+    return isinstance(quantizer, Rowwise) and 0 in quantizer.dims
+
+
+def scale_inv_of_copy(quantizer: Cacheable, scales: Tensor) -> Tensor:
+    """Return the scale_inv of a copy, from the tensor that has it."""
+    place = quantizer.place_in_copy_scales
+    return scales[place] if place else scales
+
+
+def as_matrix(quantizer: Cacheable, *copies: Tensor) -> Tensor:
+    """Return the FP8 copy of a weight f8[N, K], of which `copies` are `x_q`, or `x_q` and `x_t`, or only `x_t`."""
+    if len(copies) == 2:
+        x_q: Tensor = with_transpose(*copies)
+        return x_q
+    return copies[0].t() if is_turned(quantizer) else copies[0]
 
 
 def inputs_of(quantizer: Quantizer, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -459,11 +521,10 @@ class _QDQ(torch.autograd.Function):
 
 class _Cached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, quantizer: Cacheable, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
-        weight_copy_scales, *copies = state
-        x_q: Tensor = copies[0] if len(copies) == 1 else with_transpose(*copies)
-        return scaling.dequantize(x_q, weight_copy_scales[0, quantizer.index], x.dtype)
+        scales, *copies = state
+        return scaling.dequantize(as_matrix(quantizer, *copies), scale_inv_of_copy(quantizer, scales), x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -564,11 +625,12 @@ def differentiated_as(y: Tensor, other: Tensor) -> Tensor:
     return _DifferentiatedAs.apply(y.detach(), other)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
+def cached_operand(x: Tensor, quantizer: Cacheable, *state: Tensor) -> Tensor:
     """Return `x`, a weight, dequantized from its FP8 copy: `qdq_operand` for a weight quantized when it last changed.
 
-    state: `weight_copy_scales` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, if it is cached, `x_t`
-    f8[K, N], the transposed copy. quantizer: its index is that among the W weights. `begin_step` records the amax.
+    state: a tensor with the scale_inv of the copy, then the copy as in `as_matrix`. Under delayed scaling that tensor
+    is `weight_copy_scales` f32[2, W], see `SlotTensors`: the quantizer's index is that among the W weights, and
+    `begin_step` records the amax. Otherwise see `place_in_copy_scales` of the quantizer.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -704,13 +766,33 @@ def write_weight(
     amaxes = []
     for i, part in enumerate(parts):
         stored = part if part.dtype == torch.float32 else ROUNDED(part)
-        x_q = scaling.quantize(stored, scales[index], scaling.E4M3)
         amaxes.append(scaling.amax(stored))
-        copies[i].copy_(x_q)
-        if transposes:
-            # contiguous: the clone by which `tiles.match` finds a tensor that is stored in both orientations
-            transposes[i].copy_(x_q.t().contiguous())
+        _store(scaling.quantize(stored, scales[index], scaling.E4M3), copies[i : i + 1], transposes[i : i + 1])
     return functools.reduce(torch.maximum, amaxes)
+
+
+@torch.no_grad()
+def write_weight_by_itself(
+    quantizer: ByItself, parts: list[Tensor], scales: Tensor, copies: list[Tensor], transposes: list[Tensor]
+) -> None:
+    """Quantize a weight, which is `parts` concatenated along dim 0, into its FP8 copy, in place, with its scales.
+
+    scales: the tensor that `cached_operand` reads scale_inv from. copies: f8[n, K] for each part, or []. transposes:
+    f8[K, n] for each, or [].
+    """
+    stored = [part if part.dtype == torch.float32 else ROUNDED(part) for part in parts]
+    for i, scale in enumerate(quantizer.scales_below(stored, scales)):
+        x_q = scaling.quantize(stored[i], scale, quantizer.dtype)
+        _store(x_q, copies[i : i + 1], transposes[i : i + 1])
+
+
+def _store(x_q: Tensor, copies: list[Tensor], transposes: list[Tensor]) -> None:
+    """Write the part of a weight into its place in each copy that there is."""
+    for copy in copies:
+        copy.copy_(x_q)
+    for transpose in transposes:
+        # contiguous: the clone by which `tiles.match` finds a tensor that is stored in both orientations
+        transpose.copy_(x_q.t().contiguous())
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.graph.annotation import Annotation
 from fp8pass.quant.monitor_ops import MonitorBuffer
 from fp8pass.runtime.frozen_weights import frozen_weights
-from fp8pass.runtime.weight_cache import cached_weights
+from fp8pass.runtime.weight_cache import Held, cached_weights
 from fp8pass.states.amax_reduction import Reducer, continues, differentiable, finish, reducer_of
 from fp8pass.states.slots import InstanceState, SlotTable, registry
 from fp8pass.states.step_tracker import now
@@ -100,6 +100,7 @@ class CompiledGraph:
         self._compile_for_cold_slots = for_cold_slots
         self._for_cold_slots: Run | None = None
         self._lock = threading.Lock()
+        self._held: Held = {}
         self._counter: SlotTable | None = None
         """The table whose state counts the steps of the numerics monitor; None without the monitor."""
         if (watched := annotation.watched) is not None:
@@ -228,7 +229,7 @@ class CompiledGraph:
         of = self._annotation
         return [
             *frozen_weights(of.frozen, call.args, call.states),
-            *cached_weights(of.cached, call.args, call.states, repeats),
+            *cached_weights(of.cached, call.args, call.states, self._held, repeats),
             *of.late_inputs(call.args),
         ]
 

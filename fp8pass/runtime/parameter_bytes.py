@@ -65,8 +65,8 @@ def parameter_bytes(
     found = ParameterBytes(elements, gradients=gradients)
     found.steady[PARAMETERS] = nbytes(parameters)
     if weights := weights_of(parameters):
-        found.steady[COPIES] = nbytes(x for w in weights for x in (w.x_q, w.x_t) if x is not None)
-    scales = [w.state.tensors.weight_copy_scales for w in weights if w.state is not None]
+        found.steady[COPIES] = nbytes(x for w in weights for x in w.tensors)
+    scales = [w.scales for w in weights]
     for name, states in _states(optimizers).items():
         moments = [x for x in states if isinstance(x, Fp8Moment)]
         plain = [x for x in states if not isinstance(x, Fp8Moment)]

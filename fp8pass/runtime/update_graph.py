@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.names import source_name
 from fp8pass.quant.moments import Fp8Moment, pack
+from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight, WeightByItself
 from fp8pass.runtime.parameter_bytes import storages_of
 from fp8pass.runtime.rounding import Numbers
 from fp8pass.runtime.update_key import Moment, TensorRef, UpdateKey, WeightSlots, Write, attribute
 from fp8pass.runtime.weight_bounds import UNKNOWN, bound_of_parts
-from fp8pass.runtime.weight_cache import Fp8Weight, newest, weights_of
+from fp8pass.runtime.weight_cache import newest, weights_of
 from fp8pass.states.slots import InstanceState, registry
 
 Run = Callable[..., Any]
@@ -59,7 +60,7 @@ class _CachedPlan:
         weights = [w for ref in self._weights if (w := ref()) is not None]
         states = [s for ref in self._states if (s := ref()) is not None]
         complete = len(weights) == len(self._weights) and len(states) == len(self._states)
-        if not complete or any(w.state not in states for w in weights):
+        if not complete or any(w.state not in states for w in weights if isinstance(w, DelayedWeight)):
             return None
         return _Plan(weights, states, self._key, self._run, self._counted)
 
@@ -185,23 +186,14 @@ class UpdateGraph:
         self._numbers = Numbers(tensors)
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
-        states = list(dict.fromkeys(w.state for w in weights if w.state is not None))
+        states = list(dict.fromkeys(w.state for w in weights if isinstance(w, DelayedWeight)))
         if self.counts is not None:  # a skipped update forgets what its step has recorded, in all states of its tensors
             ids = set(map(id, tensors))
             trained = (s for s in registry.states() if s.table.training and s.table.remembers and s.table.names)
             states += [s for s in trained if s not in states and any(id(t) in ids for t in s.owned_tensors())]
         refs = {id(x): p for x, p in zip(tensors, self._places, strict=True)}
         moments = self._stored_moments(args)
-        writes = (
-            Write(
-                tuple(refs.get(id(p)) for p in w.parts),
-                states.index(w.state),  # type: ignore[arg-type]
-                w.index,
-                w.x_t is not None,
-                self._predicts and w.is_predicted,
-            )
-            for w in weights
-        )
+        writes = (self._write(w, refs, states) for w in weights)
         restore_if_skipped = tuple(self._places) if self.counts is not None else ()
         stored = {m.ref for m in moments}
         rounded = [
@@ -212,6 +204,14 @@ class UpdateGraph:
         slots = tuple(map(weight_slots_of, states))
         key = UpdateKey(slots, tuple(writes), restore_if_skipped, tuple(moments), tuple(rounded))
         return key, weights, states, list(moments.values())
+
+    def _write(self, w: Fp8Weight, refs: Mapping[int, TensorRef], states: Sequence[InstanceState]) -> Write:
+        write = Write(tuple(refs.get(id(p)) for p in w.parts), w.stored)
+        if isinstance(w, WeightByItself):
+            return replace(write, by_itself=w.quantizer)
+        assert isinstance(w, DelayedWeight)
+        predicted = self._predicts and w.is_predicted
+        return replace(write, slots=states.index(w.state), index=w.index, predicted=predicted)
 
     def _leave_out(self, attempt: Attempt, args: Sequence[Any]) -> None:
         """Turn off skipping, or FP8 moments, if the attempt after a fault leaves them out.
@@ -303,6 +303,8 @@ class UpdateGraph:
             inputs.append(self.counts)
         inputs += [bounds.current() for bounds in self._bounds_of(plan.weights, plan.key)]
         for w, write in zip(plan.weights, plan.key.writes, strict=True):
+            if write.by_itself is not None:
+                inputs.append(w.scales)
             inputs += w.copies
             inputs += w.transposes
             if None in write.parts:
@@ -317,7 +319,7 @@ class _Bounds:
         self._weights = [weakref.ref(w) for w in weights]
         self._now: list[list[float]] = []
         with torch.inference_mode(False):
-            self.tensor = torch.zeros(3, len(weights), device=weights[0].x_q.device)
+            self.tensor = torch.zeros(3, len(weights), device=weights[0].scales.device)
 
     def current(self) -> Tensor:
         """Return f32[3, n], with the bounds of the next update, for weights whose amax before it is known."""

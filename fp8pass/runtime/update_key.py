@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fp8pass.quant.moments import Format, MomentKind
+from fp8pass.quant.ops import ByItself
 from fp8pass.recipes import DelayedScaling
 
 TensorRef = int | str
@@ -18,16 +19,18 @@ TensorRef = int | str
 class Write:
     """A weight's FP8 copy that the update writes.
 
-    parts: the places of its parameters in the graph, None for a parameter that the graph does not write. slots: the
-    index in `UpdateKey.weight_slots` of those that hold its scale; index: its index among their W weights. transposed:
-    True if the copy has a transposed copy, too: see `Fp8Weight`. predicted: True if the scale is computed from a bound
-    of what the update makes of the weight: see `weight_bounds.py`.
+    parts: the places of its parameters in the graph, None for a parameter that the graph does not write. stored: "x_q",
+    "x_t" or both, see `Fp8Weight`. by_itself: how it is quantized if its scale does not depend on earlier steps. If it
+    does, slots: the index in `UpdateKey.weight_slots` of those that hold its scale; index: its index among their W
+    weights; predicted: True if the scale is computed from a bound of what the update makes of the weight: see
+    `weight_bounds.py`.
     """
 
     parts: tuple[TensorRef | None, ...]
-    slots: int
-    index: int
-    transposed: bool
+    stored: tuple[str, ...]
+    by_itself: ByItself | None = None
+    slots: int = -1
+    index: int = -1
     predicted: bool = False
 
 

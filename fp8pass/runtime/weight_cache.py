@@ -1,17 +1,18 @@
 """FP8 copies of weights, kept from one optimizer step to the next, so that forwards need not quantize the weights.
 
-A copy holds the values that the next forward would compute: the current weight, quantized with the scale that the next
-step begins with. An update compiled with fp8pass writes the copy together with the weight (`update_graph.py`). Any
-other change of a weight bumps its version counter or moves it to other memory: then the weight is quantized again
-before the copy is used. The same happens in steps that no update has prepared, because their scale may be another one.
+A copy holds the values that the next forward would compute: the current weight, quantized with its own scale, or with
+the delayed scale that the next step begins with (`fp8_weight.py`). An update compiled with fp8pass writes the copy
+together with the weight (`update_graph.py`). Any other change of a weight bumps its version counter or moves it to
+other memory: then the weight is quantized again before the copy is used. With delayed scaling, the same happens in
+steps that no update has prepared, because their scale may be another one.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Hashable, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,175 +21,8 @@ from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
 from fp8pass.graph.annotation import CachedWeightInput
 from fp8pass.quant import ops
-from fp8pass.recipes import scale_of
-from fp8pass.runtime.weight_bounds import predicts
+from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight, WeightByItself
 from fp8pass.states.slots import InstanceState
-
-
-class Fp8Weight:
-    """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
-
-    x_q: f8[N, K]. x_t: f8[K, N], or None while no graph needs it. state, index: the state of the graph that was called
-    last, and the column of its `SlotTensors.weight_copy_scales` with the copy's scale_inv and the amax of the weight
-    that was quantized.
-    """
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self._parts = tuple(map(weakref.ref, parts))
-        self._made_of: Any = None
-        before_eager_optimizers(_invalidate_before_step)
-        first = parts[0]
-        shape = sum(p.shape[0] for p in parts), first.shape[1]
-        # a tensor made in inference mode can't be written in place outside of it
-        with torch.inference_mode(False), torch.no_grad():
-            self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
-        self.x_t: Tensor | None = None
-        rows = [p.shape[0] for p in parts]
-        self._places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
-        self.copies = [self.x_q.narrow(0, *place) for place in self._places]
-        self.transposes: list[Tensor] = []
-        self.state: InstanceState | None = None
-        self.index = -1
-        self._steps_stale = 0
-        """Number of steps begun since the step that the copy was made for."""
-        self._unchanged = 0
-        """Number of steps begun since the weight was changed."""
-        self._changes = 0
-        self._from_first_step = False
-        """True if the first graph that read the copy began the history of its slot, too."""
-        self._was_written = False
-        """True if a compiled update has written the copy since the last call of `end_step`."""
-        self.requantized = 0
-        """Number of calls of `requantize`, which quantizes the weight outside of compiled updates."""
-        self.expected = 1
-        """Number of these calls that were unavoidable: no compiled update ran, or the slot had no scale yet."""
-
-    @property
-    def parts(self) -> list[Tensor]:
-        """The parameters that the weight consists of."""
-        parts = [ref() for ref in self._parts]
-        assert all(p is not None for p in parts), "the parameters are gone"
-        return parts  # type: ignore[return-value]
-
-    def is_of(self, parts: Sequence[Tensor]) -> bool:
-        """Return whether this is the copy of `parts`, and not of freed parameters that had their ids."""
-        return all(ref() is p for ref, p in zip(self._parts, parts, strict=True))
-
-    def has_part(self, ids: Set[int]) -> bool:
-        """Return whether a parameter of the weight has one of these ids."""
-        return any(id(ref()) in ids for ref in self._parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the copies take besides the weight itself."""
-        return sum(x.nbytes for x in (self.x_q, self.x_t) if x is not None)
-
-    def inputs(self, transposed: bool) -> list[Tensor]:
-        """Return the inputs of a graph that reads the copy: `x_q`, and `x_t` if wanted."""
-        return [self.x_q, self.x_t] if transposed and self.x_t is not None else [self.x_q]
-
-    def transpose(self) -> None:
-        """Allocate the transposed copy. Both copies are stale afterwards."""
-        with torch.inference_mode(False), torch.no_grad():
-            self.x_t = torch.empty(self.x_q.shape[::-1], dtype=scaling.E4M3, device=self.x_q.device)
-        self.transposes = [self.x_t.narrow(1, *place) for place in self._places]
-        self.invalidate()
-
-    def use_in(self, state: InstanceState, index: int) -> None:
-        """Prepare for a call of this state's graph: copy `weight_copy_scales` from the state that was used last."""
-        if self.state is None:
-            self._from_first_step = state.tracker.step <= 1
-        elif self.state is not state:
-            with torch.no_grad():
-                state.tensors.weight_copy_scales[:, index].copy_(self.state.tensors.weight_copy_scales[:, self.index])
-        self.state, self.index = state, index
-
-    def begin_step(self) -> None:
-        """Count a step that begins, reads the copy and rolls its history."""
-        self._steps_stale += 1
-        self._unchanged += 1
-
-    def is_fresh(self) -> bool:
-        """Return whether the copy is of the current weight, with the scale of the step that has begun or of the next.
-
-        A step that no update prepared has the same scale if the whole history is amaxes of the current weight.
-        """
-        return self.is_of_now() and (self.is_predicted or self._steps_stale <= 0 or self._scale_stays())
-
-    @property
-    def is_predicted(self) -> bool:
-        """True if the scale is computed from a predicted amax, or from the amax itself, and not from a history."""
-        return predicts(self.parts)
-
-    def is_of_now(self) -> bool:
-        """Return whether the copy, and the amax beside its scale, are of the weight as it is."""
-        return self._made_of is not None and self._made_of == self._version_key()
-
-    def _scale_stays(self) -> bool:
-        """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
-        assert self.state is not None
-        recipe = self.state.table.delayed
-        if recipe.reads_old_scale:
-            return False
-        # a history that began with this copy holds zeros and this one amax: "max" and "most_recent" pass over the
-        # zeros, a callable may not
-        is_only_amax = self._from_first_step and self._changes == 1 and self.state.loads == 0
-        always = is_only_amax and isinstance(recipe.amax_compute_algo, str)
-        # H steps fill the history, and the amax of a step enters it when the next step begins
-        return always or self._unchanged > recipe.amax_history_len + 1
-
-    def _made(self) -> None:
-        self._made_of = self._version_key()
-        self._unchanged = 0
-        self._changes += 1
-
-    def written(self) -> None:
-        """Note that a compiled update has written the copy; it stays stale if its slot had no scale yet."""
-        assert self.state is not None
-        has_scale = self.state.has_scale(self.state.table.n_forward + self.index)
-        self._made()
-        self._steps_stale = -1  # 0 from the beginning of the next step on, whose scale the copy has
-        self._was_written = True
-        if not has_scale and not self.is_predicted:
-            self.invalidate()
-            self.expected += 1
-
-    def end_step(self) -> None:
-        """End a training step: invalidate the copy unless the compiled update rewrote it."""
-        if not self._was_written:
-            self.invalidate()
-        self._was_written = False
-
-    def invalidate(self) -> None:
-        """Mark the copy as stale: `requantize` runs before its next use."""
-        self._made_of = None
-
-    def _version_key(self) -> Any:
-        assert self.state is not None
-        versions = [(p._version, p.data_ptr()) for ref in self._parts if (p := ref()) is not None]
-        return versions, self.state.table.recipe, self.state.loads
-
-    def requantize(self, begins: bool = True) -> None:
-        """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
-        state = self.state
-        assert state is not None
-        recipe, t = state.table.delayed, state.tensors
-        with torch.inference_mode(False), torch.no_grad():
-            parts = [p.detach() for p in self.parts]
-            # the graph that begins a step rolls histories when it runs, after this, and has the next scales
-            scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
-            amax = torch.stack([scaling.amax(p) for p in parts]).amax()
-            own = scale_of(recipe, amax, scaling.fp8_max(scaling.E4M3))
-            scales = torch.where((scales == 0) | self.is_predicted, own, scales)
-            ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
-            amaxes = [amax if i == self.index else None for i in range(len(scales))]
-            ops.write_weight_copy_scales(t.weight_copy_scales, scales, amaxes)
-        if self.is_of_now():  # the weight is as it was: no update ran that could have written the copy
-            self.expected += 1
-        else:
-            self._made()
-        self._steps_stale = 0 if begins else -1
-        self.requantized += 1
 
 
 def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
@@ -201,44 +35,107 @@ def _invalidate_before_step(optimizer: torch.optim.Optimizer) -> None:
             weight.invalidate()
 
 
-# weak: the states whose graphs read a copy hold it (`InstanceState.cached`)
+# weak: what reads a copy holds it: a state (`InstanceState.cached`), or a graph (`Held`)
 _weights: weakref.WeakValueDictionary[Any, Fp8Weight] = weakref.WeakValueDictionary()
 _made = itertools.count()
 _newest = next(_made)
+Kind = TypeVar("Kind", bound=Fp8Weight)
+Held = MutableMapping[Hashable, WeightByItself]
+"""The copies that a graph reads, for each instance that it was called with, if their scales have no state."""
 
 
 def cached_weights(
-    cached: Sequence[CachedWeightInput], args: Sequence[Any], states: Sequence[InstanceState], repeats: bool = False
+    cached: Sequence[CachedWeightInput],
+    args: Sequence[Any],
+    states: Sequence[InstanceState],
+    held: Held,
+    repeats: bool = False,
 ) -> list[Tensor]:
     """Return the inputs of a graph that are FP8 copies of weights, after refreshing the stale copies.
 
-    repeats: the backward recomputes a forward (activation checkpointing), so no step begins.
+    held: where the graph keeps copies. repeats: the backward recomputes a forward (activation checkpointing), so no
+    step begins.
     """
     inputs: list[Tensor] = []
     for c in cached:
-        weight = _of(c, [args[i] for i in c.positions], states[c.table])
-        begins = not repeats and not states[c.table].holds(c.slot)
+        parts = [args[i] for i in c.positions]
+        begins = not repeats
+        weight: Fp8Weight
+        if c.by_itself is None:
+            state = states[c.table]
+            weight = _with_slot(c, parts, state)
+            begins = begins and not state.holds(c.slot)
+        else:
+            weight = _by_itself(c, parts, states, held)
         if begins:
             weight.begin_step()
         if not weight.is_fresh():
             weight.requantize(begins)
-        inputs += weight.inputs(c.transposed)
+        inputs += [getattr(weight, name) for name in c.inputs]
     return inputs
 
 
-def _of(c: CachedWeightInput, parts: Sequence[Tensor], state: InstanceState) -> Fp8Weight:
-    weight = state.cached.get(c)
+def _with_slot(c: CachedWeightInput, parts: Sequence[Tensor], state: InstanceState) -> DelayedWeight:
+    index = c.slot - state.table.n_forward
+    weight: DelayedWeight | None = state.cached.get(c)
     if weight is None:
         key = (state.keys[c.slot], *map(id, parts))
-        weight = _weights.get(key)
-        if weight is None or not weight.is_of(parts):
-            weight = _weights[key] = Fp8Weight(parts)
-            _count_up()
-        if c.transposed and weight.x_t is None:
-            weight.transpose()
-            _count_up()
-        state.cached[c] = weight
-    weight.use_in(state, c.slot - state.table.n_forward)
+        known = _known(key, parts)
+        weight = known if isinstance(known, DelayedWeight) else DelayedWeight(parts, c.stored, state, index)
+        state.cached[c] = _kept(key, weight, c)
+    weight.use_in(state, index)
+    return weight
+
+
+def _by_itself(
+    c: CachedWeightInput, parts: Sequence[Tensor], states: Sequence[InstanceState], held: Held
+) -> WeightByItself:
+    place = (c, *map(id, parts))
+    weight = held.get(place)
+    if weight is None or not weight.is_of(parts):
+        quantizer, scales = c.by_itself, _scales_of(c, parts, states)
+        assert quantizer is not None
+        # a static scale belongs to the key: other instances may have other ones
+        fixed = () if isinstance(quantizer, ops.Dynamic | ops.Rowwise) else tuple(scales[0].tolist())
+        key = (quantizer, fixed, *map(id, parts))
+        known = _known(key, parts)
+        weight = known if isinstance(known, WeightByItself) else WeightByItself(parts, c.stored, quantizer, scales)
+        for gone in [key for key, other in held.items() if other.is_gone]:
+            del held[gone]
+        held[place] = _kept(key, weight, c)
+    return weight
+
+
+def _scales_of(c: CachedWeightInput, parts: Sequence[Tensor], states: Sequence[InstanceState]) -> Tensor:
+    """Return a new tensor that a copy of this quantizer has its scales in: see `place_in_copy_scales`."""
+    with torch.inference_mode(False), torch.no_grad():
+        if isinstance(c.by_itself, ops.Static):
+            scale = states[c.table].tensors.scale[c.slot : c.slot + 1]
+            return torch.stack([scale, scale.reciprocal()])
+        shape = _shape_of_scale_inv(c, parts)
+        return torch.empty(shape, dtype=torch.float32, device=parts[0].device)
+
+
+def _shape_of_scale_inv(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[int]:
+    if not isinstance(c.by_itself, ops.Rowwise):
+        return []
+    shape = [sum(p.shape[0] for p in parts), parts[0].shape[1]]
+    return [1 if dim in c.by_itself.dims else n for dim, n in enumerate(shape)]
+
+
+def _known(key: Hashable, parts: Sequence[Tensor]) -> Fp8Weight | None:
+    weight = _weights.get(key)
+    return weight if weight is not None and weight.is_of(parts) else None
+
+
+def _kept(key: Hashable, weight: Kind, c: CachedWeightInput) -> Kind:
+    """Return a weight that graphs share from now on, with all tensors that the graph reads."""
+    if _weights.get(key) is not weight:
+        before_eager_optimizers(_invalidate_before_step)
+        _weights[key] = weight
+        _count_up()
+    if weight.store(c.stored):
+        _count_up()
     return weight
 
 
@@ -265,7 +162,11 @@ def end_step(tensors: Sequence[Tensor]) -> None:
 
 
 def cached_example(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return example inputs to compile a graph with: tensors like the copies of an `Fp8Weight` of these parameters."""
+    """Return example inputs to compile a graph with: tensors like those of an `Fp8Weight` of these parameters."""
     rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
-    shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]
-    return [torch.empty(s, dtype=scaling.E4M3, device=parts[0].device) for s in shapes]
+    like: dict[str, tuple[Sequence[int], torch.dtype]] = {
+        "scales": (_shape_of_scale_inv(c, parts), torch.float32),
+        "x_q": ((rows, columns), scaling.E4M3),
+        "x_t": ((columns, rows), scaling.E4M3),
+    }
+    return [torch.empty(like[name][0], dtype=like[name][1], device=parts[0].device) for name in c.inputs]

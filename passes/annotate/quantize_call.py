@@ -123,8 +123,9 @@ class QuantizeCall:
         of_a, of_b = found["output"]
         a_, b_ = self._operand(ops.qdq_operand, a, "input", of_a), self._operand(ops.qdq_operand, b, "weight", of_b)
         # only grad_input sums over the weight's rows, and so reads its transposed copy
-        if b_ in self.walk.weights and a.meta["example_value"].requires_grad:
-            self.walk.weights[b_] = replace(self.walk.weights[b_], transposed=self.walk.config.caches_transposes)
+        keeps_transpose = self.walk.config.caches_transposes and a.meta["example_value"].requires_grad
+        if b_ in self.walk.weights and keeps_transpose:
+            self.walk.weights[b_] = replace(self.walk.weights[b_], stored=("x_q", "x_t"))
         y = self._product(a_, b_)
         return self._quantized(ops.qdq_gradient, (y, found["grad_input"][0]), y, "grad_output") if trains else y
 
@@ -136,7 +137,8 @@ class QuantizeCall:
         y = self._product(operand(a, "input", out_a), operand(b, "weight", out_b))
         if not trains:
             return y
-        y_a = self._product(a, operand(b, "weight", for_a), "grad_input")
+        b_for_a = operand(b, "weight", for_a, is_read=a.meta["example_value"].requires_grad)
+        y_a = self._product(a, b_for_a, "grad_input")
         y_b = self._product(operand(a, "input", for_b), b, "grad_weight")
         routed = y, y_a, y_b, grad_a, grad_b, *self._offs(grad_b)
         return self._quantized(ops.select_gradients, routed, y, "grad_output")
@@ -156,8 +158,13 @@ class QuantizeCall:
         y.meta["custom"] = {**y.meta["custom"], "fp8pass_kind": kind}
         return y
 
-    def _operand(self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None) -> fx.Node:
-        """Return `x` quantized and dequantized: one node for all matmuls that read it in the same way."""
+    def _operand(
+        self, how: Callable[..., Any], x: fx.Node, role: Role, quantizer: ops.Quantizer | None, is_read: bool = True
+    ) -> fx.Node:
+        """Return `x` quantized and dequantized: one node for all matmuls that read it in the same way.
+
+        is_read: False if no matmul reads it, because nobody asks for the matmul's result.
+        """
         if isinstance(sharded.part_of(x.meta["example_value"]), IN_FP8):
             return x if how is ops.qdq_operand else self._call(torch.detach, (x,), x)
         if isinstance(quantizer, ops.Observe):  # calibration records it under the name of each slot
@@ -172,10 +179,10 @@ class QuantizeCall:
             known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
         elif key not in known:
             freezes = isinstance(quantizer, ops.Static) and self._is_constant(x)
-            parts = self._cached_parts(x, quantizer) if role == "weight" else ()
+            parts = self._cached_parts(x, quantizer) if role == "weight" and is_read else ()
             if parts:
                 node = self._quantized(ops.cached_operand, (x, quantizer), x, role)
-                self.walk.weights[node] = Weight(parts, transposed=False)
+                self.walk.weights[node] = Weight(parts, ("x_t" if ops.is_turned(quantizer) else "x_q",))
                 # unlike `operand`, `cached_operand` passes a gradient: without detach the weight would get a second one
                 known[key] = node if how is ops.qdq_operand else self._call(torch.detach, (node,), x)
             else:
@@ -211,9 +218,14 @@ class QuantizeCall:
         names, mutated = self.walk.names, self.walk.mutated
         if not self.walk.config.caches_weights or not self.walk.grad_enabled or x.meta["example_value"].dim() != 2:
             return ()
-        if not isinstance(quantizer, ops.Delayed):
+        if not isinstance(quantizer, ops.Cacheable):
             return ()
         parts = names.parts(x)
+        copies: list[Any] = [n.args[1] for n, weight in self.walk.weights.items() if weight.parts == parts]
+        if not self.walk.config.caches_transposes and any(
+            isinstance(q, ops.Rowwise) and q != quantizer for q in copies
+        ):
+            return ()  # the other orientation would take as much memory again
         # `mutated`: the copy is made between calls, and would lack what this graph writes into the weight before
         return parts if all(_is_cacheable(p.meta["example_value"]) for p in parts) and not mutated & {*parts} else ()
 

@@ -39,12 +39,11 @@ from fp8pass.states.slots import SlotTable
 class Weight:
     """A weight that an operand is an FP8 copy of.
 
-    parts: the inputs of the graph that the weight consists of, one below the other. transposed: see
-    `CachedWeightInput`.
+    parts: the inputs of the graph that the weight consists of, one below the other. stored: see `CachedWeightInput`.
     """
 
     parts: tuple[fx.Node, ...]
-    transposed: bool
+    stored: tuple[str, ...]
 
 
 @dataclass
@@ -157,10 +156,15 @@ def cache(
     read: dict[fx.Graph, dict[fx.Node, CachedWeightInput]] = {}
     for node, weight in weights.items():
         quantizer: Any = node.args[1]
-        table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
-        of = CachedWeightInput(tuple(positions[p] for p in weight.parts), table, slot_of[node], weight.transposed)
+        of = CachedWeightInput(tuple(positions[p] for p in weight.parts), weight.stored)
+        if isinstance(quantizer, ops.Stateful):
+            table = next(i for i, t in enumerate(tables) if t.recipe == quantizer.recipe)
+            of = replace(of, table=table, slot=slot_of[node])
+        if not isinstance(quantizer, ops.Delayed):
+            by_itself = replace(quantizer, slot=0) if isinstance(quantizer, ops.Static) else quantizer
+            of = replace(of, by_itself=by_itself)
         if of not in inputs:
-            names = (f"weight_{len(inputs)}_{part}" for part in ("x_q", "x_t")[: 1 + of.transposed])
+            names = (f"weight_{len(inputs)}_{part}" for part in of.inputs)
             inputs[of] = {name: state_input(graph, f"fp8pass_{name}") for name in names}
         read.setdefault(node.graph, {})[node] = of
     within = {graph: inputs}
@@ -185,8 +189,8 @@ def _bodies(region: Region, regions: list[Region]) -> set[fx.Graph]:
 
 
 def _is_kept(slot: Slot) -> bool:
-    """Return whether the slot belongs to a weight whose FP8 copy is cached."""
-    return slot.node.target is ops.cached_operand
+    """Return whether the slot has the history of a weight whose FP8 copy is cached."""
+    return slot.node.target is ops.cached_operand and isinstance(slot.quantizer, ops.Delayed)
 
 
 def _records(slot: Slot) -> bool:

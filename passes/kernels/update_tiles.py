@@ -24,6 +24,7 @@ from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import TILED, WITH_AMAX
 from fp8pass.passes.common.patterns import VIEWS, as_node, aten, first, is_elementwise, sources
+from fp8pass.passes.common.read_written import read_written
 from fp8pass.passes.common.tiles import (
     Match,
     check,
@@ -43,22 +44,30 @@ class UpdateTiles:
     name = "update_tiles"
 
     def run(self, graph: fx.Graph, context: Context) -> int:
-        """Rewrite every match that is written into graph inputs and passes `check`; return the number of matches."""
+        """Rewrite every match that is written into graph inputs and passes `check`; return the number of matches.
+
+        Before that, quantizes that wait for the amax of a new weight read it from memory: these count, too.
+        """
+        waiting = read_written(graph)
         matches = (m for node in graph.nodes if (m := match(node)) is not None)
         found = [(m, into) for m in matches if check(m) and (into := _destinations(m))]
         if not found:
-            return 0
+            return waiting
         build = context.builder(graph, self.name)
         for m, into in found:
             _rewrite(build, m, into)
         graph.eliminate_dead_code()
-        return len(found)
+        return waiting + len(found)
 
 
 def _rewrite(build: Builder, m: Match, into: list[fx.Node]) -> None:
     chunks = chunks_of(m.rows, m.columns)
     _compute_scales_once(build, m.scale)
-    tiles = _update_in_tiles(build, m, [chunks, m.rows // chunks, m.columns], into)
+    shape = [chunks, m.rows // chunks, m.columns]
+    if m.x.target is aten.copy_.default:  # `read_written` has let it read the weight that another kernel writes
+        tiles = build.emit(min(m.x.users), aten.reshape.default, m.x, shape)
+    else:
+        tiles = _update_in_tiles(build, m, shape, into)
     with_amax = reduce_in_tiles(build, m, [tiles])
     # each write quantizes again: Inductor may put a node that reads the other's result into another kernel
     for write, turned in zip(into, (True, False), strict=True):

@@ -5,6 +5,7 @@ after    p.addcdiv_(exp_avg, denom)
          s: f32[W] = scales_or_one(next_scales(scale: f32[T], amax_history: f32[H, T], amax_weights: f32[W]))
          a: f32[]  = write_weight(s, 0, [p], [x_q: f8[N, K]], [x_t: f8[K, N]])
          write_weight_copy_scales(weight_copy_scales: f32[2, W], s, [a, ...])
+or       write_weight_by_itself(quantizer, [p], scales, [x_q: f8[N, K]], [x_t: f8[K, N]])      without delayed scaling
 changes  no existing value; the copy equals the one that the next forward would have computed, or has the scale of a
          predicted amax, `s = predicted_scales(...)`
 
@@ -15,7 +16,7 @@ Inductor computes them in one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -24,7 +25,7 @@ from fp8pass.passes.common.state_inputs import state_input
 from fp8pass.passes.update.context import UpdateContext
 from fp8pass.passes.update.written import refs
 from fp8pass.quant import ops
-from fp8pass.runtime.update_key import WeightSlots, Write
+from fp8pass.runtime.update_key import TensorRef, WeightSlots, Write
 
 
 class WriteWeights:
@@ -36,8 +37,8 @@ class WriteWeights:
         """Write the FP8 copies of the key at the end of the graph; return their number.
 
         The graph gets as inputs the bounds of weights whose amax is predicted, for each of the key's `weight_slots`
-        that has any, the copies of each weight's parts, their transposed copies, and the parts that have no place in
-        the graph.
+        that has any; then for each weight its scales, if it has no slot of delayed scaling, the copies of its parts,
+        their transposed copies, and the parts that have no place in the graph.
         """
         if context.key.writes:
             _write(graph, context.key.weight_slots, context.slot_inputs, context.key.writes)
@@ -49,7 +50,7 @@ def _write(
 ) -> None:
     nodes = {ref: node for node, ref in refs(graph).items()}
     bounds_of = [state_input(graph, f"fp8pass_bounds_{i}") for i in sorted({w.slots for w in writes if w.predicted})]
-    of_writes = [_inputs_of(graph, i, w) for i, w in enumerate(writes)]
+    to_write = [(w, _inputs_of(graph, i, w, nodes)) for i, w in enumerate(writes)]
     with graph.inserting_before(graph.output_node()):
         for i, (slots, of_slots) in enumerate(zip(weight_slots, inputs, strict=True)):
             if not slots.count:
@@ -64,19 +65,25 @@ def _write(
                 scales = graph.call_function(ops.predicted_scales, of_scales)
             scales = graph.call_function(ops.scales_or_one, (scales,))
             amaxes: list[fx.Node | None] = [None] * slots.count  # None: this update does not write the copy
-            for w, (copies, transposes, others) in zip(writes, of_writes, strict=True):
+            for w, of_write in to_write:
                 if w.slots == i:
-                    parts = [others.pop(0) if ref is None else nodes[ref] for ref in w.parts]
-                    of_write = scales, w.index, parts, copies, transposes
-                    amaxes[w.index] = graph.call_function(ops.write_weight, of_write)
+                    amaxes[w.index] = graph.call_function(ops.write_weight, (scales, w.index, *of_write))
             graph.call_function(ops.write_weight_copy_scales, (of_slots["weight_copy_scales"], scales, amaxes))
             if predicted:
                 graph.call_function(ops.note_overshoot, (*bounds, scales, amaxes, predicted))
+        for w, (parts, *others) in to_write:
+            if w.by_itself is not None:
+                of_itself: Any = (w.by_itself, parts, *others)
+                graph.call_function(ops.write_weight_by_itself, of_itself)
 
 
-def _inputs_of(graph: fx.Graph, i: int, w: Write) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+def _inputs_of(graph: fx.Graph, i: int, w: Write, nodes: Mapping[TensorRef, fx.Node]) -> list[Any]:
+    """Add the inputs of a write; return its last arguments: parts, scales if it has its own, copies, transposes."""
+
     def several(name: str, count: int) -> list[fx.Node]:
         return [state_input(graph, f"fp8pass_weight_{i}_{name}_{k}") for k in range(count)]
 
-    parts = len(w.parts)
-    return several("x_q", parts), several("x_t", parts * w.transposed), several("part", w.parts.count(None))
+    scales = [] if w.by_itself is None else [state_input(graph, f"fp8pass_weight_{i}_scales")]
+    copies = [several(name, len(w.parts) if name in w.stored else 0) for name in ("x_q", "x_t")]
+    others = several("part", w.parts.count(None))
+    return [[others.pop(0) if ref is None else nodes[ref] for ref in w.parts], *scales, *copies]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.recipes import DelayedScaling
-from fp8pass.runtime.weight_cache import Fp8Weight, weights_of
+from fp8pass.runtime.fp8_weight import Fp8Weight
+from fp8pass.runtime.weight_cache import weights_of
 
 RECIPE = DelayedScaling(amax_history_len=4)
 """The history is short, so that scales of weights go up and down."""

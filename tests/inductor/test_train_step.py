@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from fp8pass.runtime.fp8_weight import DelayedWeight
 from fp8pass.scaling import E4M3, quantize
 from tests.helpers.harness import sqnr
 from tests.helpers.train_step import changed_again, decorate, tensors, weights
@@ -20,7 +21,7 @@ def test_weights_that_are_changed_again_in_the_same_graph() -> None:
     for layer in model.children():
         (w,) = weights(layer)
         assert w.is_fresh() and w.requantized == 2, "the updates have not written the copy"
-        assert w.state is not None
+        assert isinstance(w, DelayedWeight) and w.x_q is not None
         scale_inv = w.state.tensors.weight_copy_scales[0, w.index]
         stored = layer.get_parameter("weight").detach()
         assert torch.equal(w.x_q.float(), quantize(stored, 1 / scale_inv, E4M3).float())

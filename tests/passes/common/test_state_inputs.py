@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,11 +16,11 @@ from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, StaticScaling
 
 
-def annotation(model: nn.Module, recipe: Any, training: bool = True) -> Annotation:
+def annotation(model: nn.Module, recipe: Any, training: bool = True, cache: str = "off") -> Annotation:
     made: list[Annotation] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
-        made.append(annotate(module, Config(recipe=recipe)))
+        made.append(annotate(module, Config(recipe=recipe, weight_cache=cache)))
         return module.forward
 
     with torch.set_grad_enabled(training):
@@ -95,3 +96,31 @@ def test_static_scales_and_frozen_weights() -> None:
     training = annotation(nn.Linear(32, 48), StaticScaling(scales))
     assert training.frozen == []  # training changes weights, so they are not frozen
     assert state_inputs(training.module.graph) == ["fp8pass_scales"]
+
+
+def test_cached_weights() -> None:
+    """Copies come after all state; a copy that is scaled by itself brings its scales; gradients decide about `x_t`."""
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False))
+    own = [["scales", "x_q"], ["scales", "x_q", "x_t"]]
+    wanted = {
+        "delayed": [["x_q"], ["x_q", "x_t"]],
+        "dynamic": own,
+        "rowwise": [["scales", "x_q"], ["scales", "x_q"], ["scales", "x_t"]],
+    }
+    for recipe, inputs in wanted.items():
+        a = annotation(model, recipe, cache="fp8+transpose")
+        assert [list(c.inputs) for c in a.cached] == inputs, recipe
+        names = [f"fp8pass_weight_{i}_{name}" for i, of in enumerate(inputs) for name in of]
+        assert state_inputs(a.module.graph)[-len(names) :] == names
+        assert a.has_state and bool(a.tables) == (recipe == "delayed")
+    static = annotation(model, StaticScaling(2.0), cache="fp8+transpose")
+    assert [(c.stored, c.table, c.slot) for c in static.cached] == [(("x_q",), 0, 1), (("x_q", "x_t"), 0, 3)]
+    one = annotation(model, "rowwise", cache="fp8")
+    assert [c.stored for c in one.cached] == [("x_q",), ("x_q",)], "one copy of each weight"
+    assert annotation(model, "dynamic", training=False, cache="fp8").cached == []
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass. mxfp8 kernels")
+def test_no_copies_of_weights_with_scales_of_blocks() -> None:
+    a = annotation(nn.Linear(32, 64), "mxfp8", cache="fp8+transpose")
+    assert [c.scaling for c in a.choices] == ["mxfp8"] and a.cached == []

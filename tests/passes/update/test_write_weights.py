@@ -15,7 +15,7 @@ from fp8pass.passes.update.take_states import TakeStates
 from fp8pass.passes.update.write_weights import WriteWeights
 from fp8pass.passes.update.written import written
 from fp8pass.quant import ops
-from fp8pass.recipes import DelayedScaling
+from fp8pass.recipes import DelayedScaling, DynamicScaling, RowwiseScaling, StaticScaling
 from fp8pass.runtime.update_key import UpdateKey, WeightSlots, Write, attribute
 from tests.helpers.harness import E4M3, expect_graph, on_update
 from tests.helpers.optimizers import Lion
@@ -251,7 +251,7 @@ def test_graph() -> None:
     module = captured(sgd, p, q, torch.randn(16, 16))
     places = written(module)
     assert places == [0, 2]
-    writes = [Write((0,), slots=0, index=0, transposed=False), Write((2, None), slots=0, index=2, transposed=True)]
+    writes = [Write((0,), ("x_q",), slots=0, index=0), Write((2, None), ("x_q", "x_t"), slots=0, index=2)]
     weight_slots = (WeightSlots(DelayedScaling(), first=3, count=4),)
     on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     expect_graph(
@@ -293,7 +293,7 @@ def test_written_copies() -> None:
     grad = torch.randn(16, 16)
     module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad)
     first, second = written(module)
-    writes = [Write((first,), 0, 0, transposed=False), Write((second, None), 0, 2, transposed=True)]
+    writes = [Write((first,), ("x_q",), slots=0, index=0), Write((second, None), ("x_q", "x_t"), slots=0, index=2)]
     weight_slots = (WeightSlots(DelayedScaling(), first=1, count=3),)
     on_update(module, UpdateKey(weight_slots, tuple(writes), (), ()), TakeStates(), WriteWeights())
     scale = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0])
@@ -326,3 +326,48 @@ def test_a_weight_that_is_not_finite() -> None:
     made = torch.zeros(2, 2)
     ops.write_weight_copy_scales(made, torch.tensor([4.0, 4.0]), [torch.tensor(float("inf")), torch.tensor(2.0)])
     assert made[0].isnan().tolist() == [True, False] and float(made[0, 1]) == 0.25
+
+
+BY_ITSELF: dict[str, tuple[ops.ByItself, tuple[int, ...]]] = {
+    "dynamic": (ops.Dynamic(DynamicScaling(), E4M3), ()),
+    "by rows": (ops.Rowwise(RowwiseScaling(), E4M3, (1,)), (16, 1)),
+    "by columns": (ops.Rowwise(RowwiseScaling(), E4M3, (0,)), (1, 16)),
+    "static": (ops.Static(StaticScaling(8.0), E4M3, slot=0), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("how", BY_ITSELF)
+def test_written_copies_of_weights_by_themselves(how: str) -> None:
+    """The update writes what quantizing the new weight gives, and its scale_inv."""
+    quantizer, shape = BY_ITSELF[how]
+    stored = ("x_t",) if how == "by columns" else ("x_q", "x_t")
+    p, q, grad = (nn.Parameter(torch.randn(16, 16) * r) for r in (1, 2, 5))
+    module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (p, q)), grad.detach())
+    write = Write((written(module)[0],), stored, by_itself=quantizer)
+    on_update(module, UpdateKey((), (write,), (), ()), TakeStates(), WriteWeights())
+    scales = torch.tensor([[8.0], [0.125]]) if how == "static" else torch.zeros(shape)
+    copies = {name: torch.zeros(16, 16).to(E4M3) for name in stored}
+    with torch.no_grad():
+        new = p.sub(grad, alpha=0.1)
+        fx.Interpreter(module).run(p, grad.detach(), q, scales, *copies.values())
+        state = (scales,) if isinstance(quantizer, ops.Static) else ()
+        assert torch.equal(p, new)
+        x_q = copies["x_t"].t() if how == "by columns" else copies["x_q"]
+        assert torch.equal(x_q.float() * ops.scale_inv_of_copy(quantizer, scales), quantizer(new, *state))
+        assert torch.equal(copies["x_t"].float(), x_q.float().t())
+
+
+def test_parts_of_one_weight_have_one_scale() -> None:
+    """Dynamic scaling takes the amax of all parts, also of one that is not in the update's graph."""
+    parts, grad = [nn.Parameter(torch.randn(16, 16) * r) for r in (1, 3)], torch.randn(16, 16)
+    module = captured(sgd, *(x.detach().clone().requires_grad_() for x in (parts[0], grad)), grad)
+    write = Write((written(module)[0], None), ("x_q",), by_itself=BY_ITSELF["dynamic"][0])
+    on_update(module, UpdateKey((), (write,), (), ()), TakeStates(), WriteWeights())
+    scale_inv, x_q = torch.zeros(()), torch.zeros(32, 16).to(E4M3)
+    with torch.no_grad():
+        unused = torch.zeros(16, 16)
+        fx.Interpreter(module).run(parts[0], grad, unused, scale_inv, x_q[:16], x_q[16:], parts[1])
+        whole = torch.cat([p.detach() for p in parts])
+    scale = 448 / whole.abs().max()
+    assert torch.equal(scale_inv, scale.reciprocal())
+    assert torch.equal(x_q.float(), (whole * scale).clamp(-448, 448).to(E4M3).float())
