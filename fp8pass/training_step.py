@@ -438,10 +438,11 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                     'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
                 )
             for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
-                if (value := getattr(config, option)) != off:
+                value = getattr(config, option)
+                if value != off and sum(placement.is_shard() for placement in p.placements) > 1:
                     raise Fp8Error(
-                        f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
-                        f"{name} is: each rank would decide by its own part. Leave it out"
+                        f"train_step: {option}={value!r} supports parameters that one dimension of a mesh divides, and "
+                        f"{name} is divided by several, {p.placements}. Shard over one of them, or leave the option out"
                     )
 
 
