@@ -376,7 +376,7 @@ class Fp8Moment(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an op on the dequantized moments. The result of `copy_` or `zero_` is stored."""
         kwargs = kwargs or {}
-        # aliases share the stored tensors, so they see what the compiled update writes; `DTensor.from_local` makes views
+        # aliases share the stored tensors, so they see what the compiled update writes; `DTensor` makes views
         x = args[0] if args else None
         as_it_is = func is torch.ops.aten.view.default and x.shape == torch.Size(args[1])
         if as_it_is or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
