@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8pass._torch import all_reduce
 
@@ -107,15 +107,22 @@ def first_index(x: Tensor) -> int:
     return 0 if division is None else sum(sizes_of_parts(x)[: division[2]])
 
 
+def divided_several_times(x: Tensor) -> bool:
+    """Return whether more than one dimension of a mesh divides `x`, as FSDP2 with tensor parallel does."""
+    return isinstance(x, DTensor) and sum(not p.is_replicate() for p in x.placements) > 1
+
+
 def _divided_by(x: Tensor) -> tuple[int, int, int] | None:
     """Return (size of the dimension that is divided, number of parts, number of this part); None if none is."""
     if not isinstance(x, DTensor):
         return None
-    divides = [(i, p) for i, p in enumerate(x.placements) if p.is_shard()]
-    if len(divides) > 1:
+    if divided_several_times(x):
         raise ValueError(f"{x.placements} divides a tensor by more than one dimension of the mesh")
-    for i, p in divides:
-        return x.shape[p.dim], x.device_mesh.size(i), x.device_mesh.get_local_rank(i)  # type: ignore[attr-defined]
+    for i, p in enumerate(x.placements):
+        if isinstance(p, Shard):
+            at = x.device_mesh.get_coordinate()
+            assert at is not None, "a rank outside of the mesh has no part"
+            return x.shape[p.dim], x.device_mesh.size(i), at[i]
     return None
 
 
