@@ -15,7 +15,7 @@ from fp8pass.options.config import Config
 from fp8pass.pipeline import annotated_update
 from fp8pass.quant.moments import Moments
 from fp8pass.quant.random_bits import bits_like, key_at, keys_of
-from fp8pass.quant.sharded import Division, division_of, first_index, part_of, sizes_of_parts, with_part
+from fp8pass.quant.sharded import Division, division_of, first_index, part_of, sizes_of_parts
 from fp8pass.runtime.update_key import Moment, UpdateKey
 from fp8pass.training_step import _check_division
 from tests.helpers.fake_ranks import RANKS, groups
