@@ -34,7 +34,8 @@ class ParameterBytes:
     def per_parameter(self) -> dict[str, float]:
         """Bytes per element of a parameter, by part; with "gradients" if these are known."""
         parts = self.steady if self.gradients is None else {**self.steady, GRADIENTS: self.gradients}
-        return {part: n / self.elements for part, n in parts.items()}
+        elements = max(self.elements, 1)  # a rank may have no part of any parameter
+        return {part: n / elements for part, n in parts.items()}
 
     @property
     def peak(self) -> float:
