@@ -377,7 +377,7 @@ class Fp8Moment(torch.Tensor):
         """Run an op on the dequantized moments. The result of `copy_` or `zero_` is stored."""
         kwargs = kwargs or {}
         # aliases share the stored tensors, so they see what the compiled update writes; `DTensor` makes views
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         as_it_is = func is torch.ops.aten.view.default and x.shape == torch.Size(args[1])
         if as_it_is or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(x.x_q, x.moment_scales, x.column, x.stored_as, x.dtype, x.blocks, x.seed)

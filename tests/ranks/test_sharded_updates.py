@@ -127,7 +127,8 @@ class Run:
 
 
 def whole(x: Tensor) -> Tensor:
-    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach().clone()
+    detached: Any = x.detach()
+    return detached.full_tensor() if isinstance(x, DTensor) else detached.clone()  # type: ignore[no-any-return]
 
 
 def like_alone(dtype: torch.dtype, policies: Any = None, **config: Any) -> Any:
@@ -175,7 +176,8 @@ def what_other_code_sees() -> Any:
     divided: Any = torch.distributed.tensor.distribute_tensor(x, mesh, [Shard(0)])
     moment = Fp8Moment.of(Moments().format("first", divided), divided.to_local())
     made = DTensor.from_local(moment, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
-    found = [type(made.to_local()).__name__, (made + 0).full_tensor(), made.full_tensor()]
+    added: Any = made + 0
+    found = [type(made.to_local()).__name__, added.full_tensor(), made.full_tensor()]
     copied = copy.deepcopy(made)
     found.append(type(copied._local_tensor).__name__)
     made.zero_()
