@@ -37,6 +37,7 @@ from fp8pass.names import PACKAGE, location_of
 from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
+from fp8pass.quant.sharded import divided_several_times
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
 from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight
@@ -70,8 +71,8 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
             not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, if
-            `optimizer_state` or `update_rounding` is set for sharded parameters, or if `update_in_backward` is set for
-            a step that uses gradients after they are complete.
+            `optimizer_state` or `update_rounding` is set for parameters that several dimensions of a mesh divide, or if
+            `update_in_backward` is set for a step that uses gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -427,10 +428,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
-    """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need whole gradients.
-
-    With `optimizer_state` or `update_rounding`, each rank would decide by its shard.
-    """
+    """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need one division."""
     for model in models:
         is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
         for name, p in model.named_parameters():
@@ -442,12 +440,18 @@ def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
                     f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
                     'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
                 )
-            for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
-                if (value := getattr(config, option)) != off:
-                    raise Fp8Error(
-                        f"train_step: {option}={value!r} does not support parameters that are divided among ranks, as "
-                        f"{name} is: each rank would decide by its own part. Leave it out"
-                    )
+            _check_division(name, p, config)
+
+
+def _check_division(name: str, p: DTensor, config: Config) -> None:
+    """Raise Fp8Error for a parameter that several dimensions of a mesh divide, for options that take one division."""
+    for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
+        value = getattr(config, option)
+        if value != off and divided_several_times(p):
+            raise Fp8Error(
+                f"train_step: {option}={value!r} supports parameters that one dimension of a mesh divides, and {name} "
+                f"is divided by several, {p.placements}. Shard it over one of them, or leave the option out"
+            )
 
 
 def _predict(optimizers: Sequence[Optimizer], config: Config) -> list[str]:

@@ -3,7 +3,8 @@
 A first moment, which is a running mean of gradients, is stored in e4m3; a second moment, a running mean of their
 squares, as its square root in e5m2, e4m3 or float16. The scales are powers of two, one for a tensor or for a block of
 its elements. The compiled update reads and writes the stored tensors (`read_moments.py`, `write_moments.py`). In
-`optimizer.state` an `Fp8Moment` replaces the plain tensor; ops that read it get the dequantized moment.
+`optimizer.state` an `Fp8Moment` replaces the plain tensor; ops that read it get the dequantized moment. Of a moment
+that is divided among ranks, each rank stores its part, with scales of its own: a DTensor whose part is an `Fp8Moment`.
 
 A tensor's scale in a step is computed from its largest value of the step before, with room to grow, so that an update
 takes one pass. A block is small enough for a kernel to hold it, so its scale is of its own largest value, and nothing
@@ -27,11 +28,12 @@ from fp8pass import scaling
 from fp8pass._torch import FakeTensor, make_wrapper_subclass, pytree
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import FLAG, Checked, names, whole
-from fp8pass.quant.random_bits import bits_like, uniform
+from fp8pass.quant.random_bits import Key, bits_like, uniform
+from fp8pass.quant.sharded import part_of, sizes_of_parts, with_part
 
 MomentKind = Literal["first", "second"]
 MIN_ELEMENTS = 4096  # as in bitsandbytes (`min_8bit_size`) and torchao
-"""Moments with fewer elements stay in high precision."""
+"""Moments with fewer elements, on all ranks together, stay in high precision."""
 POWERS = (1, 2, 4, 8)
 """The powers of range expansion. Products and square roots compute them, which are exact to the last bit everywhere."""
 _DTYPES = {"e4m3": scaling.E4M3, "e5m2": scaling.E5M2, "float16": torch.float16}
@@ -64,9 +66,13 @@ class Moments(Checked):
             raise ValueError("Moments: block is for moments in FP8: leave it out, or set second='e5m2' or 'e4m3'")
 
     def format(self, kind: MomentKind, x: Tensor) -> Format:
-        """Return the format of a moment like `x`: without blocks if they do not divide it, or `x` has gaps."""
+        """Return the format of a moment like `x`: without blocks if they do not divide it, or `x` has gaps.
+
+        Of a tensor that ranks have parts of, blocks must divide each part, so all ranks choose the same format.
+        """
         dtype = scaling.E4M3 if kind == "first" else _DTYPES[self.second]
-        block = self.block if self.block and x.numel() % self.block == 0 and x.is_contiguous() else None
+        divides = self.block and not any(n % self.block for n in sizes_of_parts(x)) and part_of(x).is_contiguous()
+        block = self.block if divides else None
         expands = self.expand and block is not None and x.dtype == torch.float32
         return Format(kind, dtype, block, expands, stochastic=self.second != "float16")
 
@@ -131,10 +137,10 @@ def _rooted(x: Tensor, power: Tensor | None) -> Tensor:
     return x
 
 
-def encode(of: Format, x: Tensor, scale: Tensor, power: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+def encode(of: Format, x: Tensor, scale: Tensor, power: Tensor | None = None, key: Key | None = None) -> Tensor:
     """Convert a moment to be stored: `(x * scale) ** power`, of a second moment `(sqrt(x) * scale) ** power`.
 
-    x: floating; scale, power: f32, which broadcast. key: i32[], for stochastic rounding; without it, to nearest.
+    x: floating; scale, power: f32, which broadcast. key: for stochastic rounding; without it, to nearest.
     Saturates; NaN stays NaN. With stochastic rounding a second moment above 0 is never stored as 0, which it is
     divided by.
     """
@@ -146,7 +152,7 @@ def encode(of: Format, x: Tensor, scale: Tensor, power: Tensor | None = None, ke
     return encode_exactly(of, x, scale, power, key).to(of.dtype)
 
 
-def encode_exactly(of: Format, x: Tensor, scale: Tensor, power: Tensor | None, key: Tensor | None) -> Tensor:
+def encode_exactly(of: Format, x: Tensor, scale: Tensor, power: Tensor | None, key: Key | None) -> Tensor:
     """Return the values that `encode` stores, as f32: the cast to the format's dtype changes none of them."""
     x = x.float()
     scaled = (x.abs() if of.kind == "first" else x.sqrt()) * scale
@@ -209,7 +215,7 @@ def decode_blocks(of: Format, x_q: Tensor, blocks: Tensor, dtype: torch.dtype) -
     return decode(of, x_q.view(-1, of.block), scale_inv, dtype, power).view(x_q.shape)
 
 
-def encode_blocks(of: Format, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode_blocks(of: Format, x: Tensor, key: Key | None) -> tuple[Tensor, Tensor]:
     """Return the stored values of `x`, as f32 in its shape, and its `blocks` (see `Fp8Moment`)."""
     assert of.block is not None
     rows = x.float().view(-1, of.block)
@@ -220,7 +226,7 @@ def encode_blocks(of: Format, x: Tensor, key: Tensor | None) -> tuple[Tensor, Te
 
 
 def _encoded_blocks(
-    of: Format, rows: Tensor, amax: Tensor, power: Tensor | None, key: Tensor | None, shape: torch.Size
+    of: Format, rows: Tensor, amax: Tensor, power: Tensor | None, key: Key | None, shape: torch.Size
 ) -> tuple[Tensor, Tensor]:
     scale = scale_towards(_limit_before(of, power), amax, 1.0)
     stored = encode_exactly(of, rows, scale, power, key)
@@ -370,9 +376,10 @@ class Fp8Moment(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an op on the dequantized moments. The result of `copy_` or `zero_` is stored."""
         kwargs = kwargs or {}
-        # aliases share the stored tensors, so they see what the compiled update writes
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            x = args[0]
+        # aliases share the stored tensors, so they see what the compiled update writes; `DTensor` makes views
+        x: Any = args[0] if args else None
+        as_it_is = func is torch.ops.aten.view.default and x.shape == torch.Size(args[1])
+        if as_it_is or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(x.x_q, x.moment_scales, x.column, x.stored_as, x.dtype, x.blocks, x.seed)
         # the schema says what an op writes, also for foreach ops, whose arguments are lists
         into = [x for x in _written(func, args, kwargs) if isinstance(x, Fp8Moment)]
@@ -403,6 +410,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
+def moment_of(x: Any) -> Fp8Moment | None:
+    """Return the moment in FP8 that `x` is, or that is this rank's part of a DTensor `x`; None if neither is."""
+    part = part_of(x)
+    return part if isinstance(part, Fp8Moment) else None
+
+
 def pack(moments: Sequence[Fp8Moment]) -> Tensor:
     """Return one `moment_scales` f32[2, n] of all moments, which they share from now on."""
     moment_scales = moments[0].moment_scales
@@ -419,14 +432,14 @@ def pack(moments: Sequence[Fp8Moment]) -> Tensor:
 
 
 def save_plainly(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's state dicts hold plain tensors instead of FP8 moments, from now on."""
+    """Make the optimizer's state dicts hold plain tensors instead of FP8 moments, from now on: DTensors of such."""
     if not hasattr(optimizer, "_fp8pass_saves_plainly"):
         optimizer._fp8pass_saves_plainly = optimizer.register_state_dict_post_hook(_plain)  # type: ignore[attr-defined]
 
 
 def _plain(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     def value(x: Any) -> Any:
-        return x.value() if isinstance(x, Fp8Moment) else x
+        return x if (moment := moment_of(x)) is None else with_part(x, moment.value())
 
     states = {
         key: {n: value(x) for n, x in of.items()} if isinstance(of, dict) else of
@@ -436,7 +449,7 @@ def _plain(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def nbytes_saved(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[int, int]:
-    """Return (number of moments in FP8, bytes of memory that this saves)."""
+    """Return (number of moments in FP8, bytes of memory that this saves on this rank)."""
     states = (x for o in optimizers for state in o.state.values() for x in state.values())
-    moments = [x for x in states if isinstance(x, Fp8Moment)]
+    moments = [m for m in map(moment_of, states) if m is not None]
     return len(moments), sum(m.numel() * m.dtype.itemsize - sum(x.nbytes for x in m.stored) for m in moments)

@@ -22,7 +22,7 @@ from fp8pass import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.random_bits import keys_of as keys_of
-from fp8pass.quant.sharded import amax_over, copy_of, groups_of, on_part, part_of, with_part
+from fp8pass.quant.sharded import Division, amax_over, copy_of, groups_of, on_part, part_of, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -819,11 +819,17 @@ def decode_moment(
     index: int,
     dtype: torch.dtype,
     blocks: Tensor | None = None,
+    division: Division | None = None,
 ) -> Tensor:
-    """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1 or 2, b], see `Fp8Moment`."""
+    """Return the moment that `x_q` stores. moment_scales: f32[2, n], blocks: f32[1 or 2, b], see `Fp8Moment`.
+
+    division: how the moment is divided, if ranks have parts of it: then all of these are of this rank's part.
+    """
     if blocks is not None:
-        return moments.decode_blocks(stored_as, x_q, blocks, dtype)
-    return moments.decode(stored_as, x_q, moment_scales[0, index], dtype)
+        x = moments.decode_blocks(stored_as, x_q, blocks, dtype)
+    else:
+        x = moments.decode(stored_as, x_q, moment_scales[0, index], dtype)
+    return x if division is None else division.whole(x)
 
 
 @torch.no_grad()
@@ -853,10 +859,11 @@ def write_moment(
 ) -> Tensor:
     """Store `x` in `x_q`, in place, with entry `index` of `scales` f32[n]; return the amax f32[] of stored values.
 
-    keys: i32[n], the key of its random bits at `index`, for stochastic rounding. A moment in `blocks` has scales of its
-    own, which are written too, unless `skipped` b8[]; its amax is returned as 0.
+    Of a DTensor, this rank's part is stored. keys: see `random_bits.key_at`, for stochastic rounding. A moment in
+    `blocks` has scales of its own, which are written too, unless `skipped` b8[]; its amax is returned as 0.
     """
-    x, scale, key = x.float(), scales[index], None if keys is None else keys[index]
+    x, scale = part_of(x).float(), scales[index]
+    key = None if keys is None else random_bits.key_at(keys, index)
     if blocks is not None:
         stored, now = moments.encode_blocks(stored_as, x, key)
         if skipped is not None:  # in float32, since Inductor has no `where` for float8
@@ -883,8 +890,8 @@ def float32_copy(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write_rounded(x: Tensor, into: Tensor, keys: Tensor, index: int) -> None:
-    """Round `x` f32[...] stochastically into a bfloat16 tensor, in place. keys: i32[n], its key at `index`."""
-    into.copy_(random_bits.round_to_bfloat16(x, keys[index]))
+    """Round `x` f32[...] stochastically into a bfloat16 tensor, in place. keys: see `random_bits.key_at`."""
+    into.copy_(with_part(into, random_bits.round_to_bfloat16(part_of(x), random_bits.key_at(keys, index))))
 
 
 @torch.no_grad()

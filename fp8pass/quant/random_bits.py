@@ -1,13 +1,17 @@
 """Random bits from counters, and stochastic rounding with them: the same numbers eagerly and compiled, on every rank.
 
 The bits of an element are a hash of its index, of a number of its tensor, and of the number of the update. So a run
-that resumes from a checkpoint goes on with the same bits, and nothing but one counter is saved.
+that resumes from a checkpoint goes on with the same bits, and nothing but one counter is saved. Of a tensor that is
+divided among ranks, the index is that in the whole tensor, so ranks do not repeat the bits of one another.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+Key = Tensor | tuple[Tensor, Tensor]
+"""What `bits_like` takes: a key i32[], or for a part of a tensor, the key and the index of its first element, i32[]."""
 
 
 def mixed(x: Tensor) -> Tensor:
@@ -23,13 +27,27 @@ def mixed(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def keys_of(updates: Tensor, seeds: Tensor) -> Tensor:
-    """Return keys i32[n] for `bits_like`. updates: i32[1], the number of the update; seeds: i32[n], of tensors."""
-    return mixed(seeds ^ mixed(updates))
+    """Return keys i32[n] for `key_at`. updates: i32[1], the number of the update; seeds: i32[n], of tensors.
+
+    If tensors are divided among ranks, `seeds` is i32[n, 2], whose second column has the index in the whole tensor of
+    the first element of this rank's part. The result then has this column, too.
+    """
+    if seeds.dim() == 1:
+        return mixed(seeds ^ mixed(updates))
+    return torch.stack([mixed(seeds[:, 0] ^ mixed(updates)), seeds[:, 1]], 1)
 
 
-def bits_like(x: Tensor, key: Tensor) -> Tensor:
-    """Return 32 random bits for each element, i32 in the shape of `x`. key: i32[]."""
+def key_at(keys: Tensor, index: int) -> Key:
+    """Return the key of a tensor, for `bits_like`. keys: i32[n] or i32[n, 2], of `keys_of`."""
+    return keys[index] if keys.dim() == 1 else (keys[index, 0], keys[index, 1])
+
+
+def bits_like(x: Tensor, key: Key) -> Tensor:
+    """Return 32 random bits for each element, i32 in the shape of `x`."""
     index = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+    if isinstance(key, tuple):
+        key, first = key
+        index = index + first
     return mixed(index ^ key)
 
 
@@ -39,10 +57,10 @@ def uniform(bits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def round_to_bfloat16(x: Tensor, key: Tensor) -> Tensor:
+def round_to_bfloat16(x: Tensor, key: Key) -> Tensor:
     """Round f32 to one of the two nearest bfloat16 numbers, so that the mean is `x`. Infinities and NaN stay.
 
-    Adds 16 random bits to the 16 that bfloat16 lacks, and drops these. key: i32[].
+    Adds 16 random bits to the 16 that bfloat16 lacks, and drops these.
     """
     rounded = (x.view(torch.int32) + (bits_like(x, key) & 0xFFFF)) & -0x10000
     return torch.where(x.abs() < torch.inf, rounded.view(torch.float32), x).to(torch.bfloat16)

@@ -8,12 +8,14 @@ part alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8pass._torch import all_reduce
 
@@ -56,6 +58,72 @@ def with_part(x: Tensor, part: Tensor) -> Tensor:
         return part
     # shape and stride: without them `from_local` assumes that the tensor is evenly sharded
     return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+@dataclass(frozen=True, repr=False)
+class Division:
+    """How a tensor is divided among ranks: what `with_part` takes from a DTensor, to make one where there is none."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        """Return Python code: it stands in graphs, among the arguments of ops."""
+        return f"Division({list(self.shape)}, {str(self.placements)!r})"
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the DTensor of which this rank has `part`."""
+        shape = torch.Size(self.shape)
+        return DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
+
+
+def division_of(x: Tensor) -> Division | None:
+    """Return how `x` is divided; None for a plain tensor."""
+    if not isinstance(x, DTensor):
+        return None
+    return Division(x.device_mesh, tuple(x.placements), tuple(x.shape), tuple(x.stride()))
+
+
+def sizes_of_parts(x: Tensor) -> list[int]:
+    """Return the number of elements of each rank's part of `x`: the same list on all ranks.
+
+    Raises ValueError if more than one dimension of the mesh divides `x`.
+    """
+    if (division := _divided_by(x)) is None:
+        return [x.numel()]
+    rows, ranks, _ = division
+    chunk = -(-rows // ranks)
+    return [min(chunk, max(rows - chunk * rank, 0)) * (x.numel() // max(rows, 1)) for rank in range(ranks)]
+
+
+def first_index(x: Tensor) -> int:
+    """Return the number of elements of `x` in the parts of earlier ranks: the index of this part's first element.
+
+    If dim 0 is divided, this is its index in the whole tensor. Raises ValueError as `sizes_of_parts` does.
+    """
+    division = _divided_by(x)
+    return 0 if division is None else sum(sizes_of_parts(x)[: division[2]])
+
+
+def divided_several_times(x: Tensor) -> bool:
+    """Return whether more than one dimension of a mesh divides `x`, as FSDP2 with tensor parallel does."""
+    return isinstance(x, DTensor) and sum(not p.is_replicate() for p in x.placements) > 1
+
+
+def _divided_by(x: Tensor) -> tuple[int, int, int] | None:
+    """Return (size of the dimension that is divided, number of parts, number of this part); None if none is."""
+    if not isinstance(x, DTensor):
+        return None
+    if divided_several_times(x):
+        raise ValueError(f"{x.placements} divides a tensor by more than one dimension of the mesh")
+    for i, p in enumerate(x.placements):
+        if isinstance(p, Shard):
+            at = x.device_mesh.get_coordinate()
+            assert at is not None, "a rank outside of the mesh has no part"
+            return x.shape[p.dim], x.device_mesh.size(i), at[i]
+    return None
 
 
 def copy_of(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fp8pass.quant.moments import Fp8Moment
+from fp8pass.quant.moments import moment_of
 from fp8pass.runtime.weight_cache import weights_of
 
 PARAMETERS, COPIES, SCALES, GRADIENTS = "parameters", "FP8 copies", "scales and counts", "gradients"
@@ -34,7 +34,8 @@ class ParameterBytes:
     def per_parameter(self) -> dict[str, float]:
         """Bytes per element of a parameter, by part; with "gradients" if these are known."""
         parts = self.steady if self.gradients is None else {**self.steady, GRADIENTS: self.gradients}
-        return {part: n / self.elements for part, n in parts.items()}
+        elements = max(self.elements, 1)  # a rank may have no part of any parameter
+        return {part: n / elements for part, n in parts.items()}
 
     @property
     def peak(self) -> float:
@@ -68,8 +69,8 @@ def parameter_bytes(
         found.steady[COPIES] = nbytes(x for w in weights for x in w.tensors)
     scales = [w.scales for w in weights]
     for name, states in _states(optimizers).items():
-        moments = [x for x in states if isinstance(x, Fp8Moment)]
-        plain = [x for x in states if not isinstance(x, Fp8Moment)]
+        moments = [m for m in map(moment_of, states) if m is not None]
+        plain = [x for x in states if moment_of(x) is None]
         values = [*(m.x_q for m in moments), *(x for x in plain if x.dim())]
         if values:
             found.steady[name] = nbytes(values)

@@ -21,7 +21,8 @@ from fp8pass.dump.writer import Dump
 from fp8pass.errors import Fp8Error
 from fp8pass.faults import FIRST, Attempt
 from fp8pass.names import source_name
-from fp8pass.quant.moments import Fp8Moment, pack
+from fp8pass.quant.moments import Fp8Moment, moment_of, pack
+from fp8pass.quant.sharded import division_of, first_index, part_of, with_part
 from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight, WeightByItself
 from fp8pass.runtime.parameter_bytes import storages_of
 from fp8pass.runtime.rounding import Numbers
@@ -95,9 +96,9 @@ class UpdateGraph:
         self._moments = sorted(moments, key=lambda m: m.stored_as.target)  # see `next_moment_scales`
         self._rounds = rounds
         attributes = [m for m in self._moments if isinstance(m.ref, str)]
-        self._plain = [m for m in attributes if not isinstance(self._tensor(m.ref), Fp8Moment)]
+        self._plain = [m for m in attributes if moment_of(self._tensor(m.ref)) is None]
         self._stored: dict[int, tuple[Tensor, Fp8Moment]] = {}
-        """{id of a moment that the optimizer has as a plain tensor: (that tensor, its FP8 moment)}.
+        """{id of a moment that the optimizer has as a plain tensor: (that tensor, the FP8 moment of this rank's part)}.
 
         Holds the tensor, so that no other tensor gets its id.
         """
@@ -174,11 +175,17 @@ class UpdateGraph:
         if not key.is_random:
             return []
         stored = self._stored_moments(args)
-        seeds = [stored[m].seed for m in key.moments]
-        seeds += [self._numbers.seed(self._tensor(p, args)) for p in key.rounded]
+        rounded = [self._tensor(p, args) for p in key.rounded]
+        seeds = [*(stored[m].seed for m in key.moments), *map(self._numbers.seed, rounded)]
+        tensors = [*(self._tensor(m.ref, args) for m in key.moments), *rounded]
         updates = self._numbers.updates
         with torch.inference_mode(False):
-            return [updates, torch.tensor(seeds, dtype=torch.int32, device=updates.device)]
+            numbers = torch.tensor(seeds, dtype=torch.int32, device=updates.device)
+            if any(division_of(x) is not None for x in tensors):
+                first = torch.tensor(list(map(first_index, tensors)), device=updates.device)
+                # the bits of an index above 2**32 are those of its last 32 bits
+                numbers = torch.stack([numbers, first.to(torch.int32)], 1)
+            return [updates, numbers]
 
     def _found(self, args: Sequence[Any]) -> tuple[UpdateKey, list[Fp8Weight], list[InstanceState], list[Fp8Moment]]:
         """Return the key to compile for, the weights with copies, their states, and the moments in FP8."""
@@ -225,7 +232,7 @@ class UpdateGraph:
         if attempt.form != "fp8" or not (attempt.runs("lift_bfloat16") and attempt.runs("round_bfloat16")):
             self._rounds = False
         if attempt.form != "fp8" or not attempt.runs("quantize_moments"):
-            if any(isinstance(self._tensor(m.ref, args), Fp8Moment) for m in self._moments):
+            if any(moment_of(self._tensor(m.ref, args)) is not None for m in self._moments):
                 raise Fp8Error(
                     "an update of moments in FP8 can't be compiled, for a fault of fp8pass: load the last checkpoint, "
                     "whose moments are plain tensors, with optimizer_state='off'. Please report it; on_fault='raise' "
@@ -235,18 +242,25 @@ class UpdateGraph:
             self._stored.clear()
 
     def _stored_moments(self, args: Sequence[Any]) -> dict[Moment, Fp8Moment]:
-        """Return the moments that are stored in FP8: all except moments of zeros, before their first update."""
+        """Return the moments that are stored in FP8: all except moments of zeros, before their first update.
+
+        Of a DTensor, this rank decides by its own part. The update has the same collectives either way.
+        """
         found: dict[Moment, Fp8Moment] = {}
         for m in self._moments:
             x = self._tensor(m.ref, args)
-            if not isinstance(x, Fp8Moment) and id(x) not in self._stored and _has_values(x):
-                self._stored[id(x)] = x, Fp8Moment.of(m.stored_as, x, self._numbers.seed(x))
-            if isinstance(x, Fp8Moment) or id(x) in self._stored:
-                found[m] = x if isinstance(x, Fp8Moment) else self._stored[id(x)][1]
+            moment = moment_of(x)
+            if moment is None and id(x) not in self._stored and _has_values(part_of(x)):
+                self._store(m, x)
+            if moment is not None or id(x) in self._stored:
+                found[m] = self._stored[id(x)][1] if moment is None else moment
         return found
 
-    def stored(self) -> dict[int, Fp8Moment]:
-        """Return {id of a plain tensor that the optimizer has as a moment: the moment in FP8}.
+    def _store(self, m: Moment, x: Tensor) -> None:
+        self._stored[id(x)] = x, Fp8Moment.of(m.stored_as, part_of(x), self._numbers.seed(x))
+
+    def stored(self) -> dict[int, Tensor]:
+        """Return {id of a plain tensor that the optimizer has as a moment: the moment in FP8, a DTensor if `x` is one}.
 
         Once the optimizer has the FP8 moments instead of the tensors, Dynamo compiles another graph; this one is not
         called any more.
@@ -254,16 +268,16 @@ class UpdateGraph:
         for m in self._plain:
             x = self._tensor(m.ref)
             if id(x) not in self._stored:
-                self._stored[id(x)] = x, Fp8Moment.of(m.stored_as, x, self._numbers.seed(x))
-        return {key: moment for key, (_, moment) in self._stored.items()}
+                self._store(m, x)
+        return {key: with_part(x, moment) for key, (x, moment) in self._stored.items()}
 
     def retire(self) -> None:
         """Release all tensors. The graph must not be called afterwards.
 
         Dynamo keeps the graph, whose attributes are the plain moments: they become empty, to free their memory.
         """
-        for x, _ in self._stored.values():
-            x.data = x.new_empty(0)
+        for part in (part_of(x) for x, _ in self._stored.values()):
+            part.data = part.new_empty(0)
         self.gradient_bytes = None
         self._stored.clear()
         self._plans.clear()

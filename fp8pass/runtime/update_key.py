@@ -9,6 +9,7 @@ import torch
 
 from fp8pass.quant.moments import Format, MomentKind
 from fp8pass.quant.ops import ByItself
+from fp8pass.quant.sharded import Division
 from fp8pass.recipes import DelayedScaling
 
 TensorRef = int | str
@@ -50,11 +51,15 @@ class WeightSlots:
 
 @dataclass(frozen=True)
 class Moment:
-    """An optimizer moment stored in FP8. dtype: the dtype in which the update computes with it."""
+    """An optimizer moment stored in FP8. dtype: the dtype in which the update computes with it.
+
+    division: how it is divided, if ranks have parts of it.
+    """
 
     ref: TensorRef
     stored_as: Format
     dtype: torch.dtype
+    division: Division | None = None
 
     @property
     def kind(self) -> MomentKind:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fp8pass._torch import OpOverload
+from fp8pass._torch import OpOverload, hint_of
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
@@ -46,7 +46,8 @@ def large(node: fx.Node) -> list[int]:
         return []
     lists = [a for a in node.args if isinstance(a, (list, tuple)) and all(map(is_tensor, a))]
     count = len(lists[0])
-    sizes = [max(val(a[i]).nbytes for a in lists) for i in range(count)]
+    # not `nbytes`, which tensors of symbolic sizes lack
+    sizes = [max(hint_of(x.numel()) * x.element_size() for a in lists for x in (val(a[i]),)) for i in range(count)]
     return [i for i, size in enumerate(sizes) if size > SMALL_KERNEL_BYTES]
 
 

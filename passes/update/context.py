@@ -17,9 +17,9 @@ class UpdateContext(Context):
     key: what the graph is compiled for. slot_inputs: for each of the key's `weight_slots`, the inputs by their
     names in `SlotTensors`.
     moments: the nodes of the key's moments, once they are read. rounded: the float32 copies of the tensors in the key's
-    `rounded`. updates: i32[1], the number of updates so far; keys: i32[n], see `random_bits.keys_of`, for each moment
-    and each tensor in `rounded`; both None if nothing is rounded stochastically. skipped: b8[], true if the update must
-    change nothing; None if the update does not check its gradients, or not yet.
+    `rounded`. updates: i32[1], the number of updates so far; keys: i32[n] or i32[n, 2], see `random_bits.keys_of`, for
+    each moment and each tensor in `rounded`; both None if nothing is rounded stochastically. skipped: b8[], true if the
+    update must change nothing; None if the update does not check its gradients, or not yet.
     """
 
     key: UpdateKey = field(kw_only=True)

@@ -23,7 +23,8 @@ from fp8pass.names import source_name
 from fp8pass.passes.common.foreach import expand_foreach
 from fp8pass.passes.common.patterns import aten, prims, reach
 from fp8pass.passes.update.written import example, refs
-from fp8pass.quant.moments import MIN_ELEMENTS, Fp8Moment, Moments
+from fp8pass.quant.moments import MIN_ELEMENTS, Moments, moment_of
+from fp8pass.quant.sharded import division_of, part_of
 from fp8pass.runtime.update_key import Moment, TensorRef
 
 
@@ -37,11 +38,11 @@ def moments_of(
     """
     stored = {ref: example(module, node) for node, ref in refs(module.graph).items()}
     found = [
-        Moment(p, x.stored_as, torch.float32 if in_float32 else x.dtype)
+        Moment(p, x.stored_as, torch.float32 if in_float32 else x.dtype, division_of(stored[p]))
         for p in written
-        if isinstance(x := stored[p], Fp8Moment)
+        if (x := moment_of(stored[p])) is not None
     ]
-    if all(isinstance(stored[p], Fp8Moment) or not _is_candidate(stored[p]) for p in written):
+    if not any(_is_candidate(stored[p]) for p in written):
         return found  # without tracing the update, which takes time
     graph, new = _in_aten(module, written)
     inputs = {n.name: n for n in graph.nodes if n.op == "placeholder"}
@@ -51,7 +52,7 @@ def moments_of(
     copied = set(map(_copied, parameters))
     for ref, (old, value) in new.items():
         size = stored[ref]
-        if isinstance(size, Fp8Moment) or not _is_candidate(size):
+        if not _is_candidate(size):
             continue
         made_of, degree = _above(value), degrees(value)
         # a moment is computed from its old value and from a gradient, and forgets
@@ -61,14 +62,21 @@ def moments_of(
             continue
         has_root = any(u.target in _ROOTS for u in _below(value))
         if degree == 1 and not has_root:
-            found.append(Moment(ref, wanted.format("first", size), torch.float32 if in_float32 else size.dtype))
+            dtype = torch.float32 if in_float32 else size.dtype
+            found.append(Moment(ref, wanted.format("first", size), dtype, division_of(size)))
         elif degree == 2 and has_root and (size.dtype == torch.float32 or (in_float32 and wanted.second != "float16")):
-            found.append(Moment(ref, wanted.format("second", size), torch.float32))
+            found.append(Moment(ref, wanted.format("second", size), torch.float32, division_of(size)))
     return found
 
 
 def _is_candidate(x: Tensor) -> bool:
-    return not x.requires_grad and x.is_floating_point() and x.numel() >= MIN_ELEMENTS
+    """Return whether `x` may become a moment in FP8. Its size on all ranks together decides, so that all decide alike.
+
+    A rank whose part is empty stores nothing of it.
+    """
+    if moment_of(x) is not None or x.requires_grad or not x.is_floating_point():
+        return False
+    return x.numel() >= MIN_ELEMENTS and part_of(x).numel() > 0
 
 
 def _in_aten(

@@ -5,6 +5,9 @@ before   exp_avg: f32[N, K] = get_attr
 after    x: f32[N, K] = decode_moment(Format("first"), x_q: f8[N, K], moment_scales: f32[2, n], 0)
          x.lerp_(grad, 0.1)
 changes  the moments, to values that 8 bits can hold, or 16 bits of a square root
+
+If ranks have parts of a moment, `x_q` and its scales are those of this rank's part, and `x` is a DTensor, as `exp_avg`
+was: `decode_moment(..., division=Division(...))`.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ def _read(graph: fx.Graph, moments: Sequence[Moment]) -> list[fx.Node]:
     for i, (m, (x_q, *blocks)) in enumerate(zip(moments, stored, strict=True)):
         with graph.inserting_after(after):
             args: Any = (m.stored_as, x_q, moment_scales, i, m.dtype, *blocks)
-            after = graph.call_function(ops.decode_moment, args)
+            kwargs: Any = {"division": m.division} if m.division is not None else {}
+            after = graph.call_function(ops.decode_moment, args, kwargs)
         for node in nodes[m.ref]:
             node.replace_all_uses_with(after)
             if node.op == "get_attr":  # an input stays, for the graph is called with it

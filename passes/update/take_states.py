@@ -7,6 +7,7 @@ changes  nothing
 
 An update that may be skipped takes all amaxes of the step, to drop them. One that rounds stochastically takes the
 number of updates, i32[1], which it counts up, and numbers of its tensors, i32[n]: the keys of random bits are of these.
+If ranks have parts of the tensors, these numbers are i32[n, 2], with the index of each part's first element.
 """
 
 from __future__ import annotations

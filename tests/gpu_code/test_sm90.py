@@ -67,6 +67,12 @@ def test_every_kernel_of_a_whole_step_compiles(model: str) -> None:
     assert found["unaligned"] == []
 
 
+def test_rounding_of_parts_compiles() -> None:
+    """Each rank's bits begin at the index of its part's first element, which is an input of the graph."""
+    found = pretend("parts")
+    assert len(found["kernels"]) == 1 and found["kernels"][0] > 0 and found["own_ops"] == 0
+
+
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.variant)])
 def test_experts_compile(layers: int) -> None:
     """Output, grad_input and grad_weight multiply row-major by column-major, of 500 tokens in 4 groups with padding."""

@@ -177,6 +177,24 @@ def experts(gpu: FakeCuda, layers: str) -> list[str]:
     return generated(gpu, both if layers == "2" else one, x, offs, min_speedup=0, target="sm_90", strict=True)
 
 
+def parts(gpu: FakeCuda) -> list[str]:
+    """Return the code that rounds this rank's parts of a parameter and of a moment, with keys i32[n, 2]."""
+    from fp8pass.quant import ops
+    from fp8pass.quant.moments import Moments
+
+    x, p = torch.randn(65, 64), torch.randn(65, 64, dtype=torch.bfloat16)
+    stored_as = Moments(block=64).format("second", x)
+    x_q, blocks = torch.zeros(65, 64, dtype=stored_as.dtype), torch.ones(1, 65)
+    updates, seeds = torch.ones(1, dtype=torch.int32), torch.tensor([[1, 0], [2, 4160]], dtype=torch.int32)
+
+    def write(x: torch.Tensor) -> torch.Tensor:
+        keys = ops.keys_of(updates, seeds)
+        ops.write_rounded(x, p, keys, 0)
+        return ops.write_moment(stored_as, x.square(), x_q, torch.ones(1, device=x.device), 0, keys, blocks)
+
+    return generated(gpu, write, x, backward=False, recipe=None)
+
+
 def rules(gpu: FakeCuda, which: str) -> list[str]:
     """Return the code of XLA's rules' cases for a GPU, except `epilogues`, in four graphs. which: see `on_gpu`."""
     from tests.helpers.xla_rules import on_gpu
@@ -257,7 +275,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
     what: "passes", "plain", "inspect"; "epilogues" or "rules", followed by `which` of `on_gpu`; "experts", followed by the
-    number of layers; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
+    number of layers; "parts"; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
     """
     if what == "inspect":
         return inspection(gpu, *of)
@@ -269,7 +287,7 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return plain(gpu)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
-    functions = {"rules": rules, "experts": experts}
+    functions = {"rules": rules, "experts": experts, "parts": parts}
     trained = 2 if what in EVALUATED else 4
     codes = functions[what](gpu, *of) if what in functions else [g.code for g in graphs(gpu, what, *of)[:trained]]
     return checked(gpu, codes)

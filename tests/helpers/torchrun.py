@@ -36,6 +36,7 @@ SHARING = (
     "tests.ranks.test_ddp",
     "tests.ranks.test_fsdp",
     "tests.ranks.test_pipelining",
+    "tests.ranks.test_sharded_updates",
     "tests.ranks.test_tensor_parallel",
 )
 """Modules whose functions share compiled code."""
