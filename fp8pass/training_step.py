@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8pass._torch import counters, frames_op_by_op, optimizers_ranges_ignored
 from fp8pass.backend import compile_graph
+from fp8pass.dynamo.dtensors import dtensors_op_by_op
 from fp8pass.dynamo.module_calls import ModuleCalls
 from fp8pass.dynamo.outside import Outside, warn_of
 from fp8pass.errors import Fp8Error, gone_on_after, warn_once
@@ -68,9 +68,9 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
             `skip_nonfinite` are set.
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
-            not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, if
-            `optimizer_state` or `update_rounding` is set for sharded parameters, or if `update_in_backward` is set for
-            a step that uses gradients after they are complete.
+            not update the model's parameters, if a model is on several devices, if `optimizer_state` or
+            `update_rounding` is set for sharded parameters, or if `update_in_backward` is set for a step that uses
+            gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -125,6 +125,7 @@ class TrainStep:
             count_updates(optimizers)
         with ExitStack() as stack:
             stack.enter_context(optimizers_ranges_ignored())
+            stack.enter_context(dtensors_op_by_op())
             for model in models:
                 stack.enter_context(accumulate(model))
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
@@ -422,21 +423,14 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
-    """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need whole gradients.
+    """Raise Fp8Error for options that need whole gradients, if parameters are divided.
 
     With `optimizer_state` or `update_rounding`, each rank would decide by its shard.
     """
     for model in models:
-        is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
         for name, p in model.named_parameters():
             if not isinstance(p, DTensor):
                 continue
-            # FSDP shards over one dimension of a mesh; a second one is tensor parallel.
-            if not is_fsdp or sum(placement.is_shard() for placement in p.placements) > 1:
-                raise Fp8Error(
-                    f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
-                    'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
-                )
             for option, off in (("optimizer_state", "off"), ("update_rounding", "nearest")):
                 if (value := getattr(config, option)) != off:
                     raise Fp8Error(
