@@ -37,6 +37,7 @@ from fp8pass.names import PACKAGE, location_of
 from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
+from fp8pass.quant.sharded import part_of
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
 from fp8pass.runtime.parameter_bytes import ParameterBytes, parameter_bytes
@@ -165,7 +166,7 @@ class TrainStep:
             )
         parameters = [p for model in self._models for p in model.parameters()]
         if weights := weights_of(parameters):
-            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for w in weights for p in w.parts)
+            mine, theirs = sum(w.nbytes for w in weights), sum(part_of(p).nbytes for w in weights for p in w.parts)
             report.notes.append(
                 f"FP8 copies of {len(weights)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
                 f"(weight_cache={self.config.weight_cache!r})"

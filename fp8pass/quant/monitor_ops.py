@@ -155,7 +155,7 @@ def watch_cached(
     """
     scale = scales[0, quantizer.index].reciprocal()
     scale = torch.where(scale.isnan(), 1.0, scale)  # the scale_inv of a weight with a NaN or inf is NaN
-    numerics.copy_(record_numerics(numerics, numerics_of(x, scale, x_q), index))
+    numerics.copy_(record_numerics(numerics, numerics_of(ops.part_of(x), scale, x_q), index))
 
 
 def watch_gradient(

@@ -21,7 +21,7 @@ from fp8pass import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.random_bits import keys_of as keys_of
-from fp8pass.quant.sharded import amax_over, copy_of, groups_of, on_part, part_of, with_part
+from fp8pass.quant.sharded import amax_over, copy_of, groups_of, on_part, part_of, recorded_over, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -463,7 +463,7 @@ class _Cached(torch.autograd.Function):
         ctx.n_state = len(state)
         weight_copy_scales, *copies = state
         x_q: Tensor = copies[0] if len(copies) == 1 else with_transpose(*copies)
-        return scaling.dequantize(x_q, weight_copy_scales[0, quantizer.index], x.dtype)
+        return with_part(x, scaling.dequantize(x_q, weight_copy_scales[0, quantizer.index], x.dtype))
 
     @staticmethod
     @once_differentiable
@@ -568,7 +568,8 @@ def cached_operand(x: Tensor, quantizer: Delayed, *state: Tensor) -> Tensor:
     """Return `x`, a weight, dequantized from its FP8 copy: `qdq_operand` for a weight quantized when it last changed.
 
     state: `weight_copy_scales` f32[2, W], see `SlotTensors`; `x_q` f8[N, K], the copy; and, if it is cached, `x_t`
-    f8[K, N], the transposed copy. quantizer: its index is that among the W weights. `begin_step` records the amax.
+    f8[K, N], the transposed copy. Of a DTensor, they are copies of this rank's part. quantizer: its index is that among
+    the W weights. `begin_step` records the amax.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -670,6 +671,15 @@ def next_scales(
 
 
 @torch.no_grad()
+def amaxes_of_ranks(amax_weights: Tensor, group: str) -> Tensor:
+    """Return the largest of the ranks' amaxes f32[W] of a step: what `amax_reduction.py` makes of them after the step.
+
+    For the scales of weights that are divided among ranks, in the update before that reduction.
+    """
+    return recorded_over(amax_weights, group)
+
+
+@torch.no_grad()
 def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor, indices: tuple[int, ...]) -> Tensor:
     """Return `scales` f32[W] with those at `indices` computed from what the weights can become in an update.
 
@@ -700,9 +710,10 @@ def write_weight(
     """Quantize a weight, which is `parts` concatenated along dim 0, into its FP8 copy, in place. Return its amax f32[].
 
     scales: f32[W], the weight's scale at `index`. copies: f8[n, K] for each part. transposes: f8[K, n] for each, or [].
+    Of a DTensor, the copies and the amax are those of what this rank has.
     """
     amaxes = []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(map(part_of, parts)):
         stored = part if part.dtype == torch.float32 else ROUNDED(part)
         x_q = scaling.quantize(stored, scales[index], scaling.E4M3)
         amaxes.append(scaling.amax(stored))

@@ -75,6 +75,13 @@ def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
     return bits.view(torch.float32) if groups else amax
 
 
+def recorded_over(amaxes: Tensor, group: str) -> Tensor:
+    """Return the largest recorded amaxes f32[...] of all ranks of a group; -1, which stands for none, is below all."""
+    # as in `amax_over`, except that -1 stays negative
+    bits = torch.where(amaxes < 0, amaxes, amaxes.abs()).view(torch.int32)
+    return all_reduce(bits, "max", group).view(torch.float32)
+
+
 def add(y: Tensor, bias: Tensor) -> Tensor:
     """Return `y + bias`; if `y` is a partial sum, so is the result."""
     return _AddToPartial.apply(y, bias) if partial_over(y) else y + bias  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
 from fp8pass.graph.annotation import CachedWeightInput
 from fp8pass.quant import ops
+from fp8pass.quant.sharded import amax_over, groups_of, part_of
 from fp8pass.recipes import scale_of
 from fp8pass.runtime.weight_bounds import predicts
 from fp8pass.states.slots import InstanceState
@@ -28,6 +29,7 @@ from fp8pass.states.slots import InstanceState
 class Fp8Weight:
     """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
+    Of a weight that is divided among ranks, each rank copies its part, f[N, K], with a scale that all ranks share.
     x_q: f8[N, K]. x_t: f8[K, N], or None while no graph needs it. state, index: the state of the graph that was called
     last, and the column of its `SlotTensors.weight_copy_scales` with the copy's scale_inv and the amax of the weight
     that was quantized.
@@ -37,13 +39,14 @@ class Fp8Weight:
         self._parts = tuple(map(weakref.ref, parts))
         self._made_of: Any = None
         before_eager_optimizers(_invalidate_before_step)
-        first = parts[0]
-        shape = sum(p.shape[0] for p in parts), first.shape[1]
+        local = list(map(part_of, parts))
+        first = local[0]
+        shape = sum(p.shape[0] for p in local), first.shape[1]
         # a tensor made in inference mode can't be written in place outside of it
         with torch.inference_mode(False), torch.no_grad():
             self.x_q = torch.empty(shape, dtype=scaling.E4M3, device=first.device)
         self.x_t: Tensor | None = None
-        rows = [p.shape[0] for p in parts]
+        rows = [p.shape[0] for p in local]
         self._places = [(sum(rows[:i]), n) for i, n in enumerate(rows)]
         self.copies = [self.x_q.narrow(0, *place) for place in self._places]
         self.transposes: list[Tensor] = []
@@ -77,6 +80,11 @@ class Fp8Weight:
     def has_part(self, ids: Set[int]) -> bool:
         """Return whether a parameter of the weight has one of these ids."""
         return any(id(ref()) in ids for ref in self._parts)
+
+    @property
+    def is_divided(self) -> bool:
+        """True if other ranks have other parts of the weight."""
+        return any(map(groups_of, self.parts))
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +173,9 @@ class Fp8Weight:
 
     def _version_key(self) -> Any:
         assert self.state is not None
-        versions = [(p._version, p.data_ptr()) for ref in self._parts if (p := ref()) is not None]
+        parts = [p for ref in self._parts if (p := ref()) is not None]
+        # a DTensor, and the tensor with its part, count their versions separately
+        versions = [(p._version, part_of(p)._version, part_of(p).data_ptr()) for p in parts]
         return versions, self.state.table.recipe, self.state.loads
 
     def requantize(self, begins: bool = True) -> None:
@@ -174,11 +184,12 @@ class Fp8Weight:
         assert state is not None
         recipe, t = state.table.delayed, state.tensors
         with torch.inference_mode(False), torch.no_grad():
-            parts = [p.detach() for p in self.parts]
+            parts = [part_of(p).detach() for p in self.parts]
+            groups = dict.fromkeys(group for p in self.parts for group in groups_of(p))
             # the graph that begins a step rolls histories when it runs, after this, and has the next scales
             scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
-            own = scale_of(recipe, amax, scaling.fp8_max(scaling.E4M3))
+            own = scale_of(recipe, amax_over(amax, tuple(groups)), scaling.fp8_max(scaling.E4M3))
             scales = torch.where((scales == 0) | self.is_predicted, own, scales)
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]
@@ -266,6 +277,7 @@ def end_step(tensors: Sequence[Tensor]) -> None:
 
 def cached_example(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return example inputs to compile a graph with: tensors like the copies of an `Fp8Weight` of these parameters."""
-    rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
+    local = list(map(part_of, parts))
+    rows, columns = sum(p.shape[0] for p in local), local[0].shape[1]
     shapes = [(rows, columns), (columns, rows)][: 1 + c.transposed]
     return [torch.empty(s, dtype=scaling.E4M3, device=parts[0].device) for s in shapes]

@@ -211,7 +211,7 @@ class QuantizeCall:
         names, mutated = self.walk.names, self.walk.mutated
         if not self.walk.config.caches_weights or not self.walk.grad_enabled or x.meta["example_value"].dim() != 2:
             return ()
-        if not isinstance(quantizer, ops.Delayed):
+        if not isinstance(quantizer, ops.Delayed) or names.is_gathered(x):
             return ()
         parts = names.parts(x)
         # `mutated`: the copy is made between calls, and would lack what this graph writes into the weight before
@@ -260,8 +260,8 @@ class QuantizeCall:
 
 
 def _is_cacheable(x: Tensor) -> bool:
-    """Return whether `x` is a parameter that lies whole on this rank."""
-    return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, *IN_FP8))
+    """Return whether `x` is a parameter in high precision; if it is divided among ranks, its parts are copied."""
+    return isinstance(x, torch.nn.Parameter) and not isinstance(sharded.part_of(x), IN_FP8)
 
 
 def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:
