@@ -171,7 +171,12 @@ class TrainStep:
                 f"FP8 copies of {len(weights)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
                 f"(weight_cache={self.config.weight_cache!r})"
             )
-            if again := [w for w in weights if w.requantized > w.expected]:
+            if later := [w for w in weights if not w.knows_next_scale]:
+                report.notes.append(
+                    f"FP8 copies of {len(later)} weights that are divided among ranks are made by separate kernels before "
+                    "each step, since their ranks share amaxes once in several steps (reduce_amax_interval)"
+                )
+            if again := [w for w in weights if w.requantized > w.expected and w.knows_next_scale]:
                 times = max(w.requantized - w.expected for w in again)
                 report.notes.append(
                     f"{len(again)} weights were quantized again by separate kernels, up to {times} times, because "

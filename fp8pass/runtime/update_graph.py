@@ -185,7 +185,7 @@ class UpdateGraph:
         self._numbers = Numbers(tensors)
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
-        weights = [w for w in weights if _knows_scale(w)]
+        weights = [w for w in weights if w.knows_next_scale]
         states = list(dict.fromkeys(w.state for w in weights if w.state is not None))
         if self.counts is not None:  # a skipped update forgets what its step has recorded, in all states of its tensors
             ids = set(map(id, tensors))
@@ -344,15 +344,6 @@ def _has_values(x: Tensor) -> bool:
 
 def _retired(*_: Any) -> Run:
     raise AssertionError("an update ran in a graph that had moments in high precision, which are in FP8 now")
-
-
-def _knows_scale(weight: Fp8Weight) -> bool:
-    """Return whether the scale of the next step is known in the update.
-
-    Not that of a divided weight whose ranks share amaxes once in several steps: some have recorded others before.
-    """
-    reduces = None if weight.state is None else weight.state.reduces
-    return not weight.is_divided or reduces is None or reduces.interval == 1
 
 
 def _shared_over(state: InstanceState, weights: Sequence[Fp8Weight]) -> str:

@@ -87,6 +87,15 @@ class Fp8Weight:
         return any(map(groups_of, self.parts))
 
     @property
+    def knows_next_scale(self) -> bool:
+        """True if an update knows the scale of the next step, and so can write the copy.
+
+        False for a divided weight whose ranks share amaxes once in several steps: some have recorded others before.
+        """
+        reduces = None if self.state is None else self.state.reduces
+        return not self.is_divided or reduces is None or reduces.interval == 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that the copies take besides the weight itself."""
         return sum(x.nbytes for x in (self.x_q, self.x_t) if x is not None)
