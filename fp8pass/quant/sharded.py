@@ -63,6 +63,10 @@ def copy_of(x: Tensor) -> Tensor:
     return with_part(x, part_of(x).clone())
 
 
+_WITHOUT_SIGN = 0x7FFFFFFF
+"""All bits of a float32 except its sign."""
+
+
 def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
     """Return the largest `amax` f32[...] of all ranks, NaN if any is NaN.
 
@@ -77,8 +81,9 @@ def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
 
 def recorded_over(amaxes: Tensor, group: str) -> Tensor:
     """Return the largest recorded amaxes f32[...] of all ranks of a group; -1, which stands for none, is below all."""
-    # as in `amax_over`, except that -1 stays negative
-    bits = torch.where(amaxes < 0, amaxes, amaxes.abs()).view(torch.int32)
+    # as in `amax_over`, except that -1 stays negative. `where` is last, because Inductor can't reduce what `view` returns
+    bits = amaxes.view(torch.int32)
+    bits = torch.where(amaxes < 0, bits, bits & _WITHOUT_SIGN)
     return all_reduce(bits, "max", group).view(torch.float32)
 
 
