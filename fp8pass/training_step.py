@@ -173,8 +173,8 @@ class TrainStep:
             )
             if later := [w for w in weights if not w.knows_next_scale]:
                 report.notes.append(
-                    f"FP8 copies of {len(later)} weights that are divided among ranks are made by separate kernels before "
-                    "each step, since their ranks share amaxes once in several steps (reduce_amax_interval)"
+                    f"FP8 copies of {len(later)} weights that are divided among ranks are made by separate kernels "
+                    "before each step, since their ranks share amaxes once in several steps (reduce_amax_interval)"
                 )
             if again := [w for w in weights if w.requantized > w.expected and w.knows_next_scale]:
                 times = max(w.requantized - w.expected for w in again)

@@ -72,8 +72,9 @@ def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
 
     The amaxes are reduced as integers with the same bits: see `amax_reduction.py`.
     """
-    # abs: a NaN with its sign bit set would be a negative integer, below all amaxes
-    bits = amax.abs().view(torch.int32)
+    # without sign: a NaN with its sign bit set would be a negative integer, below all amaxes. `&` is last, not `view`:
+    # from a collective of what `view` returns, Inductor makes wrong code, or fails
+    bits = amax.view(torch.int32) & _WITHOUT_SIGN
     for group in groups:
         bits = all_reduce(bits, "max", group)
     return bits.view(torch.float32) if groups else amax
@@ -81,7 +82,7 @@ def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
 
 def recorded_over(amaxes: Tensor, group: str) -> Tensor:
     """Return the largest recorded amaxes f32[...] of all ranks of a group; -1, which stands for none, is below all."""
-    # as in `amax_over`, except that -1 stays negative. `where` is last, because Inductor can't reduce what `view` returns
+    # as in `amax_over`, except that -1 stays negative
     bits = amaxes.view(torch.int32)
     bits = torch.where(amaxes < 0, bits, bits & _WITHOUT_SIGN)
     return all_reduce(bits, "max", group).view(torch.float32)
