@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fp8pass
+from fp8pass.quant.sharded import recorded_over
 from fp8pass.recipes import DelayedScaling
 from fp8pass.runtime.weight_cache import weights_of
 from tests.helpers.models import Block, make
@@ -158,7 +160,15 @@ def in_a_step() -> Any:
     x[:, -1, 0] = torch.nan if dist.get_rank() else 1.0
     run(x)
     unchanged = all(torch.equal(found["weights"][n], whole(p)) for n, p in model.named_parameters())
-    return found, str(run.report), [(w.is_divided, w.requantized - w.expected) for w in copies], run.skipped, unchanged
+    copied = [(w.is_divided, w.requantized - w.expected) for w in copies]
+    return found, str(run.report), copied, run.skipped, unchanged
+
+
+@on_ranks(2)
+def recorded() -> Tensor:
+    """Return the largest amaxes of two ranks: of none, of a number, and of a NaN with its sign bit set."""
+    mine = torch.tensor([[-1.0, 1.0, -1.0, 4.0], [-1.0, 2.0, 3.0, -math.nan]])[dist.get_rank()]
+    return recorded_over(mine, dist.group.WORLD.group_name)
 
 
 @on_ranks(2, variant=True)
@@ -309,6 +319,11 @@ def test_a_step_is_like_that_of_one_process() -> None:
         assert report.count("block.up") == 3 and "module_calls.py" not in report
         assert skipped == 1 and unchanged
     assert reference["losses"][-1] < reference["losses"][0]
+
+
+def test_the_largest_amaxes_of_ranks() -> None:
+    for largest in recorded():
+        torch.testing.assert_close(largest, torch.tensor([-1.0, 2.0, 3.0, math.nan]), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.variant
