@@ -129,6 +129,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train a model by `train_step`; divide: None for one process."""
     options = {**OPTIONS, **options} if divide is not None else {**OPTIONS, **options, "reduce_amax": False}
+    torch._dynamo.reset()  # all steps have the same code, which Dynamo would compile anew only a few times
     model = make(Net)
     if divide is not None:
         divide(model, init_device_mesh("cpu", (dist.get_world_size(),)))
