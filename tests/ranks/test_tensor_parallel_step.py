@@ -183,8 +183,6 @@ def ways() -> Any:
         "microbatches, off": {"parts": 2, "weight_cache": "off"},
         "interval": {"reduce_amax_interval": 2},
         "interval, off": {"reduce_amax_interval": 2, "weight_cache": "off"},
-        "own": {"reduce_amax": False},
-        "own, off": {"reduce_amax": False, "weight_cache": "off"},
         "early": {"clip": False, "update_in_backward": True, "update_bucket_bytes": 1},
         "late": {"clip": False},
     }.items():
@@ -333,9 +331,8 @@ def test_copies_change_no_number() -> None:
         same(found["straight"], found["off"])
         same(found["microbatches"], found["microbatches, off"])
         same(found["interval"], found["interval, off"])
-        same(found["own"], found["own, off"])
         same(found["early"], found["late"])
-        for name in ("straight", "microbatches", "own", "early", "late"):
+        for name in ("straight", "microbatches", "early", "late"):
             assert found[name]["requantized"] == [0, 0, 0], name
         assert found["interval"]["requantized"] == [3, 3, 3]
         assert "since their ranks share amaxes once in several steps" in str(found["interval"]["report"])
