@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
 from fp8pass.quant import ops
+from fp8pass.quant.sharded import part_of
 
 
 class Numerics(NamedTuple):
@@ -155,7 +156,7 @@ def watch_cached(
     """
     scale = scales[0, quantizer.index].reciprocal()
     scale = torch.where(scale.isnan(), 1.0, scale)  # the scale_inv of a weight with a NaN or inf is NaN
-    numerics.copy_(record_numerics(numerics, numerics_of(ops.part_of(x), scale, x_q), index))
+    numerics.copy_(record_numerics(numerics, numerics_of(part_of(x), scale, x_q), index))
 
 
 def watch_gradient(
