@@ -40,6 +40,7 @@ with required_names():
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
     from torch._dynamo.source import ConstantSource, FSDPNNModuleSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.types import ConvertFrameReturn
     from torch._dynamo.utils import counters, get_metrics_context, graph_break_reasons, to_fake_tensor
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -246,6 +247,21 @@ def around_compilations(begin: Callable[[], None], end: Callable[[CodeType, Any]
         return result
 
     ConvertFrame.__call__ = compile_and_tell  # type: ignore[method-assign]
+
+
+def leave_op_by_op(is_left: Callable[[CodeType], bool]) -> None:
+    """Run functions for whose code `is_left` is true op by op where Dynamo would begin to compile them, from now on.
+
+    Dynamo still compiles them as part of functions that call them, and the functions that they call.
+    """
+    compile_frame = ConvertFrame.__call__
+
+    def compile_or_leave(self: ConvertFrame, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_left(frame.f_code):
+            return ConvertFrameReturn()
+        return compile_frame(self, frame, *args, **kwargs)
+
+    ConvertFrame.__call__ = compile_or_leave  # type: ignore[method-assign]
 
 
 def context_of(code: CodeType) -> dict[str, Any]:
@@ -854,6 +870,7 @@ __all__ = [
     "kernel_called",
     "kernel_keys",
     "kernel_nodes",
+    "leave_op_by_op",
     "linear",
     "list_mode_options",
     "make_boxed_func",

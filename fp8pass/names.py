@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fp8pass._torch import is_of_fsdp
+from fp8pass._torch import MODULE_CALL, is_of_fsdp
 
 
 class Names:
@@ -140,6 +140,8 @@ def parts_of(slot: str) -> list[str]:
 
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\[([^\]]+)\]|\.(\w+)")
 _DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
+_CALLED = re.compile(rf"(\.__dict__\['{MODULE_CALL}'\]|\.{MODULE_CALL})\.args\[1\]")
+"""The end of the source of a module whose call `module_calls.py` catches: an argument of what is called instead."""
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 """The names that `checkpoint_wrapper` and `torch.compile` add to paths. fp8pass's names leave them out."""
 
@@ -151,6 +153,8 @@ MATMULS = frozenset(
 PACKAGE = str(pathlib.Path(__file__).parent)
 TORCH = str(pathlib.Path(torch.__file__).parent)
 """The folders of fp8pass and of torch: files in them are not the user's code."""
+_CALLS = str(pathlib.Path(PACKAGE, "dynamo", "module_calls.py"))
+"""The file whose functions Dynamo traces where a training step calls a module."""
 
 Path = tuple[str, ...]
 """The name of a graph's root, and the names that lead from it to a module or a tensor."""
@@ -165,7 +169,7 @@ def path_of(source: str) -> Path:
     A module in a tuple or a list is a root: ("args.0", "up", "weight") for "L['args'][0]._modules['up']...", which is
     the source of `self` in a decorator's function of `*args`.
     """
-    source = _DICT.sub(r".\1", source)
+    source = _CALLED.sub("", _DICT.sub(r".\1", source))
     head = _ROOT.match(source)
     root = ".".join((head[1], *re.findall(r"\d+", head[2]))) if head else ""
     rest = source[head.end() :] if head else source
@@ -233,7 +237,7 @@ def source_of(node: fx.Node, outermost: bool = False) -> str:
     trace = node.meta.get("stack_trace") or ""
     frames = [line for line in trace.splitlines() if line.lstrip().startswith('File "')]
     # tracers other than Dynamo keep torch's own frames
-    frames = [line for line in frames if f'"{TORCH}' not in line] or frames
+    frames = [line for line in frames if f'"{TORCH}' not in line and _CALLS not in line] or frames
     if not frames:
         return ""
     frame = frames[0 if outermost else -1]  # outermost first, as in Python's tracebacks

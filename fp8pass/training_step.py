@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8pass._torch import counters, frames_op_by_op, optimizers_ranges_ignored
 from fp8pass.backend import compile_graph
+from fp8pass.dynamo.dtensors import dtensors_op_by_op
 from fp8pass.dynamo.module_calls import ModuleCalls
 from fp8pass.dynamo.outside import Outside, warn_of
 from fp8pass.errors import Fp8Error, gone_on_after, warn_once
@@ -37,7 +37,7 @@ from fp8pass.names import PACKAGE, location_of
 from fp8pass.options.config import WEIGHT_CACHES, Config, make_config
 from fp8pass.options.unmatched import check_compiled, check_models, patterns_of, scope_of
 from fp8pass.quant.moments import nbytes_saved, save_plainly
-from fp8pass.quant.sharded import divided_several_times
+from fp8pass.quant.sharded import divided_several_times, part_of
 from fp8pass.report.report import Report, break_of, collect, recompile_of
 from fp8pass.runtime.early_updates import EarlyUpdates
 from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight
@@ -70,9 +70,9 @@ def train_step(function: Callable[..., Any] | None = None, /, **config: Any) -> 
             `skip_nonfinite` are set.
         TypeError: If `function` is not callable.
         Fp8Error: From the first call, if the function has no model, no optimizer or no backward, if its optimizer does
-            not update the model's parameters, if a model is on several devices or sharded by tensor parallelism, if
-            `optimizer_state` or `update_rounding` is set for parameters that several dimensions of a mesh divide, or if
-            `update_in_backward` is set for a step that uses gradients after they are complete.
+            not update the model's parameters, if a model is on several devices, if `optimizer_state` or
+            `update_rounding` is set for parameters that several dimensions of a mesh divide, or if `update_in_backward`
+            is set for a step that uses gradients after they are complete.
     """
     if function is None:
         make_config(config)  # raises at the line with the options
@@ -127,6 +127,7 @@ class TrainStep:
             count_updates(optimizers)
         with ExitStack() as stack:
             stack.enter_context(optimizers_ranges_ignored())
+            stack.enter_context(dtensors_op_by_op())
             for model in models:
                 stack.enter_context(accumulate(model))
             known = all(x in self._checked for x in (*models, *optimizers)) and models and optimizers
@@ -168,12 +169,18 @@ class TrainStep:
         if weights := weights_of(parameters):
             # by rows and by columns, a weight has two copies with scales of their own
             own = {tuple(map(id, w.parts)): w.parts for w in weights}
-            mine, theirs = sum(w.nbytes for w in weights), sum(p.nbytes for parts in own.values() for p in parts)
+            theirs = sum(part_of(p).nbytes for parts in own.values() for p in parts)
+            mine = sum(w.nbytes for w in weights)
             report.notes.append(
                 f"FP8 copies of {len(own)} weights take {mine / 1e6:.1f} MB beside their {theirs / 1e6:.1f} MB "
                 f"(weight_cache={self.config.weight_cache!r})"
             )
-            if again := [w for w in weights if w.requantized > w.expected]:
+            if later := [w for w in weights if not w.knows_next_scale]:
+                report.notes.append(
+                    f"FP8 copies of {len(later)} weights that are divided among ranks are made by separate kernels "
+                    "before each step, since their ranks share amaxes once in several steps (reduce_amax_interval)"
+                )
+            if again := [w for w in weights if w.requantized > w.expected and w.knows_next_scale]:
                 times = max(w.requantized - w.expected for w in again)
                 changed = {tuple(map(id, w.parts)) for w in again}
                 report.notes.append(
@@ -428,18 +435,11 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _check_divided(models: Sequence[nn.Module], config: Config) -> None:
-    """Raise Fp8Error for sharded models that a step can't train: tensor parallel, or options that need one division."""
+    """Raise Fp8Error for options that need one division of a parameter, if several dimensions of a mesh divide one."""
     for model in models:
-        is_fsdp = any(isinstance(m, FSDPModule) for m in model.modules())
         for name, p in model.named_parameters():
             if not isinstance(p, DTensor):
                 continue
-            # FSDP shards over one dimension of a mesh; a second one is tensor parallel.
-            if not is_fsdp or sum(placement.is_shard() for placement in p.placements) > 1:
-                raise Fp8Error(
-                    f"train_step: {name} is divided by tensor parallel, {p.placements}, whose backward torch does not "
-                    'compile in a step. Use torch.compile(model, backend="fp8pass") and an ordinary loop'
-                )
             _check_division(name, p, config)
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8pass import scaling
 from fp8pass.quant import ops
+from fp8pass.quant.sharded import part_of
 
 
 class Numerics(NamedTuple):
@@ -153,7 +154,7 @@ def watch_cached(
     scale = ops.scale_inv_of_copy(quantizer, scales).reciprocal()
     scale = torch.where(scale.isnan(), 1.0, scale)  # the scale_inv of a weight with a NaN or inf is NaN
     x_q = copies[0].t() if ops.is_turned(quantizer) else copies[0]
-    numerics.copy_(record_numerics(numerics, numerics_of(x, scale, x_q), index))
+    numerics.copy_(record_numerics(numerics, numerics_of(part_of(x), scale, x_q), index))
 
 
 def watch_gradient(

@@ -22,7 +22,7 @@ from fp8pass import scaling
 from fp8pass.quant import grouped, moments, random_bits, sharded
 from fp8pass.quant.kernel_ops import ROUNDED, SATURATED
 from fp8pass.quant.random_bits import keys_of as keys_of
-from fp8pass.quant.sharded import Division, amax_over, copy_of, groups_of, on_part, part_of, with_part
+from fp8pass.quant.sharded import Division, amax_over, copy_of, groups_of, on_part, part_of, recorded_over, with_part
 from fp8pass.recipes import (
     BlockwiseScaling,
     Calibration,
@@ -524,7 +524,8 @@ class _Cached(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, quantizer: Cacheable, *state: Tensor) -> Tensor:
         ctx.n_state = len(state)
         scales, *copies = state
-        return scaling.dequantize(as_matrix(quantizer, *copies), scale_inv_of_copy(quantizer, scales), x.dtype)
+        x_hp = scaling.dequantize(as_matrix(quantizer, *copies), scale_inv_of_copy(quantizer, scales), x.dtype)
+        return with_part(x, x_hp)
 
     @staticmethod
     @once_differentiable
@@ -628,9 +629,10 @@ def differentiated_as(y: Tensor, other: Tensor) -> Tensor:
 def cached_operand(x: Tensor, quantizer: Cacheable, *state: Tensor) -> Tensor:
     """Return `x`, a weight, dequantized from its FP8 copy: `qdq_operand` for a weight quantized when it last changed.
 
-    state: a tensor with the scale_inv of the copy, then the copy as in `as_matrix`. Under delayed scaling that tensor
-    is `weight_copy_scales` f32[2, W], see `SlotTensors`: the quantizer's index is that among the W weights, and
-    `begin_step` records the amax. Otherwise see `place_in_copy_scales` of the quantizer.
+    state: a tensor with the scale_inv of the copy, then the copy as in `as_matrix`; of a DTensor, that of this rank's
+    part. Under delayed scaling that tensor is `weight_copy_scales` f32[2, W], see `SlotTensors`: the quantizer's index
+    is that among the W weights, and `begin_step` records the amax. Otherwise see `place_in_copy_scales` of the
+    quantizer.
     """
     return _Cached.apply(x, quantizer, *state)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -732,6 +734,15 @@ def next_scales(
 
 
 @torch.no_grad()
+def amaxes_of_ranks(amax_weights: Tensor, group: str) -> Tensor:
+    """Return the largest of the ranks' amaxes f32[W] of a step: what `amax_reduction.py` makes of them after the step.
+
+    For the scales of weights that are divided among ranks, in the update before that reduction.
+    """
+    return recorded_over(amax_weights, group)
+
+
+@torch.no_grad()
 def predicted_scales(scales: Tensor, weight_copy_scales: Tensor, bounds: Tensor, indices: tuple[int, ...]) -> Tensor:
     """Return `scales` f32[W] with those at `indices` computed from what the weights can become in an update.
 
@@ -762,9 +773,10 @@ def write_weight(
     """Quantize a weight, which is `parts` concatenated along dim 0, into its FP8 copy, in place. Return its amax f32[].
 
     scales: f32[W], the weight's scale at `index`. copies: f8[n, K] for each part. transposes: f8[K, n] for each, or [].
+    Of a DTensor, the copies and the amax are those of what this rank has.
     """
     amaxes = []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(map(part_of, parts)):
         stored = part if part.dtype == torch.float32 else ROUNDED(part)
         amaxes.append(scaling.amax(stored))
         _store(scaling.quantize(stored, scales[index], scaling.E4M3), copies[i : i + 1], transposes[i : i + 1])
@@ -780,7 +792,7 @@ def write_weight_by_itself(
     scales: the tensor that `cached_operand` reads scale_inv from. copies: f8[n, K] for each part, or []. transposes:
     f8[K, n] for each, or [].
     """
-    stored = [part if part.dtype == torch.float32 else ROUNDED(part) for part in parts]
+    stored = [part if part.dtype == torch.float32 else ROUNDED(part) for part in map(part_of, parts)]
     for i, scale in enumerate(quantizer.scales_below(stored, scales)):
         x_q = scaling.quantize(stored[i], scale, quantizer.dtype)
         _store(x_q, copies[i : i + 1], transposes[i : i + 1])

@@ -131,16 +131,29 @@ def copy_of(x: Tensor) -> Tensor:
     return with_part(x, part_of(x).clone())
 
 
+_WITHOUT_SIGN = 0x7FFFFFFF
+"""All bits of a float32 except its sign."""
+
+
 def amax_over(amax: Tensor, groups: Sequence[str]) -> Tensor:
     """Return the largest `amax` f32[...] of all ranks, NaN if any is NaN.
 
     The amaxes are reduced as integers with the same bits: see `amax_reduction.py`.
     """
-    # abs: a NaN with its sign bit set would be a negative integer, below all amaxes
-    bits = amax.abs().view(torch.int32)
+    # without sign: a NaN with its sign bit set would be a negative integer, below all amaxes. `&` is last, not `view`:
+    # from a collective of what `view` returns, Inductor makes wrong code, or fails
+    bits = amax.view(torch.int32) & _WITHOUT_SIGN
     for group in groups:
         bits = all_reduce(bits, "max", group)
     return bits.view(torch.float32) if groups else amax
+
+
+def recorded_over(amaxes: Tensor, group: str) -> Tensor:
+    """Return the largest recorded amaxes f32[...] of all ranks of a group; -1, which stands for none, is below all."""
+    # as in `amax_over`, except that -1 stays negative
+    bits = amaxes.view(torch.int32)
+    bits = torch.where(amaxes < 0, bits, bits & _WITHOUT_SIGN)
+    return all_reduce(bits, "max", group).view(torch.float32)
 
 
 def add(y: Tensor, bias: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8pass import scaling
 from fp8pass.quant import ops
+from fp8pass.quant.sharded import amax_over, groups_of, part_of
 from fp8pass.recipes import scale_of
 from fp8pass.runtime.weight_bounds import predicts
 from fp8pass.states.slots import InstanceState
@@ -22,6 +23,7 @@ from fp8pass.states.slots import InstanceState
 class Fp8Weight:
     """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
+    Of a weight that is divided among ranks, each rank copies its part, f[N, K], with a scale that all ranks share.
     stored: the names of the tensors that the copy consists of: "x_q", "x_t" or both. x_q: f8[N, K]. x_t: f8[K, N]. None
     if it is not stored.
     """
@@ -29,7 +31,7 @@ class Fp8Weight:
     def __init__(self, parts: Sequence[Tensor], stored: Sequence[str]) -> None:
         self._parts = tuple(map(weakref.ref, parts))
         self._made_of: Any = None
-        self._rows = [p.shape[0] for p in parts]
+        self._rows = [part_of(p).shape[0] for p in parts]
         self.x_q: Tensor | None = None
         self.x_t: Tensor | None = None
         self.copies: list[Tensor] = []
@@ -63,6 +65,16 @@ class Fp8Weight:
         return any(id(ref()) in ids for ref in self._parts)
 
     @property
+    def is_divided(self) -> bool:
+        """True if other ranks have other parts of the weight."""
+        return any(map(groups_of, self.parts))
+
+    @property
+    def knows_next_scale(self) -> bool:
+        """True if an update knows the scale of the next step, and so can write the copy."""
+        return True
+
+    @property
     def stored(self) -> tuple[str, ...]:
         """The names of the tensors that the copy consists of."""
         return tuple(name for name in ("x_q", "x_t") if getattr(self, name) is not None)
@@ -85,7 +97,7 @@ class Fp8Weight:
     def store(self, names: Sequence[str]) -> bool:
         """Allocate those of `names` that are not stored yet; return whether there were any. Then all are stale."""
         new = [name for name in names if getattr(self, name) is None]
-        first, rows = self.parts[0], sum(self._rows)
+        first, rows = part_of(self.parts[0]), sum(self._rows)
         # a tensor made in inference mode can't be written in place outside of it
         with torch.inference_mode(False), torch.no_grad():
             for name in new:
@@ -133,7 +145,9 @@ class Fp8Weight:
         self._made_of = None
 
     def _version_key(self) -> Any:
-        return [(p._version, p.data_ptr()) for ref in self._parts if (p := ref()) is not None]
+        parts = [p for ref in self._parts if (p := ref()) is not None]
+        # a DTensor, and the tensor with its part, count their versions separately
+        return [(p._version, part_of(p)._version, part_of(p).data_ptr()) for p in parts]
 
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
@@ -156,7 +170,7 @@ class WeightByItself(Fp8Weight):
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly."""
         with torch.inference_mode(False), torch.no_grad():
-            parts = [p.detach() for p in self.parts]
+            parts = [part_of(p).detach() for p in self.parts]
             ops.write_weight_by_itself(self.quantizer, parts, self.scales, self.copies, self.transposes)
         self._made()
         self.requantized += 1
@@ -210,6 +224,12 @@ class DelayedWeight(Fp8Weight):
         """True if the scale is computed from a predicted amax, or from the amax itself, and not from a history."""
         return predicts(self.parts)
 
+    @property
+    def knows_next_scale(self) -> bool:
+        """False for a divided weight whose ranks share amaxes once in several steps: till then each has others."""
+        reduces = self.state.reduces
+        return not self.is_divided or reduces is None or reduces.interval == 1
+
     def _scale_stays(self) -> bool:
         """Return whether the history is known to hold only amaxes of the current weight, so that its scale stays."""
         recipe = self.state.table.delayed
@@ -244,11 +264,12 @@ class DelayedWeight(Fp8Weight):
         state = self.state
         recipe, t = state.table.delayed, state.tensors
         with torch.inference_mode(False), torch.no_grad():
-            parts = [p.detach() for p in self.parts]
+            parts = [part_of(p).detach() for p in self.parts]
             # the graph that begins a step rolls histories when it runs, after this, and has the next scales
             scales = ops.next_scales(recipe, state.table.n_forward, t.scale, t.amax_history, t.amax_weights)
             amax = torch.stack([scaling.amax(p) for p in parts]).amax()
-            own = scale_of(recipe, amax, scaling.fp8_max(scaling.E4M3))
+            groups = dict.fromkeys(group for p in self.parts for group in groups_of(p))
+            own = scale_of(recipe, amax_over(amax, tuple(groups)), scaling.fp8_max(scaling.E4M3))
             scales = torch.where((scales == 0) | self.is_predicted, own, scales)
             ops.write_weight(scales, self.index, parts, self.copies, self.transposes)
             amaxes = [amax if i == self.index else None for i in range(len(scales))]

@@ -193,6 +193,7 @@ class UpdateGraph:
         self._numbers = Numbers(tensors)
         attempt = self._attempt
         weights = weights_of(tensors) if attempt.form == "fp8" and attempt.runs("write_weights") else []
+        weights = [w for w in weights if w.knows_next_scale]
         states = list(dict.fromkeys(w.state for w in weights if isinstance(w, DelayedWeight)))
         if self.counts is not None:  # a skipped update forgets what its step has recorded, in all states of its tensors
             ids = set(map(id, tensors))
@@ -208,7 +209,7 @@ class UpdateGraph:
             for p, x in zip(self._places, tensors, strict=True)
             if self._rounds and x.dtype == torch.bfloat16 and p not in stored
         ]
-        slots = tuple(map(weight_slots_of, states))
+        slots = tuple(replace(weight_slots_of(s), over=_shared_over(s, weights)) for s in states)
         key = UpdateKey(slots, tuple(writes), restore_if_skipped, tuple(moments), tuple(rounded))
         return key, weights, states, list(moments.values())
 
@@ -359,6 +360,15 @@ def _has_values(x: Tensor) -> bool:
 
 def _retired(*_: Any) -> Run:
     raise AssertionError("an update ran in a graph that had moments in high precision, which are in FP8 now")
+
+
+def _shared_over(state: InstanceState, weights: Sequence[Fp8Weight]) -> str:
+    """Return the name of the group whose ranks share the amaxes of a state's weights; "" if no weight is divided."""
+    mine = (w for w in weights if isinstance(w, DelayedWeight) and w.state is state)
+    if state.reduces is None or not any(w.is_divided for w in mine):
+        return ""
+    group = state.reduces.process_group()
+    return "" if group is None else str(group.group_name)
 
 
 def weight_slots_of(state: InstanceState) -> WeightSlots:

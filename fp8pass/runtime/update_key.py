@@ -37,11 +37,16 @@ class Write:
 
 @dataclass(frozen=True)
 class WeightSlots:
-    """The slots of the weights in one instance state: see `SlotTensors`. first: F; count: W."""
+    """The slots of the weights in one instance state: see `SlotTensors`. first: F; count: W.
+
+    over: the name of the group whose ranks will share the amaxes of this step, if a weight is divided among ranks, so
+    that its amax is another one on each; "" otherwise.
+    """
 
     recipe: DelayedScaling
     first: int
     count: int
+    over: str = ""
 
     def inputs(self, skips: bool) -> tuple[str, ...]:
         """Return the names of the state tensors that an update takes: all amaxes of the step, too, if it may skip."""

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8pass.quant.sharded import groups_of
+
 _CLIPPED = 1.01
 """A norm is summed in float32 at best, and gradients are rounded after they are divided by it."""
 _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -60,7 +62,10 @@ def predict(optimizers: Sequence[Optimizer], max_grad: float | None) -> list[str
             if isinstance(found, str):
                 reasons.append(found)
                 continue
-            for p in group["params"]:
+            whole = [p for p in group["params"] if not groups_of(p)]
+            if len(whole) < len(group["params"]):
+                reasons.append("each rank knows the amax of its part of a weight that is divided among ranks")
+            for p in whole:
                 _sources[p] = _Source(weakref.ref(optimizer), i, max_grad)
     return list(dict.fromkeys(reasons))
 

@@ -21,6 +21,7 @@ from fp8pass import scaling
 from fp8pass._torch import before_eager_optimizers
 from fp8pass.graph.annotation import CachedWeightInput
 from fp8pass.quant import ops
+from fp8pass.quant.sharded import part_of
 from fp8pass.runtime.fp8_weight import DelayedWeight, Fp8Weight, WeightByItself
 from fp8pass.states.slots import InstanceState
 
@@ -163,9 +164,10 @@ def end_step(tensors: Sequence[Tensor]) -> None:
 
 def cached_example(c: CachedWeightInput, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return example inputs to compile a graph with: tensors like those of an `Fp8Weight` of these parameters."""
-    rows, columns = sum(p.shape[0] for p in parts), parts[0].shape[1]
+    local = list(map(part_of, parts))
+    rows, columns = sum(p.shape[0] for p in local), local[0].shape[1]
     like: dict[str, tuple[Sequence[int], torch.dtype]] = {
-        "scales": (_shape_of_scale_inv(c, parts), torch.float32),
+        "scales": (_shape_of_scale_inv(c, local), torch.float32),
         "x_q": ((rows, columns), scaling.E4M3),
         "x_t": ((columns, rows), scaling.E4M3),
     }

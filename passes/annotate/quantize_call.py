@@ -218,7 +218,9 @@ class QuantizeCall:
         names, mutated = self.walk.names, self.walk.mutated
         if not self.walk.config.caches_weights or not self.walk.grad_enabled or x.meta["example_value"].dim() != 2:
             return ()
-        if not isinstance(quantizer, ops.Cacheable):
+        # a scale of the weight itself would need the amax of all ranks in each update: only recorded ones are shared
+        is_kept = isinstance(quantizer, ops.Delayed if sharded.groups_of(x.meta["example_value"]) else ops.Cacheable)
+        if not is_kept or names.is_gathered(x):
             return ()
         parts = names.parts(x)
         copies: list[Any] = [n.args[1] for n, weight in self.walk.weights.items() if weight.parts == parts]
@@ -272,8 +274,8 @@ class QuantizeCall:
 
 
 def _is_cacheable(x: Tensor) -> bool:
-    """Return whether `x` is a parameter that lies whole on this rank."""
-    return isinstance(x, torch.nn.Parameter) and not isinstance(x, (DTensor, *IN_FP8))
+    """Return whether `x` is a parameter in high precision; if it is divided among ranks, its parts are copied."""
+    return isinstance(x, torch.nn.Parameter) and not isinstance(sharded.part_of(x), IN_FP8)
 
 
 def _quantized_like(x: Tensor, dtype: torch.dtype, transposed: bool) -> list[Tensor]:

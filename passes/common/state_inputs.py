@@ -28,7 +28,7 @@ from fp8pass._torch import ConstantSource
 from fp8pass.graph.annotation import STATE_INPUTS, CachedWeightInput, FrozenWeightInput
 from fp8pass.node_meta import PIECE
 from fp8pass.options.config import Reduction
-from fp8pass.passes.common.divide_state import FIRST_PIECE, Division, PieceOf
+from fp8pass.passes.common.divide_state import FIRST_PIECE, Division, PieceNumber, PieceOf
 from fp8pass.passes.common.regions import Region
 from fp8pass.quant import ops
 from fp8pass.recipes import DelayedScaling, Role, StaticScaling
@@ -222,13 +222,14 @@ def _insert(
         if name in ("scales", "amax_forward", "amax_backward_late", "weight_copy_scales")
     }
     begun = list[fx.Node]()
+    # only if each step reduces: between reductions the ranks' scales differ
+    group = reduces.process_group() if reduces is not None and reduces.interval == 1 and table.remembers else None
     if table.remembers:
         read["scales"] = inputs["scale"]
         if table.training:
             begun.append(_begin_step(graph, table.recipe, inputs))
             read["scales"] = begun[-1]
-        if reduces is not None and reduces.interval == 1 and (group := reduces.process_group()) is not None:
-            # only if each step reduces: between reductions the ranks' scales differ
+        if group is not None:
             with graph.inserting_after(read["scales"]):
                 read["scales"] = graph.call_function(ops.shared, (read["scales"], group.group_name))
             begun.append(read["scales"])
@@ -244,6 +245,8 @@ def _insert(
         for node in begun:
             node.meta[PIECE] = FIRST_PIECE
     of_piece = division.divide(graph, read)
+    if division.is_divided and group is not None:
+        _mark_in_pieces(graph, of_piece, group.group_name)
     within: dict[fx.Graph, dict[str, fx.Node]] = {}
     for region in regions:
         outer = of_piece.get(piece_of(region.call), {}) if region.outer is graph else within[region.outer]
@@ -265,6 +268,16 @@ def _insert(
         for node in (slot.node, *slot.also):
             args: Any = (*(placed if a == slot.quantizer else a for a in node.args), *state)
             node.args = args
+
+
+def _mark_in_pieces(graph: fx.Graph, of_piece: dict[PieceNumber, dict[str, fx.Node]], group: str) -> None:
+    """Mark the scales as the same on all ranks in each piece too: outlined, it gets them as inputs."""
+    for piece, of in of_piece.items():
+        begin = next(n for n in graph.nodes if n.op != "placeholder" and n.meta.get(PIECE) == piece)
+        for name in (n for n in of if n.startswith(("forward_scales", "gradient_scales"))):
+            with graph.inserting_before(begin):
+                of[name] = graph.call_function(ops.shared, (of[name], group))
+            of[name].meta[PIECE] = piece
 
 
 def thread(region: Region, outer: dict[str, fx.Node], suffix: str) -> dict[str, fx.Node]:

@@ -9,6 +9,9 @@ or       write_weight_by_itself(quantizer, [p], scales, [x_q: f8[N, K]], [x_t: f
 changes  no existing value; the copy equals the one that the next forward would have computed, or has the scale of a
          predicted amax, `s = predicted_scales(...)`
 
+Of a weight that is divided among ranks, each rank writes the copy of its part. The scale of the next step comes from
+the largest amax of all ranks, which are reduced after the step; so they are reduced here too, `amaxes_of_ranks`.
+
 Runs on Dynamo's graph of an update: a graph that writes into parameters and returns nothing that requires a gradient.
 Optimizers are not recognized by name. After AOTAutograd the parameter's `copy_` and these writes read one value, so
 Inductor computes them in one kernel.
@@ -55,8 +58,10 @@ def _write(
         for i, (slots, of_slots) in enumerate(zip(weight_slots, inputs, strict=True)):
             if not slots.count:
                 continue
-            scales_of = (of_slots[name] for name in ("scale", "amax_history", "amax_weights"))
-            of: Any = (slots.recipe, slots.first, *scales_of)
+            scale, history, amaxes_now = (of_slots[name] for name in ("scale", "amax_history", "amax_weights"))
+            if slots.over:
+                amaxes_now = graph.call_function(ops.amaxes_of_ranks, (amaxes_now, slots.over))
+            of: Any = (slots.recipe, slots.first, scale, history, amaxes_now)
             scales = graph.call_function(ops.next_scales, of)
             predicted = tuple(w.index for w in writes if w.slots == i and w.predicted)
             bounds = [bounds_of.pop(0)] if predicted else []

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, enable_python_dispatcher, pytree
 from fp8pass.passes.common.matmul_calls import mutates
+from fp8pass.quant.sharded import part_of, with_part
 from fp8pass.runtime.update_key import TensorRef, attribute
 
 
@@ -109,7 +110,8 @@ class _OnFakes(fx.Interpreter):
         if not isinstance(x, Tensor):
             return x
         if ref not in self.of:
-            fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            part = part_of(x)
+            fake = with_part(x, torch.empty_strided(part.shape, part.stride(), dtype=x.dtype, device=x.device))
             self.of[ref] = fake.requires_grad_(x.is_leaf and x.requires_grad)
         return self.of[ref]
 
@@ -136,4 +138,4 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)  # the storage object, since fake tensors have no addresses
+    return int(part_of(x).untyped_storage()._cdata)  # the storage object, since fake tensors have no addresses

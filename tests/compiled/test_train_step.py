@@ -798,6 +798,8 @@ def test_a_step_that_is_all_compiled_catches_no_calls() -> None:
     assert not caught.called
     assert counters["stats"]["unique_graphs"] == compiled
     assert step.report.recompiles == []
+    assert {g.name for g in step.report.gemms} == {"0", "1"}
+    assert not any("module_calls.py" in g.source for g in step.report.gemms)
 
 
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.variant)])

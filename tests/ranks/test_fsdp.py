@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fp8pass
 from fp8pass.fsdp import Fp8Shard, GatheredWeight, enable_fp8_all_gather
@@ -390,10 +389,7 @@ def in_a_train_step() -> Any:
     losses = torch.stack([run(x.chunk(2)[dist.get_rank()]) for x in data()])
     dist.all_reduce(losses)
     found.append((losses / 2, "while the backward ran" in str(run.report)))
-    parallel = parallelize_module(make(Block), init_device_mesh("cpu", (2,)), {"up": ColwiseParallel()})
-    with pytest.raises(fp8pass.Fp8Error) as error:
-        _step(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))(data()[0])
-    return found, str(error.value)
+    return found
 
 
 @on_ranks(2)
@@ -564,12 +560,11 @@ def test_what_fsdp_frees_is_not_kept_in_fp8() -> None:
     not COMPILES_FSDP_IN_A_STEP, reason="torch 2.11 itself fails, also with aot_eager: docs/versions.md"
 )
 def test_a_train_step_trains_a_sharded_model() -> None:
-    for (plain, fp8, (early, was_early)), parallel in in_a_train_step():
+    for plain, fp8, (early, was_early) in in_a_train_step():
         assert was_early and torch.equal(early, plain[0])
         torch.testing.assert_close(plain[0], fp8[0], rtol=0.02, atol=0)
         assert plain[0][-1] < plain[0][0]
         assert len(plain[1]) == len(fp8[1]) == 6 and not plain[2] and not fp8[2]
-        assert parallel.startswith("train_step: up.weight is divided by tensor parallel, (Shard(dim=0),)")
 
 
 def test_a_step_is_skipped_on_all_ranks() -> None:

@@ -287,6 +287,21 @@ return ()
     )
 
 
+@pytest.mark.parametrize("over", ["", "0"])
+def test_amaxes_of_ranks_give_the_scales_of_divided_weights(over: str) -> None:
+    module = captured(sgd, *(nn.Parameter(torch.randn(16, 16)) for _ in range(2)), torch.randn(16, 16))
+    slots = WeightSlots(DelayedScaling(), first=1, count=1, over=over)
+    key = UpdateKey((slots,), (Write((written(module)[0],), 0, 0, transposed=False),), (), ())
+    on_update(module, key, TakeStates(), WriteWeights())
+    (scales,) = module.graph.find_nodes(op="call_function", target=ops.next_scales)
+    amaxes: Any = scales.args[-1]
+    if not over:
+        assert amaxes.target == "fp8pass_amax_weights_0"
+        return
+    assert amaxes.target is ops.amaxes_of_ranks and amaxes.args[1] == "0"
+    assert amaxes.args[0].target == "fp8pass_amax_weights_0"
+
+
 def test_written_copies() -> None:
     """The update writes copies of each part with the next scale, their amax and scale_inv; another weight's stay."""
     p, q, other = (nn.Parameter(torch.randn(16, 16) * r) for r in (1, 2, 5))

@@ -1,0 +1,42 @@
+"""Run torch's own functions of DTensors op by op where a training step calls them, instead of compiling each by itself.
+
+Dynamo compiles functions of `torch.distributed`, and is on while a step runs. So it would begin to compile each that is
+called outside of a graph. It fails where a backward calls one: at `DTensor.__tensor_unflatten__`, with which
+AOTAutograd wraps gradients, or `_FromTorchTensor.backward`. On a GPU, whose backward runs in another thread, Dynamo is
+off there. In graphs these functions are still compiled, as part of the functions that call them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+from fp8pass._torch import leave_op_by_op
+
+_DISTRIBUTED = Path(torch.__file__).parent / "distributed"
+_OF_DTENSORS = tuple(str(_DISTRIBUTED / name) for name in ("tensor", "device_mesh.py", "_functional_collectives"))
+"""The beginnings of the paths of files whose functions DTensors call."""
+_steps = 0
+"""Number of open `dtensors_op_by_op` contexts."""
+
+
+@contextlib.contextmanager
+def dtensors_op_by_op() -> Iterator[None]:
+    """Run functions of DTensors that are called outside of graphs op by op within this context."""
+    global _steps
+    _steps += 1
+    try:
+        yield
+    finally:
+        _steps -= 1
+
+
+def _is_left(code: CodeType) -> bool:
+    return _steps > 0 and code.co_filename.startswith(_OF_DTENSORS)
+
+
+leave_op_by_op(_is_left)
