@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fp8pass
 from fp8pass.demo import demo
+from fp8pass.runtime.fp8_weight import DelayedWeight
 from fp8pass.runtime.weight_cache import weights_of
 from fp8pass.scaling import E4M3, fp8_max
 
@@ -42,7 +43,7 @@ def trained(amax: str, steps: int) -> tuple[float, Tensor]:
 def _used(model: nn.Module) -> Tensor:
     parts = []
     for w in weights_of(list(model.parameters())):
-        assert w.state is not None
+        assert isinstance(w, DelayedWeight)
         scale_inv, amax = w.state.tensors.weight_copy_scales[:, w.index]
         parts.append(amax / scale_inv / fp8_max(E4M3))
     return torch.stack(parts)

@@ -14,6 +14,8 @@ weight too: its kernel also quantizes, or reads in another order.
 
 from __future__ import annotations
 
+import itertools
+
 from torch import fx
 
 from fp8pass.graph.builder import val
@@ -26,13 +28,12 @@ def read_written(graph: fx.Graph) -> int:
     writes = [n for n in graph.nodes if n.target is aten.copy_.default and first(n).op == "placeholder"]
     found = {write: readers for write in writes if (readers := match(write))}
     for write, readers in found.items():
-        last = write
+        same, last = _same(write), write
         for node in filter(_is_computed, _chain(readers)):
             last.append(node)
             last = node
-        for reader in readers:
-            same = dict.fromkeys(_same(write), write)
-            reader.args = fx.map_arg(reader.args, lambda n, same=same: same.get(n, n))
+        for reader, x in itertools.product(readers, same):
+            reader.replace_input_with(x, write)
     return sum(map(len, found.values()))
 
 

@@ -93,9 +93,10 @@ def test_copies_have_the_scale_of_the_bound(name: str) -> None:
             group["lr"] *= 0.9
         step(batch(i))
         for w, amax in zip(weights(model), amaxes, strict=True):
+            assert isinstance(w, DelayedWeight) and w.x_q is not None
             (p,), state = w.parts, w.state
             bound = bound_of(optimizer, optimizer.param_groups[0], p.dtype, 1.0)
-            assert state is not None and not isinstance(bound, str)
+            assert not isinstance(bound, str)
             scale = 448 / (torch.tensor(bound.grows) * amax + torch.tensor(bound.moves))
             scale_inv, measured = state.tensors.weight_copy_scales[:, w.index]
             torch.testing.assert_close(scale_inv, scale.reciprocal(), rtol=1e-6, atol=0)
