@@ -221,7 +221,7 @@ def resumed() -> Any:
     """Train half of the steps, load what was saved into another model, and train the others."""
     mesh = init_device_mesh("cpu", (2,))
     saved: Any = None
-    losses = []
+    losses = list[Tensor]()
     for half in (data()[:2], data()[2:]):
         model = by_rows(make(Net, seed=len(losses)), mesh)
         optimizer = adam(model)

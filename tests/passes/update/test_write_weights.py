@@ -291,7 +291,7 @@ return ()
 def test_amaxes_of_ranks_give_the_scales_of_divided_weights(over: str) -> None:
     module = captured(sgd, *(nn.Parameter(torch.randn(16, 16)) for _ in range(2)), torch.randn(16, 16))
     slots = WeightSlots(DelayedScaling(), first=1, count=1, over=over)
-    key = UpdateKey((slots,), (Write((written(module)[0],), 0, 0, transposed=False),), (), ())
+    key = UpdateKey((slots,), (Write((written(module)[0],), ("x_q",), slots=0, index=0),), (), ())
     on_update(module, key, TakeStates(), WriteWeights())
     (scales,) = module.graph.find_nodes(op="call_function", target=ops.next_scales)
     amaxes: Any = scales.args[-1]
