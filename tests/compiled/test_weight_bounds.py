@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8pass
+from fp8pass.runtime.fp8_weight import DelayedWeight
 from fp8pass.runtime.weight_bounds import bound_of, ratio_of_moments
 from tests.helpers.train_step import RECIPE, batch, weights
 
