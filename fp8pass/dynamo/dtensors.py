@@ -2,13 +2,15 @@
 
 Dynamo compiles functions of `torch.distributed`, and is on while a step runs. So it would begin to compile each that is
 called outside of a graph. It fails where a backward calls one: at `DTensor.__tensor_unflatten__`, with which
-AOTAutograd wraps gradients, or `_FromTorchTensor.backward`. On a GPU, whose backward runs in another thread, Dynamo is
-off there. In graphs these functions are still compiled, as part of the functions that call them.
+AOTAutograd wraps gradients, or `_FromTorchTensor.backward`; and where AOTAutograd copies the graph of a backward, with
+its meshes, to compile it late. On a GPU, whose backward runs in another thread, Dynamo is off there. In graphs these
+functions are still compiled, as part of the functions that call them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -17,9 +19,10 @@ import torch
 
 from fp8pass._torch import leave_op_by_op
 
+_FILES = ("tensor", "device_mesh.py", "_functional_collectives", "../_library/fake_class_registry.py")
 _DISTRIBUTED = Path(torch.__file__).parent / "distributed"
-_OF_DTENSORS = tuple(str(_DISTRIBUTED / name) for name in ("tensor", "device_mesh.py", "_functional_collectives"))
-"""The beginnings of the paths of files whose functions DTensors call."""
+_OF_DTENSORS = tuple(os.path.normpath(_DISTRIBUTED / name) for name in _FILES)
+"""The beginnings of the paths of files whose functions DTensors, and copies of their meshes, call."""
 _steps = 0
 """Number of open `dtensors_op_by_op` contexts."""
 

@@ -73,6 +73,10 @@ class Division:
         """Return Python code: it stands in graphs, among the arguments of ops."""
         return f"Division({list(self.shape)}, {str(self.placements)!r})"
 
+    def __deepcopy__(self, _: Any) -> Division:
+        """Return itself, for copies of a graph: a mesh is not copied."""
+        return self
+
     def whole(self, part: Tensor) -> Tensor:
         """Return the DTensor of which this rank has `part`."""
         shape = torch.Size(self.shape)

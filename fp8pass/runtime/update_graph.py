@@ -164,6 +164,8 @@ class UpdateGraph:
         plan, self._attempt = self._fall_back(functools.partial(self._compiled, args), self._attempt)
         return plan
 
+    # Dynamo is on where a compiled step calls this: it would trace the copies that compiling makes, of meshes too
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compiled(self, args: Sequence[Any], attempt: Attempt, dump: Dump) -> _Plan:
         self._leave_out(attempt, args)
         key, weights, states, moments = self._found(args)

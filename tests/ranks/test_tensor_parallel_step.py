@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +37,10 @@ STEPS = 4
 class Net(nn.Module):
     """A block, a norm and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.block, self.norm, self.head = Block(32, 64), nn.RMSNorm(32), nn.Linear(32, 16, bias=False)
+        self.block, self.norm = Block(width, 2 * width), nn.RMSNorm(width)
+        self.head = nn.Linear(width, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.norm(self.block(x)))
@@ -67,8 +69,8 @@ def by_columns(model: Net, mesh: DeviceMesh) -> Net:
     return model
 
 
-def data(steps: int = STEPS) -> list[Tensor]:
-    return list(torch.randn(steps, 4, 8, 32, generator=torch.Generator().manual_seed(1)))
+def data(steps: int = STEPS, width: int = 32) -> list[Tensor]:
+    return list(torch.randn(steps, 4, 8, width, generator=torch.Generator().manual_seed(1)))
 
 
 def adam(model: nn.Module, foreach: bool = True) -> torch.optim.Optimizer:
@@ -217,6 +219,22 @@ def in_a_loop() -> Any:
 
 
 @on_ranks(2, variant=True)
+def in_8_bits() -> Any:
+    """Train a wider model in bfloat16 with moments in FP8, in parts and, on the first rank, whole."""
+
+    def trained_by(divide: bool) -> tuple[Tensor, str]:
+        torch._dynamo.reset()
+        model = make(functools.partial(Net, 64)).bfloat16()
+        if divide:
+            by_rows(model, init_device_mesh("cpu", (2,)))
+        options = {**OPTIONS, "optimizer_state": "fp8", "update_rounding": "stochastic", "reduce_amax": divide}
+        run = fp8pass.train_step(**options)(step_of(model, list(model.parameters()), adam(model), clip=False))
+        return torch.stack([run(x.bfloat16()) for x in data(width=64)]), str(run.report)
+
+    return trained_by(True), None if dist.get_rank() else trained_by(False)
+
+
+@on_ranks(2, variant=True)
 def resumed() -> Any:
     """Train half of the steps, load what was saved into another model, and train the others."""
     mesh = init_device_mesh("cpu", (2,))
@@ -350,6 +368,17 @@ def test_other_steps_are_like_those_of_one_process() -> None:
 def test_a_step_has_the_numbers_of_a_compiled_model_in_a_loop() -> None:
     for stepped, looped in in_a_loop():
         same(stepped, looped)
+
+
+@pytest.mark.variant
+def test_moments_in_fp8_and_parameters_in_bfloat16() -> None:
+    """bfloat16 rounds the losses to 8 bits; the parts of a moment have scales of their own."""
+    runs = in_8_bits()
+    reference, _ = runs[0][1]
+    for (losses, report), _ in runs:
+        assert "4 moments of optimizers are in FP8" in report
+        torch.testing.assert_close(losses, reference, rtol=2**-6, atol=0)
+        assert losses[-1] < losses[0]
 
 
 @pytest.mark.variant
