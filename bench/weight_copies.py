@@ -20,7 +20,8 @@ RECIPES, CACHES, FORWARDS = ("delayed", "dynamic", "rowwise"), ("off", "fp8+tran
 def step(block: str, target: str, recipe: str, cache: str) -> tuple[int, int]:
     """Return the bytes of forward and backward, and those of the update."""
     spec = f"bench.blocks:{block}"
-    (run,) = inspect(spec, target, recipe, optimizer="AdamW", options={"weight_cache": cache}).runs[-1:]
+    found = inspect(spec, target, recipe, optimizer="AdamW", options={"weight_cache": cache})
+    run = next(run for run in found.runs if run.name == f"fp8pass {recipe}")
     update = _part(run, True)
     return around_matmuls(_part(run, False))[0], around_matmuls(update)[0]
 
