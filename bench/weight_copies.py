@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 
-from traffic import around_matmuls, inspect
+from traffic import around_matmuls
 
-from fp8pass.inspect.inspector import Run
+from fp8pass.inspect.inspector import Run, inspect
 
 RECIPES, CACHES, FORWARDS = ("delayed", "dynamic", "rowwise"), ("off", "fp8+transpose"), {1: "one", 4: "four"}
 
