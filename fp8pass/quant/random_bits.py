@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Key = Tensor | tuple[Tensor, Tensor]
-"""What `bits_like` takes: a key i32[], or for a part of a tensor, the key and the index of its first element, i32[]."""
+"""A key of random bits, i32[]; for a part of a tensor, the key and the index of the part's first element, i32[]."""
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ There are two kinds, by where the scale comes from: a slot of delayed scaling, o
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -20,7 +21,7 @@ from fp8pass.runtime.weight_bounds import predicts
 from fp8pass.states.slots import InstanceState
 
 
-class Fp8Weight:
+class Fp8Weight(ABC):
     """The FP8 copy of a weight f[N, K]: one parameter, or several concatenated along dim 0. All graphs share it.
 
     Of a weight that is divided among ranks, each rank copies its part, f[N, K], with a scale that all ranks share.
@@ -90,9 +91,9 @@ class Fp8Weight:
         return sum(x.nbytes for x in self.tensors)
 
     @property
+    @abstractmethod
     def scales(self) -> Tensor:
         """The tensor that graphs and updates find the copy's scale_inv in."""
-        raise NotImplementedError
 
     def store(self, names: Sequence[str]) -> bool:
         """Allocate those of `names` that are not stored yet; return whether there were any. Then all are stale."""
@@ -110,6 +111,7 @@ class Fp8Weight:
             self.invalidate()
         return bool(new)
 
+    @abstractmethod
     def begin_step(self) -> None:
         """Note that a step begins which reads the copy."""
 
@@ -149,9 +151,9 @@ class Fp8Weight:
         # a DTensor, and the tensor with its part, count their versions separately
         return [(p._version, part_of(p)._version, part_of(p).data_ptr()) for p in parts]
 
+    @abstractmethod
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly. begins: for the step that has just begun; otherwise for the next step."""
-        raise NotImplementedError
 
 
 class WeightByItself(Fp8Weight):
@@ -166,6 +168,9 @@ class WeightByItself(Fp8Weight):
     def scales(self) -> Tensor:
         """The tensor that graphs and updates find the copy's scale_inv in."""
         return self._scales
+
+    def begin_step(self) -> None:
+        """Do nothing: the copy has no history."""
 
     def requantize(self, begins: bool = True) -> None:
         """Quantize the weight again, eagerly."""

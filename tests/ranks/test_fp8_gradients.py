@@ -22,7 +22,7 @@ from fp8pass import ddp
 from fp8pass.fsdp import enable_fp8_all_gather, enable_fp8_reduce_scatter
 from fp8pass.quant.wire import GradientExchange, GradientFormat, groups_of
 from tests.helpers.models import Block, Transformer, make
-from tests.helpers.torchrun import collectives, on_ranks
+from tests.helpers.torchrun import COMPILES_FSDP_IN_A_STEP, collectives, on_ranks
 
 SCALES = ("own", "common", "delayed")
 ULP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
@@ -31,7 +31,6 @@ FLOOR = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 COUNT, BLOCK = 1000, 64
 """Gradients of a part, which are not a multiple of the block."""
-COMPILES_FSDP_IN_A_STEP = not torch.__version__.startswith("2.11.")
 
 
 GROWTH = (1.0, 1.0, 32.0)

@@ -24,12 +24,11 @@ from fp8pass.quant.ops import any_nonfinite
 from fp8pass.recipes import DelayedScaling
 from tests.helpers.harness import verdicts
 from tests.helpers.models import Block, make
-from tests.helpers.torchrun import collectives, on_ranks
+from tests.helpers.torchrun import COMPILES_FSDP_IN_A_STEP, collectives, on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
 OPTIONS: dict[str, Any] = {"recipe": RECIPE, "lowering": "eager", "strict": True}
 STEPS = 4
-COMPILES_FSDP_IN_A_STEP = not torch.__version__.startswith("2.11.")
 
 
 class Model(nn.Module):

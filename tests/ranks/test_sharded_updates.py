@@ -33,9 +33,8 @@ from fp8pass.quant.sharded import part_of
 from fp8pass.runtime.rounding import KEY
 from tests.helpers.harness import BF16, F32
 from tests.helpers.models import Block, make
-from tests.helpers.torchrun import collectives, on_ranks
+from tests.helpers.torchrun import COMPILES_FSDP_IN_A_STEP, collectives, on_ranks
 
-COMPILES_FSDP_IN_A_STEP = not torch.__version__.startswith("2.11.")
 pytestmark = [
     pytest.mark.skipif(not COMPILES_FSDP_IN_A_STEP, reason="torch 2.11 itself fails: docs/versions.md"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # when one process loads
