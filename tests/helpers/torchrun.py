@@ -12,10 +12,12 @@ import functools
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -66,8 +68,8 @@ class OnRanks:
 
 
 def _failure(output: str) -> str:
-    """Return the last lines that ranks logged when they failed, or else the end of the output."""
-    lines = [line for line in output.splitlines() if line.startswith("[rank")]
+    """Return the last lines that ranks printed when they failed, or else the end of the output."""
+    lines = [line for line in output.splitlines() if line.startswith("[rank") and "]:W" not in line]
     return "\n".join(lines[-40:]) or output[-4000:]
 
 
@@ -141,13 +143,21 @@ def main(ranks: int, folder: str, *modules: str) -> int:
 
 
 def _run_module(ranks: int, folder: str, module: str) -> bool:
-    """Fork into so many ranks, and wait for their ends. Return whether a rank has failed; then kill the others."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    os.environ.update(
-        where, TORCHELASTIC_USE_AGENT_STORE="True"
-    )  # the store is in this process, as torchrun's is in torchrun
-    running = {_forked(rank, folder, module) for rank in range(ranks)}
+    """Fork into so many ranks, and wait for their ends. Return whether a rank has failed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the store is in this process, as torchrun's is
+        running = {_forked(rank, folder, module) for rank in range(ranks)}
+        # the store has a thread, which may hold a lock that a process forked now would wait for; ranks only connect
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    failed = _wait(running)
+    del store  # which ends its thread before the next module's ranks are forked
+    return failed
+
+
+def _wait(running: set[int]) -> bool:
+    """Wait until these processes have ended. Return whether one has failed; then kill the others."""
     failed = False
     while running:
         ended, status = os.wait()
@@ -169,7 +179,8 @@ def _forked(rank: int, folder: str, module: str) -> int:
         _run_functions(folder, module)
         status = 0
     except BaseException:  # noqa: BLE001  # nothing else in a rank would print it
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        lines = traceback.format_exc().splitlines()
+        sys.stderr.write("".join(f"[rank{rank}]: {line}\n" for line in lines))  # at once: other ranks write, too
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
