@@ -27,14 +27,10 @@ BEYOND: dict[str, tuple[tuple[Any, str], str]] = {
 }
 """For each tier, the function that its tests must not reach, and the message. This keeps the fast tier fast."""
 TESTS = Path(__file__).parent
-GROUPS = (
-    dict.fromkeys(
-        ("amax_reduction", "checkpoints", "ddp", "fsdp", "pipelining", "tensor_parallel", "trainers"), "ranks"
-    )
-    | dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there")
-    | {name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")}
-)
-"""Files whose tests share something slow: ranks, a fixture, a process that they ask. One worker runs a whole group."""
+GROUPS = dict.fromkeys(("choices", "cudagraphs", "inspector", "sm90", "traffic"), "gpu that is not there") | {
+    name: name for name in ("demo", "h200", "html_report", "kernel_ops", "stats", "triton_numerics")
+}
+"""Files whose tests share something slow: a fixture, a process that they ask. One worker runs a whole group."""
 
 
 def stem(file: Path) -> str:
@@ -50,8 +46,10 @@ def tier_of(file: Path) -> str:
 @functools.cache
 def group_of(file: Path) -> str:
     """Return the group of a test file, or "" if its tests may run on several workers."""
-    shares = "pytest.mark.shares_code" in file.read_text()
-    return GROUPS.get(stem(file), str(file) if shares else "")
+    text = file.read_text()
+    if "@on_ranks" in text:
+        return "ranks"  # whose launch runs the functions of all these files
+    return GROUPS.get(stem(file), str(file) if "pytest.mark.shares_code" in text else "")
 
 
 def shares_code(item: Any) -> bool:
