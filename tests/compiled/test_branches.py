@@ -42,7 +42,10 @@ def steps(run: Any, model: nn.Module) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("recipe", "lowering"),
-    [("dynamic", "eager"), ("rowwise", "eager"), pytest.param("dynamic", "inductor", marks=VARIANT)],
+    [
+        ("dynamic", "eager"),
+        *(pytest.param(*of, marks=VARIANT) for of in (("rowwise", "eager"), ("dynamic", "inductor"))),
+    ],
 )
 def test_both_branches_run_in_fp8(recipe: str, lowering: str) -> None:
     model, twin, plain = Branches(), Branches(), Branches()

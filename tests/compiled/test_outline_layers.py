@@ -168,9 +168,9 @@ def test_a_tensor_that_several_layers_read() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"monitor": True},
+        {"weight_cache": "fp8+transpose"},
         pytest.param({"recipe": "dynamic"}, marks=pytest.mark.variant),
-        pytest.param({"weight_cache": "fp8+transpose"}, marks=pytest.mark.variant),
+        pytest.param({"monitor": True}, marks=pytest.mark.variant),
     ],
     ids=str,
 )
@@ -188,10 +188,10 @@ def test_a_tensor_that_is_quantized_for_several_layers(options: dict[str, Any]) 
     "options",
     [
         pytest.param({"recipe": "dynamic"}, marks=pytest.mark.variant),
-        {"recipe": "rowwise"},
+        pytest.param({"recipe": "rowwise"}, marks=pytest.mark.variant),
         {"recipe": {"*.up": "dynamic", "*": "delayed"}},
-        {"recipe": {"layers.0.*": "rowwise", "*": "delayed"}},
-        {"filter": ["layers.1.up"]},
+        pytest.param({"recipe": {"layers.0.*": "rowwise", "*": "delayed"}}, marks=pytest.mark.variant),
+        pytest.param({"filter": ["layers.1.up"]}, marks=pytest.mark.variant),
         {"weight_cache": "fp8+transpose"},
         {"monitor": True},
     ],

@@ -26,7 +26,8 @@ VARIANT = pytest.mark.variant
 
 STEPS, PARTS = 3, 2
 RECIPES = {"dynamic": DynamicScaling(), "static": StaticScaling(12.0), "rowwise": RowwiseScaling()}
-RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+OF_RECIPE = [pytest.param(r, marks=[VARIANT] * (name == "static"), id=name) for name, r in RECIPES.items()]
+RECIPE = pytest.mark.parametrize("recipe", OF_RECIPE)
 
 
 class Attention(nn.Module):
@@ -160,7 +161,7 @@ def check_copies(run: Run, recipe: Recipe) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def check_counted(run: Run, each: int, number: int) -> None:
-    """Check that the copies are counted, and are no state. each: bytes per element; number: of weights."""
+    """Check that the copies are counted, and are not state. each: bytes per element; number: of weights."""
     elements = 32 * (32 + 16 + 32) + 32 * 32
     assert sum(w.nbytes for w in run.copies) == each * elements
     assert run.step.bytes_per_parameter().steady["FP8 copies"] == each * elements
@@ -281,7 +282,7 @@ class Mixed(nn.Module):
 
 
 def test_what_has_no_copy() -> None:
-    """A convolution's weight is no matrix: it is quantized in each forward, and the layer's is not."""
+    """A convolution's weight is not a matrix: it is quantized in each forward, and the layer's is not."""
     got = trained("fp8+transpose", RECIPES["dynamic"], kind=Mixed)
     assert [[p is got.model.up.weight for p in w.parts] for w in got.copies] == [[True]]
 

@@ -44,7 +44,7 @@ interpreted = pytest.mark.skipif(
     ("model", "recipe", "n"),
     [
         ("block", "delayed", 2),
-        ("block", "rowwise", 1),
+        pytest.param("block", "rowwise", 1, marks=pytest.mark.variant),
         pytest.param("gated", "delayed", 1, marks=pytest.mark.variant),
     ],
 )

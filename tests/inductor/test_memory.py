@@ -50,7 +50,7 @@ def allocated(step: Callable[[], None]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("backend", ["inductor", "fp8pass"])
+@pytest.mark.parametrize("backend", ["fp8pass", pytest.param("inductor", marks=pytest.mark.variant)])
 @pytest.mark.parametrize("repeat", [1, pytest.param(2, marks=pytest.mark.variant)])
 def test_counted_memory_is_that_of_a_run(backend: str, repeat: int) -> None:
     """Two equal layers are compiled once with fp8pass, so that a graph holds the tensors of several calls."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ import fp8pass
 from fp8pass.lowering import lower
 from fp8pass.lowering.through_inductor import lower_through_inductor
 from fp8pass.report.report import collect
+from tests.helpers import ROOT, forked
 from tests.helpers.harness import train
 from tests.helpers.models import Block, batches, make
 
@@ -50,13 +50,14 @@ def test_numbers_and_slots_are_those_of_compilation_block_by_block() -> None:
     torch.testing.assert_close(once, trained(by_block=True), rtol=0, atol=0)
 
 
-PROCESS = """
-import sys, torch, fp8pass
+PROGRAM = """
+import os, sys, torch, fp8pass
 from pathlib import Path
 from torch import nn
 from torch._dynamo.utils import counters
 
-saved = Path(sys.argv[1])
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1]
+saved = Path(sys.argv[2])
 if saved.exists():
     torch.compiler.load_cache_artifacts(saved.read_bytes())
 torch.manual_seed(0)
@@ -74,14 +75,13 @@ if not saved.exists():
 """
 
 
-def test_a_second_machine_starts_with_saved_caches(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_second_machine_starts_with_saved_caches(tmp_path: Path) -> None:
     """`torch.compiler.save_cache_artifacts`, loaded where the folder of caches is empty."""
-
-    def start(folder: str) -> list[str]:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / folder))
-        command = [sys.executable, "-c", PROCESS, str(tmp_path / "saved")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-
-    hits, misses = start("first")
-    assert (hits, misses) == ("0", "2")  # what begins the step, and the layer
-    assert start("second") == ["2", "0"]
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    folders = (str(tmp_path / name) for name in ("first", "second"))
+    done = forked.run([forked.Program(file, [f, str(tmp_path / "saved")], root=ROOT) for f in folders], os.environ)
+    assert [each.returncode for each in done] == [0, 0], done
+    hits, misses = zip(*(each.stdout.split() for each in done), strict=True)
+    assert misses == ("2", "0")  # what begins the step, and the layer
+    assert hits == ("0", "2")

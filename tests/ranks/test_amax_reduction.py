@@ -107,7 +107,7 @@ def all_take_another_branch_later() -> Any:
     return errors, histories(second), histories(third)
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def one_keeps_a_model() -> Any:
     """Keep the model that was trained before on rank 0 only; once in the middle of a step, which never ends."""
     found: list[Any] = []
@@ -201,7 +201,7 @@ def joining() -> str:
     return ""
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def with_other_groups_before() -> Any:
     """Train rank 0 alone in its own group first; then both, in the group of all ranks under its several names."""
     one, both = dist.new_group([0]), dist.new_group([0, 1])
@@ -424,6 +424,7 @@ def test_graphs_that_all_ranks_get_later_are_reduced_too() -> None:
     assert len([x for x in first[1]["up.input"] if x > 0]) == 2
 
 
+@pytest.mark.variant
 def test_a_model_that_one_rank_keeps_does_not_matter_to_the_next() -> None:
     first, second = one_keeps_a_model()
     assert first == second
@@ -496,6 +497,7 @@ def test_join_is_refused() -> None:
         assert error.startswith("under DistributedDataParallel.join() a rank may end before the others")
 
 
+@pytest.mark.variant
 def test_what_ranks_have_done_in_other_groups_does_not_matter() -> None:
     first, second = with_other_groups_before()
     assert first == second and first["up.input"][0] > 0

@@ -132,7 +132,7 @@ def ddp_split_through_inductor() -> Any:
     return found
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def ddp_of_equal_layers() -> Any:
     """Train two equal layers, compiled once, and in the graphs that DDPOptimizer makes."""
     found = {}
@@ -212,7 +212,7 @@ def in_a_train_step() -> Any:
     return results(model, [step(part(x)) for x in data()])
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def loops() -> Any:
     """Train on two microbatches with one reduction of gradients; the step calls the model itself, or in a function."""
     found = {}
@@ -287,6 +287,7 @@ def test_ddp_splits_the_graph_and_all_of_it_is_rewritten() -> None:
         assert run["rewritten"] == 3 * 6 - 3 and not run["declined"]
 
 
+@pytest.mark.variant
 def test_ddp_does_not_split_a_graph_whose_layers_are_compiled_once() -> None:
     first, second = ddp_of_equal_layers()
     same(first[True]["weights"], second[True]["weights"])
@@ -337,6 +338,7 @@ def test_microbatches_under_no_sync_are_one_step() -> None:
             torch.testing.assert_close(first["no_sync"]["state"][key], value, rtol=0.05, atol=0, msg=key)
 
 
+@pytest.mark.variant
 def test_a_loop_over_microbatches_in_a_train_step() -> None:
     """Where torch runs the loop op by op, the model still runs in FP8, and all microbatches are one step."""
     for run in loops():

@@ -159,7 +159,7 @@ def in_fp8() -> Any:
     }
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def in_fp8_through_inductor() -> Any:
     """Compile the second of two blocks by Inductor, which takes long: its rows are divided unevenly."""
     model = make(Model)
@@ -479,8 +479,10 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         by_blocks,
         as_a_whole,
         in_fp8,
-        in_fp8_through_inductor,
-        *(pytest.param(how, marks=pytest.mark.variant) for how in (in_fp8_as_a_whole, in_fp8_offloaded)),
+        *(
+            pytest.param(how, marks=pytest.mark.variant)
+            for how in (in_fp8_as_a_whole, in_fp8_offloaded, in_fp8_through_inductor)
+        ),
     ],
     ids=lambda f: f.name,
 )

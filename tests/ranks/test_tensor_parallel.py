@@ -281,7 +281,7 @@ def brought() -> Any:
     return results
 
 
-@on_ranks(2)
+@on_ranks(2, variant=True)
 def exchanged_with_scales_of_rows() -> Any:
     """Exchange tokens without gradients, as `exchanged`, and in a training; return outputs, collectives and notes."""
     found: dict[str, Any] = {}
@@ -425,6 +425,7 @@ def test_rows_are_exchanged_in_fp8() -> None:
         torch.testing.assert_close(inside["weights"], between["weights"])
 
 
+@pytest.mark.variant
 def test_tokens_are_exchanged_with_their_scales() -> None:
     """No bit changes; where the gradient of a weight reads them too, they stay in high precision."""
     for found in exchanged_with_scales_of_rows():
