@@ -112,7 +112,7 @@ EAGER: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-VARIANTS = ("sgd", "momentum", "adam", "adamw amsgrad", "lion", "eager lion")
+VARIANTS = ("sgd", "momentum", "adam", "adamw amsgrad", "lion", "lion data", "eager lion")
 """These are variants, for most tests below have SGD."""
 
 

@@ -19,7 +19,13 @@ pytestmark = pytest.mark.shares_code
 
 
 @pytest.mark.parametrize(
-    "how", ["lowered op by op", "lowered by Inductor", "by a schedule", "after an error in a backward"]
+    "how",
+    [
+        "lowered op by op",
+        "lowered by Inductor",
+        pytest.param("by a schedule", marks=pytest.mark.variant),
+        "after an error in a backward",
+    ],
 )
 def test_code_that_is_kept_keeps_neither_the_model_nor_the_batch_that_it_was_compiled_for(how: str) -> None:
     torch._dynamo.reset()  # otherwise the code may have been compiled for another test's model

@@ -70,6 +70,7 @@ def test_a_short_run_says_what_it_does_and_ends_with_what_comes_next() -> None:
     assert [line[:18].strip() for line in last[1:]] == ["total time", "next"]
 
 
+@pytest.mark.variant
 def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
     result = torchrun.run(2, "-m", "tests.tools.test_demo", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]

@@ -148,7 +148,9 @@ class OfTheUser(CustomGraphPass):
         return "of the user"
 
 
-@pytest.mark.parametrize("several", [False, True] if TAKES_LISTS_OF_PASSES else [False])
+@pytest.mark.parametrize(
+    "several", [True, pytest.param(False, marks=pytest.mark.variant)] if TAKES_LISTS_OF_PASSES else [False]
+)
 def test_passes_that_users_have_configured_run_before_ours(several: bool) -> None:
     joint, kernels = OfTheUser(), OfTheUser()
     own = {"joint_custom_pre_pass": joint, "post_grad_custom_pre_pass": kernels}
