@@ -55,16 +55,16 @@ class SteadyScaling(DelayedScaling):
 
 
 class Steady(oracle.Slot):
-    """`SteadyScaling` in Python."""
+    """`SteadyScaling` in Python, but for quotients in float32, which may be just half of the old scale."""
 
     def first(self, amax: float) -> float:
-        return oracle.MAX[self.fmt] / (amax + 1) if 0 < amax < math.inf else 1.0
+        return float(oracle.MAX[self.fmt] / (torch.tensor(amax) + 1)) if 0 < amax < math.inf else 1.0
 
     def next(self, amax: float) -> float:
         if not 0 < amax < math.inf:
             return self.scale
-        mean = float(torch.tensor(self.history).mean())  # in float32, where the sum may overflow
-        old, new = self.scale or self.first(amax), oracle.MAX[self.fmt] / (mean + 2)
+        mean = torch.tensor(self.history).mean()  # whose sum may overflow
+        old, new = self.scale or self.first(amax), float(oracle.MAX[self.fmt] / (mean + 2))
         if new == 0:  # of an infinite mean
             return self.scale if old / 2 > 0 else old
         return bounded(new if new > 2 * old or new < old / 2 else old)
