@@ -185,9 +185,12 @@ def ways() -> Any:
 
 @on_ranks(2, variant=True)
 def like_others() -> Any:
-    """Train in steps and, on the first rank, in one process: dynamically, microbatches, and with some plain parameters."""
+    """Train in steps and, on the first rank, in one process: dynamically, by Inductor, with microbatches, and with some
+    plain parameters.
+    """
     cases: list[dict[str, Any]] = [
         {"recipe": "dynamic"},
+        {"lowering": "inductor"},
         {"parts": 2},
         {"divide": by_columns, "make_optimizer": sgd, "clip": False},
         {"divide": by_columns, "make_optimizer": lambda model: adam(model, foreach=False), "clip": False},
