@@ -31,20 +31,20 @@ FUSED = {
     "gpt2_mlp": (1_687_216_574, 12, 2, 3),
 }
 
-IN_TORCH_2_15 = torch.__version__.startswith("2.15.")
-"""torch 2.15 reads some rows of two blocks once more."""
+FROM_TORCH_2_14 = not torch.__version__.startswith(("2.11.", "2.12.", "2.13."))
+"""torch 2.14 and 2.15 read some rows of two blocks once more."""
 
 # The same with `save_fp8`, and the bytes that are saved for the backward.
 SAVED = {
     "llama_mlp": (2_383_325_796, 13, 1, 444_629_097),
-    "llama_block": (3_995_798_706 + 7 * 2048 * IN_TORCH_2_15, 30, 1, 688_980_161),
-    "gpt2_mlp": (2_081_825_298 + 2 * 4096 * IN_TORCH_2_15, 13, 2, 302_022_741),
+    "llama_block": (3_995_798_706 + 7 * 2048 * FROM_TORCH_2_14, 30, 1, 688_980_161),
+    "gpt2_mlp": (2_081_825_298 + 2 * 4096 * FROM_TORCH_2_14, 13, 2, 302_022_741),
 }
 
 # The same for a whole step, with the update by AdamW, which writes the FP8 copies of the weights.
 STEP = {
     "llama_mlp": (5_436_875_378, 21, 1),
-    "llama_block": (7_417_792_076 + 12 * 2048 * IN_TORCH_2_15, 40, 2),
+    "llama_block": (7_417_792_076 + 12 * 2048 * FROM_TORCH_2_14, 40, 2),
 }
 MLP = [4096 * 14336] * 3
 WEIGHTS = {"llama_mlp": MLP, "llama_block": [*[4096 * 4096] * 2, *[4096 * 1024] * 2, *MLP]}
