@@ -146,12 +146,23 @@ def update(model: nn.Module, rate: float = 0.01) -> None:
                 p.sub_(rate * p.grad / max(1.0, float(p.grad.norm())))
 
 
+TENSORS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
+"""The number of tensors that a convolution multiplies, which are its first arguments; the last is the weight."""
+
+
+def _is_matmul(weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *others: Any) -> bool:
+    """Return whether each output of a convolution reads a part of the input that no other reads, of all channels."""
+    kernel, groups = [*weight.shape[2:]], others[2]
+    return groups == 1 and not any(padding) and (kernel == [1] * len(kernel) or kernel == [*stride])
+
+
 class Matmuls(TorchDispatchMode):
     """Counts the matmuls that eager calls, and their FLOPs.
 
     It leaves out products with vectors, which Inductor computes as sums of products.
 
-    rounds: round the operands of matmuls to FP8, without using fp8pass. The scale of an operand comes from its largest
+    rounds: round the operands of matmuls to FP8, without using fp8pass, also those of convolutions that are matmuls,
+    which are not counted. The scale of an operand comes from its largest
     amax in earlier steps, in the first step from its own amax. Operands that the forward has seen are rounded to e4m3,
     gradients to e5m2. amaxes: {(number of the matmul, index of the operand): largest amax so far}. shrink: a factor for
     all scales.
@@ -163,7 +174,7 @@ class Matmuls(TorchDispatchMode):
         super().__init__()
         self.rounds, self.shrink = rounds, shrink
         self.amaxes = {} if amaxes is None else amaxes
-        self.flops = self.number = 0
+        self.flops = self.number = self.convolutions = 0
         self.backward = False
         self.seen: dict[int, Tensor] = {}
 
@@ -179,6 +190,10 @@ class Matmuls(TorchDispatchMode):
             if self.rounds and is_matrix and math.prod(batch) <= 16:
                 operands = (self._rounded(x, (self.number, i)) for i, x in enumerate((a, b)))
                 args = (*args[:at], *operands, *args[at + 2 :])
+        if self.rounds and func in TENSORS and _is_matmul(*args[TENSORS[func] - 1 :]):
+            self.convolutions += 1
+            operands = (self._rounded(x, (-self.convolutions, i)) for i, x in enumerate(args[: TENSORS[func]]))
+            args = (*operands, *args[TENSORS[func] :])
         return func(*args, **(kwargs or {}))
 
     def _rounded(self, x: Tensor, at: tuple[int, int]) -> Tensor:
