@@ -162,10 +162,10 @@ class Matmuls(TorchDispatchMode):
     It leaves out products with vectors, which Inductor computes as sums of products.
 
     rounds: round the operands of matmuls to FP8, without using fp8pass, also those of convolutions that are matmuls,
-    which are not counted. The scale of an operand comes from its largest
-    amax in earlier steps, in the first step from its own amax. Operands that the forward has seen are rounded to e4m3,
-    gradients to e5m2. amaxes: {(number of the matmul, index of the operand): largest amax so far}. shrink: a factor for
-    all scales.
+    which are not counted. The scale of an operand comes from its largest amax in earlier steps, in the first step from
+    its own amax. Operands that the forward has seen are rounded to e4m3, gradients to e5m2. amaxes: {(number of the
+    matmul, or less than 0 of the convolution; index of the operand): largest amax so far}. shrink: a factor for all
+    scales.
     """
 
     def __init__(
