@@ -18,11 +18,11 @@ after each run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import fnmatch
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import signal
@@ -88,7 +88,7 @@ SHAPES = (
     *((16384, 8192, 7168), (16384, 3584, 8192), (16384, 1024, 8192), (16384, 8192, 1280)),
     *((4096, 8192, 16384), (1024, 2048, 1024)),
 )
-QUICK_SHAPES = ((128, 64, 96),)
+QUICK_SHAPES = (128, 64, 96), (64, 96, 64)
 
 COMPILES = 0.6
 """The share of the time in which the runs compile; the rest is for measuring."""
@@ -223,8 +223,9 @@ class Run:
         """Let the process measure, and end it if it takes too long."""
         if self.runs() and time.monotonic() < until:
             assert self.process.stdin is not None
-            self.process.stdin.write(b"go\n")
-            self.process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has just failed
+                self.process.stdin.write(b"go\n")
+                self.process.stdin.flush()
             wait(lambda: not self.runs(), until)
         self.kill()
 
@@ -247,11 +248,10 @@ class Run:
         return [{"work": work, "who": who, **row} for row in rows]
 
 
-def wait(condition: Callable[[], bool], until: float) -> bool:
-    """Wait until a condition holds or the time is reached; return whether it holds."""
-    while not (holds := condition()) and time.monotonic() < until:
+def wait(condition: Callable[[], bool], until: float) -> None:
+    """Wait until a condition holds, or the time is reached."""
+    while not condition() and time.monotonic() < until:
         time.sleep(0.02)
-    return holds
 
 
 def measure(names: Sequence[str], options: Sequence[str], seconds: float, record: Callable[[Row], None]) -> None:
@@ -326,7 +326,7 @@ def environment_of(device: torch.device) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "torch": str(torch.__version__),
         **{name: version(name) for name in ("triton", "torchao", "transformers", "jax", "flax", "fp8pass")},
-        "commit": commit(),
+        "commit": output("git", "describe", "--always", "--dirty"),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -353,11 +353,6 @@ def output(*command: str) -> str:
         return f"unknown: {str(error)[:200]}"
 
 
-def commit() -> str:
-    """Return the commit of this checkout."""
-    return output("git", "describe", "--always", "--dirty")
-
-
 def state_of_gpu() -> dict[str, str]:
     """Return driver, clocks, power and temperature as nvidia-smi reports them, or why it does not."""
     names = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")
@@ -371,15 +366,6 @@ def copy_rate(device: torch.device) -> float:
     into = torch.empty_like(source)
     (times,) = seconds(device, [partial(into.copy_, source)], 10)
     return 2 * source.numel() / statistics.median(times[2:])
-
-
-def finite(value: Any) -> Any:
-    """Return a value for JSON, which has neither NaN nor infinities: they become text."""
-    if isinstance(value, dict):
-        return {name: finite(v) for name, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -408,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with given.out.open("w") as file:
 
         def write(row: Row) -> None:
-            file.write(json.dumps(finite(row)) + "\n")
+            file.write(json.dumps(row) + "\n")
             file.flush()
 
         def record(row: Row) -> None:

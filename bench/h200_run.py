@@ -42,7 +42,6 @@ from h200 import (
     SHAPES,
     TORCHAO,
     Row,
-    finite,
     linear,
     seconds,
     with_unit_products,
@@ -298,15 +297,11 @@ def choose(device: torch.device, tuner: Any, arguments: Sequence[Any], stream: A
     return {"stores_fp8": stores_fp8, "kernel": tuner.fn.__name__, "bytes": moved, "configurations": configurations}
 
 
-def tensors(arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the different tensors of a kernel's arguments."""
-    return list({a.data_ptr(): a for a in arguments if isinstance(a, Tensor)}.values())
-
-
 def moved_bytes(tuner: Any, arguments: Sequence[Any]) -> int:
     """Return the bytes that a kernel reads and writes, as Inductor counts them; of a fused matmul, all its tensors."""
-    counted = tuner.inductor_meta.get("kernel_num_gb")
-    return round(1e9 * counted) if counted else sum(t.nbytes for t in tensors(arguments))
+    if counted := tuner.inductor_meta.get("kernel_num_gb"):
+        return round(1e9 * counted)
+    return sum({a.data_ptr(): a.nbytes for a in arguments if isinstance(a, Tensor)}.values())
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
@@ -350,16 +345,14 @@ def prepare_layer(job: Job, made: nn.Module, x: Tensor, bounds: dict[str, Bounds
     exact = Subject(wide := copy.deepcopy(model).float(), wide, x.detach().float().requires_grad_(), cotangent)
     wanted = patiently(exact.results)
     del exact, wide
-    base_model = copy.deepcopy(model)
     # torchao comes after BF16, for it patches Inductor's min and max
-    base = Subject(base_model, by_inductor(job, base_model), x, cotangent)
+    base = Subject(same := copy.deepcopy(model), by_inductor(job, same), x, cotangent)
     for _ in range(4):
         patiently(base.step)
     begun = time.perf_counter()
     with collect() as report:
         options = {"min_speedup": 0} if job.work == "linear" else {}  # to judge the rule, even what it would decline
         subject = Subject(*compiled(job, model, **options), x, cotangent)
-        skipped = cudagraphs_skipped()
         for _ in range(4):  # delayed scaling has its scales after one step, CUDA graphs are recorded in the third
             patiently(subject.step)
     row |= {"compile_s": round(time.perf_counter() - begun, 1)}
@@ -369,16 +362,11 @@ def prepare_layer(job: Job, made: nn.Module, x: Tensor, bounds: dict[str, Bounds
         row |= {"matmuls": report.summary(), "declined": sorted(report.rules())}
         if not report.rewritten:
             row["status"] = f"wrong: nothing runs in FP8; {report.summary()}"
-    if job.mode and job.cuda and (count := cudagraphs_skipped() - skipped):
+    if job.mode and job.cuda and (count := counters["inductor"]["cudagraph_skips"]):
         row["status"] = f"wrong: {count} CUDA graphs skipped; TORCH_LOGS=cudagraphs says why"
     base.clear()
     subject.clear()
     return partial(time_layer, job, row, base, subject)
-
-
-def cudagraphs_skipped() -> int:
-    """Return how many CUDA graphs Inductor has skipped in this process."""
-    return int(counters["inductor"]["cudagraph_skips"])
 
 
 def time_layer(job: Job, row: Row, base: Subject, subject: Subject) -> Row:
@@ -413,7 +401,6 @@ def linears(job: Job) -> Iterator[Callable[[], Row]]:
         if job.target is not None:
             row["predicted_speedup"] = predicted_speedup(job.target, m, k, n, DelayedScaling())
             row["pays_from_m"] = in_words(pays_from(job.target, ROWS, k, n, DelayedScaling()))
-        torch.compiler.reset()  # else BF16 would take what is compiled for another contender's function
         with job.device:
             made, x = linear(m, k, n)
             yield prepare_layer(job, made, x, LINEAR, row)
@@ -603,7 +590,7 @@ def main() -> None:
         if not job.mode:  # kernels in a CUDA graph can't be chosen later
             stack.enter_context(tuning_later())
         for row in results(job, ready):
-            file.write(json.dumps(finite(row)) + "\n")
+            file.write(json.dumps(row) + "\n")
             file.flush()
     os._exit(0)  # giving the memory back takes a second, in which the next run would wait
 

@@ -162,7 +162,7 @@ def kernels(_: Row, rows: list[Row], most: int = 14) -> str:
             {"kernel": name, "us": 1e3 * ms} for name, ms, _ in row["kernels"] if _stores(name)
         ]:
             chosen = next((c for c in one.get("configurations", ()) if c["chosen"]), one)
-            cells = (named(row)[0], f"`{_shortened(one['kernel'])}`", f"{chosen['us']:.0f}")
+            cells: tuple[str, ...] = (named(row)[0], f"`{_shortened(one['kernel'])}`", f"{chosen['us']:.0f}")
             if "configurations" in one:
                 others = ", ".join(f"{_tile(c)} {c['us']:.0f}" for c in one["configurations"] if not c["chosen"])
                 moved = f"{one['bytes'] / 1e6:.0f}", f"{chosen['GB_s']:.0f}", f"{chosen['share_of_copy']:.0%}"

@@ -33,7 +33,18 @@ Rows = list[dict[str, Any]]
 
 def dry_run(path: Path, *runs: str) -> Rows:
     """Dry-run the runs, in processes; return what was written."""
-    command = [sys.executable, h200.__file__, "--device", "cpu", "--quick", "--out", str(path), *runs]
+    command = [
+        sys.executable,
+        h200.__file__,
+        "--device",
+        "cpu",
+        "--quick",
+        "--minutes",
+        "30",
+        "--out",
+        str(path),
+        *runs,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *rows = [json.loads(text) for text in path.read_text().splitlines()]
@@ -56,10 +67,11 @@ def hold(row: dict[str, Any]) -> None:
 
 def test_dry_run(tmp_path: Path) -> None:
     rows = dry_run(tmp_path / "out.jsonl", "linear--delayed", "gemm--tensorwise", "hf_8b_4l--bf16")
-    one, *gemms, step = rows
+    one, two, *gemms, step = rows
     hold(one)
-    assert (one["m"], one["k"], one["n"]) == h200.QUICK_SHAPES[0]
-    assert [g["fast_accum"] for g in gemms] == [True, False]
+    hold(two)
+    assert tuple((row["m"], row["k"], row["n"]) for row in (one, two)) == h200.QUICK_SHAPES
+    assert [g["fast_accum"] for g in gemms] == [True, False] * 2
     assert all(g["dB"][0] > 50 and len(g["ms"]) == 2 and g["status"] == "ok" for g in gemms)
     hold(step)
     assert step["loss"][1] < step["loss"][0] and step["tokens_s"] == pytest.approx(32e3 / step["ms"], rel=1e-3)
