@@ -54,18 +54,12 @@ TORCHAO = ("ao_tensorwise", "ao_rowwise")
 LAYER = ("bf16", *OURS, *TORCHAO)
 STEP = ("bf16", *OURS, *(f"t_{name}" for name in OURS if name != "graphs"), *TORCHAO)
 RUNS: dict[str, Sequence[str]] = {
-    "llama_block": LAYER,
-    "hf_8b_4l": STEP,
-    "llama_mlp": LAYER,
-    "gpt2_mlp": LAYER,
-    "relu2_mlp": LAYER,
-    "hf_1b_8l": STEP,
-    "gpt2": STEP,
+    **dict.fromkeys(("llama_block", "llama_mlp", "gpt2_mlp", "relu2_mlp", "linear"), LAYER),
+    **dict.fromkeys(("hf_8b_4l", "hf_1b_8l", "gpt2"), STEP),
     "gemm": ("tensorwise", "rowwise"),
-    "linear": LAYER,
     "xla": ("jax",),
 }
-"""All contenders of each workload, in the order in which they are timed."""
+"""All contenders of each workload."""
 USUAL = [
     f"{work}--{who}"
     for work, *names in (
@@ -81,7 +75,7 @@ USUAL = [
     )
     for who in names
 ]
-"""The runs without any patterns."""
+"""The runs without any patterns, in the order in which they are timed."""
 
 # The shapes of Llama 2 70B that torchao benchmarks (M = 4 x 4096), and the two of torchao's README.
 SHAPES = (

@@ -34,18 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from h200 import (
-    LAYERS,
-    OURS,
-    QUICK,
-    QUICK_SHAPES,
-    SHAPES,
-    TORCHAO,
-    Row,
-    linear,
-    seconds,
-    with_unit_products,
-)
+from h200 import LAYERS, OURS, QUICK, QUICK_SHAPES, SHAPES, TORCHAO, Row, linear, seconds, with_unit_products
 from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
