@@ -61,8 +61,9 @@ def hold(row: dict[str, Any]) -> None:
     assert row["kernels"][0][1] > 0
     if row["who"] in h200.OURS and "dB" in row:
         assert row["matmuls"].split(" (")[0].endswith("100% of matmul FLOPs") and row["declined"] == []
-        assert row["p20_80"][0] <= row["speedup"] <= row["p20_80"][1] and min(row["ms"]) > 0 and row["table"] == []
-        assert row["ms"][0] > 0 and (row["who"] == "delayed") == ("kernels_bf16" in row)
+        assert row["p20_80"][0] <= row["speedup"] <= row["p20_80"][1] and min(row["ms"]) > 0
+        assert row.get("table") == (None if row["who"] == "graphs" else [])
+        assert (row["who"] == "delayed") == ("kernels_bf16" in row)
 
 
 def test_dry_run(tmp_path: Path) -> None:
@@ -91,15 +92,14 @@ def test_what_cannot_run_is_skipped() -> None:
 
 
 @pytest.mark.variant
-def test_every_contender(tmp_path: Path) -> None:
-    ours = ("delayed", "dynamic", "rowwise", "fused", "save", "fusedsave", "graphs")
-    runs = [f"llama_block--{who}" for who in ("bf16", *ours)] + ["gpt2_mlp--delayed", "relu2_mlp--delayed"]
-    peers = [f"llama_mlp--{who}" for who in h200.TORCHAO]
-    rows = dry_run(tmp_path / "out.jsonl", *runs, "hf_1b_8l--t_delayed", "hf_1b_8l--delayed", *peers)
-    assert [f"{row['work']}--{row['who']}" for row in rows][: len(runs)] == runs
-    for row in rows[: -len(peers)]:
-        hold(row)
-    assert all(row["status"] == "ok" or row["status"].startswith("skipped: ") for row in rows[-len(peers) :])
+def test_every_kind_of_contender(tmp_path: Path) -> None:
+    layers = [f"llama_block--{who}" for who in ("bf16", "rowwise", "fusedsave", "graphs")]
+    runs = [*layers, "relu2_mlp--delayed", "hf_1b_8l--t_delayed", "llama_mlp--ao_tensorwise"]
+    rows = dry_run(tmp_path / "out.jsonl", *runs)
+    assert [f"{row['work']}--{row['who']}" for row in rows] == runs
+    for row in rows:
+        if row["status"] != "skipped: No module named 'torchao'":
+            hold(row)
 
 
 @pytest.mark.gpu
