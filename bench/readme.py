@@ -11,11 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import rooms_drawing
 from diagram import svg
+from measured import TABLES, printed
 
 from fp8pass.pipeline import DYNAMO, JOINT, KERNELS, TRACED, UPDATE
 
@@ -229,11 +231,6 @@ def host_overhead() -> str:
     return run(sys.executable, "bench/host_overhead.py", "--steps", "50")
 
 
-def measured() -> str:
-    """Return the table of what was measured on a GPU."""
-    return run(sys.executable, "bench/measured.py")
-
-
 def dumps() -> str:
     """Return the index of an example's dump, without passes that change nothing, and the output of one of its files."""
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +297,7 @@ SECTIONS = {
     "monitor": monitor,
     "monitor_cost": monitor_cost,
     "dumps": dumps,
-    "measured": measured,
+    **{f"measured_{name}": partial(printed, name) for name in ("h100", *TABLES)},
     "zoo": zoo,
 }
 FILES = {
@@ -338,7 +335,8 @@ FILES = {
     "compile_time": "docs/kernels.md",
     "host_overhead": "docs/kernels.md",
     "dumps": "docs/dumps.md",
-    "measured": "docs/measured.md",
+    **{f"measured_{name}": "docs/measured.md" for name in ("h100", *TABLES)},
+    "measured_short": "README.md",
     "monitor": "docs/monitor.md",
     "monitor_cost": "docs/monitor.md",
     "divergence": "docs/debugging.md",

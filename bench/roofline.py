@@ -1,9 +1,9 @@
 """Compare the predictions of fp8pass/roofline.py with published measurements.
 
-python bench/roofline.py [--measured FILE.json ...] [--machine FILE.json] [--write]
+python bench/roofline.py [--measured FILE ...] [--machine FILE.json] [--write]
 
-    --measured   use your own measurements instead of the published ones: a list of objects with op ("gemm" or
-                 "linear_fwd_bwd"), m, k, n, recipe, gpu, seconds_bf16, seconds_fp8
+    --measured   use your own measurements instead of the published ones: what bench/h200.py has written, or a list of
+                 objects with op ("gemm" or "linear_fwd_bwd"), m, k, n, recipe, gpu, seconds_bf16, seconds_fp8
     --machine    the target of all measurements, as `fp8pass.roofline.load_machine` reads it
     --write      write the tables into docs/roofline.md
 
@@ -119,7 +119,9 @@ class Point:
 
 
 def load(path: Path, machine: Target | None) -> list[Point]:
-    """Return the points of a file, which is bench/measured_points.json or a list of a user's measurements."""
+    """Return the points of a file: bench/measured_points.json, a list of measurements, or what bench/h200.py wrote."""
+    if path.suffix == ".jsonl":
+        return _of_bench([json.loads(text) for text in path.read_text().splitlines()], machine)
     data = json.loads(path.read_text())
     if isinstance(data, list):
         return [_point(row, row["gpu"], machine or _named(row["gpu"])) for row in data]
@@ -129,6 +131,18 @@ def load(path: Path, machine: Target | None) -> list[Point]:
         for source in data["sources"]
         for row in source["points"]
     ]
+
+
+def _of_bench(lines: list[dict[str, Any]], machine: Target | None) -> list[Point]:
+    """Return the linear layers that bench/h200.py measured with a recipe."""
+    gpu = lines[0]["environment"]["gpu"]
+    points = []
+    for row in lines[1:]:
+        if row["work"] == "linear" and row["who"] in NAMED and row.get("status") == "ok":
+            bf16, fp8 = (ms / 1e3 for ms in row["ms"])
+            same = {"op": "linear_fwd_bwd", "recipe": row["who"], "seconds_bf16": bf16, "seconds_fp8": fp8}
+            points.append(_point(row | same, gpu, machine or _named(gpu)))
+    return points
 
 
 def _target(name: str, values: dict[str, Any]) -> Target:

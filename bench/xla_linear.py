@@ -1,4 +1,4 @@
-"""Time a linear layer's forward and backward in XLA, in BF16 and FP8; print points like bench/h200.py's as a JSON list.
+"""Time a linear layer's forward and backward in XLA, in BF16 and FP8; print rows like bench/h200.py's as a JSON list.
 
     python bench/xla_linear.py M K N cuda|cpu
 
@@ -75,35 +75,26 @@ def with_state(state: Any) -> dict[str, Any]:
 
 
 def timed(base: Step, step: Step, args: tuple[Any, Any, Any], calls: int) -> dict[str, Any]:
-    """Time five rounds of `calls` calls of each function, in turns; return median, 20th and 80th percentiles."""
-    found: dict[str, list[float]] = {"seconds_bf16": [], "seconds_fp8": []}
+    """Time five rounds of `calls` calls of each function, in turns; return medians and the speed-up."""
+    found: list[list[float]] = [[], []]
     for _ in range(5):
-        for times, function in zip(found.values(), (base, step), strict=True):
+        for times, function in zip(found, (base, step), strict=True):
             begun = time.perf_counter()
             for _ in range(calls):
                 results = function(*args)
             jax.block_until_ready(results)
-            times.append((time.perf_counter() - begun) / calls)
-    points: dict[str, Any] = {}
-    for name, times in found.items():
-        times.sort()
-        points |= {name: times[2], f"{name}_p20": times[1], f"{name}_p80": times[3]}
-    ratio = points["seconds_bf16"] / points["seconds_fp8"]
-    low, high = (
-        points[f"seconds_bf16{a}"] / points[f"seconds_fp8{b}"] for a, b in (("_p20", "_p80"), ("_p80", "_p20"))
-    )
-    return {**points, "speedup": ratio, "speedup_p20": low, "speedup_p80": high, "timer": f"wall clock, {calls} calls"}
+            times.append((time.perf_counter() - begun) / calls * 1e3)
+    ratios = sorted(b / f for b, f in zip(*found, strict=True))
+    return {"ms": [sorted(times)[2] for times in found], "speedup": ratios[2], "p20_80": [ratios[1], ratios[3]]}
 
 
-def checked(found: tuple[Any, Any, Any], args: tuple[Any, Any, Any]) -> dict[str, float]:
+def checked(found: tuple[Any, Any, Any], args: tuple[Any, Any, Any]) -> list[float]:
     """Return the SQNR of the first rows of each result, in dB."""
     x, w, g = (np.asarray(t.astype(jnp.float32), np.float64) for t in args)
-    exact = x[:ROWS] @ w, g[:ROWS] @ w.T, x[:, :ROWS].T @ g
-    names = "output", "grad_input", "grad_weight"
-    noise = {}
-    for name, wanted, got in zip(names, exact, found, strict=True):
+    noise = []
+    for wanted, got in zip((x[:ROWS] @ w, g[:ROWS] @ w.T, x[:, :ROWS].T @ g), found, strict=True):
         off = wanted - np.asarray(got[:ROWS].astype(jnp.float32), np.float64)
-        noise[name] = float(10 * np.log10(np.square(wanted).sum() / np.square(off).sum()))
+        noise.append(float(10 * np.log10(np.square(wanted).sum() / np.square(off).sum())))
     return noise
 
 
@@ -112,13 +103,13 @@ def point(name: str, make: Callable[[], Any], base: Any, args: tuple[Any, Any, A
     try:
         step = make()
     except ImportError as error:
-        return {"recipe": name, "status": f"skipped: {error}"}
+        return {"who": name, "status": f"skipped: {error}"}
     except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
-        return {"recipe": name, "status": f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return {"who": name, "status": f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     for _ in range(3):
         results = step(*args)
     text = step.lower(*args).compile().as_text()
-    found = {"recipe": name, "sqnr_db": checked(results, args), "fp8_matmuls": text.count(f'"{F8_CALL}"')}
+    found = {"who": name, "dB": checked(results, args), "fp8_matmuls": text.count(f'"{F8_CALL}"')}
     return {**found, **timed(base, step, args, calls)}
 
 
@@ -128,7 +119,7 @@ def main(m: int, k: int, n: int, device: str) -> None:
     shapes = (m, k), (k, n), (m, n)
     args = tuple(jax.random.normal(key, shape, BF16) for key, shape in zip(keys, shapes, strict=True))
     if jax.default_backend() != {"cuda": "gpu"}.get(device, device):
-        shown = [{"recipe": "xla", "status": f"skipped: this JAX runs on {jax.default_backend()}, not on {device}"}]
+        shown = [{"who": "xla", "status": f"skipped: this JAX runs on {jax.default_backend()}, not on {device}"}]
     else:
         base = jax.jit(bf16)
         jax.block_until_ready(base(*args))

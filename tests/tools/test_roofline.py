@@ -425,5 +425,10 @@ def test_measurements_of_the_user(bench: ModuleType, tmp_path: Path) -> None:
     assert alone.predicted() == (gemm_seconds(*args, BF16, 2), gemm_seconds(*args, E4M3, 2, "rowwise"))
     wide, narrow = layer.predicted()
     assert wide / narrow == pytest.approx(predicted_speedup(*args, DelayedScaling()))
+    written = [{"environment": {"gpu": "NVIDIA H200"}}, {"work": "gemm", "who": "rowwise", "status": "ok"}]
+    linear = {"work": "linear", "who": "delayed", "status": "ok", "m": SIDE, "k": SIDE, "n": SIDE, "ms": [3, 2]}
+    written += [linear, linear | {"who": "ao_rowwise"}, linear | {"status": "out of time"}]
+    (tmp_path / "h200.jsonl").write_text("\n".join(map(json.dumps, written)))
+    assert bench.load(tmp_path / "h200.jsonl", None) == [layer]
     (mine, _) = bench.load(tmp_path / "h200.json", replace(H200, gemm_start=1e-6))
     assert mine.predicted()[0] == pytest.approx(alone.predicted()[0] - 3e-6)
