@@ -21,7 +21,7 @@ from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
 from fp8pass.graph.builder import multiplies
-from fp8pass.graph.other_libraries import arguments_of
+from fp8pass.graph.other_libraries import Arguments, arguments_of
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
 from fp8pass.graph.verdict import Gemm
@@ -253,7 +253,7 @@ def quantized(module: fx.GraphModule, config: Config, names: Names, bootstrap: b
     """Insert quantize-dequantize into a traced graph, in place; return choices and slots: see `TracedContext`."""
     context = TracedContext(config, names=names, bootstrap=bootstrap)
     todo = TRACED if config.recipe is not None else ()
-    _run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", _verify)
+    _run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", _verifier)
     return context
 
 
@@ -261,7 +261,7 @@ def runs_anywhere(module: fx.GraphModule, config: Config, dump: Dump) -> None:
     """Replace the FP8 matmuls of a traced graph that this device has no kernel for, in place."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
-            _run_all((EmulateMatmuls(),), part, Context(config), dump, "traced", _verify)
+            _run_all((EmulateMatmuls(),), part, Context(config), dump, "traced", _verifier)
 
 
 def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:
@@ -312,7 +312,7 @@ class KernelPasses(CustomGraphPass):
         times = timed.autotunes() and not is_pretended()
         context = Context(self.config, seconds_of=self._seconds if times else None)
         with ONE_AT_A_TIME, self.timing.counting("passes"):
-            _run_all(todo, _module_of(graph), context, self.dump, f"{part}{number}", _verify)
+            _run_all(todo, _module_of(graph), context, self.dump, f"{part}{number}", _verifier)
         for name, note in context.fused.items():
             for gemm in self.gemms().get(name, ()):
                 gemm.note = gemm.note or note
@@ -376,7 +376,7 @@ class Pipeline(CustomGraphPass):
         """Run the passes, and publish the verdicts."""
         context = Context(self.config, self.choices, self.attempt.reason, self.is_update)
         part = f"joint.{self.parts}" if self.parts else "joint"
-        _run_all(self.passes, _module_of(graph), context, self.dump, part, _verify)
+        _run_all(self.passes, _module_of(graph), context, self.dump, part, _verifier)
         self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
         if (drawing := drawn()) is not None:
             drawing.verdicts(self.gemms)
@@ -507,8 +507,13 @@ def _run(p: Pass[C], module: fx.GraphModule, context: C) -> int:
     return observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0
 
 
-def _verify(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
-    return functools.partial(verify, module.graph, context.computed, arguments_of(module.graph))
+def _verifier(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
+    """Return `_verify`, which compares with the graph as it is now."""
+    return functools.partial(_verify, module, context, arguments_of(module.graph))
+
+
+def _verify(module: fx.GraphModule, context: Context, before: Arguments, made_by: str) -> None:
+    verify(module.graph, context.computed, before, made_by)
 
 
 def _lint(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
