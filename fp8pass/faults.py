@@ -45,6 +45,8 @@ Form = Literal["fp8", "declined", "plain"]
 """One of: FP8; all matmuls listed and declined; compiled by torch without fp8pass."""
 NEEDED = ("annotate", "list_matmuls", "scaled_mm")
 """Passes without which no matmul that the recipe selects runs in FP8."""
+WHOLE = ("keep_strides",)
+"""Passes without which a backward does not fit a forward that was compiled with them."""
 LOWERING = "lowering"
 """The place of a fault whose pass is not known: AOTAutograd or Inductor fails on the graph of fp8pass."""
 FUNCTIONS = "functions"
@@ -359,7 +361,7 @@ class Later:
                     raise
                 failed = error
             place, _ = _place_and_cause(failed)
-            if place == LOWERING or place in NEEDED or not attempt.runs(place):
+            if place == LOWERING or place in (*NEEDED, *WHOLE) or not attempt.runs(place):
                 break
             failure = self._failure(failed)
             tell(failure, f"its backward was compiled again without {place}")

@@ -15,6 +15,9 @@ SAVED_FP8 = "fp8pass_saved_fp8"
 SAVED_RESULT = "fp8pass_saved_result"
 """In `node.meta["custom"]`: "op" on an op whose backward reads its own result, "quantize" on the quantize for a matmul
 of that result, from which the op's backward gets it: see `save_fp8.py`."""
+STRIDES = "fp8pass_strides"
+"""On an op that another library runs, if a pass has replaced one of its arguments: the strides that each tensor among
+them is to have in generated code, None for any; see `keep_strides.py`."""
 RECORDED = "fp8pass_recorded"
 """On the amaxes of the step after each amax of the graph was merged into them once; the value is `on_nonfinite`."""
 ONE_STAGE = "fp8pass_one_stage"

@@ -21,6 +21,7 @@ from fp8pass.frozen.weight import Scales
 from fp8pass.fused.choice import is_pretended
 from fp8pass.graph.annotation import Annotation, Body, MatmulChoice, copy_to_edit, generate_code
 from fp8pass.graph.builder import multiplies
+from fp8pass.graph.other_libraries import Arguments, arguments_of
 from fp8pass.graph.pass_base import C, Context, DynamoContext, Pass
 from fp8pass.graph.refusal import LeftOut
 from fp8pass.graph.verdict import Gemm
@@ -52,6 +53,7 @@ from fp8pass.passes.kernels.batch_amaxes import BatchAmaxes
 from fp8pass.passes.kernels.emulate_matmuls import EmulateMatmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
+from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.requantize_saturated import RequantizeSaturated
@@ -153,6 +155,7 @@ KERNELS: tuple[Pass[Context], ...] = (
     QuantizeTiles(),  # before BatchAmaxes, which joins the amaxes that these two make
     BatchAmaxes(),
     Materialize(),  # after the passes that change which nodes read a tensor
+    KeepStrides(),  # likewise
     EmulateMatmuls(),  # last: the other passes look for `_scaled_mm`
 )
 """The passes over forward, backward and update as separate graphs. They change kernels, not numbers."""
@@ -250,7 +253,7 @@ def quantized(module: fx.GraphModule, config: Config, names: Names, bootstrap: b
     """Insert quantize-dequantize into a traced graph, in place; return choices and slots: see `TracedContext`."""
     context = TracedContext(config, names=names, bootstrap=bootstrap)
     todo = TRACED if config.recipe is not None else ()
-    _run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", _verify)
+    _run_all(todo, module, context, dump, "traced.cold" if bootstrap else "traced", _verifier)
     return context
 
 
@@ -258,14 +261,15 @@ def runs_anywhere(module: fx.GraphModule, config: Config, dump: Dump) -> None:
     """Replace the FP8 matmuls of a traced graph that this device has no kernel for, in place."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
-            _run_all((EmulateMatmuls(),), part, Context(config), dump, "traced", _verify)
+            _run_all((EmulateMatmuls(),), part, Context(config), dump, "traced", _verifier)
 
 
 def _joint_passes(is_update: bool, attempt: Attempt) -> list[Pass[Context]]:
     if attempt.form == "plain":
         return []
     only_listed = is_update or attempt.form == "declined"
-    return [p for p in JOINT if attempt.runs(p.name) and (not only_listed or p.name in REQUIRED)]
+    left = set() if attempt.runs(KeepStrides.name) else {ReadCopies.name}  # whose changes need it
+    return [p for p in JOINT if attempt.runs(p.name) and p.name not in left and (not only_listed or p.name in REQUIRED)]
 
 
 class KernelPasses(CustomGraphPass):
@@ -308,7 +312,7 @@ class KernelPasses(CustomGraphPass):
         times = timed.autotunes() and not is_pretended()
         context = Context(self.config, seconds_of=self._seconds if times else None)
         with ONE_AT_A_TIME, self.timing.counting("passes"):
-            _run_all(todo, _module_of(graph), context, self.dump, f"{part}{number}", _verify)
+            _run_all(todo, _module_of(graph), context, self.dump, f"{part}{number}", _verifier)
         for name, note in context.fused.items():
             for gemm in self.gemms().get(name, ()):
                 gemm.note = gemm.note or note
@@ -372,7 +376,7 @@ class Pipeline(CustomGraphPass):
         """Run the passes, and publish the verdicts."""
         context = Context(self.config, self.choices, self.attempt.reason, self.is_update)
         part = f"joint.{self.parts}" if self.parts else "joint"
-        _run_all(self.passes, _module_of(graph), context, self.dump, part, _verify)
+        _run_all(self.passes, _module_of(graph), context, self.dump, part, _verifier)
         self.gemms = {node.name: self._of_layers(gemm) for node, gemm in context.gemms.items()}
         if (drawing := drawn()) is not None:
             drawing.verdicts(self.gemms)
@@ -475,18 +479,21 @@ def _run_all(
     context: C,
     dump: Dump,
     part: str,
-    check: Callable[[fx.GraphModule, C], None],
+    check: Callable[[fx.GraphModule, C], Callable[[str], None]],
     examples: Callable[[], Sequence[Any]] = tuple,
 ) -> None:
-    """Run passes in order. part: the name of the graph in dumps. check: runs after a pass that changed something."""
-    trial = overrides.current()
+    """Run passes in order. part: the name of the graph in dumps.
+
+    check: called before the first pass; what it returns is called with the name of each pass that changed something.
+    """
+    trial, changed = overrides.current(), check(module, context)
     for p in passes:
         if trial is not None and not trial.runs(p.name, part):
             continue
         with dump.step(part, p.name, module, examples) as step, faults_of(p.name):
             step.applied = _run(p, module, context)
             if step.applied:
-                check(module, context)
+                changed(p.name)
             if step.applied and trial is not None:
                 trial.applied.add(p.name)
     module.recompile()
@@ -500,15 +507,24 @@ def _run(p: Pass[C], module: fx.GraphModule, context: C) -> int:
     return observer.apply_graph_pass(lambda graph: p.run(graph, context)) or 0
 
 
-def _verify(module: fx.GraphModule, context: Context) -> None:
-    verify(module.graph, context.computed)
+def _verifier(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
+    """Return `_verify`, which compares with the graph as it is now."""
+    return functools.partial(_verify, module, context, arguments_of(module.graph))
 
 
-def _lint(module: fx.GraphModule, context: Context) -> None:
+def _verify(module: fx.GraphModule, context: Context, before: Arguments, made_by: str) -> None:
+    verify(module.graph, context.computed, before, made_by)
+
+
+def _lint(module: fx.GraphModule, context: Context) -> Callable[[str], None]:
     """Check that Dynamo's graph, and the graphs in it, are well formed. Their nodes have no values to verify."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            part.graph.lint()
+
+    def lint(_: str) -> None:
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                part.graph.lint()
+
+    return lint
 
 
 def _raise_if_declined(context: Context, choices: list[MatmulChoice]) -> None:

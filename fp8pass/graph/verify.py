@@ -1,7 +1,7 @@
 """Check that a graph is legal, after every pass that changed it.
 
-A legal graph lints, and `meta["val"]` of every node that a pass made has the shape, strides, dtype and device that the
-node computes.
+A legal graph lints; `meta["val"]` of every node that a pass made has the shape, strides, dtype and device that the node
+computes; and the arguments of every op that another library runs have the strides that they had before the passes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ import torch
 from torch import fx
 
 from fp8pass.graph.builder import Computed, all_of, compute_val, fake_mode_of, laid_out_alike
+from fp8pass.graph.other_libraries import Arguments, check_strides
 from fp8pass.node_meta import MADE_BY
 
 
-def verify(graph: fx.Graph, computed: Computed | None = None) -> None:
+def verify(
+    graph: fx.Graph, computed: Computed | None = None, before: Arguments | None = None, made_by: str = "a pass"
+) -> None:
     """Raise AssertionError, naming the node, unless the graph is legal.
 
     computed: nodes whose values were computed or checked before, which are skipped unless something that they depend on
-    has changed. Gets the nodes that are checked now.
+    has changed. Gets the nodes that are checked now. before: `arguments_of` the graph before the passes. made_by: the
+    pass that has run.
     """
     graph.lint()
     mode = fake_mode_of(graph)
     computed = {} if computed is None else computed
     for node in graph.nodes:
+        if before and node in before:
+            check_strides(node, before, made_by)
         if node.op != "call_function" or MADE_BY not in node.meta:
             continue
         state = all_of(node)

@@ -13,7 +13,7 @@ from fp8pass._torch import FORCE_STRIDE_ORDER, aot_autograd, make_boxed_func, se
 from fp8pass.faults import Attempt, Later
 from fp8pass.inductor.partition import Partition
 from fp8pass.pipeline import KernelPasses, Pipeline
-from fp8pass.quant.kernel_ops import FORMULAS
+from fp8pass.quant.kernel_ops import FORMULAS, LAID_OUT
 
 
 def through_aot(
@@ -85,7 +85,7 @@ def _call_directly(graph_module: fx.GraphModule) -> None:
     Run op by op, `FORCE_STRIDE_ORDER` always copies, because it compares a tuple of strides with a list
     (`eager_force_stride` in torch's inductor_prims.py), and custom ops take several times as long as their formulas.
     """
-    for op, function in {FORCE_STRIDE_ORDER: _laid_out, **FORMULAS}.items():
+    for op, function in {**FORMULAS, FORCE_STRIDE_ORDER: _laid_out, LAID_OUT: _laid_out}.items():
         for node in graph_module.graph.find_nodes(op="call_function", target=op):
             node.target = function
     graph_module.recompile()

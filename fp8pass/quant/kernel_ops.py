@@ -143,6 +143,20 @@ def _apart(x: Tensor) -> Sequence[int]:
     return (ALIGNED_STRIDE,) if x.dim() == 1 else torch.empty(x.shape, device="meta").stride()
 
 
+@_op("laid_out")
+def _laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return `x` with these strides: what an op of another library reads then has them in generated code, too.
+
+    Inductor's own op, `force_stride_order`, keeps the order of strides, and may pad them.
+    """
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@_laid_out.register_fake
+def _(x: Tensor, strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
 @_op("repeated", tags=_POINTWISE)
 def _repeated(x: Tensor, times: int) -> list[Tensor]:
     """Return `x` once for each of its readers.
@@ -178,6 +192,7 @@ QUANTIZE, ROWS, ROUNDED = (
 SATURATED = torch.ops.fp8pass.saturated.default
 JOINED, CONCATENATED = torch.ops.fp8pass.joined.default, torch.ops.fp8pass.concatenated.default
 ALIGNED, REPEATED = torch.ops.fp8pass.aligned.default, torch.ops.fp8pass.repeated.default
+LAID_OUT = torch.ops.fp8pass.laid_out.default
 
 
 def _lowers(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -245,6 +260,11 @@ def _(x: Any) -> Any:
     # where the copy is one number, Inductor would write it into the memory of one that it reads, which may be unaligned
     Virtualized.graph.never_reuse_buffers.update(copy.get_read_names())
     return copy
+
+
+@_lowers(LAID_OUT)
+def _(x: Any, strides: Any) -> Any:
+    return ExternKernel.require_exact_strides(x, strides)
 
 
 @_lowers(REPEATED)

@@ -18,6 +18,7 @@ from fp8pass._torch import InductorError, inductor_config
 from fp8pass.cli import main
 from fp8pass.node_meta import MADE_BY
 from fp8pass.options.overrides import Trial, trying
+from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.passes.kernels.materialize import Materialize
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM
 from fp8pass.passes.share.use_transposes import UseTransposes
@@ -231,6 +232,19 @@ def test_a_backward_is_compiled_without_what_fails(in_fp8: list[Tensor], monkeyp
             step(torch.randn(16, 32))
     (told,) = step.report.faults
     assert "its backward was compiled again without materialize" in told
+
+
+def test_a_backward_is_not_compiled_without_what_its_forward_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's backward reads strides that keep_strides has given to its forward, too."""
+
+    def planted_there(self: Any, graph: fx.Graph, context: Any) -> int:
+        return planted() if _is_backward(graph) else run(self, graph, context)
+
+    run = KeepStrides.run
+    monkeypatch.setattr(faults, "_reproduce", lambda *_: None)
+    monkeypatch.setattr(KeepStrides, "run", planted_there)
+    _, _, (warning,) = train_with_fault()
+    assert "its backward ran op by op" in warning and "compiled again" not in warning
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.other_libraries import LIBRARIES
 from tests.helpers.pretend_gpu import pretend
 from tests.helpers.xla_rules import on_gpu
 
@@ -85,6 +86,26 @@ def test_experts_compile(layers: int) -> None:
         assert found["strides"] == [[up, down], [up, down, over_tokens, over_tokens]]
     assert all(n > (5 if layers == 2 else 2) for n in found["kernels"])
     assert found["own_ops"] == found["min_nan"] == 0
+
+
+SIMILAR = [pytest.mark.variant]
+OF_LIBRARIES = [pytest.param(n, marks=SIMILAR * (n == "flash, positions first")) for n in LIBRARIES]
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_save_fp8_keeps_the_strides_of_what_other_libraries_read(name: str) -> None:
+    """Strides alone are shown: whether a kernel gives right numbers with them, only a GPU shows."""
+    found = pretend("libraries", name)
+    saved = found["saved"]
+    assert saved["forward"] and saved["backward"]
+    if "plain" in found:
+        for part in ("forward", "backward"):
+            assert [call["reads"] for call in saved[part]] == [call["reads"] for call in found["plain"][part]]
+    else:
+        (forward,), (backward,) = saved["forward"], saved["backward"]
+        _, *inputs, result = backward["reads"][:5]  # after the gradient
+        assert inputs == forward["reads"]
+        assert result == forward["makes"]
 
 
 EVERY = ["first", pytest.param("every", marks=pytest.mark.variant)]

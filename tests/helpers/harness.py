@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8pass._torch import select_decomp_table
 from fp8pass.backend import reference
 from fp8pass.graph.annotation import Annotation, copy_to_edit
+from fp8pass.graph.other_libraries import arguments_of
 from fp8pass.graph.pass_base import Context, DynamoContext, Pass
 from fp8pass.graph.verdict import Gemm
 from fp8pass.graph.verify import verify
@@ -105,10 +106,10 @@ def apply(module: fx.GraphModule, *passes: Pass[Context], config: Config | None 
 
 def run(module: fx.GraphModule, *passes: Pass[Context], config: Config | None = None) -> Context:
     """Run passes over a captured graph, verify it, and return their context: verdicts and notes."""
-    context = Context(config or Config(recipe=None))
+    context, before = Context(config or Config(recipe=None)), arguments_of(module.graph)
     for p in passes:
         p.run(module.graph, context)
-    verify(module.graph)
+    verify(module.graph, before=before)
     module.recompile()
     return context
 

@@ -32,6 +32,7 @@ from fp8pass.inspect.fake_cuda import FakeCuda, fakes, returns
 from fp8pass.states.slots import InstanceState, registry
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.harness import without_caches
+from tests.helpers.other_libraries import strides_of
 
 if TYPE_CHECKING:
     from tests.helpers.xla_rules import Case
@@ -274,7 +275,7 @@ def passes_after(gpu: FakeCuda) -> list[Any]:
 def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
-    what: "passes", "plain", "inspect"; "epilogues" or "rules", followed by `which` of `on_gpu`; "experts", followed by the
+    what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed by `which` of `on_gpu`; "experts", followed by the
     number of layers; "parts"; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
     """
     if what == "inspect":
@@ -287,6 +288,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return plain(gpu)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
+    if what == "libraries":
+        return strides_of(gpu, *of)
     functions = {"rules": rules, "experts": experts, "parts": parts}
     trained = 2 if what in EVALUATED else 4
     codes = functions[what](gpu, *of) if what in functions else [g.code for g in graphs(gpu, what, *of)[:trained]]
@@ -380,12 +383,12 @@ def strides_of_scaled_mm(code: str) -> list[list[tuple[int, ...] | None]]:
     before, *calls = re.split(r"extern_kernels\._scaled(?:_grouped)?_mm\(", code)
     found = []
     for call in calls:
-        found.append([_strides(argument, before, code) for argument in arguments(call)[:4]])
+        found.append([strides_in(argument, before, code) for argument in arguments(call)[:4]])
         before += call
     return found
 
 
-def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
+def strides_in(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
     """Return the strides of a view, or of a name, last made in `before` or as an input; None if an op made it."""
     if not tensor.startswith("reinterpret_tensor("):
         pattern = rf"^ +{tensor} = ((?:empty_strided_cuda|reinterpret_tensor|rand_strided)\(|\w+; del)(.*)"
@@ -394,7 +397,7 @@ def _strides(tensor: str, before: str, code: str) -> tuple[int, ...] | None:
             return None
         tensor = "".join(made[-1])
         if "; del" in tensor:  # reuses the memory of a tensor that is no longer needed
-            return _strides(tensor.partition(";")[0], before, code)
+            return strides_in(tensor.partition(";")[0], before, code)
     called, _, rest = tensor.partition("(")
     strides: tuple[int, ...] = ast.literal_eval(arguments(rest)[2 if called == "reinterpret_tensor" else 1])
     return strides

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 from fp8pass import scaling
-from fp8pass.node_meta import SAVED_RESULT
+from fp8pass.graph.builder import val
+from fp8pass.graph.other_libraries import has_strides, tensors_of
+from fp8pass.node_meta import SAVED_RESULT, STRIDES
 from fp8pass.passes.common.patterns import aten
 from fp8pass.passes.share.read_copies import ReadCopies
-from tests.helpers.harness import E4M3, capture, expect_graph, run, scale
+from tests.helpers.harness import E4M3, capture, count, expect_graph, run, scale
 
 
 def operand(result: Tensor, s: Tensor) -> Tensor:
@@ -28,9 +31,14 @@ def attention(x: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
 
 def captured(function: Any = attention, marked: bool = True) -> fx.GraphModule:
     module = capture(function, torch.randn(4, 32, 32), scale(), torch.randn(4, 32, 32))
+    return mark(module) if marked else module
+
+
+def mark(module: fx.GraphModule) -> fx.GraphModule:
+    """Mark what quantizes and dequantizes an op's result for a matmul, as the save_fp8 pass does."""
     started = False
     for node in module.graph.nodes:
-        if marked and started and node.op == "call_function" and "tangents_1" not in map(str, node.all_input_nodes):
+        if started and node.op == "call_function" and "tangents_1" not in map(str, node.all_input_nodes):
             node.meta["custom"] = {SAVED_RESULT: "quantize"}
         started |= node.target is aten.view.default
     return module
@@ -64,7 +72,8 @@ convert_element_type_1: "f32[32, 128]" = prims.convert_element_type.default(conv
 mul_2: "f32[32, 128]" = aten.mul.Tensor(convert_element_type_1, mul_1)
 reshape_default: "f32[32, 4, 32]" = aten.reshape.default(mul_2, [32, 4, 32])
 permute_default: "f32[4, 32, 32]" = aten.permute.default(reshape_default, [1, 0, 2])
-mul_3: "f32[4, 32, 32]" = aten.mul.Tensor(tangents_1, permute_default)
+clone_default: "f32[4, 32, 32]" = aten.clone.default(permute_default, memory_format = torch.contiguous_format)
+mul_3: "f32[4, 32, 32]" = aten.mul.Tensor(tangents_1, clone_default)
 return (mul_2, mul_3)
 """,
     )
@@ -89,6 +98,66 @@ def test_what_is_not_marked_stays() -> None:
 
 def test_a_result_that_the_backward_does_not_read_stays() -> None:
     module = captured(lambda x, s, tangents: (operand(x.softmax(-1), s), tangents * 2))
+    before = str(module.graph)
+    run(module, ReadCopies())
+    assert str(module.graph) == before
+
+
+def operand_of_positions(result: Tensor, s: Tensor) -> Tensor:
+    """Return an operand of [batch * positions, heads * channels], made of [batch, heads, positions, channels]."""
+    moved = result.transpose(1, 2).reshape(-1, result.shape[1] * result.shape[3])
+    return scaling.dequantize(scaling.quantize(moved, s, E4M3), 1 / s, moved.dtype)
+
+
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+HEADS = {
+    "heads first, as rotary positions leave them": ((2, 4, 8, 16), (0, 1, 2, 3), 1),
+    "positions first, as a layer of transformers has them": ((2, 8, 4, 16), (0, 2, 1, 3), 0),
+    "heads before the batch": ((4, 2, 8, 16), (1, 0, 2, 3), 1),
+}
+"""Shape in memory, the order of its dimensions as [batch, heads, positions, channels], and copies that are needed."""
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "symbolic"])
+@pytest.mark.parametrize("case", HEADS)
+def test_attentions_backward_reads_a_result_with_the_strides_of_the_result(case: str, dynamic: bool) -> None:
+    shape, order, copies = HEADS[case]
+    inputs = [torch.randn(shape).permute(order) for _ in range(4)]
+
+    def function(*given: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, s, tangents = given
+        result, sums = FORWARD(q, k, v)
+        return operand_of_positions(result, s), *BACKWARD(tangents, q, k, v, result, sums, 0.0, False)
+
+    module = mark(capture(function, *inputs[:3], scale(), inputs[3], dynamic=dynamic))
+    (*_, tangents) = module.graph.find_nodes(op="placeholder")
+    tangents.name = "tangents_1"
+    before = count(module, aten.clone.default)
+    run(module, ReadCopies())
+    (forward,) = (n for n in module.graph.nodes if n.target is FORWARD)
+    (backward,) = (n for n in module.graph.nodes if n.target is BACKWARD)
+    (result,) = (u for u in forward.users if u.args[1] == 0)
+    given: Any = backward.args[4]
+    assert given is not result and given not in result.users
+    assert has_strides(val(given), val(result).stride())
+    assert count(module, aten.clone.default) == before + copies
+    for node, others in ((forward, 3), (backward, 6)):
+        assert len(node.meta[STRIDES]) == len(tensors_of(node)) == others
+    assert backward.meta[STRIDES][0] is None  # the gradient comes from the backward, and may have any
+    got, wanted = module(*inputs[:3], scale(), inputs[3]), function(*inputs[:3], scale(), inputs[3])
+    assert torch.equal(got[0], wanted[0])
+    assert not torch.equal(got[1], wanted[1])
+
+
+def test_a_result_whose_strides_no_copy_has_stays() -> None:
+    """Elements of an expanded tensor lie on one another."""
+
+    def function(x: Tensor, s: Tensor, tangents: Tensor) -> tuple[Tensor, Tensor]:
+        result = x.softmax(-1)[:, :1].expand(4, 32, 32)
+        return operand(result, s), tangents * result
+
+    module = captured(function)
     before = str(module.graph)
     run(module, ReadCopies())
     assert str(module.graph) == before
