@@ -9,8 +9,9 @@ and nothing here knows the name of an op.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -87,7 +88,35 @@ def written(module: fx.GraphModule, products: int) -> Epilogue:
                 raise CannotFuse(f"{lowering.current_node.target} is not an elementwise op for Inductor") from error
             with code:
                 results = tuple(code.result(box) for box in nodes.graph_outputs)
-    return Epilogue(tuple(code.reads), results)
+    return Epilogue(tuple(code.reads), _with_short_clamps(results))
+
+
+_CONSTANT = re.compile(r"(\w+) = tl\.full\(\[\], (\S+), tl\.float32\)")
+_EXTREME = re.compile(r"triton_helpers\.(maximum|minimum)\((\w+), (\w+)\)")
+
+
+def _with_short_clamps(results: Sequence[Result]) -> tuple[Result, ...]:
+    """Return the results with clamps to constants other than 0 in one instruction per bound, not three.
+
+    Inductor's helper compares twice and selects, so that NaN stays NaN, as the instruction does too. With 0 they would
+    differ in the sign of zeros.
+    """
+    matches = (_CONSTANT.match(line) for result in results for line in result.lines)
+    bounds = {m[1] for m in matches if m and m[2] not in ("0.0", "-0.0")}
+
+    def short(m: re.Match[str]) -> str:
+        of, a, b = m.groups()
+        return f"tl.{of}({a}, {b}, propagate_nan=tl.PropagateNan.ALL)" if bounds & {a, b} else m[0]
+
+    return tuple(replace(r, lines=tuple(_EXTREME.sub(short, line) for line in r.lines)) for r in results)
+
+
+def calls_functions(epilogue: Epilogue) -> bool:
+    """Return whether the code computes more than sums, products, comparisons and casts: exp, erf or tanh, say."""
+    return any(_FUNCTION.search(line) for result in epilogue.results for line in result.lines)
+
+
+_FUNCTION = re.compile(r"libdevice\.|tl\.sigmoid|tl_math\.(?!abs)")
 
 
 class _Nodes(PointwiseSubgraphLowering):
