@@ -2,7 +2,7 @@
 
 The matmul itself takes as long in Triton as in cuBLASLt (bench/results/fused_matmuls_h100.txt), so the question is
 whether the epilogue takes longer than a kernel of its own. It moves fewer bytes, but the tensor cores stand still while
-all warps compute it: what it costs are its instructions, and a kernel of its own hides those behind its loads.
+all warps compute it: it costs its instructions, while a kernel of its own computes as its next loads arrive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEASURED = dict.fromkeys(("h100", "h200"), 0.66e-12)
 
 Of ReLU squared in FP8 in both orientations: bench/results/fused_matmuls_h100.txt, where the fused kernel takes 0.075,
 0.022 and 0.057 ms longer than cuBLASLt for 1.17e8, 3.4e7 and 1.01e8 elements. An H200 is the same chip: the same
-arithmetic, registers and clocks, behind faster memory, on which a kernel of its own takes less time. All generated
+arithmetic, registers and clocks, with faster memory, so that a kernel of its own takes less time. All generated
 kernels that an H200 has measured do more, and lose: docs/fused-matmuls.md.
 """
 
