@@ -1,26 +1,29 @@
 """Decide whether a matmul and the ops after it run as one kernel, by what was measured on the GPU.
 
 The matmul itself takes as long in Triton as in cuBLASLt (bench/results/fused_matmuls_h100.txt), so the question is
-whether the epilogue takes longer than a kernel of its own. It moves fewer bytes, but the warps that compute it wait
-with the next product, and what each thread holds of the tile limits how much it can have in flight.
+whether the epilogue takes longer than a kernel of its own. It moves fewer bytes, but the tensor cores stand still while
+all warps compute it: it costs its instructions, while a kernel of its own computes as its next loads arrive.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+
+import torch
 
 from fp8pass import hardware
+from fp8pass.fused.epilogue import calls_functions
 from fp8pass.fused.plan import Plan
 from fp8pass.hardware import Target
 from fp8pass.roofline import memory_seconds
 
-MEASURED = {"h100": ((0, 0.0), (2, 0.65e-12), (4, 2.6e-12), (8, 5.0e-12), (9, 8.6e-12))}
-"""{GPU: (bytes that an epilogue reads and writes per element of the product, its seconds per element)}.
+MEASURED = dict.fromkeys(("h100", "h200"), 0.66e-12)
+"""{GPU: seconds per element that an epilogue takes which only computes one FP8 tensor and its amax, by arithmetic}.
 
-From bench/results/fused_matmuls_h100.txt, as the time of the fused kernel less that of cuBLASLt's: ReLU squared in FP8
-in both orientations 0.075 ms for 1.17e8 elements; GELU, and the product in bfloat16, 0.307 ms; the gradients of gate
-and up from 4 bytes to 4 bytes 0.586 ms, and with the transposed hidden tensor 1.008 ms.
+Of ReLU squared in FP8 in both orientations: bench/results/fused_matmuls_h100.txt, where the fused kernel takes 0.075,
+0.022 and 0.057 ms longer than cuBLASLt for 1.17e8, 3.4e7 and 1.01e8 elements. An H200 is the same chip: the same
+arithmetic, registers and clocks, with faster memory, so that a kernel of its own takes less time. All generated
+kernels that an H200 has measured do more, and lose: docs/fused-matmuls.md.
 """
 
 
@@ -59,6 +62,8 @@ class Decide:
         m = plan.matmul
         if m.m * m.n < LEAST_ELEMENTS or m.k < LEAST_K:
             return f"no product as small as [{m.m}, {m.k}] x [{m.k}, {m.n}] was measured; epilogues='always' fuses it"
+        if self.target.name in MEASURED and (more := what_costs_more(plan)):
+            return f"it {more}, and no such kernel was faster than separate ones; epilogues='always' fuses it"
         fused, apart = epilogue_seconds(plan, self.target), seconds_apart(plan, self.target)
         if fused < apart:
             return ""
@@ -71,20 +76,28 @@ def is_pretended() -> bool:
     return hardware.pretended_device is not None
 
 
+def what_costs_more(plan: Plan) -> str:
+    """Return what the epilogue does besides computing one FP8 tensor and its amax, by arithmetic; "" if nothing."""
+    written = [o for o in plan.outputs if o.kind in ("rows", "columns")]
+    wide = [o.dtype for o in written if o.dtype.itemsize > 1]
+    if plan.matmul.products > 1:
+        return "combines two products"
+    if any(r.row and r.column for r in plan.epilogue.reads):
+        return "reads another matrix"
+    if wide:
+        return f"writes {'float32' if wide[0] == torch.float32 else '16 bits'} per element too"
+    if len({o.results for o in written}) > 1 or any(o.kind == "sums" for o in plan.outputs):
+        return "writes more than one tensor"
+    return "computes exp, erf, tanh or the like" if calls_functions(plan.epilogue) else ""
+
+
 def epilogue_seconds(plan: Plan, target: Target) -> float:
-    """Return the time that the epilogue adds to the product: measured for such bytes per element, else predicted."""
-    moved, elements = plan.bytes_per_element, plan.matmul.m * plan.matmul.n
-    points = MEASURED.get(target.name)
-    if points is None:
-        return float(memory_seconds(target, moved * elements) - target.launch)
-    return elements * _between(points, moved)
-
-
-def _between(points: tuple[tuple[int, float], ...], x: float) -> float:
-    """Interpolate between points, and go on from the last one as between the last two."""
-    pairs = list(pairwise(points))
-    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    """Return the time that the epilogue adds to the product: as measured for such epilogues, else predicted."""
+    elements = plan.matmul.m * plan.matmul.n
+    per_element = MEASURED.get(target.name)
+    if per_element is None:
+        return float(memory_seconds(target, plan.bytes_per_element * elements) - target.launch)
+    return elements * per_element
 
 
 def seconds_apart(plan: Plan, target: Target) -> float:

@@ -9,6 +9,7 @@ and nothing here knows the name of an op.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,14 @@ def written(module: fx.GraphModule, products: int) -> Epilogue:
             with code:
                 results = tuple(code.result(box) for box in nodes.graph_outputs)
     return Epilogue(tuple(code.reads), results)
+
+
+def calls_functions(epilogue: Epilogue) -> bool:
+    """Return whether the code computes more than sums, products, comparisons and casts: exp, erf or tanh, say."""
+    return any(_FUNCTION.search(line) for result in epilogue.results for line in result.lines)
+
+
+_FUNCTION = re.compile(r"libdevice\.|tl\.sigmoid|tl_math\.(?!abs)")
 
 
 class _Nodes(PointwiseSubgraphLowering):

@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fp8pass.fused.epilogue import calls_functions
 from fp8pass.fused.plan import Plan, Tile
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A tile, the most bytes per element that its epilogue may move, the least K, and whether only for fast sums."""
+    """A tile, the most bytes per element that its epilogue may move, the least K, and whether only for fast sums.
+
+    arithmetic: only for epilogues without functions such as tanh, whose steps take registers.
+    """
 
     tile: Tile
     most_bytes: int = 64
     least_k: int = 0
     fast: bool = False
+    arithmetic: bool = False
 
 
 # Timed on an H100: bench/results/fused_matmuls_h100.txt. A wider tile is faster the longer the sum is. Tiles in parts
-# are those that do not spill registers where a tile as a whole does: 304 bytes per thread in the backward of SwiGLU.
+# are those that do not spill registers where a tile as a whole does: 304 bytes per thread in the backward of SwiGLU,
+# and with Triton 3.6 424 in GELU that writes two FP8 tensors, 1032 in its backward.
 _WIDE = (
-    _Choice(Tile(128, 256, 128, 8, 3), most_bytes=2),
+    _Choice(Tile(128, 256, 128, 8, 3), most_bytes=2, arithmetic=True),
+    _Choice(Tile(128, 256, 128, 8, 3, parts=2), most_bytes=2),
     _Choice(Tile(128, 256, 128, 8, 3, parts=2), most_bytes=4, least_k=4096, fast=True),
-    _Choice(Tile(128, 128, 128, 8, 4), most_bytes=4),
+    _Choice(Tile(128, 128, 128, 8, 4), most_bytes=4, arithmetic=True),
 )
 _HALVES, _SHALLOW = _Choice(Tile(128, 128, 128, 8, 4, parts=2)), _Choice(Tile(128, 128, 64, 8, 3, parts=2))
 _TWO_PRODUCTS = _Choice(Tile(128, 128, 128, 8, 3)), _SHALLOW
@@ -40,14 +47,14 @@ def candidates(plan: Plan, shared_memory: int) -> Iterator[Tile]:
 
     shared_memory: bytes that one block of the GPU may use.
     """
-    m, moved = plan.matmul, plan.bytes_per_element
+    m, moved, calls = plan.matmul, plan.bytes_per_element, calls_functions(plan.epilogue)
     tiles = _BLACKWELL if plan.capability >= 100 else _HOPPER if plan.tma else _ADA
     for choice in tiles[m.products]:
         tile = choice.tile
         rows, columns = _cut(m.m, tile.rows, 64), _cut(m.n, tile.columns, 16 * tile.parts)
         fitted = replace(tile, rows=rows, columns=columns, depth=_cut(m.k, tile.depth, 32))
         suits = moved <= choice.most_bytes and m.k >= choice.least_k and (m.fast or not choice.fast)
-        if suits and _least_shared(fitted, plan) <= shared_memory:
+        if suits and not (calls and choice.arithmetic) and _least_shared(fitted, plan) <= shared_memory:
             yield fitted
 
 

@@ -333,12 +333,12 @@ def _quantizes_after(matmul: fx.Node) -> list[fx.Node]:
 
 def _planned(m: Match, gpu: Gpu, decide: Decide, seconds_of: Callable[[fx.GraphModule], float] | None) -> Plan:
     """Return the plan of the kernel, with its tile. Raises CannotFuse if none fits, or if two kernels are better."""
-    plan = plan_of(m, gpu)
+    plan = with_code(plan_of(m, gpu), m)
     if seconds_of is not None and decide.how == "auto":
-        return fastest(m, with_code(plan, m), gpu, seconds_of)
+        return fastest(m, plan, gpu, seconds_of)
     if reason := decide.why_apart(plan):
         raise CannotFuse(reason)
-    return next(tiled(with_code(plan, m), gpu))
+    return next(tiled(plan, gpu))
 
 
 def _matmuls(graph: fx.Graph) -> list[fx.Node]:

@@ -281,27 +281,59 @@ def test_off_fuses_nothing() -> None:
     assert count(module, aten._scaled_mm.default) == 1
 
 
-def _plan(**saved: bool) -> Any:
-    return plan_of(
-        matched(captured(lambda y, s: (*both(F.silu(y), s), *([y] if saved else [])), m=8192, n=14336, k=4096)), H100
-    )
+def _plan(function: Callable[..., Any] = lambda y, s: both(F.relu(y).square(), s), *more: Tensor, **sizes: int) -> Any:
+    m = matched(captured(function, *more, **{"m": 8192, "n": 14336, "k": 4096, **sizes}))
+    return fuse_matmuls.with_code(plan_of(m, H100), m)
 
 
-def test_auto_fuses_what_is_faster_as_measured() -> None:
-    alone, auto = _plan(), Decide("auto", TARGETS["h100"])
-    assert (alone.bytes_per_element, auto.why_apart(alone)) == (2, "")
-    kept = _plan(saved=True)
-    assert kept.bytes_per_element == 4
-    assert auto.why_apart(kept) == "the epilogue would take 305 us as measured, and a kernel of its own 187 us"
-    assert Decide("always", TARGETS["h100"]).why_apart(kept) == ""
-    small = plan_of(matched(captured(lambda y, s: both(F.silu(y), s))), H100)
-    assert auto.why_apart(small) == (
+def _saving(y: Tensor, s: Tensor) -> Any:
+    return *both(F.relu(y).square(), s), y
+
+
+def _gated(y: Tensor, s: Tensor) -> Any:
+    gate, up = y.chunk(2, -1)
+    return both(gate * up, s)
+
+
+def _in_two_formats(y: Tensor, s: Tensor) -> Any:
+    return scaling.quantize(F.relu(y).square(), s, E4M3), scaling.quantize(y, s, E5M2)
+
+
+WIDE = torch.empty(8192, 14336, dtype=BF16)
+PAYS = {
+    "ReLU squared": (lambda y, s: both(F.relu(y).square(), s),),
+    "ReLU squared, as in inference": (lambda y, s: scaling.quantize(F.relu(y).square(), s, E4M3),),
+}
+DOES_NOT_PAY = {
+    "the product is saved": ("writes 16 bits per element too", _saving),
+    "the product is saved in FP8": ("writes more than one tensor", _in_two_formats),
+    "gate and up": ("combines two products", _gated),
+    "GELU": ("computes exp, erf, tanh or the like", lambda y, s: both(F.gelu(y), s)),
+    "SiLU": ("computes exp, erf, tanh or the like", lambda y, s: both(F.silu(y), s)),
+    "a backward": ("reads another matrix", lambda y, s, x: both(y * x, s, E5M2), WIDE),
+    "a residual": ("reads another matrix", lambda y, s, x: y + x, WIDE),
+    "the gradient of a bias": ("writes more than one tensor", lambda y, s: (*both(y * 2, s), (y * 2).sum(0))),
+}
+
+
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_auto_fuses_what_was_measured_to_be_faster(target: str) -> None:
+    auto = Decide("auto", TARGETS[target])
+    assert {name: auto.why_apart(_plan(*of)) for name, of in PAYS.items()} == dict.fromkeys(PAYS, "")
+    reasons = {name: auto.why_apart(_plan(*of)) for name, (_, *of) in DOES_NOT_PAY.items()}
+    assert reasons == {
+        name: f"it {more}, and no such kernel was faster than separate ones; epilogues='always' fuses it"
+        for name, (more, *_) in DOES_NOT_PAY.items()
+    }
+    assert auto.why_apart(_plan(m=128, n=256, k=64)) == (
         "no product as small as [128, 64] x [64, 256] was measured; epilogues='always' fuses it"
     )
+    always = Decide("always", TARGETS[target])
+    assert not any(always.why_apart(_plan(*of)) for _, *of in DOES_NOT_PAY.values())
 
 
 def test_auto_fuses_nothing_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto, kept = Decide("auto", TARGETS["b200"]), _plan(saved=True)
+    auto, kept = Decide("auto", TARGETS["b200"]), _plan(_saving)
     assert auto.may_fuse() and auto.why_apart(kept) == ""  # without the GPU, the roofline predicts
     monkeypatch.setattr(hardware, "pretended_device", None)
     ways = auto, Decide("auto", TARGETS["h100"]), Decide("always", None), Decide("off", TARGETS["h100"])
@@ -311,7 +343,7 @@ def test_auto_fuses_nothing_where_nothing_is_measured(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("seconds", "fuses"), [(1e-13, True), (1e-11, False)])
 def test_auto_reads_the_table(monkeypatch: pytest.MonkeyPatch, seconds: float, fuses: bool) -> None:
-    monkeypatch.setitem(choice.MEASURED, "b200", ((0, 0.0), (2, seconds)))
+    monkeypatch.setitem(choice.MEASURED, "b200", seconds)
     assert (Decide("auto", TARGETS["b200"]).why_apart(_plan()) == "") == fuses
 
 
