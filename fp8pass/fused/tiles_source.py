@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ def _tied(plan: TilesPlan) -> Iterator[str]:
     while it is narrow; it does not where two tensors would have to be converted.
     """
     wide = [r.variable for r in plan.code.reads if r.row and r.column and r.dtype == torch.bfloat16]
-    for one, other in zip(wide, wide[1:], strict=False):
+    for one, other in pairwise(wide):
         yield f"{one} = tl.where(({other}.to(tl.int32, bitcast=True) & 1) != 0, 0.0, {one})"
 
 
