@@ -731,15 +731,23 @@ def module_of_stage(stage: Any) -> Any:
     return stage.submod if isinstance(stage, _PipelineStageBase) else stage
 
 
-def call_of_kernel(kernel: Any, grid: int, tensors: Mapping[str, Any], written: Sequence[str]) -> dict[str, Any]:
+def is_deterministic() -> bool:
+    """Return whether torch, or Inductor, is set to give the same bits in every run on one machine."""
+    return torch.are_deterministic_algorithms_enabled() or bool(getattr(inductor_config, "deterministic", False))
+
+
+def call_of_kernel(
+    kernel: Any, programs: Sequence[int], tensors: Mapping[str, Any], written: Sequence[str]
+) -> dict[str, Any]:
     """Return the keyword arguments with which `triton_kernel_wrapper_functional` calls a Triton kernel.
 
-    tensors: {parameter: tensor}; written: the parameters that the kernel writes, of whose tensors it returns copies.
+    programs: their number, for each of the kernel's configurations. tensors: {parameter: tensor}. written: the
+    parameters that the kernel writes, of whose tensors it returns copies.
     """
     return {
         "kernel_idx": kernel_side_table.add_kernel(kernel),
         "constant_args_idx": kernel_side_table.add_constant_args({}),
-        "grid": [(grid, 1, 1)],
+        "grid": [(number, 1, 1) for number in programs],
         "tma_descriptor_metadata": {},
         "kwargs": dict(tensors),
         "tensors_to_clone": list(written),
@@ -865,6 +873,7 @@ __all__ = [
     "inductor_post_grad",
     "instead_of_ddp_optimizer",
     "is_alias_of",
+    "is_deterministic",
     "is_of_fsdp",
     "is_traceable_wrapper_subclass",
     "kernel_called",

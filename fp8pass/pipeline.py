@@ -55,6 +55,7 @@ from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import FuseMatmuls
 from fp8pass.passes.kernels.keep_strides import KeepStrides
 from fp8pass.passes.kernels.materialize import Materialize
+from fp8pass.passes.kernels.quantize_kernels import QuantizeKernels
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.passes.kernels.requantize_saturated import RequantizeSaturated
 from fp8pass.passes.kernels.split_foreach import SplitForeach
@@ -151,6 +152,7 @@ KERNELS: tuple[Pass[Context], ...] = (
     FoldQuantizes(),  # before passes that look for a quantize as one node
     FuseMatmuls(),  # before passes that write kernels for the tensors that it quantizes
     RequantizeSaturated(),  # after FuseMatmuls, which may not fuse such a quantize, and before passes that tile it
+    QuantizeKernels(),  # after these two, which have their own kernels; before the next two, which tile the others
     UpdateTiles(),  # before QuantizeTiles, which tiles the kernels that are left
     QuantizeTiles(),  # before BatchAmaxes, which joins the amaxes that these two make
     BatchAmaxes(),

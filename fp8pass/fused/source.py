@@ -92,7 +92,7 @@ def _constants(plan: Plan) -> Iterator[str]:
         yield "scale = tl.load(scale_a) * tl.load(scale_b)"
     for read in plan.epilogue.reads:
         if not read.row and not read.column:
-            yield f"{read.variable} = {_computed(f'tl.load(in{read.input} + {read.offset})', read.dtype)}"
+            yield f"{read.variable} = {computed(f'tl.load(in{read.input} + {read.offset})', read.dtype)}"
     if plan.matmul.symbolic:
         yield f"down = tl.cdiv(m, {plan.tile.rows})"
     yield from (f"most{i}_{number} = 0" for i, number in _kept_amaxes(plan))
@@ -117,7 +117,7 @@ def _loop(plan: Plan) -> Iterator[str]:
         yield f"    {line}"
     for i, number in _kept_amaxes(plan):
         address = f"out{i} + {plan.programs * number} + tl.program_id(0)"
-        yield f"tl.store({address}, {_of_bits(f'most{i}_{number}', plan.outputs[i])})"
+        yield f"tl.store({address}, {of_bits(f'most{i}_{number}', plan.outputs[i])})"
 
 
 def _place(down: str, across: int, tile: Tile) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _inside(plan: Plan, dims: Sequence[str]) -> str:
     return " & ".join(f"({d} < {edges[d][0]})" for d in dims if edges[d][1])
 
 
-def _computed(loaded: str, dtype: torch.dtype) -> str:
+def computed(loaded: str, dtype: torch.dtype) -> str:
     """Return the value with which Inductor computes: float32 for narrower floating-point types."""
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     return f"{loaded}.to(tl.float32)" if narrow else f"{loaded}.to(tl.int1)" if dtype == torch.bool else loaded
@@ -233,9 +233,9 @@ def _reads(plan: Plan) -> Iterator[str]:
         if by_tma(read, plan):
             down, across = divmod(read.offset, read.row)
             place = f"i{f' + {down}' if down else ''}, j{f' + {across}' if across else ''}"
-            yield f"{read.variable} = {_computed(f'{read.variable}_blocks.load([{place}])', read.dtype)}"
+            yield f"{read.variable} = {computed(f'{read.variable}_blocks.load([{place}])', read.dtype)}"
         elif read.row or read.column:
-            yield f"{read.variable} = {_computed(_load(read, plan), read.dtype)}"
+            yield f"{read.variable} = {computed(_load(read, plan), read.dtype)}"
 
 
 def _load(read: Read, plan: Plan) -> str:
@@ -272,7 +272,7 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
         if m.symbolic:
             yield f"most{i}_{number} = tl.maximum(most{i}_{number}, {bits})"
         else:
-            yield f"tl.store(out{i} + {down * across * number} + tile, {_of_bits(bits, output)})"
+            yield f"tl.store(out{i} + {down * across * number} + tile, {of_bits(bits, output)})"
     elif output.kind == "sums":
         kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
         address = f"out{i} + (i // {plan.tile.rows}) * {n} + column{first}"
@@ -287,6 +287,6 @@ def _store(i: int, part: int, half: int, value: str, plan: Plan) -> Iterator[str
         yield f"tl.store({address}, ({value}).to({dtype}){_mask(plan, 'row', 'column')})"
 
 
-def _of_bits(bits: str, output: Output) -> str:
+def of_bits(bits: str, output: Output) -> str:
     """Return an amax from its bits. As integers, the bits of magnitudes are in the order of the numbers, NaN last."""
     return f"({bits}).to(tl.float32, bitcast=True).to({triton_type(output.dtype)})"

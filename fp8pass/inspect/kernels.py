@@ -28,6 +28,8 @@ from fp8pass.fused.choice import epilogue_seconds
 from fp8pass.fused.plan import Plan
 from fp8pass.fused.requantize import NAME as REQUANTIZE
 from fp8pass.fused.source import NAME
+from fp8pass.fused.tiles_source import NAME as TILES
+from fp8pass.fused.tiles_source import TilesPlan
 from fp8pass.graph.builder import is_tensor
 from fp8pass.graph.sizes import expression
 from fp8pass.hardware import Target
@@ -137,6 +139,8 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
         words = f"quantize {short(again.dtype)} x {1 + again.transposed} again if saturated"
         read = 5  # the scale and the flag: in a step that does not saturate, that is all
         return Kernel(graph, "triton", REQUANTIZE, words, _modules([op]), read, 0, 0, memory_seconds(target, read))
+    if (tiles := getattr(kernel_called(op), "tiles", None)) is not None:
+        return _in_tiles(op, tiles, graph, target)
     if (gemm := _gemm(op)) is not None:
         kind, what, seconds = "gemm", _in_symbols(op).text(), gemm.seconds(target)
         read = sum(_val(a).nbytes for a in op.all_input_nodes if is_tensor(a))  # the scheduler counts whole buffers
@@ -168,6 +172,22 @@ def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
     what = f"{in_symbols.text()}, its epilogue writes {', '.join(words)}"
     row = Kernel(graph, "gemm", NAME, what, _modules([given["out0"]]), read, written, 0, seconds, epilogue=epilogue)
     return replace(row, **in_symbols.formulas(target))
+
+
+def _in_tiles(op: fx.Node, plan: TilesPlan, graph: str, target: Target) -> Kernel:
+    """Return the row of a kernel that quantizes tile by tile."""
+    given: Any = op.kwargs["kwargs"]
+    tensors = {name: _val(node) for name, node in given.items() if is_tensor(node)}
+    written = sum(x.nbytes for name, x in tensors.items() if name.startswith("out"))
+    read = sum(x.nbytes for x in tensors.values()) - written
+    kinds = [o.kind for o in plan.outputs]
+    words = [*dict.fromkeys(filter(None, map(_word, plan.ops))), *(["amax"] if "amax" in kinds else [])]
+    made = [o.dtype for o in plan.outputs if o.kind in ("rows", "columns")]
+    words += [
+        f"quantize {short(d)}" + (f" x {made.count(d)}" if made.count(d) > 1 else "") for d in dict.fromkeys(made)
+    ]
+    seconds = memory_seconds(target, read + written, "columns" in kinds)
+    return Kernel(graph, "triton", TILES, ", ".join(words), _modules([given["out0"]]), read, written, 0, seconds)
 
 
 @dataclass(frozen=True)

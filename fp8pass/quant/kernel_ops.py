@@ -217,9 +217,14 @@ def _(x: Any, scale: Any, dtype: torch.dtype) -> Any:
     wide, shape, limit = inductor_lowering.to_dtype(x, torch.float32), x.get_size(), fp8_max(dtype)
     element, scale_of = wide.make_loader(), inductor_lowering.expand(scale, shape).make_loader()
 
+    # GPUs with FP8 cast by `cvt.rn.satfinite`, which saturates at the limit and keeps NaN
+    cast_saturates = x.get_device().type == "cuda"
+
     def quantized(index: Any) -> Any:
-        # Inductor's maximum and minimum keep NaN, as `clamp` does
         scaled = inductor_ops.mul(element(index), scale_of(index))
+        if cast_saturates:
+            return inductor_ops.to_dtype(scaled, dtype, src_dtype=torch.float32)
+        # Inductor's maximum and minimum keep NaN, as `clamp` does
         at_least = inductor_ops.maximum(scaled, inductor_ops.constant(-limit, torch.float32))
         at_most = inductor_ops.minimum(at_least, inductor_ops.constant(limit, torch.float32))
         return inductor_ops.to_dtype(at_most, dtype, src_dtype=torch.float32)

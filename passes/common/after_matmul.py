@@ -180,9 +180,13 @@ class Epilogue:
     @property
     def inputs(self) -> list[fx.Node]:
         """The tensors that the kernel reads after its product: those of the nodes first, then scales."""
-        inside = {*self.products.parts, *self.nodes}
-        read = [i for n in self.nodes for i in n.all_input_nodes if i not in inside]
+        read = [node for _, node in self.reads()]
         return list(dict.fromkeys([*read, *(q.args[1] for q in self.quantizes)]))  # type: ignore[list-item]
+
+    def reads(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield each op and tensor that the op reads, which the kernel has not computed."""
+        inside = {*self.products.parts, *self.nodes}
+        yield from ((n, i) for n in self.nodes for i in n.all_input_nodes if i not in inside)
 
     def parts(self, x: fx.Node) -> list[fx.Node]:
         """Return the results of which `x` consists: itself, or the parts of a cat; [] if the kernel has them not."""
@@ -218,7 +222,7 @@ def epilogue_of(products: Products) -> Epilogue | None:
     if e.quantizes:
         e.amaxes = [n for n in near if is_amax(n) and e.parts(of_amax(n))]
         if isinstance(products.m, int):  # the sums of each tile are as many as there are tiles
-            e.sums = [n for n in near if _is_column_sum(n) and e.parts(first(n))]
+            e.sums = [n for n in near if is_column_sum(n) and e.parts(first(n))]
     e.add(_computing(e, e.ends or _last(e)))
     _add_what_inputs_are_computed_from(e)
     if e.quantizes:
@@ -232,14 +236,14 @@ def epilogue_of(products: Products) -> Epilogue | None:
     return e if gains else None
 
 
-def _depends(node: fx.Node, on: fx.Node) -> bool:
+def depends(node: fx.Node, on: fx.Node) -> bool:
     """Return whether `node` is computed from `on`, or is it. Looks only at what stands between them in the graph."""
     return on in reach([node], lambda n: (i for i in n.all_input_nodes if not i < on))
 
 
 def _is_known(scale: object, matmul: fx.Node) -> bool:
     """Return whether a scale is one number that does not depend on the matmul."""
-    return is_tensor(scale) and val(scale).numel() == 1 and not _depends(scale, matmul)
+    return is_tensor(scale) and val(scale).numel() == 1 and not depends(scale, matmul)
 
 
 def _computing(e: Epilogue, ends: Iterable[fx.Node]) -> dict[fx.Node, None]:
@@ -256,7 +260,7 @@ def _saves_reads(e: Epilogue) -> bool:
     assert e.kept is not None
     matrices = [n for n in e.inputs if e.products.holds(n)]
     readers = [u for n in matrices for u in n.users if u.op != "output" and u is not e.kept]
-    return bool(matrices) and not any(_depends(u, e.kept) for u in readers)
+    return bool(matrices) and not any(depends(u, e.kept) for u in readers)
 
 
 def _last(e: Epilogue) -> list[fx.Node]:
@@ -277,14 +281,14 @@ def _elementwise_after(products: Products) -> dict[fx.Node, None]:
             continue
         met.add(node)
         others = (i for i in node.all_input_nodes if i not in inside)
-        if products.fits(node) and not any(_depends(i, products.matmul) for i in others):
+        if products.fits(node) and not any(depends(i, products.matmul) for i in others):
             inside[node] = None
             for user in node.users:
                 heapq.heappush(todo, user)
     return inside
 
 
-def _is_column_sum(node: fx.Node) -> bool:
+def is_column_sum(node: fx.Node) -> bool:
     """Return whether `node` sums a tensor over all dimensions but the last, in float32 or less."""
     if node.target is not aten.sum.dim_IntList or len(node.args) < 2 or val(node).dtype == torch.float64:
         return False
@@ -296,7 +300,7 @@ def _add_what_inputs_are_computed_from(e: Epilogue) -> None:
     """Compute inputs in the kernel that cost no further reads there: constants, and functions of one other tensor."""
     known = set[fx.Node]()
     while True:
-        found = {n: _computed_from(n, e.products) for n in e.inputs}
+        found = {n: computed_from(n, e.products) for n in e.inputs}
         known |= {leaf for _, leaves in found.values() if len(leaves) <= 1 for leaf in leaves}
         taken = [n for n, (chain, leaves) in found.items() if chain and (len(leaves) <= 1 or leaves <= known)]
         if not taken:
@@ -304,7 +308,7 @@ def _add_what_inputs_are_computed_from(e: Epilogue) -> None:
         e.add(n for x in taken for n in found[x][0])
 
 
-def _computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set[fx.Node]]:
+def computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the elementwise ops that compute `node`, itself among them, and the matrices that they read.
 
     No ops, and the node itself, if it is not computed elementwise.
@@ -323,13 +327,13 @@ def _add_companions(e: Epilogue) -> None:
     matrices = {n for n in e.inputs if e.products.holds(n)}
     near = reach(matrices, lambda n: n.users, e.products.fits)
     for node in sorted(n for n in near if n.target is QUANTIZE and n not in e.quantizes and e.products.fits(n)):
-        chain, leaves = _computed_from(first(node), e.products)
+        chain, leaves = computed_from(first(node), e.products)
         if not leaves or not leaves <= matrices or not _is_known(node.args[1], e.matmul):
             continue
         amaxes = [n for x in chain for n in readers_nearby(x) if is_amax(n) and of_amax(n) is x]
-        waits = any(_depends(node, on) for on in (e.matmul, *e.replaced))
+        waits = any(depends(node, on) for on in (e.matmul, *e.replaced))
         needed = [u for n in (node, *amaxes) for u in n.users]
-        if waits or any(_depends(n, u) for n in (e.matmul, *e.inputs, node) for u in needed):
+        if waits or any(depends(n, u) for n in (e.matmul, *e.inputs, node) for u in needed):
             continue  # the kernel would wait for itself
         e.quantizes.append(node)
         e.amaxes += amaxes

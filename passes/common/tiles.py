@@ -28,6 +28,8 @@ from fp8pass.scaling import FP8_DTYPES
 ROWS, COLUMNS = 64, 24576
 """The least height of a tile, and about the number of columns in all: with 64 columns to a program that makes three
 programs for each of 132 SMs."""
+MAX_JOINED_WEIGHTS = 8
+"""Most siblings in one kernel: Inductor does not join more of them elementwise (`config.max_pointwise_cat_inputs`)."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,10 @@ def match(copy: fx.Node) -> Match | None:
 def check(m: Match) -> bool:
     """Check that `x` can be viewed in tiles, and is not fused with a reduction along rows."""
     tiles = m.rows > 0 and m.rows % ROWS == 0
-    return val(m.x).is_contiguous() and tiles and not _comes_of_row_reduction(m.x)
+    return val(m.x).is_contiguous() and tiles and not comes_of_row_reduction(m.x)
 
 
-def _comes_of_row_reduction(x: fx.Node) -> bool:
+def comes_of_row_reduction(x: fx.Node) -> bool:
     """Return whether `x` is computed from statistics of rows, one number per row, broadcast again: as norms do."""
     behind = sources(x, lambda n: is_elementwise(n) and not _is_column(n))
     return any(_is_column(n) and not has_one_element(n) for n in (x, *behind))
@@ -207,3 +209,24 @@ def chunks_of(rows: int, columns: int) -> int:
     """Return into how many chunks to cut the rows: the fewest that give enough programs, in multiples of ROWS rows."""
     possible = [k for k in range(1, rows // ROWS + 1) if rows % k == 0 and rows // k % ROWS == 0]
     return next((k for k in possible if k * columns >= COLUMNS), possible[-1])
+
+
+def cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
+    """Return the contiguous parts of a cat, and its dimension; no parts if `x` is not a cat of such."""
+    if x.target is not aten.cat.default or not is_launched(x):
+        return [], 0
+    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+    dim: int = x.args[1] if len(x.args) > 1 else 0  # type: ignore[assignment]
+    alike = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
+    return (parts, dim % val(x).dim()) if alike else ([], 0)
+
+
+def is_pile(x: fx.Node) -> bool:
+    """Return whether `x` is a cat along dimension 0 of a few graph inputs: the weights of siblings."""
+    parts, dim = cat_of(x)
+    return dim == 0 and 0 < len(parts) <= MAX_JOINED_WEIGHTS and all(p.op == "placeholder" for p in parts)
+
+
+def is_launched(x: fx.Node) -> bool:
+    """Return whether `x` is not on a CPU, where Inductor would copy the parts of a cat."""
+    return val(x).device.type != "cpu"

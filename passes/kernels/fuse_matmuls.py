@@ -45,18 +45,16 @@ from fp8pass.names import short
 from fp8pass.node_meta import GEMM
 from fp8pass.passes.common.after_matmul import Epilogue, epilogue_of, products_of
 from fp8pass.passes.common.alone import alone
+from fp8pass.passes.common.kernel_outputs import Made, finished, module_of, outputs_of, results_of
 from fp8pass.passes.common.patterns import (
-    RESHAPES,
     as_node,
     aten,
-    first,
     has_one_element,
     is_elementwise_in_high_precision,
     move_before,
-    prims,
     readers,
 )
-from fp8pass.passes.common.tiles import of_amax, saturation_flag
+from fp8pass.passes.common.tiles import saturation_flag
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 log = logging.getLogger(__name__)
@@ -79,25 +77,6 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @dataclass(frozen=True)
-class Made:
-    """An output of the kernel: of which tensors it consists, side by side, and the node that it replaces.
-
-    quantize: the node whose scale and dtype the tensors are quantized with; None for others.
-    """
-
-    kind: str
-    of: tuple[fx.Node, ...]
-    instead_of: fx.Node
-    dtype: torch.dtype
-    quantize: fx.Node | None = None
-
-    @property
-    def results(self) -> list[tuple[fx.Node, fx.Node | None]]:
-        """The results of the epilogue that the output consists of, each with the quantize that writes it."""
-        return [(node, self.quantize) for node in self.of]
-
-
-@dataclass(frozen=True)
 class Match:
     """A matmul with its epilogue. made: the outputs of the kernel. results: what the epilogue computes, in order."""
 
@@ -110,12 +89,8 @@ def match(matmul: fx.Node) -> Match | None:
     """Return what can go into the kernel of a `_scaled_mm`; None if nothing can."""
     for products in products_of(matmul):
         if (e := epilogue_of(products)) is not None:
-            made = list(_made(e))
-            # first what does not depend on the products: what it shares with the rest need not be held for it
-            results = sorted(
-                {r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, r[0], r[1] is not None)
-            )
-            return Match(e, made, results)
+            made = list(outputs_of(e))
+            return Match(e, made, results_of(e, made))
     return None
 
 
@@ -140,23 +115,6 @@ def _arguments(matmul: fx.Node) -> list[Any]:
     return [*matmul.args, *[None] * 8][:8]
 
 
-def _made(e: Epilogue) -> Iterator[Made]:
-    closed = e.closed()
-    for node in e.amaxes:
-        yield Made("amax", tuple(e.parts(of_amax(node))), node, val(node).dtype)
-    for node in e.sums:
-        yield Made("sums", tuple(e.parts(first(node))), node, torch.float32)
-    for node in e.quantizes:
-        of, dtype = tuple(e.parts(first(node))), val(node).dtype
-        if not closed.issuperset(node.users):
-            yield Made("rows", of, node, dtype, node)
-        for copy, copied in e.copies.items():
-            if copied is node:
-                yield Made("columns", of, copy, dtype, node)
-    if e.kept is not None:
-        yield Made("rows", e.products.parts if e.kept is e.matmul else (e.kept,), e.kept, val(e.kept).dtype)
-
-
 def plan_of(m: Match, gpu: Gpu) -> Plan:
     """Return the kernel's plan, without a tile, and without code: only with the matrices that its epilogue reads."""
     e = m.epilogue
@@ -172,7 +130,7 @@ def plan_of(m: Match, gpu: Gpu) -> Plan:
 
 def with_code(plan: Plan, m: Match) -> Plan:
     """Return the plan with the code of the epilogue. Raises CannotFuse if an op can't be generated."""
-    return replace(plan, epilogue=written(_module(m), plan.matmul.products))
+    return replace(plan, epilogue=written(module_of(m.epilogue, m.results), plan.matmul.products))
 
 
 def tiled(plan: Plan, gpu: Gpu) -> Iterator[Plan]:
@@ -252,36 +210,6 @@ def _matmul(m: Match, gpu: Gpu) -> Matmul:
         hint_of(products.m), products.n, a.shape[1], len(products.parts), operands, strides, scales, bias,
         val(node).dtype, fast, symbolic,
     )  # fmt: skip
-
-
-def _module(m: Match) -> fx.GraphModule:
-    """Return the epilogue as a graph on matrices [M, N], whose first inputs are the products."""
-    graph, e = fx.Graph(), m.epilogue
-    made: dict[fx.Node, fx.Node] = {}
-
-    def take(node: fx.Node, value: torch.Tensor) -> None:
-        if node not in made:
-            made[node] = graph.placeholder(f"in{len(made)}")
-            made[node].meta["val"] = value
-
-    for part in e.products.parts:
-        take(part, val(part).new_empty(hint_of(e.products.m), e.products.n))
-    for reader in e.nodes:
-        for node in reader.all_input_nodes:
-            if node not in e.nodes:
-                take(node, e.products.as_matrix(reader, node))
-    for q in e.quantizes:
-        take(as_node(q.args[1]), val(as_node(q.args[1])).reshape(()))
-    for node in e.nodes:
-        made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
-
-    def result(of: fx.Node, q: fx.Node | None) -> fx.Node:
-        return (
-            made[of] if q is None else graph.call_function(QUANTIZE, (made[of], made[as_node(q.args[1])], val(q).dtype))
-        )
-
-    graph.output(tuple(result(of, q) for of, q in m.results))
-    return fx.GraphModule({}, graph)
 
 
 class FuseMatmuls:
@@ -374,11 +302,11 @@ def rewrite(build: Builder, m: Match, plan: Plan) -> None:
     }
     tensors = {**operands, **inputs, **outputs}
     given_to_kernel = {p: tensors[p] for p in plan.parameters} | ({"m": rows} if plan.matmul.symbolic else {})
-    call = call_of_kernel(kernel_of(plan), plan.programs, given_to_kernel, list(outputs))
+    call = call_of_kernel(kernel_of(plan), [plan.programs], given_to_kernel, list(outputs))
     result = build.emit(at, triton_kernel_wrapper_functional, **call)
     for name, o in zip(outputs, m.made, strict=True):
         made = build.emit(at, operator.getitem, result, name)
-        o.instead_of.replace_all_uses_with(_finished(build, at, o, made))
+        o.instead_of.replace_all_uses_with(finished(build, at, o, made))
     build.like = None
     for node in sorted({e.matmul, *e.nodes, *dead}, reverse=True):  # else the next match would find them read
         if not node.users:
@@ -389,16 +317,3 @@ def _shape(plan: Plan, output: Output, rows: Any) -> list[Any]:
     """Return the shape of an output. rows: M, or a node that holds it."""
     shape = plan.shape(output)
     return [rows, *shape[1:]] if output.kind == "rows" else shape
-
-
-def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
-    """Emit what is left to do after the kernel: the last stage of reductions, and shapes."""
-    wanted = val(o.instead_of)
-    if o.kind == "amax":
-        return build.emit(at, aten.amax.default, made)
-    if o.kind == "sums":
-        made = build.emit(at, aten.sum.dim_IntList, made, [0])
-        if wanted.dtype != torch.float32:
-            made = build.emit(at, prims.convert_element_type.default, made, wanted.dtype)
-    shape = list(wanted.shape)
-    return made if list(val(made).shape) == shape else build.emit(at, aten.reshape.default, made, shape)

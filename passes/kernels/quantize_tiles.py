@@ -49,11 +49,13 @@ from fp8pass.passes.common.patterns import (
 )
 from fp8pass.passes.common.tiles import (
     Match,
+    cat_of,
     check,
     chunks_of,
     each,
     is_amax,
     is_made_of,
+    is_pile,
     match,
     readers_nearby,
     reduce_in_tiles,
@@ -62,8 +64,6 @@ from fp8pass.quant.kernel_ops import JOINED, QUANTIZE, REPEATED
 
 MAX_OPS = 6
 """Most ops that Inductor surely computes again in each reader: it counts loads, casts and comparisons too."""
-MAX_JOINED_WEIGHTS = 8
-"""Most siblings in one kernel: Inductor does not join more of them elementwise (`config.max_pointwise_cat_inputs`)."""
 
 
 class QuantizeTiles:
@@ -140,7 +140,7 @@ def _tiles(build: Builder, m: Match) -> list[fx.Node]:
     chunks = chunks_of(m.rows, max(val(p).shape[-1] for p in xs))
     shapes = [[chunks, m.rows // chunks, val(p).shape[-1]] for p in xs]
     # `joined` is an elementwise op, which torch 2.11, too, fuses in any order of loops; `cat` is not
-    xs = [build.emit(at, JOINED, p.args[0]) if _is_pile(p) else p for p in xs]
+    xs = [build.emit(at, JOINED, p.args[0]) if is_pile(p) else p for p in xs]
     parts = [build.emit(at, aten.reshape.default, *each) for each in zip(xs, shapes, strict=True)]
     # one buffer for all that read more of `x` than its amax and its quantize; else they cost another pass over it
     if len(parts) == 1 and m.x.op != "placeholder" and shared:
@@ -166,34 +166,13 @@ def _repeat(build: Builder, x: fx.Node) -> None:
         reader.replace_input_with(x, build.emit(min(readers), operator.getitem, copies, i))
 
 
-def _cat_of(x: fx.Node) -> tuple[list[fx.Node], int]:
-    """Return the contiguous parts of a cat, and its dimension; no parts if `x` is not a cat of such."""
-    if x.target is not aten.cat.default or not is_launched(x):
-        return [], 0
-    parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
-    dim: int = x.args[1] if len(x.args) > 1 else 0  # type: ignore[assignment]
-    alike = all(val(p).is_contiguous() and val(p).dim() == val(x).dim() for p in parts)
-    return (parts, dim % val(x).dim()) if alike else ([], 0)
-
-
 def _parts(x: fx.Node) -> list[fx.Node]:
     """Return the parts of `x = cat(parts, -1)` if two of them read one tensor, or one takes many ops; else `[x]`.
 
     Each part then gets its own computation. Where Inductor computes a cat element by element, it reads a common tensor
     once for each part, and computes all parts for every element.
     """
-    parts, dim = _cat_of(x)
+    parts, dim = cat_of(x)
     read = Counter(n for p in parts for n in {p, *sources(p, is_elementwise)} if not has_one_element(n))
     apart = any(times > 1 for times in read.values()) or any(map(_is_long, parts))
     return parts if dim == val(x).dim() - 1 and apart else [x]
-
-
-def _is_pile(x: fx.Node) -> bool:
-    """Return whether `x` is a cat along dimension 0 of a few graph inputs: the weights of siblings."""
-    parts, dim = _cat_of(x)
-    return dim == 0 and 0 < len(parts) <= MAX_JOINED_WEIGHTS and all(p.op == "placeholder" for p in parts)
-
-
-def is_launched(x: fx.Node) -> bool:
-    """Return whether `x` is not on a CPU, where Inductor would copy the parts of a cat."""
-    return val(x).device.type != "cpu"

@@ -84,7 +84,7 @@ def _rewrite(build: Builder, x_q: fx.Node, flag: fx.Node, delayed: fx.Node) -> N
         written["out1"] = build.emit(at, aten.clone.default, turned, memory_format=torch.contiguous_format)
     programs = min(PROGRAMS * gpu_of(val(x).device).multiprocessors, math.ceil(rows / 64) * math.ceil(columns / 64))
     kernel = requantize.kernel_of(requantize.Requantize(rows, columns, dtype, bool(copies), programs))
-    call = call_of_kernel(kernel, programs, {"x": x, "scale": scale, "flag": flag, **written}, list(written))
+    call = call_of_kernel(kernel, [programs], {"x": x, "scale": scale, "flag": flag, **written}, list(written))
     result = build.emit(at, triton_kernel_wrapper_functional, **call)
     for name, old in zip(written, ([x_q], copies), strict=False):
         made = build.emit(at, operator.getitem, result, name)

@@ -13,8 +13,8 @@ from fp8pass import scaling
 from fp8pass.graph.pass_base import Context
 from fp8pass.node_meta import WITH_AMAX
 from fp8pass.options.config import Config
+from fp8pass.passes.common import tiles
 from fp8pass.passes.common.tiles import COLUMNS, ROWS
-from fp8pass.passes.kernels import quantize_tiles
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_tiles import QuantizeTiles
 from fp8pass.quant.kernel_ops import CONCATENATED, JOINED, QUANTIZE, REPEATED
@@ -350,7 +350,7 @@ def parts(rows: int = 128) -> tuple[Tensor, ...]:
 
 def test_parts_of_a_cat_are_written_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor computes a cat element by element, which would read the inputs common to gate and up twice."""
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    monkeypatch.setattr(tiles, "is_launched", lambda x: True)
     inputs = parts()
     module = capture(gradients_of_swiglu, *inputs)
     wanted = module(*inputs)
@@ -377,7 +377,7 @@ def gradients_of_rotary_positions(q: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 
 def test_a_part_that_takes_many_ops_is_computed_for_each_of_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor gives a value with several readers a buffer if it takes many ops."""
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    monkeypatch.setattr(tiles, "is_launched", lambda x: True)
     inputs = (
         *(torch.randn(128, 32, dtype=BF16) for _ in range(2)),
         torch.rand(128, 16),
@@ -396,7 +396,7 @@ def test_a_part_that_takes_many_ops_is_computed_for_each_of_its_readers(monkeypa
 
 
 def test_weights_joined_by_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    monkeypatch.setattr(tiles, "is_launched", lambda x: True)
     inputs = torch.randn(64, 32, dtype=BF16), torch.randn(128, 32, dtype=BF16) * 3, scale(8.0)
     module = capture(lambda q, k, s: with_amax(torch.cat([q, k]), s), *inputs)
     wanted = module(*inputs)
@@ -414,7 +414,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_cats_that_stay_whole(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_tiles, "is_launched", lambda x: True)
+    monkeypatch.setattr(tiles, "is_launched", lambda x: True)
     inputs = parts()
     module = capture(WHOLE[case], *inputs)
     wanted = module(*inputs)

@@ -1,0 +1,105 @@
+"""List what a kernel writes that computes elementwise ops tile by tile, and write these ops as a graph.
+
+For the passes that write such kernels: after a matmul, or by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fp8pass._torch import hint_of
+from fp8pass.graph.builder import Builder, val
+from fp8pass.passes.common.after_matmul import Epilogue
+from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, prims
+from fp8pass.passes.common.tiles import of_amax
+from fp8pass.quant.kernel_ops import QUANTIZE
+
+
+@dataclass(frozen=True)
+class Made:
+    """An output of the kernel: of which tensors it consists, side by side, and the node that it replaces.
+
+    quantize: the node whose scale and dtype the tensors are quantized with; None for others.
+    """
+
+    kind: str
+    of: tuple[fx.Node, ...]
+    instead_of: fx.Node
+    dtype: torch.dtype
+    quantize: fx.Node | None = None
+
+    @property
+    def results(self) -> list[tuple[fx.Node, fx.Node | None]]:
+        """The results of the epilogue that the output consists of, each with the quantize that writes it."""
+        return [(node, self.quantize) for node in self.of]
+
+
+def outputs_of(e: Epilogue) -> Iterator[Made]:
+    """Yield what a kernel writes that computes these ops."""
+    closed = e.closed()
+    for node in e.amaxes:
+        yield Made("amax", tuple(e.parts(of_amax(node))), node, val(node).dtype)
+    for node in e.sums:
+        yield Made("sums", tuple(e.parts(first(node))), node, torch.float32)
+    for node in e.quantizes:
+        of, dtype = tuple(e.parts(first(node))), val(node).dtype
+        if not closed.issuperset(node.users):
+            yield Made("rows", of, node, dtype, node)
+        for copy, copied in e.copies.items():
+            if copied is node:
+                yield Made("columns", of, copy, dtype, node)
+    if e.kept is not None:
+        yield Made("rows", e.products.parts if e.kept is e.matmul else (e.kept,), e.kept, val(e.kept).dtype)
+
+
+def results_of(e: Epilogue, made: Sequence[Made]) -> list[tuple[fx.Node, fx.Node | None]]:
+    """Return what the kernel computes for these outputs, in order.
+
+    First what does not depend on the products: what it shares with the rest need not be held for it.
+    """
+    return sorted({r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, r[0], r[1] is not None))
+
+
+def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) -> fx.GraphModule:
+    """Return the ops of a kernel as a graph on matrices [M, N], whose first inputs are the products."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+
+    def take(node: fx.Node, value: torch.Tensor) -> None:
+        if node not in made:
+            made[node] = graph.placeholder(f"in{len(made)}")
+            made[node].meta["val"] = value
+
+    for part in e.products.parts:
+        take(part, val(part).new_empty(hint_of(e.products.m), e.products.n))
+    for reader, node in e.reads():
+        take(node, e.products.as_matrix(reader, node))
+    for q in e.quantizes:
+        take(as_node(q.args[1]), val(as_node(q.args[1])).reshape(()))
+    for node in e.nodes:
+        made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
+
+    def result(of: fx.Node, q: fx.Node | None) -> fx.Node:
+        return (
+            made[of] if q is None else graph.call_function(QUANTIZE, (made[of], made[as_node(q.args[1])], val(q).dtype))
+        )
+
+    graph.output(tuple(result(of, q) for of, q in results))
+    return fx.GraphModule({}, graph)
+
+
+def finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
+    """Emit what is left to do after the kernel: the last stage of reductions, and shapes."""
+    wanted = val(o.instead_of)
+    if o.kind == "amax":
+        return build.emit(at, aten.amax.default, made)
+    if o.kind == "sums":
+        made = build.emit(at, aten.sum.dim_IntList, made, [0])
+        if wanted.dtype != torch.float32:
+            made = build.emit(at, prims.convert_element_type.default, made, wanted.dtype)
+    shape = list(wanted.shape)
+    return made if list(val(made).shape) == shape else build.emit(at, aten.reshape.default, made, shape)

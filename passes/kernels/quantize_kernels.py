@@ -1,0 +1,319 @@
+"""Quantize tensors by a kernel of our own, with the elementwise ops before the quantize: one tile to a program.
+
+before   h: bf16[M, N]     = gelu(y)                               any elementwise ops, on tensors that are in memory
+         h_q: f8[M, N]     = quantize(h, scale);  h_t: f8[N, M] = clone(permute(h_q))
+         amax: bf16[]      = amax(amax(abs(h), -1))
+         b: bf16[N]        = sum(h, 0)                             the gradient of a bias, where there is one
+after    h_q, h_t, tiles: bf16[T], sums: f32[R, N] = kernel(y, scale)
+         amax              = amax(tiles);  b = sum(sums, 0)
+changes  nothing: the kernel computes what Inductor's would
+
+Tensors that are computed from the same matrices are quantized by one kernel, as the gradients of gate and up are, and
+the hidden tensor that the gradient of a weight needs again. The weights of siblings are read where they are.
+
+Only on GPUs, for large tensors. Not done where Inductor fuses the quantize with something that a tile can't hold: a
+norm, whose rows are longer; an update, which writes in place; what is read transposed. quantize_tiles.py, which runs
+after this pass, is for these.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fp8pass import hardware
+from fp8pass._torch import call_of_kernel, is_deterministic, triton_kernel_wrapper_functional
+from fp8pass.fused.epilogue import CannotFuse, written
+from fp8pass.fused.plan import Output
+from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan, kernel_of
+from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.pass_base import Context
+from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum
+from fp8pass.passes.common.kernel_outputs import Made, finished, module_of, outputs_of, results_of
+from fp8pass.passes.common.patterns import (
+    ALL_MATMULS,
+    VIEWS,
+    as_node,
+    aten,
+    first,
+    has_one_element,
+    move_before,
+    reach,
+    readers,
+)
+from fp8pass.passes.common.tiles import (
+    comes_of_row_reduction,
+    is_amax,
+    is_count,
+    is_made_of,
+    is_pile,
+    of_amax,
+    readers_nearby,
+)
+from fp8pass.passes.common.tiles import match as transposed
+from fp8pass.quant.kernel_ops import QUANTIZE, WRITE
+
+log = logging.getLogger(__name__)
+
+LEAST_ELEMENTS = 1 << 20
+"""Smaller tensors are left to Inductor, which joins small kernels into one launch."""
+MOST_READS = 2
+"""Most matrices of which an op may be computed that others read too: they compute it again, and read no more by it."""
+_MATMULS = {*ALL_MATMULS, aten._scaled_mm.default, aten._scaled_grouped_mm.default}
+
+
+@dataclass
+class Group(Epilogue):
+    """The ops and quantizes that one kernel computes. after: the tensors that are quantized as they are."""
+
+    def reads(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield each op and tensor that the op reads; a tensor that is quantized as it is stands for both."""
+        yield from ((node, node) for node in self.after)
+        yield from super().reads()
+
+    @property
+    def matrices(self) -> set[fx.Node]:
+        """The matrices that the kernel reads."""
+        return {n for n in self.inputs if self.products.holds(n)}
+
+
+@dataclass(frozen=True)
+class Match:
+    """A group with the outputs of its kernel, and what the kernel computes for them, in order."""
+
+    group: Group
+    made: list[Made]
+    results: list[tuple[fx.Node, fx.Node | None]]
+
+
+class QuantizeKernels:
+    """Rewrites the quantizes of one graph."""
+
+    name = "quantize_kernels"
+
+    def run(self, graph: fx.Graph, context: Context) -> int:
+        """Rewrite every group that `why_not` has no reason against; return the number of quantizes in them."""
+        groups = {n: g for n in graph.nodes if _is_large_on_gpu(n) and (g := _group_of(n)) is not None}
+        if not groups:
+            return 0
+        build, applied = context.builder(graph, self.name), 0
+        # those that read most first: they take in those that read no others
+        for x_q in sorted(groups, key=lambda q: -len(groups[q].matrices)):
+            if not x_q._erased and (m := match(x_q)) is not None:
+                applied += _apply(build, m)
+        if applied:
+            graph.eliminate_dead_code()
+        return applied
+
+
+def _apply(build: Builder, m: Match) -> int:
+    """Rewrite a match, unless there is a reason against it; return the number of quantizes that its kernel computes."""
+    try:
+        if reason := why_not(m):
+            raise CannotFuse(reason)
+        plan = plan_of(m)
+    except CannotFuse as error:
+        log.debug("%s is left to Inductor: %s", m.group.quantizes[0], error)
+        return 0
+    rewrite(build, m, plan)
+    return len(m.group.quantizes)
+
+
+def _is_large_on_gpu(x_q: fx.Node) -> bool:
+    if x_q.target is not QUANTIZE or (hardware.pretended_device or val(x_q).device).type != "cuda":
+        return False
+    shape = val(x_q).shape
+    known = all(isinstance(size, int) for size in shape) and len(shape) > 1
+    return known and has_one_element(as_node(x_q.args[1])) and val(x_q).numel() >= LEAST_ELEMENTS
+
+
+def match(x_q: fx.Node) -> Match | None:
+    """Return what one kernel can compute that quantizes this tensor; None if none of ours can."""
+    if (group := _group_of(x_q)) is None:
+        return None
+    near = reach(group.matrices, lambda n: n.users, group.products.fits)
+    others = (u for n in near for x in (n, *_cats(n)) for u in x.users if u.target is QUANTIZE and u.users)
+    for other in dict.fromkeys(u for u in others if u is not x_q):
+        joined = _group_of(x_q, [*group.quantizes, other])
+        if joined is not None and joined.matrices == group.matrices and _is_orderly(joined):
+            group = joined
+    made = list(outputs_of(group))
+    return Match(group, made, results_of(group, made))
+
+
+def _cats(x: fx.Node) -> list[fx.Node]:
+    return [u for u in x.users if u.target is aten.cat.default]
+
+
+def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
+    """Return the group of these quantizes, on matrices as `x_q` quantizes them; None if one kernel can't compute it."""
+    x = first(x_q)
+    parts = _parts(x)
+    size, n = val(parts[0]).numel(), int(val(parts[0]).shape[-1])
+    group = Group(Products(parts[0], (), size // n, n), {}, quantizes=list(quantizes) or [x_q])
+    for q in group.quantizes:
+        for part in _parts(first(q)):
+            if not group.products.holds(part):
+                return None
+            chain, _ = computed_from(part, group.products)
+            group.add(chain)
+            if part not in chain:
+                group.after[part] = None
+    if not all(map(group.parts, map(first, group.quantizes))):
+        return None
+    _add_reductions(group)
+    clones = reach(group.quantizes, lambda n: n.users, lambda n: n.target in VIEWS)
+    group.copies = {t.copy: t.x_q for n in clones if (t := transposed(n)) and t.x_q in group.quantizes}
+    return group
+
+
+def _parts(x: fx.Node) -> list[fx.Node]:
+    """Return the tensors of equal width whose rows are joined in `x`; else `[x]`."""
+    if x.target is aten.cat.default and len(x.args) > 1 and x.args[1] in (-1, val(x).dim() - 1):
+        parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
+        if len({val(p).shape for p in parts}) == 1:
+            return parts
+    return [x]
+
+
+def _add_reductions(group: Group) -> None:
+    """Add the amaxes and sums of columns of what is quantized, but no amax that a scale of the kernel is made of."""
+    xs = dict.fromkeys(first(q) for q in group.quantizes)
+    of_parts = dict.fromkeys(p for x in xs for p in group.parts(x))
+    near = dict.fromkeys(n for x in {**xs, **of_parts} for n in readers_nearby(x))
+    scales = [as_node(q.args[1]) for q in group.quantizes]
+    amaxes = [n for n in near if is_amax(n) and of_amax(n) in {**xs, **of_parts}]
+    group.amaxes = [n for n in amaxes if not any(is_made_of(scale, n) for scale in scales)]
+    group.sums = [n for n in near if is_column_sum(n) and first(n) in {**xs, **of_parts}]
+
+
+def _is_orderly(group: Group) -> bool:
+    """Return whether the kernel reads nothing that depends on what it writes."""
+    users = [u for n in group.replaced for u in n.users if u not in group.replaced]
+    return not any(depends(n, u) for n in group.inputs for u in users)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Check: only refuses.
+
+
+def why_not(m: Match) -> str:
+    """Return the reason why Inductor's kernel is better, or a kernel of ours wrong; "" if there is none."""
+    group = m.group
+    if not group.nodes and not group.copies and not group.amaxes:
+        return "there is nothing to compute but the quantize"
+    for x in map(first, group.quantizes):
+        if comes_of_row_reduction(x):
+            return f"{x} is computed from a reduction along rows"
+        if any(map(is_count, readers_nearby(x))):
+            return f"what saturates in {x} is counted"
+    for node in group.inputs:
+        if not has_one_element(node) and not _is_in_memory(node):
+            return f"{node} is computed by a kernel that may as well quantize"
+        if is_tensor(node) and group.products.holds(node) and not _can_be_read(node, group):
+            return f"the rows of {node} do not lie as in a matrix"
+    if any(u.target in (aten.copy_.default, aten.copy.default, WRITE) for n in group.replaced for u in n.users):
+        return "the result is written in place"
+    if reader := _other_reader(group):
+        return f"{reader} reads what the kernel computes"
+    return "" if _is_orderly(group) else "the kernel would wait for itself"
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    """Return whether a tensor lies in memory for sure: a graph's input, or a view of one, or of a library's result."""
+    if is_pile(node):
+        return _heights(node) != ()
+    while node.target in VIEWS:
+        node = first(node)
+    if node.op == "placeholder" or node.target in _MATMULS or node.target is triton_kernel_wrapper_functional:
+        return True
+    return "scaled_dot_product" in str(node.target) or getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def _can_be_read(node: fx.Node, group: Group) -> bool:
+    if is_pile(node):
+        return bool(_heights(node))
+    if (layout := group.products.layout(node, node)) is None:
+        return False
+    strides = layout[1]
+    return strides[-1] == 1 and strides[0] * val(node).element_size() % 16 == 0
+
+
+def _heights(pile: fx.Node) -> tuple[int, ...]:
+    """Return the rows of the tensors that lie one below the other in a cat; () if one ends within a tile."""
+    parts: list[fx.Node] = list(pile.args[0])  # type: ignore[arg-type]
+    heights = tuple(val(p).numel() // val(p).shape[-1] for p in parts)
+    return heights if not any(height % max(c.rows for c in (*LIGHT, *HEAVY)) for height in heights) else ()
+
+
+def _other_reader(group: Group) -> fx.Node | None:
+    """Return an op outside of the kernel that would have to read more than now; None if there is none."""
+    closed = group.closed()
+    for node in group.nodes:
+        outside = [u for u in node.users if u not in closed]
+        if outside and (not group.copies or _reads(node, group) > MOST_READS or any(map(_needs_memory, outside))):
+            return outside[0]
+    return None
+
+
+def _reads(node: fx.Node, group: Group) -> int:
+    return len(computed_from(node, group.products)[1])
+
+
+def _needs_memory(user: fx.Node) -> bool:
+    """Return whether an op, or one that reads a view that the op takes, reads tensors in memory."""
+    return any(
+        u.op == "output" or u.target in _MATMULS or u.target is triton_kernel_wrapper_functional
+        for u in (user, *readers(user, lambda n: n.target in VIEWS))
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewrite: only builds.
+
+
+def plan_of(m: Match) -> TilesPlan:
+    """Return the plan of the kernel. Raises CannotFuse if an op can't be generated."""
+    group = m.group
+    rows, columns = group.products.m, group.products.n
+    assert isinstance(rows, int)
+    outputs = tuple(Output(o.kind, tuple(map(m.results.index, o.results)), o.dtype) for o in m.made)
+    piles = tuple((i, _heights(n)) for i, n in enumerate(group.inputs) if is_pile(n))
+    choices = LIGHT if len(group.matrices) == 1 else HEAVY
+    if group.sums and is_deterministic():  # sums depend on how a tile is divided among threads
+        choices = choices[:1]
+    dtypes = tuple(val(n).dtype for n in group.inputs)
+    code, ops = written(module_of(group, m.results), 0), (*group.nodes, *group.replaced)
+    return TilesPlan(rows, columns, code, outputs, dtypes, piles, choices, tuple(sorted(ops)))
+
+
+def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
+    """Call the kernel, and let readers of what it computes read its outputs."""
+    group, dead = m.group, m.group.closed()
+    at = min(user for o in m.made for user in o.instead_of.users)
+    inputs = [n for node in group.inputs for n in _tensors(node)]
+    move_before(at, inputs)
+    build.like = group.quantizes[0]
+    device = val(group.quantizes[0]).device
+    outputs = {
+        f"out{i}": build.emit(at, aten.empty.memory_format, plan.shape(o), dtype=o.dtype, device=device)
+        for i, o in enumerate(plan.outputs)
+    }
+    tensors = dict(zip(plan.parameters, [*inputs, *outputs.values()], strict=True))
+    call = call_of_kernel(kernel_of(plan), list(map(plan.programs, plan.choices)), tensors, list(outputs))
+    result = build.emit(at, triton_kernel_wrapper_functional, **call)
+    for name, o in zip(outputs, m.made, strict=True):
+        made = build.emit(at, operator.getitem, result, name)
+        o.instead_of.replace_all_uses_with(finished(build, at, o, made))
+    build.like = None
+    for node in sorted({*group.nodes, *group.replaced, *dead}, reverse=True):  # else the next match finds them read
+        if not node.users:
+            build.graph.erase_node(node)
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return list(node.args[0]) if is_pile(node) else [node]  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""Kernels that quantize tile by tile: in Triton's interpreter, and compiled for several GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu_code.test_triton_numerics import interpreted
+from tests.helpers.quantize_kernels import CASES, compared, compiled
+
+SIZES = {
+    "tiles divide": (128, 128, ""),
+    "tiles do not divide": (144, 80, ""),
+    "NaN and infinities": (144, 80, "nan"),
+    "zero scales": (64, 80, "nan zero"),
+}
+CHOICES = "64 64 8", "64 64 4", "128 64 8", "64 64 16"
+EVERYDAY = {
+    ("weight", "tiles do not divide", "128 64 8"),
+    ("siblings", "tiles do not divide", "128 64 8"),
+    ("gelu", "NaN and infinities", "64 64 4"),
+    ("exact_gelu", "tiles do not divide", "64 64 8"),
+    ("gradient", "NaN and infinities", "128 64 8"),
+    ("gradient", "tiles do not divide", "64 64 16"),
+    ("gated", "zero scales", "64 64 8"),
+    ("gated_gradient", "tiles do not divide", "64 64 16"),
+}
+WRITES = {
+    "weight": ["amax", "columns", "rows"],
+    "siblings": ["amax", "columns", "rows"],
+    "gradient": ["amax", "columns", "columns", "rows", "sums"],
+    "gated": ["amax", "rows"],
+    "gated_gradient": ["amax", "columns", "columns", "rows"],
+}
+"""The kinds of a kernel's outputs: amaxes, FP8 in rows and in columns, and sums."""
+
+
+def _cases() -> list[Any]:
+    cases = [(name, size, choice) for name in CASES for size in SIZES for choice in CHOICES]
+    return [pytest.param(*c, marks=[] if c in EVERYDAY else pytest.mark.variant) for c in cases]
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "size", "choice"), _cases())
+def test_it_writes_what_the_graph_computes(name: str, size: str, choice: str) -> None:
+    m, n, how = SIZES[size]
+    found = compared(name, m, n, choice, how)
+    assert sorted(f["kind"] for f in found) == WRITES.get(name, ["amax", "columns", "rows"])
+    for f in found:
+        assert f["special"], f
+        # what is not computed by the CPU's exponential rounds to another FP8 number here and there
+        assert f["steps"] <= 1, f
+        assert f["differing"] < 0.01 or f["kind"] == "sums", f
+        assert f["sqnr"] > 40, f
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(
+            n,
+            c,
+            marks=[]
+            if (n, c) in {("gradient", 90), ("gated_gradient", 89), ("siblings", 120)}
+            else pytest.mark.variant,
+        )
+        for n in CASES
+        for c in (89, 90, 100, 120)
+    ],
+)
+def test_each_choice_compiles_without_spills(name: str, capability: int) -> None:
+    for found in compiled(name, capability):
+        assert found["spilled"] == 0, found
+        assert found["saturates"], found  # `quantize` does not clamp on GPUs
+        # each number is computed and cast once, whatever the layout of the stores
+        once = {"gradient": (1, 2), "gated_gradient": (2, 3), "gated": (1, 1), "gelu": (1, 1), "exact_gelu": (1, 1)}
+        assert (found["exponentials"], found["casts"]) == once.get(name, (0, 1)), found
+        assert max(found["stores"]) >= 64, found

@@ -1,0 +1,211 @@
+"""Kernels that quantize tile by tile: run in Triton's interpreter, or compiled for several GPUs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor, fx
+from torch._inductor import config
+from triton.runtime import interpreter
+
+from fp8pass import hardware
+from fp8pass._torch import pointer_type
+from fp8pass.fused.tiles_source import Choice, TilesPlan, kernel_of
+from fp8pass.hardware import TARGETS
+from fp8pass.inspect.fake_cuda import FakeCuda
+from fp8pass.passes.common import tiles
+from fp8pass.passes.kernels import quantize_kernels
+from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
+from fp8pass.passes.kernels.quantize_kernels import Match, match, plan_of, why_not
+from fp8pass.quant.kernel_ops import QUANTIZE
+from fp8pass.scaling import quantize
+from tests.helpers.asked import answer_all, ask
+from tests.helpers.fused_matmuls import _spilled, both, spoil
+from tests.helpers.harness import BF16, E5M2, apply, capture
+from tests.helpers.triton_on_cpu import compare, convert_float
+
+
+def weight(w: Tensor, scale: Tensor) -> Any:
+    return both(w, scale)
+
+
+def siblings(a: Tensor, b: Tensor, c: Tensor, scale: Tensor) -> Any:
+    return both(torch.cat([a, b, c]), scale)
+
+
+def gelu(y: Tensor, scale: Tensor) -> Any:
+    return both(F.gelu(y, approximate="tanh"), scale)
+
+
+def exact_gelu(y: Tensor, scale: Tensor) -> Any:
+    return both(F.gelu(y), scale)
+
+
+def gradient(y: Tensor, grad: Tensor, scale: Tensor, other: Tensor) -> Any:
+    """Return what the backward of GELU makes: the gradient, its bias's gradient, and the hidden tensor again."""
+    of_y = torch.ops.aten.gelu_backward(grad, y, approximate="tanh")
+    hidden = quantize(F.gelu(y, approximate="tanh"), other, torch.float8_e4m3fn).t().contiguous()
+    return *both(of_y, scale, E5M2), of_y.sum(0), hidden
+
+
+def gated(wide: Tensor, scale: Tensor) -> Any:
+    gate, up = wide.chunk(2, -1)
+    hidden = F.silu(gate) * up
+    return quantize(hidden, scale, torch.float8_e4m3fn), *both(hidden, scale)[2:]
+
+
+def gated_gradient(wide: Tensor, grad: Tensor, scale: Tensor, other: Tensor) -> Any:
+    gate, up = wide.chunk(2, -1)
+    of_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    both_grads = torch.cat([of_gate, grad * F.silu(gate)], -1)
+    hidden = quantize(F.silu(gate) * up, other, torch.float8_e4m3fn).t().contiguous()
+    return *both(both_grads, scale, E5M2), hidden
+
+
+CASES: dict[str, tuple[Callable[..., Any], str]] = {
+    "weight": (weight, "x s"),
+    "siblings": (siblings, "p p p s"),
+    "gelu": (gelu, "x s"),
+    "exact_gelu": (exact_gelu, "x s"),
+    "gradient": (gradient, "x x s s"),
+    "gated": (gated, "w s"),
+    "gated_gradient": (gated_gradient, "w x s s"),
+}
+"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N], s a scale."""
+PART = 128
+
+
+def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
+    shapes = {"x": (m, n), "w": (m, 2 * n), "p": (PART, n)}
+    return [torch.tensor(3.0) if k == "s" else (2 * torch.randn(shapes[k])).to(BF16) for k in CASES[name][1].split()]
+
+
+def found_in(name: str, given: list[Tensor]) -> tuple[Match, TilesPlan, fx.GraphModule]:
+    """Return the match of a case that reads most, its plan, and the graph."""
+    graph = capture(CASES[name][0], *given)
+    apply(graph, FoldQuantizes())
+    quantizes = [n for n in graph.graph.nodes if n.target is QUANTIZE]
+    m = max(filter(None, map(match, quantizes)), key=lambda m: len(m.group.matrices))
+    assert why_not(m) == ""
+    return m, plan_of(m), graph
+
+
+def run(m: Match, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
+    """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
+    values: dict[str, Any] = {}
+
+    class Keep(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n.name] = super().run_node(n)
+            return values[n.name]
+
+    Keep(graph).run(*given)
+    inputs = [values[n.name] for node in m.group.inputs for n in quantize_kernels._tensors(node)]
+    outputs = [
+        torch.empty(plan.shape(o), dtype=o.dtype).view(torch.uint8).fill_(0x55).view(o.dtype) for o in plan.outputs
+    ]
+    kernel = kernel_of(plan).fn
+    kernel.fn.__globals__["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions
+    with mock.patch.object(interpreter, "_convert_float", convert_float):
+        kernel[(plan.programs(choice),)](*inputs, *outputs, ROWS=choice.rows, COLUMNS=choice.columns)
+    found = []
+    for made, got in zip(m.made, outputs, strict=True):
+        wanted = values[made.instead_of.name]
+        got = got.amax() if made.kind == "amax" else got.sum(0).to(wanted.dtype) if made.kind == "sums" else got
+        got = got.view(wanted.shape)
+        same_nan = torch.equal(got.float().isnan(), wanted.float().isnan())
+        finite = torch.equal(got.float().isfinite(), wanted.float().isfinite())
+        clean = [x.float().nan_to_num(0, 1e9, -1e9).to(x.dtype) for x in (wanted, got)]
+        of = compare(made.kind, *clean)
+        found.append(
+            {
+                "kind": made.kind,
+                "steps": of.steps,
+                "differing": of.differing,
+                "sqnr": of.sqnr,
+                "special": finite and same_nan,
+            }
+        )
+    return found
+
+
+def interpret(gpu: FakeCuda, name: str, m: str, n: str, choice: str, how: str) -> list[dict[str, Any]]:
+    """Compare one case. choice: its numbers. how: words of "nan", "zero"."""
+    torch.manual_seed(0)
+    given = inputs_of(name, int(m), int(n))
+    if "nan" in how:
+        spoil(given)
+    if "zero" in how:
+        for x in given:
+            if x.dim() == 0:
+                x.zero_()
+    with gpu.there(), config.patch(emulate_precision_casts=True):
+        found, plan, graph = found_in(name, given)
+    wanted = Choice(*map(int, choice.split()))
+    return run(found, replace(plan, choices=(wanted,)), wanted, graph, given)
+
+
+def compared(name: str, m: int, n: int, choice: str, how: str) -> list[dict[str, Any]]:
+    """Ask a process of Triton's interpreter for what `interpret` returns."""
+    words = name, str(m), str(n), choice, how
+    found: list[dict[str, Any]] = ask("tests.helpers.quantize_kernels", "interpret", *words, TRITON_INTERPRET="1")
+    return found
+
+
+def compile_case(gpu: FakeCuda, name: str, capability: str) -> list[dict[str, Any]]:
+    """Compile each choice of a case of a large matrix for a GPU; return what its code does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    given = [x if x.dim() == 0 else x.new_empty([16 * size for size in x.shape]) for x in inputs_of(name, 128, 128)]
+    with gpu.there():
+        _, plan, _ = found_in(name, given)
+    signature = {p: pointer_type(d) for p, d in plan.parameters.items()} | {"ROWS": "constexpr", "COLUMNS": "constexpr"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(plan.parameters))}
+    found = []
+    for c in plan.choices:
+        source = ASTSource(kernel_of(plan).fn, signature, {"ROWS": c.rows, "COLUMNS": c.columns}, aligned)
+        options = {"num_warps": c.warps, "num_stages": 1}
+        done = triton.compile(source, target=GPUTarget("cuda", int(capability), 32), options=options)
+        ptx = done.asm["ptx"]
+        elements = c.rows * c.columns // (32 * c.warps)
+        casts = re.findall(r"cvt\.\S*\.e[45]m[32]x2\.f32", ptx)
+        found.append(
+            {
+                "choice": [c.rows, c.columns, c.warps],
+                "spilled": _spilled(done),
+                "exponentials": len(re.findall(r"\bex2\.approx", ptx)) / elements,
+                "saturates": bool(casts) and all("satfinite" in cast for cast in casts),
+                "casts": 2 * len(casts) / elements,
+                "stores": sorted({int(v or 1) * int(b) for v, b in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)}),
+            }
+        )
+    return found
+
+
+def compiled(name: str, capability: int) -> list[dict[str, Any]]:
+    """Ask a process for what `compile_case` returns."""
+    found: list[dict[str, Any]] = ask("tests.helpers.quantize_kernels", "compiled", name, str(capability))
+    return found
+
+
+def answer(gpu: FakeCuda, what: str, *arguments: str) -> Any:
+    with (
+        mock.patch.object(hardware, "pretended_device", torch.device("cuda")),
+        mock.patch.object(tiles, "is_launched", return_value=True),
+    ):
+        return {"interpret": interpret, "compiled": compile_case}[what](gpu, *arguments)
+
+
+if __name__ == "__main__":
+    torch.backends.mkldnn.set_flags(False)
+    answer_all(functools.partial(answer, FakeCuda(TARGETS["h100"])))
