@@ -10,7 +10,8 @@ walks from tile to tile with a barrier between them, and Triton computes some op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -104,17 +105,33 @@ def source_of(plan: TilesPlan) -> str:
     sizes = ["ROWS: tl.constexpr", "COLUMNS: tl.constexpr"]
     head.append(f"def {NAME}({', '.join([*plan.parameters, *sizes])}):")
     body = [*_place(plan), *_reads(plan), *_results(plan)]
-    used = [text for name, text in _FUNCTIONS.items() if any(f"{name}(" in line for line in body)]
+    used = _used(body)
     return "\n".join([TRITON_IMPORTS, *used, *head, *(f"    {line}" for line in body), ""])
 
 
-# Inductor calls NVIDIA's functions, which branch for each element. These compute both branches and select.
+# Inductor's code calls NVIDIA's functions, which branch for each element, and divides for any divisor. What replaces
+# them computes both branches and selects, and is within a few units of the last bit of float32: results are FP8.
+_INVERSE = '''
+@triton.jit
+def inverse_of(x):
+    """Return 1 / x for x of at least 1: a division for any x takes instructions more to scale both sides."""
+    root = tl.rsqrt(x)
+    return root * root
+
+'''
+_SIGMOID = '''
+@triton.jit
+def sigmoid_of(x):
+    """Return 1 / (1 + exp(-x))."""
+    return inverse_of(tl.exp(-x) + 1.0)
+
+'''
 _TANH = '''
 @triton.jit
 def tanh_of(x):
     """Return tanh(x) by the polynomial and the exponential of NVIDIA's function."""
     size = tl.abs(x)
-    large = 1.0 - 2.0 / (tl.exp2(size * 2.885390043258667) + 1.0)
+    large = 1.0 - 2.0 * inverse_of(tl.exp2(size * 2.885390043258667) + 1.0)
     large = tl.where(x < 0.0, -large, large)
     z = x * x
     p = ((0.01573968306183815 * z - 0.05230396240949631) * z + 0.13315297663211823) * z - 0.33332768082618713
@@ -141,11 +158,37 @@ def erf_of(x):
     return tl.where(near, p, tl.where(x < 0.0, -far, far))
 
 '''
-_FUNCTIONS = {"tanh_of": _TANH, "erf_of": _ERF}
+_FUNCTIONS = {"inverse_of": _INVERSE, "sigmoid_of": _SIGMOID, "tanh_of": _TANH, "erf_of": _ERF}
+_INSTEAD = {"libdevice.tanh(": "tanh_of(", "libdevice.erf(": "erf_of(", "libdevice.exp(": "tl.exp("}
+_INSTEAD["tl.sigmoid("] = "sigmoid_of("
+_ONE = re.compile(r"(\w+) = tl\.full\(\[\], 1\.0, tl\.float32\)")
+_EXPONENTIAL = re.compile(r"(\w+) = tl\.exp\(\w+\)")
+_SUM = re.compile(r"(\w+) = (\w+) \+ (\w+)")
+_QUOTIENT = re.compile(r"\((\w+) / (\w+)\)")
 
 
-def _branchless(line: str) -> str:
-    return line.replace("libdevice.tanh(", "tanh_of(").replace("libdevice.erf(", "erf_of(")
+def _fast(lines: Iterable[str]) -> Iterator[str]:
+    """Write the ops with the functions above; what is divided by 1 and an exponential is multiplied by the inverse."""
+    ones, exponentials, sums = set[str](), set[str](), set[str]()
+    for line in lines:
+        for slow, fast in _INSTEAD.items():
+            line = line.replace(slow, fast)
+        for pattern, found in ((_ONE, ones), (_EXPONENTIAL, exponentials)):
+            if m := pattern.fullmatch(line):
+                found.add(m[1])
+        if (m := _SUM.fullmatch(line)) and m[2] in exponentials and m[3] in ones:
+            sums.add(m[1])
+        yield _QUOTIENT.sub(lambda m: f"({m[1]} * inverse_of({m[2]}))" if m[2] in sums else m[0], line)
+
+
+def _used(body: Sequence[str]) -> list[str]:
+    """Return the functions that the code calls, and those that they call, before them."""
+    text, found = "\n".join(body), list[str]()
+    for name, function in reversed(_FUNCTIONS.items()):
+        if f"{name}(" in text:
+            found.insert(0, function)
+            text += function
+    return found
 
 
 def _place(plan: TilesPlan) -> Iterator[str]:
@@ -222,8 +265,7 @@ def _load(read: Read, name: str, row: str, plan: TilesPlan) -> str:
 
 def _results(plan: TilesPlan) -> Iterator[str]:
     """Write the ops, then the stores: amaxes first, which need the numbers before they are quantized."""
-    for result in plan.code.results:
-        yield from map(_branchless, result.lines)
+    yield from _fast(line for result in plan.code.results for line in result.lines)
     for kind in ("amax", "sums", "rows", "columns"):
         for i, output in enumerate(plan.outputs):
             for part, number in enumerate(output.results if output.kind == kind else ()):
