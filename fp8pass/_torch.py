@@ -331,10 +331,15 @@ def hint_of(size: Any) -> Any:
     return size.node.hint if size.node.has_hint() else 2
 
 
+def known_values(env: Any) -> dict[Any, int]:
+    """Return the values that the symbols of a shape environment had in the call that is compiled."""
+    known = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
+    return {symbol: int(value) for symbol, value in (env.var_to_val if known is None else known).items()}
+
+
 def example_of(env: Any, symbol: Any) -> int:
     """Return the value that a symbol of a shape environment had in the call that is compiled."""
-    known = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
-    return int((env.var_to_val if known is None else known)[symbol])
+    return known_values(env)[symbol]
 
 
 TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")

@@ -71,6 +71,43 @@ TARGETS = {
 }
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a GPU is made of.
+
+    multiprocessors: number of them. threads, shared, programs: most threads, bytes of shared memory and blocks that one
+    of them runs at once. memory, cache: bytes of the GPU's memory and of its L2 cache. clock: in Hz, the highest.
+    registers, schedulers: of one multiprocessor.
+    """
+
+    multiprocessors: int
+    threads: int
+    shared: int
+    programs: int
+    memory: int
+    cache: int
+    clock: float
+    registers: int = 65536
+    schedulers: int = 4
+
+
+# From CUDA's device properties, and the table of technical specifications in the CUDA C++ Programming Guide.
+_SIZES = {
+    "a100": Sizes(108, 2048, 167936, 32, 80 << 30, 40 << 20, 1.41e9),
+    "sm_89": Sizes(142, 1536, 102400, 24, 48 << 30, 96 << 20, 2.52e9),
+    "h100": Sizes(132, 2048, 233472, 32, 80 << 30, 50 << 20, 1.98e9),
+    "h200": Sizes(132, 2048, 233472, 32, 141 << 30, 50 << 20, 1.98e9),
+    "b200": Sizes(148, 2048, 233472, 32, 180 << 30, 126 << 20, 1.965e9),
+}
+_NEAREST = {(8, 0): "a100", (8, 9): "sm_89", (9, 0): "h100", (10, 0): "b200"}
+
+
+def sizes(target: Target) -> Sizes:
+    """Return the sizes of a GPU; of one that is not known, those of the GPU with the nearest compute capability."""
+    nearest = max((known for known in _NEAREST if known <= target.capability), default=(8, 0))
+    return _SIZES.get(target.name) or _SIZES[_NEAREST[nearest]]
+
+
 def target_of(device: torch.device, name: str | None = None) -> Target | None:
     """Return the target to decide for; None on a CPU without `name`, where nothing is refused or declined by speed."""
     if name is not None:
