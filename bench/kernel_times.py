@@ -2,7 +2,7 @@
 
     python bench/kernel_times.py collect PROFILE MODEL [RECIPE]  compile a model's runs, and add their kernels' facts
     python bench/kernel_times.py fit                             fit the constants to the models in FIT
-    python bench/kernel_times.py errors                          tables of all errors, for docs/roofline.md
+    python bench/kernel_times.py errors [write]                  print tables of all errors; write: into the docs
 
 bench/results/kernel_times_h200.json holds the facts of each Triton kernel and each matmul, in all configurations that
 Inductor would time, beside the measured times. PROFILE has a line per run in JSON: the keys work, who, kernels and
@@ -16,19 +16,24 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import roofline
 import torch
 
 from fp8pass.hardware import TARGETS
-from fp8pass.kernel_time import FITTED, Code, Constants, Work, fastest, kernel_seconds, parts
+from fp8pass.inspect.kernels import CUDNN_SHARES
+from fp8pass.kernel_time import FITTED, Code, Constants, Work, fastest, kernel_seconds, parts, resident
+from fp8pass.roofline import gemm_seconds
+from fp8pass.scaling import E4M3
 
 ROOT = Path(__file__).parent.parent
 FACTS = ROOT / "bench" / "results" / "kernel_times_h200.json"
@@ -130,7 +135,8 @@ def collect(profile: Path, model: str, recipe: str = "delayed") -> None:
     """Compile the runs of a model, match their kernels with a profile by name, and add them to the file of facts."""
     request = {
         "spec": f"kernel_times:{model}", "target": "h200", "optimizer": None, "ptx": True, "machine": None,
-        "peer": "torchao:tensorwise" if recipe == "delayed" else None, "options": {"recipe": recipe, "epilogues": "off"},
+        "peer": "torchao:tensorwise" if recipe == "delayed" else None,
+        "options": {"recipe": recipe, "epilogues": "off"},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
@@ -257,23 +263,161 @@ def within(kernels: Sequence[Timed], bound: float = 1.25, constants: Constants =
     return sum(abs(math.log(k.predicted(constants) / k.seconds)) <= math.log(bound) for k in kernels) / len(kernels)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "child":
-        _child(json.loads(sys.argv[2]), Path(sys.argv[3]))
-    elif sys.argv[1] == "collect":
-        collect(Path(sys.argv[2]), *sys.argv[3:])
-    elif sys.argv[1] == "fit":
-        found = fit([k for k in long_ones(load()) if not k.kept_out])
-        print(found)
+# ----------------------------------------------------------------------------------------------------------- matmuls
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sums over one run: seconds measured, of matmuls and of all kernels, and what is predicted for them.
+
+    The few kernels of torch itself, sums of partial results and fills, are measured and not predicted.
+    """
+
+    model: str
+    run: str
+    matmuls: float
+    predicted_matmuls: float
+    all: float
+    predicted: float
+
+
+ATTENTION = {"fprop": 2 * 256, "bprop": 2 * 640}
+"""Operations for each pair of a query and a key, in the forward and backward of attention with a head dim of 128."""
+PAIRS = 4 * 32 * 2048 * 2048 // 2
+"""Pairs of queries and keys in the layer measured: 4 sequences, 32 heads, 2048 positions, causal."""
+
+
+def totals() -> list[Total]:
+    """Return the sums of all runs."""
+    return [_total(run) for run in json.loads(FACTS.read_text())]
+
+
+def _total(run: dict[str, Any]) -> Total:
+    named = [k for k in run["kernels"] if k["name"] != "matmuls"]
+    triton = sum(k.predicted() for k in load() if (k.model, k.run) == (run["model"], run["run"]))
+    matmuls = 1e-6 * sum(k["us"] for k in named if k["name"].startswith("nvjet") or "splitK" in k["name"])
+    predicted = sum(_matmul(what) for k in run["kernels"] if k["name"] == "matmuls" for what in k["of"])
+    attention = sum(
+        PAIRS * ATTENTION[way] / (H200.bf16_peak * share)
+        for way, share in zip(ATTENTION, CUDNN_SHARES, strict=True)
+        if any(way in k["name"] for k in named)
+    )
+    return Total(
+        run["model"], run["run"], matmuls, predicted, 1e-6 * sum(k["us"] for k in named), triton + predicted + attention
+    )
+
+
+def _matmul(what: str) -> float:
+    """Predict the seconds of a matmul in the words of `fp8pass inspect`: "[8192, 4096] x [4096, 1024] bf16"."""
+    m, k, _, n = map(int, re.findall(r"\d+", what)[:4])
+    fp8 = "e4m3" in what
+    scaling = "rowwise" if "rowwise" in what else "tensorwise"
+    return float(gemm_seconds(H200, m, k, n, E4M3 if fp8 else torch.bfloat16, 2, scaling, "e5m2" not in what))
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def ratio(kernel: Timed) -> float:
+    """Return predicted over measured."""
+    return kernel.predicted() / kernel.seconds
+
+
+def constants() -> str:
+    """Return a table of the constants."""
+    meanings = {
+        "latency": (f"{1e9 * FITTED.latency:.0f} ns", "a load from memory, published; not fitted"),
+        "issue": (f"{FITTED.issue:.2f}", "share of a scheduler's cycles that kernels use at best"),
+        "dependent": (f"{FITTED.dependent:.1f} cycles", "from an instruction of a warp to the next one"),
+        "barrier": (f"{FITTED.barrier:.0f} cycles", "a barrier"),
+        "norm": (f"{FITTED.norm:.1f}", "the p of the p-norm"),
+    }
+    rows = [f"| `{name}` | {value} | {words} |" for name, (value, words) in meanings.items()]
+    return "\n".join(["| constant | value | meaning |", "|---|---|---|", *rows])
+
+
+def summary() -> str:
+    """Return a table of errors by model and run, those kept out of the fit apart."""
+    lines = ["| | model | run | kernels above 20 us | within 25% | median, worst |", "|---|---|---|---|---|---|"]
+    kernels = long_ones(load())
+    for kept_out in (False, True):
+        words = "kept out" if kept_out else "fitted"
+        chosen = [k for k in kernels if k.kept_out == kept_out]
+        for model, run in dict.fromkeys((k.model, k.run) for k in chosen):
+            lines.append(_errors((words, model, run), [k for k in chosen if (k.model, k.run) == (model, run)]))
+        lines.append(_errors((f"**{words}, all**", "", ""), chosen))
+    return "\n".join(lines)
+
+
+def _errors(heads: tuple[str, ...], kernels: Sequence[Timed]) -> str:
+    ratios = sorted(map(ratio, kernels))
+    worst = max(ratios, key=lambda r: abs(math.log(r)))
+    cells = *heads, str(len(kernels)), f"{within(kernels):.0%}", f"{ratios[len(ratios) // 2]:.2f}, {worst:.2f}"
+    return f"| {' | '.join(cells)} |"
+
+
+def all_errors() -> str:
+    """Return a table with each kernel's measured and predicted time, those kept out of the fit apart."""
+    lines = [
+        "| model | run | kernel | measured us | predicted us | ratio | memory, issue, chain us | programs, at once |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for k in sorted(long_ones(load()), key=lambda k: k.kept_out):
+        moved, codes = k.of[0]
+        code = codes[fastest(H200, moved, codes)]
+        of = ", ".join(f"{1e6 * k.launches * t:.0f}" for t in parts(H200, moved, code))
+        off = "**" if abs(math.log(ratio(k))) > math.log(1.25) else ""
+        cells = (
+            f"{k.model}{', kept out' if k.kept_out else ''}", k.run.removeprefix("fp8pass "), f"`{_short(k.name)}`",
+            f"{1e6 * k.seconds:.1f}", f"{1e6 * k.predicted():.1f}", f"{off}{ratio(k):.2f}{off}", of,
+            f"{code.programs}, {132 * resident(H200, code)}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _short(name: str) -> str:
+    """Return the first words of a kernel's name, and its number."""
+    kind, number = name.split("_fused")[0].removeprefix("triton_"), name.rpartition("_")[2]
+    return f"{kind} {number}" if number.isdigit() else f"{kind} {name.split('_fused')[1][:30].strip('_')}..."
+
+
+def sums() -> str:
+    """Return a table of predicted and measured sums over each run."""
+    lines = [
+        "| model | run | matmuls ms | predicted | ratio | all kernels ms | predicted | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for t in totals():
+        cells = (
+            f"{t.model}{'' if t.model in FIT else ', kept out'}", t.run.removeprefix("fp8pass "),
+            f"{1e3 * t.matmuls:.2f}", f"{1e3 * t.predicted_matmuls:.2f}", f"{t.predicted_matmuls / t.matmuls:.2f}",
+            f"{1e3 * t.all:.2f}", f"{1e3 * t.predicted:.2f}", f"{t.predicted / t.all:.2f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "kernel_constants": constants, "kernel_errors": summary, "kernel_sums": sums, "all_kernel_errors": all_errors,
+}  # fmt: skip
+
+
+def main(command: str, *rest: str) -> None:
+    """Run one of the commands above."""
+    if command == "child":
+        _child(json.loads(rest[0]), Path(rest[1]))
+    elif command == "collect":
+        collect(Path(rest[0]), *rest[1:])
+    elif command == "fit":
+        print(fit([k for k in long_ones(load()) if not k.kept_out]))
     else:
-        for kept_out in (False, True):
-            chosen = [k for k in long_ones(load()) if k.kept_out == kept_out]
-            print(kept_out, len(chosen), within(chosen), math.exp(error(chosen, FITTED)))
-        for k in long_ones(load()):
-            moved, codes = k.of[0]
-            code = codes[fastest(H200, moved, codes)]
-            print(
-                f"{k.model[:9]:9} {k.run[-8:]:8} {k.name[:60]:60} {1e6 * k.seconds:7.1f}", f"x{k.predicted() / k.seconds:.2f}",
-                "**" if abs(math.log(k.predicted() / k.seconds)) > math.log(1.25) else "  ",
-                [round(1e6 * t) for t in parts(H200, moved, code)], code.config, code.in_vain // 1000000,
-            )  # fmt: skip
+        tables = {name: table() for name, table in TABLES.items()}
+        for name, table in tables.items():
+            print(f"{name}\n\n{table}\n")
+        if "write" in rest:
+            roofline.write(tables)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -74,6 +74,7 @@ with required_names():
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.triton_heuristics import GridExpr
     from torch._inductor.scheduler import (
         BaseSchedulerNode,
         ForeachKernelSchedulerNode,
@@ -786,6 +787,7 @@ __all__ = [
     "FusedSchedulerNode",
     "GraphLowering",
     "GraphTransformObserver",
+    "GridExpr",
     "HigherOrderOperator",
     "InductorChoices",
     "InductorError",
@@ -875,6 +877,7 @@ __all__ = [
     "kernel_called",
     "kernel_keys",
     "kernel_nodes",
+    "known_values",
     "leave_op_by_op",
     "linear",
     "list_mode_options",

@@ -16,8 +16,8 @@ _LABEL = re.compile(r"^\s*\.(L_\w+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_\w+)\)")
 _REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
 
-# Cycles for which an instruction of a warp keeps a unit of its scheduler busy: 32 threads over the results per cycle and
-# scheduler, from the table of arithmetic throughput in the CUDA C++ Programming Guide, compute capability 9.0.
+# Cycles for which an instruction of a warp keeps a unit of its scheduler busy: 32 threads over the results per cycle
+# and scheduler, from the table of arithmetic throughput in the CUDA C++ Programming Guide, compute capability 9.0.
 _FLOATS = {"FADD", "FMUL", "FFMA", "HADD2", "HFMA2", "HMUL2"}
 _PRODUCTS = {"IMAD", "IMUL"}
 _LOGIC = {
@@ -93,17 +93,15 @@ def _of_stretch(instructions: Sequence[str], loops: bool) -> Work:
         len(names), 2 * count["products"], count["floats"] + count["products"], 2 * count["logic"],
         8 * count["special"], of_shared,
     )  # fmt: skip
-    return Work(
-        len(names), max(busy), _waits(instructions, loops), first.count("BAR"), moved["LDG"], moved["STG"] + moved["RED"],
-        moved["LDGSTS"], of_shared,
-    )  # fmt: skip
+    waits, barriers, stored = _waits(instructions, loops), first.count("BAR"), moved["STG"] + moved["RED"]
+    return Work(len(names), max(busy), waits, barriers, moved["LDG"], stored, moved["LDGSTS"], of_shared)
 
 
 _UNITS = {"floats": _FLOATS, "products": _PRODUCTS, "logic": _LOGIC, "special": _SPECIAL}
 
 
 def _bytes(name: str) -> int:
-    """Return the bytes that an instruction such as LDG.E.EF.128 moves per thread; four matrices of 8 x 8 are 128 bits."""
+    """Return the bytes that an instruction such as LDG.E.EF.128 moves per thread; four 8 x 8 matrices are 128 bits."""
     parts = name.split(".")
     if parts[0] in ("LDSM", "STSM"):
         return 4 * int(parts[-1]) if parts[-1].isdigit() else 4
