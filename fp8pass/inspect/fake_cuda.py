@@ -304,13 +304,13 @@ class FakeCuda:
         kernel = triton.compile(ast_source, target=self.gpu_target, options=options)
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(kernel.asm["cubin"])
-        registers, spilled = resources(_run_tool("cuobjdump", "--dump-resource-usage", file))
+        registers, spilled = resources(run_tool("cuobjdump", "--dump-resource-usage", file))
         names = [name for name in tuner.fn.arg_names if name not in choice.kwargs]
         names += tuner.inductor_meta.get("extra_launcher_args", ())
         numbers = {name: n for name, n in zip(names, given, strict=False) if n is not None}
         code = None
         if (programs := _programs(tuner.inductor_meta, choice, numbers)) is not None:
-            once, loop = machine_code.work(_run_tool("nvdisasm", "-c", file), choice.kwargs.get("R0_BLOCK", 0))
+            once, loop = machine_code.work(run_tool("nvdisasm", "-c", file), choice.kwargs.get("R0_BLOCK", 0))
             config = ", ".join(f"{name} {value}" for name, value in choice.kwargs.items())
             vain = 0
             if "combo_grid_meta" not in tuner.inductor_meta:
@@ -446,7 +446,7 @@ def resources(report: str) -> tuple[int, int]:
     return used["REG"], used["STACK"] + used["LOCAL"]
 
 
-def _run_tool(name: str, option: str, file: Path) -> str:
+def run_tool(name: str, option: str, file: Path) -> str:
     """Return what one of NVIDIA's tools, which come with Triton, prints about a cubin."""
     import triton
 
@@ -465,7 +465,7 @@ def _given(arguments: str, values: dict[str, int]) -> list[int | None]:
     found: list[int | None] = []
     for argument in call.args:
         try:
-            number = eval(ast.unparse(argument), {"__builtins__": {}}, values)  # noqa: S307: Inductor's own code
+            number = eval(ast.unparse(argument), {"__builtins__": {}}, values)  # of code that Inductor has written
         except (NameError, TypeError):
             number = None
         found.append(number if isinstance(number, int) else None)
