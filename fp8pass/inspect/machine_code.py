@@ -14,6 +14,7 @@ from fp8pass.kernel_time import Work
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 _LABEL = re.compile(r"^\s*\.(L_\w+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_\w+)\)")
+_COPIES = re.compile(r"^DEPBAR\.LE SB\d+, 0x([0-9a-f]+)")
 _REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
 
 # Cycles for which an instruction of a warp keeps a unit of its scheduler busy: 32 threads over the results per cycle
@@ -125,8 +126,8 @@ def _waits(instructions: Sequence[str], loops: bool) -> float:
             name, _, operands = instruction.partition(" ")
             target, _, rest = operands.partition(",") if name[0] not in "SB" else ("", "", operands)
             wait = max((ready.pop(r) for r in _registers(rest) if r in ready), default=now) - now
-            if name.startswith("DEPBAR"):
-                wait = HIDDEN / (1 + int(rest.rpartition(",")[2].strip() or "0", 0))
+            if copies := _COPIES.search(instruction):
+                wait = HIDDEN / (1 + int(copies[1], 16))
             waits += max(wait, 0.0) / HIDDEN
             now += max(wait, 0.0)
             if name.startswith("LDG."):

@@ -138,7 +138,8 @@ def test_every_triton_kernel_has_machine_code(linear: Inspection) -> None:
     for k in quantizing(linear.run("fp8pass dynamic")):
         assert k.compiled is not None
         assert k.compiled.loads[0] == 128
-        assert k.compiled.stores == (64,)
+        # 4 or 8 numbers in FP8 at a time, in the configuration that is predicted to be the fastest
+        assert set(k.compiled.stores) <= {64, 32}
 
 
 def test_facts_of_machine_code() -> None:
