@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from fp8pass.graph.prediction import in_words
-from fp8pass.hardware import TARGETS, Target
+from fp8pass.hardware import TARGETS, Target, as_published
 from fp8pass.recipes import BUILT_IN, NAMED, Recipe
 from fp8pass.roofline import (
     ROWS,
@@ -148,7 +148,7 @@ def _of_bench(lines: list[dict[str, Any]], machine: Target | None) -> list[Point
 def _target(name: str, values: dict[str, Any]) -> Target:
     """Return a known target with the values that differ."""
     changed = {key: value for key, value in values.items() if key not in ("target", "source")}
-    return replace(TARGETS[values["target"]], name=name, **changed)
+    return replace(as_published(TARGETS[values["target"]]), name=name, **changed)
 
 
 def _named(gpu: str) -> Target:

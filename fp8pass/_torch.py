@@ -74,6 +74,7 @@ with required_names():
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.triton_heuristics import GridExpr
     from torch._inductor.scheduler import (
         BaseSchedulerNode,
         ForeachKernelSchedulerNode,
@@ -331,10 +332,15 @@ def hint_of(size: Any) -> Any:
     return size.node.hint if size.node.has_hint() else 2
 
 
+def known_values(env: Any) -> dict[Any, int]:
+    """Return the values that the symbols of a shape environment had in the call that is compiled."""
+    known = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
+    return {symbol: int(value) for symbol, value in (env.var_to_val if known is None else known).items()}
+
+
 def example_of(env: Any, symbol: Any) -> int:
     """Return the value that a symbol of a shape environment had in the call that is compiled."""
-    known = getattr(env, "backed_var_to_val", None)  # torch 2.13's name
-    return int((env.var_to_val if known is None else known)[symbol])
+    return known_values(env)[symbol]
 
 
 TAKES_LISTS_OF_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
@@ -789,6 +795,7 @@ __all__ = [
     "FusedSchedulerNode",
     "GraphLowering",
     "GraphTransformObserver",
+    "GridExpr",
     "HigherOrderOperator",
     "InductorChoices",
     "InductorError",
@@ -879,6 +886,7 @@ __all__ = [
     "kernel_called",
     "kernel_keys",
     "kernel_nodes",
+    "known_values",
     "leave_op_by_op",
     "linear",
     "list_mode_options",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ class Target:
     """One kind of device. Peaks are without sparsity, in operations per second; bandwidth in bytes per second.
 
     The other numbers say what kernels reach, for `roofline.py`: shares of a peak from 0 to 1, and times in seconds.
-    Their defaults are the same for all devices; the file of a measured machine replaces them (`roofline.load_machine`).
+    Their defaults are from published measurements, the same for all devices; those of the H200 and the H100 are fitted
+    to an H200 (`bench/kernel_times.py`), and the file of a measured machine replaces them (`roofline.load_machine`).
     """
 
     name: str
@@ -31,7 +33,15 @@ class Target:
     bandwidth: float
     # These two are fitted: bench/roofline.py prints the measurements, and docs/roofline.md has them.
     gemm_share: float = 0.64
-    """The share of the arithmetic peak that a large matmul reaches."""
+    """The share of the arithmetic peak that a large matmul reaches, where the next two are None."""
+    bf16_share: float | None = None
+    """That share in BF16, and in other high precision."""
+    fp8_share: float | None = None
+    """That share in FP8 with one scale for each tensor, with fast accumulation."""
+    # Before sm_100, whose tensor cores accumulate in float32. Fast accumulation is 1.1 to 1.2 times as fast:
+    # https://github.com/pytorch/ao/issues/2377.
+    slow_accum_share: float = 1 / 1.15
+    """Speed of FP8 matmuls without fast accumulation, relative to those with it."""
     gemm_start: float = 4e-6
     """Fixed time of a matmul in seconds: launch, first loads, last stores, idle multiprocessors."""
     # 2.2 of 2.4 TB/s in large Triton kernels on an H100: torchao/testing/training/roofline_utils.py.
@@ -41,6 +51,8 @@ class Target:
     # reached 1.4 of 2.4 TB/s in 2024 (0.58): https://github.com/pytorch/pytorch/issues/133242.
     transposed_share: float = 0.75
     """The share of the bandwidth that a kernel reaches which writes a transposed copy."""
+    rows_share: float = 0.92
+    """The share of the bandwidth that a kernel reaches which reduces rows: norms, and amaxes."""
     # A Triton kernel that moves one element, on an H100: torchao/testing/training/roofline_utils.py.
     launch: float = 2e-6
     """Shortest time of any other kernel, in seconds."""
@@ -54,11 +66,23 @@ class Target:
 # From NVIDIA's data sheets of the A100 SXM, L40S, H100 SXM, H200 SXM and HGX B200 (sparse figures halved).
 _A100 = Target("a100", (8, 0), 312e12, 312e12, 2.039e12)
 _L40S = Target("sm_89", (8, 9), 362e12, 733e12, 0.864e12)
-_H100 = Target("h100", (9, 0), 989e12, 1979e12, 3.35e12)
-_H200 = Target("h200", (9, 0), 989e12, 1979e12, 4.8e12)
+_H100 = Target(
+    "h100", (9, 0), 989e12, 1979e12, 3.35e12,
+    bf16_share=0.81, fp8_share=0.725, slow_accum_share=1.0, transposed_share=0.56, rows_share=0.73,
+)  # fmt: skip
+"""The chip of the H200 with slower memory: kernels that memory limits only in part reach more of its bandwidth.
+
+Their two shares are the H200's, with the other bandwidth in the p-norm of `kernel_time.py`.
+"""
+_H200 = Target(
+    "h200", (9, 0), 989e12, 1979e12, 4.8e12,
+    bf16_share=0.81, fp8_share=0.725, slow_accum_share=1.0, transposed_share=0.41, rows_share=0.57,
+)  # fmt: skip
 # The data sheet rounds the bandwidth to 7.7 or 8 TB/s; the driver says 7680 bits at 3996 MHz, twice a cycle:
 # https://github.com/pytorch/ao/pull/4002.
 _B200 = Target("b200", (10, 0), 2250e12, 4500e12, 7.672e12)
+MEASURED = ("bf16_share", "fp8_share", "slow_accum_share", "transposed_share", "rows_share")
+"""The fields that are fitted to an H200 for the H100 and the H200."""
 TARGETS = {
     "a100": _A100,
     "sm_80": _A100,
@@ -69,6 +93,49 @@ TARGETS = {
     "b200": _B200,
     "sm_100": _B200,
 }
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a GPU is made of.
+
+    multiprocessors: number of them. threads, shared, programs: most threads, bytes of shared memory and blocks that one
+    of them runs at once. memory, cache: bytes of the GPU's memory and of its L2 cache. clock: in Hz, the highest.
+    registers, schedulers: of one multiprocessor.
+    """
+
+    multiprocessors: int
+    threads: int
+    shared: int
+    programs: int
+    memory: int
+    cache: int
+    clock: float
+    registers: int = 65536
+    schedulers: int = 4
+
+
+# From CUDA's device properties, and the table of technical specifications in the CUDA C++ Programming Guide.
+_SIZES = {
+    "a100": Sizes(108, 2048, 167936, 32, 80 << 30, 40 << 20, 1.41e9),
+    "sm_89": Sizes(142, 1536, 102400, 24, 48 << 30, 96 << 20, 2.52e9),
+    "h100": Sizes(132, 2048, 233472, 32, 80 << 30, 50 << 20, 1.98e9),
+    "h200": Sizes(132, 2048, 233472, 32, 141 << 30, 50 << 20, 1.98e9),
+    "b200": Sizes(148, 2048, 233472, 32, 180 << 30, 126 << 20, 1.965e9),
+}
+_NEAREST = {(8, 0): "a100", (8, 9): "sm_89", (9, 0): "h100", (10, 0): "b200"}
+
+
+def sizes(target: Target) -> Sizes:
+    """Return the sizes of a GPU; of one that is not known, those of the GPU with the nearest compute capability."""
+    nearest = max((known for known in _NEAREST if known <= target.capability), default=(8, 0))
+    return _SIZES.get(target.name) or _SIZES[_NEAREST[nearest]]
+
+
+def as_published(target: Target) -> Target:
+    """Return a target with the defaults for all that is fitted to an H200: what others measured, in older versions."""
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Target)}
+    return replace(target, **{name: defaults[name] for name in MEASURED})
 
 
 def target_of(device: torch.device, name: str | None = None) -> Target | None:
@@ -83,7 +150,7 @@ def target_of(device: torch.device, name: str | None = None) -> Target | None:
         if target.name.upper() in label.upper():
             return target
     near = _B200 if capability >= (10, 0) else _H100 if capability >= (9, 0) else _L40S
-    return Target(label, capability, near.bf16_peak, near.fp8_peak, near.bandwidth)
+    return as_published(replace(near, name=label, capability=capability))
 
 
 def why_no_fp8(device: torch.device, target: Target | None) -> str:

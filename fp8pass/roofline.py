@@ -46,9 +46,6 @@ KERNEL_SHARE = {
     # 6.812 against 7.161 ms on a B300: TransformerEngine's docs/examples/gemm_profiling/gemm_profiling.rst.
     "mxfp8": 0.95,
 }
-# Without fast accumulation, before sm_100, whose tensor cores accumulate in float32: fast accumulation is 1.1 to 1.2
-# times as fast, https://github.com/pytorch/ao/issues/2377.
-SLOW_ACCUM_SHARE = 1 / 1.15
 
 
 Size = Any
@@ -69,9 +66,12 @@ def _shorter(one: Seconds, other: Seconds) -> Seconds:
     return -1 * _longer(-1 * one, -1 * other)
 
 
-def memory_seconds(target: Target, bytes_moved: Size, transposed: bool = False) -> Seconds:
-    """Predict the time of a kernel that moves this many bytes. transposed: it writes a transposed copy."""
-    share = target.transposed_share if transposed else target.memory_share
+def memory_seconds(target: Target, bytes_moved: Size, transposed: bool = False, rows: bool = False) -> Seconds:
+    """Predict the time of a kernel that moves this many bytes, from that alone; `kernel_time.py` reads machine code.
+
+    transposed: it writes a transposed copy. rows: it reduces, but writes no such copy.
+    """
+    share = target.transposed_share if transposed else target.rows_share if rows else target.memory_share
     return _longer(bytes_moved / (target.bandwidth * share), target.launch)
 
 
@@ -89,11 +89,11 @@ def gemm_seconds(
 
     float32 counts at the rate of TF32, half of BF16's; torch's default for float32 is slower still.
     """
-    rate = target.bf16_peak * target.gemm_share
+    rate = target.bf16_peak * (target.bf16_share or target.gemm_share)
     if operand_dtype in FP8_DTYPES:
-        rate = target.fp8_peak * target.gemm_share * KERNEL_SHARE[scaling]
+        rate = target.fp8_peak * (target.fp8_share or target.gemm_share) * KERNEL_SHARE[scaling]
         if not fast_accum and target.capability < (10, 0):
-            rate *= SLOW_ACCUM_SHARE
+            rate *= target.slow_accum_share
     elif operand_dtype == torch.float32:
         rate /= 2
     moved = operand_dtype.itemsize * (m * k + k * n) + out_itemsize * m * n
@@ -115,10 +115,11 @@ def has_kernel(recipe: Recipe, target: Target) -> bool:
 
 
 class _Kernel(NamedTuple):
-    """A kernel that quantizes: bytes that it moves per element, and whether it writes a transposed copy."""
+    """A kernel that quantizes: bytes that it moves per element, and how: see `memory_seconds`."""
 
     bytes: float
     transposed: bool = False
+    rows: bool = False
 
 
 def _is_turned(kind: Kind, role: Role) -> bool:
@@ -139,7 +140,7 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
     mxfp8       each layout from the original, with a byte for 32 elements
     """
     if isinstance(recipe, RowwiseScaling):
-        rows, columns = [_Kernel(first + 1)], [_Kernel(size), _Kernel(size + 1, True)]
+        rows, columns = [_Kernel(first + 1, rows=True)], [_Kernel(size, rows=True), _Kernel(size + 1, True)]
         return [kernel for way in sorted(ways) for kernel in (columns if way else rows)]
     if isinstance(recipe, BlockwiseScaling) and role == "weight":
         return [_Kernel(first + len(ways), True in ways)]
@@ -147,7 +148,7 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
         scale = 4 / 128 if isinstance(recipe, BlockwiseScaling) else 1 / 32
         return [_Kernel((size if way else first) + 1 + scale, way) for way in sorted(ways)]
     if isinstance(recipe, DynamicScaling):
-        return [*([_Kernel(first)] if first else []), _Kernel(size + len(ways), True in ways)]
+        return [*([_Kernel(first, rows=True)] if first else []), _Kernel(size + len(ways), True in ways)]
     return [_Kernel(first + len(ways), True in ways)]
 
 
@@ -165,7 +166,7 @@ def _seconds(
     target: Target, elements: Size, recipe: Recipe, role: Role, size: int, ways: set[bool], fused: bool
 ) -> Seconds:
     kernels = _kernels(recipe, role, ways, size, 0 if fused else size)
-    return sum(memory_seconds(target, kernel.bytes * elements, kernel.transposed) for kernel in kernels)
+    return sum(memory_seconds(target, kernel.bytes * elements, kernel.transposed, kernel.rows) for kernel in kernels)
 
 
 def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:
@@ -329,8 +330,9 @@ def merged_seconds_saved(
 def load_machine(path: str | Path) -> Target:
     """Return the target that a JSON file describes: an object with the fields of `Target`; defaults are optional.
 
-    capability is [major, minor]; numbers are in the units of `Target`, so with measured peaks `gemm_share` is 1. Raises
-    ValueError, which names the field, if one is missing or unknown or has an invalid value.
+    capability is [major, minor]; numbers are in the units of `Target`, so with measured peaks `gemm_share` is 1;
+    null for `bf16_share` and `fp8_share` means `gemm_share`. Raises ValueError, which names the field, if one is
+    missing or unknown or has an invalid value.
     """
     try:
         values = json.loads(Path(path).read_text())
@@ -366,3 +368,8 @@ _CHECKS["name"] = ("text", lambda value: isinstance(value, str))
 _CHECKS["capability"] = ("[major, minor]", _is_capability)
 for _name in (f.name for f in fields(Target) if f.name.endswith("_share")):
     _CHECKS[_name] = ("a number above 0, and at most 1", lambda value: _is_number(value) and value <= 1)
+for _name in (f.name for f in fields(Target) if f.default is None):
+    _CHECKS[_name] = (
+        "null, or a number above 0, and at most 1",
+        lambda value: value is None or _CHECKS["gemm_share"][1](value),
+    )

@@ -103,4 +103,4 @@ def epilogue_seconds(plan: Plan, target: Target) -> float:
 def seconds_apart(plan: Plan, target: Target) -> float:
     """Predict the time of the kernel that Inductor would run after the matmul."""
     transposes = any(o.kind == "columns" for o in plan.outputs)
-    return float(memory_seconds(target, plan.bytes_apart, transposes))
+    return float(memory_seconds(target, plan.bytes_apart, transposes, rows=not transposes))

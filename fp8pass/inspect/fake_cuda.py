@@ -6,10 +6,12 @@ replaces parts of torch and Triton for the whole process, so use it in a separat
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import importlib.util
 import itertools
+import math
 import re
 import shutil
 import subprocess
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from fp8pass._torch import (
     COMPOSITE,
     FakeTensorMode,
     GraphLowering,
+    GridExpr,
     TracingContext,
     Virtualized,
     device_interface,
@@ -40,13 +43,16 @@ from fp8pass._torch import (
     inductor_config,
     inductor_debug,
     inductor_post_grad,
+    known_values,
     pytree,
     torch_triton,
     triton_helpers,
 )
 from fp8pass.errors import Fp8Error
-from fp8pass.hardware import Target
+from fp8pass.hardware import Target, sizes
+from fp8pass.inspect import machine_code, sectors
 from fp8pass.inspect.inspector import Compiled
+from fp8pass.kernel_time import Code
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -54,31 +60,17 @@ namespace { C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::De
 """
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
-# From CUDA's device properties: streaming multiprocessors; threads and bytes of shared memory per multiprocessor; bytes
-# of memory and of L2 cache.
-_SIZES = {
-    "a100": (108, 2048, 167936, 80 << 30, 40 << 20),
-    "sm_89": (142, 1536, 102400, 48 << 30, 96 << 20),
-    "h100": (132, 2048, 233472, 80 << 30, 50 << 20),
-    "h200": (132, 2048, 233472, 141 << 30, 50 << 20),
-    "b200": (148, 2048, 233472, 180 << 30, 126 << 20),
-}
-_NEAREST = {(8, 0): "a100", (8, 9): "sm_89", (9, 0): "h100", (10, 0): "b200"}
-
 
 def properties(target: Target) -> types.SimpleNamespace:
-    """Return the values of `torch.cuda.get_device_properties` for the target.
-
-    A target that `_SIZES` does not name gets the values of the GPU in `_NEAREST` with its compute capability.
-    """
-    multiprocessors, threads, shared, memory, cache = _SIZES.get(target.name) or _SIZES[_NEAREST[target.capability]]
+    """Return the values of `torch.cuda.get_device_properties` for the target."""
+    of = sizes(target)
     major, minor = target.capability
-    # CUDA reserves 1 KiB of shared memory for each block, hence `shared - 1024` below.
+    # CUDA reserves 1 KiB of shared memory for each block, hence `of.shared - 1024` below.
     return types.SimpleNamespace(
-        name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=multiprocessors,
-        regs_per_multiprocessor=65536, warp_size=32, max_threads_per_multi_processor=threads,
-        max_threads_per_block=1024, total_memory=memory, L2_cache_size=cache, shared_memory_per_block=49152,
-        shared_memory_per_block_optin=shared - 1024, shared_memory_per_multiprocessor=shared, gcnArchName="",
+        name=f"NVIDIA {target.name.upper()}", major=major, minor=minor, multi_processor_count=of.multiprocessors,
+        regs_per_multiprocessor=of.registers, warp_size=32, max_threads_per_multi_processor=of.threads,
+        max_threads_per_block=1024, total_memory=of.memory, L2_cache_size=of.cache, shared_memory_per_block=49152,
+        shared_memory_per_block_optin=of.shared - 1024, shared_memory_per_multiprocessor=of.shared, gcnArchName="",
     )  # fmt: skip
 
 
@@ -274,35 +266,60 @@ class FakeCuda:
         ):
             yield found
 
-    def compile_kernels(self, code: str) -> dict[str, Compiled]:
-        """Compile every Triton kernel of the generated code to a cubin, each in its first configuration.
+    def compile_kernels(self, code: str, values: Mapping[str, int] | None = None) -> dict[str, list[Compiled]]:
+        """Compile every Triton kernel of the generated code to a cubin, in each of its configurations.
 
-        Returns {kernel's name: widths, registers and spills}.
+        Returns {kernel's name: its configurations}. values: of the symbols in the code.
         """
+        calls = dict(reversed(_CALL.findall(code)))
+        found = {}
+        for called, name, source in _KERNEL.findall(code):
+            with tempfile.TemporaryDirectory() as folder:
+                tuner = self._tuner(name, source, Path(folder))
+                given = _given(calls.get(called, ""), dict(values or {}))
+                found[called] = [self._compiled(tuner, choice, source, given, folder) for choice in tuner.configs]
+        return found
+
+    def _tuner(self, name: str, source: str, folder: Path) -> Any:
+        """Return Inductor's tuner of a kernel, by importing the kernel's source."""
+        file = folder / f"{name}.py"
+        file.write_text(source)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with self.there():
+            spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    def _compiled(self, tuner: Any, choice: Any, source: str, given: Sequence[int | None], folder: str) -> Compiled:
+        """Compile a kernel in one configuration. given: the numbers that it is called with, by position."""
         import triton
         from triton.compiler import ASTSource
 
-        found = {}
-        kernels = re.findall(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", code, flags=re.DOTALL)
-        for called, name, source in kernels:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / f"{name}.py"
-                file.write_text(source)
-                spec = importlib.util.spec_from_file_location(name, file)
-                assert spec is not None and spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                with self.there():
-                    spec.loader.exec_module(module)
-                tuner = getattr(module, name)
-                choice = tuner.configs[0]
-                constants = {**tuner.triton_meta.get("constants", {}), **choice.kwargs}
-                signature = {**tuner.triton_meta["signature"], **dict.fromkeys(choice.kwargs, "constexpr")}
-                signature = {n: signature[n] for n in tuner.fn.arg_names if n in signature}
-                ast = ASTSource(tuner.fn, signature, constants, tuner.triton_meta["configs"][0])
-                options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
-                kernel = triton.compile(ast, target=self.gpu_target, options=options)
-                found[called] = _compiled(kernel.asm["ptx"], kernel.asm["cubin"], len(tuner.configs), Path(folder))
-        return found
+        constants = {**tuner.triton_meta.get("constants", {}), **choice.kwargs}
+        signature = {**tuner.triton_meta["signature"], **dict.fromkeys(choice.kwargs, "constexpr")}
+        signature = {n: signature[n] for n in tuner.fn.arg_names if n in signature}
+        ast_source = ASTSource(tuner.fn, signature, constants, tuner.triton_meta["configs"][0])
+        options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
+        kernel = triton.compile(ast_source, target=self.gpu_target, options=options)
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(kernel.asm["cubin"])
+        registers, spilled = resources(run_tool("cuobjdump", "--dump-resource-usage", file))
+        names = [name for name in tuner.fn.arg_names if name not in choice.kwargs]
+        names += tuner.inductor_meta.get("extra_launcher_args", ())
+        numbers = {name: n for name, n in zip(names, given, strict=False) if n is not None}
+        code = None
+        if (programs := _programs(tuner.inductor_meta, choice, numbers)) is not None:
+            once, loop = machine_code.work(run_tool("nvdisasm", "-c", file), choice.kwargs.get("R0_BLOCK", 0))
+            config = ", ".join(f"{name} {value}" for name, value in choice.kwargs.items())
+            vain = 0
+            if "combo_grid_meta" not in tuner.inductor_meta:
+                vain = sectors.in_vain(source, signature, choice.kwargs, numbers)
+            code = Code(
+                config, choice.num_warps, registers, kernel.metadata.shared, programs,
+                _iterations(choice.kwargs, numbers), once, loop, vain,
+            )  # fmt: skip
+        return Compiled(*widths(kernel.asm["ptx"]), registers, spilled, len(tuner.configs), code)
 
     def generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False
@@ -374,6 +391,12 @@ class Generated:
         return [o.meta["val"] if isinstance(o, fx.Node) else o for o in nodes]
 
     @property
+    def values(self) -> dict[str, int]:
+        """The values that the symbols of sizes have in the call that is compiled."""
+        env: Any = self.lowering.sizevars.shape_env
+        return {str(symbol): value for symbol, value in known_values(env).items()}
+
+    @property
     def bytes_saved(self) -> int:
         """Bytes that a forward saves for the backward, without returned outputs and inputs; 0 for a backward.
 
@@ -423,15 +446,49 @@ def resources(report: str) -> tuple[int, int]:
     return used["REG"], used["STACK"] + used["LOCAL"]
 
 
-def _compiled(ptx: str, cubin: bytes, configurations: int, folder: Path) -> Compiled:
+def run_tool(name: str, option: str, file: Path) -> str:
+    """Return what one of NVIDIA's tools, which come with Triton, prints about a cubin."""
     import triton
 
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    tool = Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump"
-    command = [str(tool), "--dump-resource-usage", str(file)]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return Compiled(*widths(ptx), *resources(report), configurations)
+    tool = Path(triton.__path__[0]) / "backends/nvidia/bin" / name
+    return subprocess.run([str(tool), option, str(file)], capture_output=True, text=True, check=True).stdout
+
+
+_KERNEL = re.compile(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
+_CALL = re.compile(r"^ *(\w+)\.run\((.*), stream=\w+\)", re.MULTILINE)
+
+
+def _given(arguments: str, values: dict[str, int]) -> list[int | None]:
+    """Return the numbers among the arguments of a call in generated code, by position; None for tensors."""
+    call = ast.parse(f"f({arguments})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    found: list[int | None] = []
+    for argument in call.args:
+        try:
+            number = eval(ast.unparse(argument), {"__builtins__": {}}, values)  # of code that Inductor has written
+        except (NameError, TypeError):
+            number = None
+        found.append(number if isinstance(number, int) else None)
+    return found
+
+
+def _programs(inductor_meta: dict[str, Any], choice: Any, numbers: dict[str, int]) -> int | None:
+    """Return the number of programs in the grid; None if it is not known."""
+    if "grid_type" not in inductor_meta:
+        return None
+    try:
+        return math.prod(GridExpr.from_meta(inductor_meta, choice).eval_slow(dict(numbers)))
+    except (NameError, KeyError, TypeError):
+        return None
+
+
+def _iterations(blocks: dict[str, int], numbers: dict[str, int]) -> int:
+    """Return how often a program's loops run: over the reduced dimension, or over the rows that it takes in turn."""
+    if "RSPLIT_SIZE" in blocks:
+        return -(-blocks["RSPLIT_SIZE"] // blocks["XBLOCK"])
+    dimensions = [(size, numbers.get(name.replace("_BLOCK", "_numel").lower())) for name, size in blocks.items()
+                  if re.fullmatch(r"R\d_BLOCK", name)]  # fmt: skip
+    return math.prod(-(-n // size) for size, n in dimensions if n is not None)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from typing import Any
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import choose
 from fp8pass.hardware import TARGETS
+from fp8pass.kernel_time import Code, Work
 from fp8pass.options.config import make_config
 
 OPTIMIZERS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
@@ -27,10 +28,11 @@ PEERS = ("torchao:tensorwise", "torchao:rowwise", "torchao:rowwise_with_gw_hp")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A Triton kernel as machine code, in the first of the configurations that Inductor would try on the GPU.
+    """A Triton kernel as machine code, in the one of Inductor's configurations that is predicted to be the fastest.
 
     loads, stores: widths in bits of one thread's global memory accesses, widest first. registers: per thread. spilled:
-    bytes of local memory per thread. configurations: how many Inductor would try.
+    bytes of local memory per thread. configurations: how many Inductor would try. code: what a prediction needs; None
+    if the grid is not known.
     """
 
     loads: tuple[int, ...]
@@ -38,6 +40,7 @@ class Compiled:
     registers: int
     spilled: int
     configurations: int
+    code: Code | None = None
 
 
 @dataclass(frozen=True)
@@ -229,4 +232,10 @@ def _kernel(found: dict[str, Any]) -> Kernel:
     if compiled is None:
         return Kernel(**found)
     lists = {name: tuple(compiled[name]) for name in ("loads", "stores")}
-    return Kernel(**{**found, "compiled": Compiled(**{**compiled, **lists})})
+    code = None if compiled["code"] is None else code_of(compiled["code"])
+    return Kernel(**{**found, "compiled": Compiled(**{**compiled, **lists, "code": code})})
+
+
+def code_of(found: Mapping[str, Any]) -> Code:
+    """Return the code that JSON describes, as `dataclasses.asdict` writes it."""
+    return Code(**{**found, **{part: Work(**found[part]) for part in ("once", "loop")}})

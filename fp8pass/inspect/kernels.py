@@ -43,6 +43,8 @@ from fp8pass.scaling import FP8_DTYPES
 
 ATTENTION_SHARE = 0.35
 """The share of the BF16 peak that FlashAttention-2 reaches on an H100: abstract of the FlashAttention-3 paper."""
+CUDNN_SHARES = 0.51, 0.38
+"""The shares that cuDNN's forward and backward reached on an H200, as torch calls it there: bench/kernel_times.py."""
 
 aten = torch.ops.aten
 
@@ -77,7 +79,7 @@ def _rows(
     scratch = sum(launch.scratch for launch in mine)
     first = Kernel(
         graph, "triton", mine[0].name, _what(node, order), _modules(origins), read, written, scratch,
-        memory_seconds(target, read + written + scratch),
+        memory_seconds(target, read + written + scratch, *_manner(node)),
     )  # fmt: skip
     yield first
     for launch in mine[1:]:  # the scheduler counts their bytes with the first launch
@@ -151,7 +153,8 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
             memory_seconds(target, read + written),
         )
         if "scaled_dot_product" in name:
-            seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * ATTENTION_SHARE))
+            share = CUDNN_SHARES["backward" in name] if target.capability == (9, 0) else ATTENTION_SHARE
+            seconds = max(seconds, _attention_flops(op) / (target.bf16_peak * share))
     row = Kernel(graph, kind, name, what, _modules([op]), read, written, 0, seconds)
     return row if gemm is None else replace(row, **_in_symbols(op).formulas(target))
 
@@ -326,6 +329,15 @@ def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
         words.append("scales")
     words += made
     return words or ["scales" if written <= 16 else "copy"]
+
+
+def _manner(node: BaseSchedulerNode) -> tuple[bool, bool]:
+    """Return (transposed, rows) as `memory_seconds` takes them: of two tensors in FP8, one is transposed."""
+    moved = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
+    own = {dep.name for dep in node.read_writes.writes}
+    fp8 = [name for name in moved if name in own and Virtualized.graph.get_dtype(name) in FP8_DTYPES]
+    reduces = any(part.is_reduction() for part in node.get_nodes())
+    return len(fp8) > 1, reduces and len(fp8) < 2
 
 
 def _reduction(node: BaseSchedulerNode) -> str:

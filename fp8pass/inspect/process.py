@@ -26,9 +26,10 @@ from fp8pass.errors import Fp8Error
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
-from fp8pass.inspect.inspector import Inspection, Kernel, Run
+from fp8pass.inspect.inspector import Compiled, Inspection, Kernel, Run
 from fp8pass.inspect.kernels import kernel_rows
 from fp8pass.inspect.memory import Memory
+from fp8pass.kernel_time import fastest, kernel_seconds
 from fp8pass.options.config import WEIGHT_CACHES, make_config
 from fp8pass.report.report import collect
 from fp8pass.roofline import load_machine
@@ -221,8 +222,21 @@ def _names(found: list[Generated]) -> list[str]:
 
 def _kernels(gpu: FakeCuda, graph: Generated, name: str, ptx: bool) -> list[Kernel]:
     rows = kernel_rows(graph, name, gpu.target)
-    compiled = gpu.compile_kernels(graph.code) if ptx else {}
-    return [replace(row, compiled=compiled.get(row.name)) for row in rows]
+    compiled = gpu.compile_kernels(graph.code, graph.values) if ptx else {}
+    return [_with_code(row, compiled.get(row.name, []), gpu.target) for row in rows]
+
+
+def _with_code(row: Kernel, tried: list[Compiled], target: Target) -> Kernel:
+    """Return a row with the fastest of a kernel's configurations, whose code predicts its time, but for matmuls."""
+    codes = [compiled.code for compiled in tried if compiled.code is not None]
+    if not tried:
+        return row
+    if len(codes) < len(tried):
+        return replace(row, compiled=tried[0])
+    moved = row.bytes_moved + row.scratch
+    best = fastest(target, moved, codes)
+    seconds = row.seconds if row.kind == "gemm" else kernel_seconds(target, moved, codes[best])
+    return replace(row, compiled=tried[best], seconds=seconds)
 
 
 if __name__ == "__main__":

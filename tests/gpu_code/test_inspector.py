@@ -18,6 +18,7 @@ from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda, properties, resources, widths
 from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
 from fp8pass.inspect.process import _built, _factory, _Work
+from fp8pass.kernel_time import kernel_seconds
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests.helpers import inspected
 from tests.helpers.pretend_gpu import inspect_there, inspects_there, pretend
@@ -112,10 +113,11 @@ def test_totals(linear: Inspection) -> None:
         assert run.seconds == pytest.approx(sum(k.seconds for k in run.kernels))
 
 
-def test_times_are_those_of_the_roofline(linear: Inspection) -> None:
+def test_times_are_those_of_the_compiled_kernels_and_of_the_roofline(linear: Inspection) -> None:
     for run in linear.runs:
         for k in run.of("triton"):
-            assert k.seconds == memory_seconds(H100, k.bytes_moved + k.scratch)
+            assert k.compiled is not None and k.compiled.code is not None
+            assert k.seconds == kernel_seconds(H100, k.bytes_moved + k.scratch, k.compiled.code)
     first = linear.run("bf16").of("gemm")[0]
     assert first.seconds == gemm_seconds(H100, M, K, N, BF16, 2)
     first = linear.run("fp8pass dynamic").of("gemm")[0]
@@ -130,10 +132,14 @@ def test_every_triton_kernel_has_machine_code(linear: Inspection) -> None:
             assert k.compiled.spilled == 0
             assert k.compiled.loads and set(k.compiled.loads) <= {8, 16, 32, 64, 128}
             assert k.compiled.stores and set(k.compiled.stores) <= {8, 16, 32, 64, 128}
+            code = k.compiled.code
+            assert code is not None and code.programs > 0 and code.once.instructions > 0
+            assert code.registers == k.compiled.registers and code.config
     for k in quantizing(linear.run("fp8pass dynamic")):
         assert k.compiled is not None
         assert k.compiled.loads[0] == 128
-        assert k.compiled.stores == (64,)
+        # 4 or 8 numbers in FP8 at a time, in the configuration that is predicted to be the fastest
+        assert set(k.compiled.stores) <= {64, 32}
 
 
 def test_facts_of_machine_code() -> None:
@@ -322,6 +328,10 @@ def test_a_saturated_tensor_is_quantized_again_by_one_more_kernel() -> None:
         inspect_there(spec, recipe=recipe, run=f"fp8pass {recipe}", options=ANY_SIZE).run(f"fp8pass {recipe}")
         for recipe in ("delayed", "test-again")
     )
+    for k in once.of("triton"):  # not compiled: by bytes alone
+        both, moved = " x 2" in k.what and "quantize" in k.what, k.bytes_moved + k.scratch
+        assert k.seconds in ({memory_seconds(H100, moved, transposed=True)} if both else
+                             {memory_seconds(H100, moved), memory_seconds(H100, moved, rows=True)})  # fmt: skip
     quantize = [k.what for k in again.kernels if "quantize e" in k.what]
     extra = [k for k in again.kernels if k.name.startswith("requantize_if_saturated")]
     assert [(k.graph, k.bytes_read, k.bytes_written) for k in extra] == [("forward", 5, 0)] * 4 + [

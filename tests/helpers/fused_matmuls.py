@@ -22,7 +22,7 @@ from fp8pass.fused.compiled import compiled
 from fp8pass.fused.plan import Plan, Tile
 from fp8pass.fused.source import kernel_of
 from fp8pass.hardware import TARGETS
-from fp8pass.inspect.fake_cuda import FakeCuda, _compiled
+from fp8pass.inspect.fake_cuda import FakeCuda, resources, run_tool
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.fuse_matmuls import Gpu, Match, match, plan_of, tiled, with_code
@@ -309,7 +309,9 @@ def compile_case(gpu: FakeCuda, name: str, capability: str) -> dict[str, Any]:
 def _spilled(done: Any) -> int:
     """Return the bytes of local memory per thread."""
     with tempfile.TemporaryDirectory() as folder:
-        return _compiled(done.asm["ptx"], done.asm["cubin"], 1, Path(folder)).spilled
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(done.asm["cubin"])
+        return resources(run_tool("cuobjdump", "--dump-resource-usage", file))[1]
 
 
 def answer(gpu: FakeCuda, what: str, *arguments: str) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 
 import fp8pass
 from fp8pass.graph.prediction import in_words
-from fp8pass.hardware import TARGETS, Target
+from fp8pass.hardware import TARGETS, Target, as_published, target_of
 from fp8pass.recipes import BUILT_IN, NAMED, DelayedScaling, Recipe, StaticScaling
 from fp8pass.roofline import (
     ROWS,
@@ -38,6 +38,7 @@ from tests.helpers.harness import expect_text
 from tests.helpers.models import make
 
 H100, H200, B200 = (TARGETS[name] for name in ("h100", "h200", "b200"))
+PUBLISHED = as_published(H100)
 BF16, E4M3, SIDE = torch.bfloat16, torch.float8_e4m3fn, 8192
 GRADIENTS = ("grad_input", "grad_weight")
 
@@ -45,7 +46,7 @@ GRADIENTS = ("grad_input", "grad_weight")
 def test_a_matmul_is_as_long_as_its_arithmetic() -> None:
     """1.1e12 operations take a time at 64% of the peak."""
     flops = 2 * SIDE**3
-    args = (H100, SIDE, SIDE, SIDE)
+    args = (PUBLISHED, SIDE, SIDE, SIDE)
     assert gemm_seconds(*args, BF16, 2) == pytest.approx(4e-6 + flops / (989e12 * 0.64))
     assert gemm_seconds(*args, torch.float32, 4) == pytest.approx(4e-6 + flops / (989e12 / 2 * 0.64))
     fp8 = flops / (1979e12 * 0.64)
@@ -53,6 +54,19 @@ def test_a_matmul_is_as_long_as_its_arithmetic() -> None:
     assert gemm_seconds(*args, E4M3, 2, fast_accum=False) == pytest.approx(4e-6 + fp8 * 1.15)
     for scaling, share in (("rowwise", 0.9), ("blockwise", 0.875), ("mxfp8", 0.95)):
         assert gemm_seconds(*args, E4M3, 2, scaling) == pytest.approx(4e-6 + fp8 / share)
+
+
+def test_a_measured_chip_has_shares_of_its_own() -> None:
+    """FP8 matmuls of an H200 reach a smaller share of their peak than BF16 ones, and accumulate as fast in float32."""
+    flops = 2 * SIDE**3
+    for target in (H100, H200):
+        args = (target, SIDE, SIDE, SIDE)
+        assert gemm_seconds(*args, BF16, 2) == pytest.approx(4e-6 + flops / (989e12 * 0.81))
+        for fast in (True, False):
+            fp8 = gemm_seconds(*args, E4M3, 2, fast_accum=fast)
+            assert fp8 == pytest.approx(4e-6 + flops / (1979e12 * 0.725))
+    assert as_published(H200) != H200 and as_published(B200) == B200
+    assert target_of(torch.device("cpu"), "h200") == H200
 
 
 def test_blackwell_adds_up_in_float32_anyway() -> None:
@@ -67,9 +81,11 @@ def test_a_matmul_is_as_long_as_its_bytes() -> None:
 
 
 def test_other_kernels() -> None:
-    assert memory_seconds(H100, 3_350_000_000) == pytest.approx(1e-3 / 0.92)
-    assert memory_seconds(H100, 3_350_000_000, transposed=True) == pytest.approx(1e-3 / 0.75)
-    assert memory_seconds(H100, 1000) == 2e-6
+    for target, transposed, rows in ((PUBLISHED, 0.75, 0.92), (H100, 0.56, 0.73)):
+        assert memory_seconds(target, 3_350_000_000) == pytest.approx(1e-3 / 0.92)
+        assert memory_seconds(target, 3_350_000_000, transposed=True) == pytest.approx(1e-3 / transposed)
+        assert memory_seconds(target, 3_350_000_000, rows=True) == pytest.approx(1e-3 / rows)
+        assert memory_seconds(target, 1000) == 2e-6
 
 
 # Bytes per element that each kernel moves for input, weight, grad_output; and kernels that write a transposed copy.
@@ -100,7 +116,7 @@ def test_bytes_that_quantizing_moves(
     recipe: str | Recipe, options: dict[str, Any], straight: list[float], transposed: list[float]
 ) -> None:
     recipe = NAMED[recipe]() if isinstance(recipe, str) else recipe
-    target = options.get("target", H100)
+    target = options.get("target", PUBLISHED)
     found = overhead_seconds(
         target,
         SIDE,
@@ -121,7 +137,7 @@ def test_the_prediction_by_hand() -> None:
     high = 3 * (4e-6 + flops / (989e12 * 0.64))
     fp8 = 3 * 4e-6 + (1 + 2 * 1.15) * flops / (1979e12 * 0.64)
     quantize = 3 * elements * 4 / (3.35e12 * 0.75)
-    gain = predicted_speedup(H100, SIDE, SIDE, SIDE, NAMED["delayed"](), 2, training=True)
+    gain = predicted_speedup(PUBLISHED, SIDE, SIDE, SIDE, NAMED["delayed"](), 2, training=True)
     assert gain == pytest.approx(high / (fp8 + quantize))
 
 
@@ -290,7 +306,7 @@ def machine(path: Path, **changed: Any) -> Path:
 def test_a_measured_machine(tmp_path: Path) -> None:
     path = machine(tmp_path / "mine.json", gemm_share=1, memory_share=1, gemm_start=3e-6)
     target = load_machine(path)
-    assert target == replace(H200, name="mine", bf16_peak=7e14, fp8_peak=1.3e15, bandwidth=4.3e12, gemm_share=1,
+    assert target == replace(as_published(H200), name="mine", bf16_peak=7e14, fp8_peak=1.3e15, bandwidth=4.3e12, gemm_share=1,
                              memory_share=1, gemm_start=3e-6)  # fmt: skip
     assert gemm_seconds(target, SIDE, SIDE, SIDE, BF16, 2) == pytest.approx(3e-6 + 2 * SIDE**3 / 7e14)
 
@@ -312,6 +328,7 @@ def test_every_target_is_a_machine_file(tmp_path: Path) -> None:
         ({"bandwidth": "4.8 TB/s"}, 'bandwidth must be a finite number above 0, not "4.8 TB/s"'),
         ({"bf16_peak": 0}, "bf16_peak must be a finite number above 0, not 0"),
         ({"gemm_share": 64}, "gemm_share must be a number above 0, and at most 1, not 64"),
+        ({"fp8_share": "fast"}, 'fp8_share must be null, or a number above 0, and at most 1, not "fast"'),
         ({"capability": "sm_90"}, r'capability must be \[major, minor\], not "sm_90"'),
     ],
 )

@@ -129,10 +129,10 @@ def test_a_layer_that_the_filter_leaves_out_is_not_merged() -> None:
 
 def test_merged_layers_pay() -> None:
     """Merged with q, the layers k and v of width 256 run in FP8; alone they would be too slow in it."""
-    x = torch.randn(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
-    model = nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16()
+    x = torch.randn(4096, 2048, dtype=torch.bfloat16, requires_grad=True)
+    model = nn.Sequential(nn.Linear(2048, 2048, bias=False)).bfloat16()
     for name in ("q", "k", "v"):
-        model.add_module(name, nn.Linear(1024, 1024 if name == "q" else 256, bias=False).bfloat16())
+        model.add_module(name, nn.Linear(2048, 2048 if name == "q" else 256, bias=False).bfloat16())
     model.forward = lambda x: torch.cat([model.q(x).sin(), model.k(x).sin(), model.v(x).sin()], -1)  # type: ignore[method-assign]
     options: dict[str, Any] = {"recipe": "delayed", "target": "h100", "merge_siblings": None}
     assert called(annotation(model, x, **options)) == ["q+k+v"]

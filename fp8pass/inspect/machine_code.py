@@ -1,0 +1,141 @@
+"""Count what a compiled kernel executes, from its machine code for NVIDIA GPUs, as `nvdisasm` prints it.
+
+One warp's work is counted apart for the loops and for the rest: `kernel_time.py` predicts from it. All branches count
+as taken, since a warp takes both sides of one on which its threads differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fp8pass.kernel_time import Work
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+_LABEL = re.compile(r"^\s*\.(L_\w+):")
+_BRANCH = re.compile(r"\bBRA\b.*\(\.(L_\w+)\)")
+_COPIES = re.compile(r"^DEPBAR\.LE SB\d+, 0x([0-9a-f]+)")
+_REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
+
+# Cycles for which an instruction of a warp keeps a unit of its scheduler busy: 32 threads over the results per cycle
+# and scheduler, from the table of arithmetic throughput in the CUDA C++ Programming Guide, compute capability 9.0.
+_FLOATS = {"FADD", "FMUL", "FFMA", "HADD2", "HFMA2", "HMUL2"}
+_PRODUCTS = {"IMAD", "IMUL"}
+_LOGIC = {
+    "F2FP", "FCHK", "FMNMX", "FSEL", "FSETP", "HMNMX2", "HSETP2", "I2FP", "IABS", "IADD3", "ISETP", "LEA", "LOP3",
+    "MOV", "P2R", "PLOP3", "PRMT", "R2P", "SEL", "SGXT", "SHF", "VABSDIFF", "VIADD", "VIADDMNMX", "VIMNMX", "CS2R",
+}  # fmt: skip
+_SPECIAL = {"F2F", "F2I", "FLO", "FRND", "I2F", "MUFU", "POPC"}
+_GLOBAL, _SHARED = {"LDG", "STG", "LDGSTS", "ATOMG", "RED"}, {"LDS", "LDSM", "STS", "STSM", "SHFL"}
+
+
+HIDDEN = 85
+"""Instructions that a warp issues, one after the other, while a load is under way: 500 cycles over 5.9 for each."""
+
+
+def work(listing: str, step: int = 0) -> tuple[Work, Work]:
+    """Return (once, in loops) from a listing of `nvdisasm -c`: all loops together, in one iteration of each.
+
+    step: what an iteration adds to a loop's counter, so that a loop which the compiler has unrolled counts as several.
+    """
+    instructions, loops = _read(listing)
+    inside = {i for first, last in loops for i in range(first, last + 1)}
+    stretches = [instructions[first : last + 1] for first, last in _outermost(loops)]
+    end = next((i for i in reversed(range(len(instructions))) if instructions[i].startswith("EXIT")), -1)
+    rest = [instructions[i] for i in range(end + 1) if i not in inside]
+    parts = [(_of_stretch(stretch, True), unrolled(stretch, step)) for stretch in stretches]
+    return _of_stretch(rest, False), _sum(parts)
+
+
+_COUNT = re.compile(r"U?(?:IADD3|VIADD|IADD)\S* (U?R\d+),.*?\b(U?R\d+)\S*, 0x([0-9a-f]+)\b")
+_TEST = re.compile(r"U?ISETP\.GE\S* .*?\b(U?R\d+)\S*, 0x[0-9a-f]+")
+
+
+def unrolled(loop: Sequence[str], step: int) -> int:
+    """Return how many iterations one pass of a loop does: what it adds to the counter that it compares, over `step`."""
+    tested = {test[1] for i in loop if (test := _TEST.match(i))}
+    added = [int(count[3], 16) for i in loop if (count := _COUNT.match(i)) and tested & {count[1], count[2]}]
+    found = [n // step for n in added if step and n % step == 0 and n < 1 << 30]
+    return min(found, default=1)
+
+
+def _read(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the instructions without their predicates, and (first, last) of each loop, which a branch back ends."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops = []
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := _INSTRUCTION.match(line):
+            if (branch := _BRANCH.search(found[1])) and labels.get(branch[1], len(instructions)) < len(instructions):
+                loops.append((labels[branch[1]], len(instructions)))
+            instructions.append(found[1])
+    return instructions, loops
+
+
+def _outermost(loops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [a for a in loops if not any(b != a and b[0] <= a[0] and a[1] <= b[1] for b in loops)]
+
+
+def _sum(parts: Sequence[tuple[Work, int]]) -> Work:
+    """Add up the work of loops, each divided by the number of iterations that a pass does."""
+    each = [[value / n for value in vars(part).values()] for part, n in parts]
+    return Work(*(round(sum(values), 2) for values in zip(*each, strict=True)))
+
+
+def _of_stretch(instructions: Sequence[str], loops: bool) -> Work:
+    names = [i.split()[0] for i in instructions]
+    first = [name.partition(".")[0] for name in names]
+    count = {kind: sum(f in of for f in first) for kind, of in _UNITS.items()}
+    moved = {f: sum(_bytes(name) for name, g in zip(names, first, strict=True) if g == f) for f in _GLOBAL | _SHARED}
+    of_shared = sum(moved[f] for f in _SHARED)
+    busy = (
+        len(names), 2 * count["products"], count["floats"] + count["products"], 2 * count["logic"],
+        8 * count["special"], of_shared,
+    )  # fmt: skip
+    waits, barriers, stored = _waits(instructions, loops), first.count("BAR"), moved["STG"] + moved["RED"]
+    return Work(len(names), max(busy), waits, barriers, moved["LDG"], stored, moved["LDGSTS"], of_shared)
+
+
+_UNITS = {"floats": _FLOATS, "products": _PRODUCTS, "logic": _LOGIC, "special": _SPECIAL}
+
+
+def _bytes(name: str) -> int:
+    """Return the bytes that an instruction such as LDG.E.EF.128 moves per thread; four 8 x 8 matrices are 128 bits."""
+    parts = name.split(".")
+    if parts[0] in ("LDSM", "STSM"):
+        return 4 * int(parts[-1]) if parts[-1].isdigit() else 4
+    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1}
+    return next((sizes[part] for part in reversed(parts) if part in sizes), 4)
+
+
+def _waits(instructions: Sequence[str], loops: bool) -> float:
+    """Return how often a warp waits for the full latency of loads from global memory.
+
+    It waits at the first instruction that reads a register which a load is still to fill; what it has issued since the
+    load shortens the wait. At DEPBAR it waits for copies to shared memory: if it leaves n under way, n + 1 iterations
+    share the latency.
+    """
+    ready: dict[int, float] = {}  # when a register will hold its value, counted in instructions
+    now = waits = 0.0
+    for _ in range(2 if loops else 1):  # the second time, with what the iteration before has loaded
+        waits = 0.0
+        for instruction in instructions:
+            now += 1
+            name, _, operands = instruction.partition(" ")
+            target, _, rest = operands.partition(",") if name[0] not in "SB" else ("", "", operands)
+            wait = max((ready.pop(r) for r in _registers(rest) if r in ready), default=now) - now
+            if copies := _COPIES.search(instruction):
+                wait = HIDDEN / (1 + int(copies[1], 16))
+            waits += max(wait, 0.0) / HIDDEN
+            now += max(wait, 0.0)
+            if name.startswith("LDG."):
+                first = _registers(target)[0] if _registers(target) else 0
+                ready |= dict.fromkeys(range(first, first + max(1, _bytes(name) // 4)), now + HIDDEN)
+    return round(waits, 2)
+
+
+def _registers(operands: str) -> list[int]:
+    """Return the numbers of the registers that are named; of a pair for an address, both."""
+    return [int(n) + i for n, pair in _REGISTER.findall(operands) for i in range(2 if pair else 1)]
