@@ -34,7 +34,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 def kernel(in_ptr0, in_out_ptr1, xnumel, r0_numel, XBLOCK : tl.constexpr, R0_BLOCK : tl.constexpr):
     for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
         tl.store(in_out_ptr1 + r0_offset, tl.load(in_ptr0 + r0_offset))
-"""  # noqa: E501  # as Inductor writes it
+"""
 
 
 def _load(file: Path) -> Any:
@@ -127,12 +127,12 @@ def test_deterministic_sums_have_one_configuration(along: str, by: str) -> None:
         with Virtualized.set_graph_handler(graph):
             return _tiles(_Features(*types), along)
 
-    with inductor_config.patch(deterministic=by == "inductor"):
-        torch.use_deterministic_algorithms(by == "torch")
-        try:
+    torch.use_deterministic_algorithms(by == "torch")
+    try:
+        with inductor_config.patch(deterministic=by == "inductor"):
             fixed, amax = tiles("max", "sum"), tiles("max")
-        finally:
-            torch.use_deterministic_algorithms(False)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert not isinstance(fixed, Candidates) and fixed.config == _TILES[along][0].fixed
     assert isinstance(amax, Candidates) and amax.tiles == _TILES[along]
     several = tiles("max", "sum")

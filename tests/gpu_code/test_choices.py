@@ -32,7 +32,7 @@ def test_code_without_fp8_is_inductors_own() -> None:
         assert _unnumbered(code) == _unnumbered(theirs)
     (both,) = found["both"]
     assert both.count("@triton.jit") == 2
-    assert both.count("'XBLOCK': 64") == both.count("triton.Config(") == 3
+    assert both.count("'XBLOCK': 64") == both.count("triton.Config(") == 2
     assert both.count("@triton_heuristics.cached_autotune(") == 1
     assert not any("cached_autotune(" in code for code in found["inductor"])
 
