@@ -37,6 +37,7 @@ import fp8pass
 from fp8pass.fused import source
 from fp8pass.hardware import TARGETS
 from fp8pass.inductor import choices
+from fp8pass.inductor.candidates import fitting
 from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.quant.kernel_ops import WRITE
@@ -410,7 +411,7 @@ def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: 
     number, runs kernels in tiles with that configuration, even if it is larger than the tensor.
     """
     chosen = int(how[-1]) if "candidate" in how else 0
-    fits = (lambda tiles, *_: list(tiles)) if "candidate" in how else choices.fitting
+    fits = (lambda tiles, *_: list(tiles)) if "candidate" in how else fitting
     with (
         config.patch(emulate_precision_casts="emulate" in how),
         mock.patch.object(choices, "fitting", fits),
