@@ -61,7 +61,7 @@ with required_names():
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.codegen import triton_combo_kernel
     from torch._inductor.codegen.common import Kernel as InductorKernel
-    from torch._inductor.codegen.triton import FixedTritonConfig, TritonCSE, TritonOverrides
+    from torch._inductor.codegen.triton import FixedTritonConfig, TritonCSE, TritonKernel, TritonOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
@@ -825,6 +825,7 @@ __all__ = [
     "TorchDynamoException",
     "TracingContext",
     "TritonCSE",
+    "TritonKernel",
     "TritonOverrides",
     "Virtualized",
     "_CheckpointFrame",

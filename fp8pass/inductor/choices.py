@@ -25,37 +25,42 @@ from fp8pass._torch import (
     TritonOverrides,
     Virtualized,
     compile_fx_inner,
+    inductor_config,
 )
 from fp8pass.errors import faults_of
+from fp8pass.inductor.candidates import Candidates, Tile, fitting, write_candidates
 from fp8pass.inductor.combo_kernels import combining, sums_of_mixed
 from fp8pass.node_meta import ONE_STAGE, TILED, WITH_AMAX
 
-_TILES = {
-    "columns": {"XBLOCK": 64, "R0_BLOCK": 64, "num_warps": 8, "num_stages": 1},
-    "rows": {"XBLOCK": 32, "R0_BLOCK": 128, "num_warps": 8, "num_stages": 1},
+_TILES: dict[str, tuple[Tile, ...]] = {
+    "columns": (Tile(64, 64, 8), Tile(64, 32, 8, stages=2)),
+    "rows": (Tile(32, 128, 8), Tile(32, 128, 16, stages=2), Tile(16, 128, 8, stages=2)),
 }
-"""Triton configurations by the dimension that is reduced; X is the other one. A thread stores 16 bytes of FP8 at once,
-in either orientation.
+"""Tiles that a kernel is timed with, by the dimension that is reduced; X is the other one. The first is the default.
 
-Chosen by the code that Triton 3.7 generates for sm_90; nothing was timed. All tiles below store whole sectors of 32
-bytes in either orientation and do not spill, except as noted. Registers per thread, in a kernel that quantizes a
-weight, in a norm, and in the backward of SwiGLU, which stores five FP8 tensors:
+Chosen by the code that Triton 3.9 generates for sm_90; which is fastest, and for which kernel, was not measured. Tiles
+of 64 by 64 have lines of 64 bytes in either orientation, and others at least a sector of 32 bytes, except that X = 16
+stores half a sector across: a kernel by rows has one program for X rows, so 8192 rows make 256 programs for 132 SMs
+with X = 32, and 512 with X = 16. No tile spills on sm_89, sm_90, sm_100 or sm_120. Registers per thread, warps that an
+SM holds, and instructions per element in the loop that stores FP8:
 
-    X    R0   warps  weight  norm  SwiGLU
-    64   64   8          62    71     128  "columns": lines of 64 bytes either way
-    64   64   4         127   139     230
-    128  64   8         124   124     226
-    64   128  8         127   122     220
-    64   32   8          39            91  8 bytes at once
-    32   64   4          56    69     128
-    32   128  8          78    74          "rows": lines of 128 bytes along the rows, one sector across
-    32   256  8         152   175
-    16   256  8          63    98          half a sector across
+    X    R0   warps stages  weight       norm         RoPE's backward  AdamW with copies
+    64   64   8     1       64  32  20                128  16  33      160   8  80
+    64   32   8     1       47  40  22                 78  24  35       89  16  80
+    64   32   8     2       32  64  35                 78  24  36       92  16  77
+    32   128  8     1                    74  24  21
+    32   128  16    2                    49  32  31
+    16   128  8     2                    48  40  32
 
-Among the smaller tiles 64 by 64 has the longest lines. A kernel by rows has one program for X rows, which walks along
-all their columns: 8192 rows make 256 programs for 132 SMs, while X = 64 would make 128. If the norm adds a residual,
-the "rows" tile takes 80 registers and spills 8 bytes.
+More warps, and loads ahead, keep more bytes in flight; longer lines take fewer instructions. With one tile more by
+columns, compiling all kernels of a Llama layer would take 1.47 times the CPU seconds of one fixed tile.
 """
+_MORE_TILES: dict[str, tuple[Tile, ...]] = {
+    "columns": (Tile(64, 32, 8), Tile(64, 64, 8, stages=2), Tile(32, 64, 8, stages=3)),
+    "rows": (Tile(32, 128, 8, stages=3), Tile(32, 64, 8, stages=2)),
+}
+"""Tiles that `max-autotune` times besides. On sm_89 and sm_120, some take more shared memory than there is; Inductor
+leaves these out."""
 
 
 class Fp8InductorChoices(InductorChoices):
@@ -64,14 +69,14 @@ class Fp8InductorChoices(InductorChoices):
     def triton_kernel_kwargs(
         self, kernel_cls: Any, features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return Inductor's arguments, with fixed tiles for kernels that store FP8 in both orientations."""
+        """Return Inductor's arguments, with our tiles for kernels that store FP8 in both orientations."""
         with faults_of("choices"):
             tiled = {origin.meta.get(TILED) for origin in _origins(features.scheduler_nodes())} - {None}
             # the tiles have a block of the reduced dimension, which only reductions have
             if features.is_reduction() and tiled:
-                tile = FixedTritonConfig(_TILES["rows" if "rows" in tiled else "columns"])
+                config = _tiles(features, "rows" if "rows" in tiled else "columns")
                 # a persistent reduction would hold the whole reduced dimension in one block
-                return {**kernel_kwargs, "fixed_config": tile, "override_persistent_reduction": False}
+                return {**kernel_kwargs, "fixed_config": config, "override_persistent_reduction": False}
             return kernel_kwargs
 
     # a static method or not, depending on the version of torch
@@ -97,6 +102,23 @@ class Fp8InductorChoices(InductorChoices):
         if _stay_apart(scheduler, node1, node2):
             return False
         return super().can_fuse(scheduler, node1, node2, shared_data_score)
+
+
+def _tiles(features: Any, along: str) -> FixedTritonConfig:
+    """Return the tiles that a kernel is timed with; the first, fixed, for a sum that has to be deterministic."""
+    tiles = _TILES[along]
+    deterministic = torch.are_deterministic_algorithms_enabled() or inductor_config.deterministic
+    if deterministic and any(map(_is_sum, features.scheduler_nodes())):
+        return FixedTritonConfig(tiles[0].fixed)
+    if inductor_config.max_autotune or inductor_config.max_autotune_pointwise:
+        tiles += _MORE_TILES[along]
+    x, r = map(Virtualized.graph.sizevars.optimization_hint, (features.numel, features.reduction_numel))
+    return Candidates(fitting(tiles, x, r))
+
+
+def _is_sum(node: Any) -> bool:
+    """Return whether a node's numbers depend on the order in which it reduces: all that is not a maximum or minimum."""
+    return node.is_reduction() and node.node.get_reduction_type() not in ("max", "min", "any")
 
 
 MAX_PARTIALS = 1 << 16
@@ -158,6 +180,7 @@ def choices(chooses: bool = True, combines: bool = True) -> Iterator[None]:
     chooses, combines: False for a part that has failed before.
     """
     _let_triton_compare()
+    write_candidates()
     _let_lists_keep_their_loops()
     token = _comparing.set(chooses)
     try:

@@ -275,8 +275,10 @@ def passes_after(gpu: FakeCuda) -> list[Any]:
 def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
     """Answer a question.
 
-    what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed by `which` of `on_gpu`; "experts", followed by the
-    number of layers; "parts"; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the last two.
+    what: "passes", "plain", "inspect"; "libraries", followed by a name of `LIBRARIES`; "epilogues" or "rules", followed
+    by `which` of `on_gpu`; "experts", followed by the number of layers; "parts"; "candidates" and an architecture, before
+    a question about a model; "step" or a recipe, followed by a model of `model_of`. "cudagraphs" may come before the
+    last two.
     """
     if what == "inspect":
         return inspection(gpu, *of)
@@ -286,6 +288,8 @@ def answer(gpu: FakeCuda, what: str, *of: str) -> Any:
         return epilogues(gpu, *of)
     if what == "plain":
         return plain(gpu)
+    if what == "candidates":
+        return candidates(gpu, *of)
     if what == "cudagraphs":
         return cudagraphs(gpu, *of)
     if what == "libraries":
@@ -305,6 +309,23 @@ def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
         "min_nan": sum(code.count("PropagateNan") for code in codes),
         "own_ops": sum("fp8pass" in line for code in codes for line in code.splitlines() if not _is_comment(line)),
     }
+
+
+def candidates(gpu: FakeCuda, capability: str, what: str, of: str) -> dict[str, list[int]]:
+    """Return the bytes that each configuration spills, of every kernel of `graphs` that has several of ours."""
+    from triton.backends.compiler import GPUTarget
+
+    found: dict[str, list[int]] = {}
+    listed = re.compile(r"configs=\[(triton\.Config\(.*\))\],$", flags=re.MULTILINE)
+    with mock.patch.object(gpu, "gpu_target", GPUTarget("cuda", int(capability), 32)):
+        for i, graph in enumerate(graphs(gpu, what, of)):
+            kernels = re.findall(r"\w+ = async_compile\.triton\('\w+', '''.*?'''", graph.code, flags=re.DOTALL)
+            for code in (k for k in kernels if listed.search(k)):
+                for config in re.findall(r"triton\.Config\(.*?\)", listed.findall(code)[0]):
+                    only = listed.sub(f"configs=[{config}],", code)
+                    for name, compiled in gpu.compile_kernels(only).items():
+                        found.setdefault(f"{i} {name}", []).append(compiled.spilled)
+    return found
 
 
 def unaligned_scales(code: str) -> list[str]:

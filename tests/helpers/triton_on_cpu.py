@@ -36,6 +36,8 @@ from triton.runtime import interpreter
 import fp8pass
 from fp8pass.fused import source
 from fp8pass.hardware import TARGETS
+from fp8pass.inductor import choices
+from fp8pass.inductor.candidates import fitting
 from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.kernels import fuse_matmuls
 from fp8pass.quant.kernel_ops import WRITE
@@ -108,14 +110,20 @@ fused_matmuls: list[tuple[Tensor, ...]] = []
 
 
 class Kernel:
-    """A generated kernel, which runs with the first of its configurations."""
+    """A generated kernel, which runs with one of its configurations.
+
+    chosen: the number of the configuration, or of the last one if there are fewer.
+    """
+
+    chosen = 0
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
 
     def run(self, *args: Any, stream: int) -> None:
         """Launch the kernel, as generated code does."""
-        function, choice, meta = self.tuner.fn, self.tuner.configs[0], self.tuner.inductor_meta
+        function, configs, meta = self.tuner.fn, self.tuner.configs, self.tuner.inductor_meta
+        choice = configs[min(self.chosen, len(configs) - 1)]
         names = [name for name in function.arg_names if name not in choice.kwargs]
         of_launch = meta.get("extra_launcher_args", [])  # the grid of a kernel that is not Inductor's
         given = dict(zip([*names, *of_launch], args, strict=True))
@@ -397,8 +405,18 @@ def train(
 
 
 def answer(gpu: FakeCuda, name: str, recipe: str, dtype: str, steps: str, *how: str) -> list[list[dict[str, Any]]]:
-    """Return what `train` returns. how: "updates"; "emulate" rounds after each op, as the graph does; "always" fuses."""
-    with config.patch(emulate_precision_casts="emulate" in how):
+    """Return what `train` returns.
+
+    how: "updates"; "emulate" rounds after each op, as the graph does; "always" fuses; "candidate", last and followed by a
+    number, runs kernels in tiles with that configuration, even if it is larger than the tensor.
+    """
+    chosen = int(how[-1]) if "candidate" in how else 0
+    fits = (lambda tiles, *_: list(tiles)) if "candidate" in how else fitting
+    with (
+        config.patch(emulate_precision_casts="emulate" in how),
+        mock.patch.object(choices, "fitting", fits),
+        mock.patch.object(Kernel, "chosen", chosen),
+    ):
         epilogues = "always" if "always" in how else "auto"
         found = train(gpu, name, recipe, getattr(torch, dtype), int(steps), "updates" in how, epilogues)
     return [[asdict(c) for c in call] for call in found]

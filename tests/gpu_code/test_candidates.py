@@ -1,0 +1,154 @@
+"""Kernels with several configurations, which Inductor's own autotuner times: here among made-up times."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from fp8pass._torch import FixedTritonConfig, Virtualized, inductor_config
+from fp8pass.inductor.candidates import Candidates, Tile, fitting, with_candidates
+from fp8pass.inductor.choices import _MORE_TILES, _TILES, _tiles
+from tests.helpers.pretend_gpu import pretend
+
+TILES = (Tile(64, 64, 8), Tile(64, 32, 8), Tile(64, 32, 4, stages=2))
+
+KERNEL = """\
+import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch._inductor.runtime.hints import DeviceProperties
+
+@triton_heuristics.fixed_config(
+    config={'XBLOCK': 64, 'R0_BLOCK': 64},
+    filename=__file__,
+    triton_meta={'signature': {'in_ptr0': '*fp32', 'in_out_ptr1': '*fp32', 'xnumel': 'i32', 'r0_numel': 'i32', 'XBLOCK': 'constexpr', 'R0_BLOCK': 'constexpr'}, 'device': DeviceProperties(type='cuda', index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32), 'constants': {}, 'configs': [{}]},
+    inductor_meta={'grid_type': 'Grid1D', 'kernel_name': 'kernel', 'mutated_arg_names': ['in_out_ptr1'], 'optimize_mem': False, 'autotune_local_cache': True, 'backend_hash': 'any'}
+)
+@triton.jit
+def kernel(in_ptr0, in_out_ptr1, xnumel, r0_numel, XBLOCK : tl.constexpr, R0_BLOCK : tl.constexpr):
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tl.store(in_out_ptr1 + r0_offset, tl.load(in_ptr0 + r0_offset))
+"""
+
+
+def _load(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("kernel", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with a kernel that has three configurations."""
+    file = tmp_path / "kernel.py"
+    file.write_text(with_candidates(KERNEL, Candidates(TILES)))
+    return file
+
+
+def _blocks(tuner: Any) -> list[tuple[int, int, int, int]]:
+    return [(c.kwargs["XBLOCK"], c.kwargs["R0_BLOCK"], c.num_warps, c.kwargs["NUM_STAGES"]) for c in tuner.configs]
+
+
+def test_the_fastest_is_chosen_and_kept_on_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = _load(file)
+    assert _blocks(tuner) == [(64, 64, 8, 1), (64, 32, 8, 1), (64, 32, 4, 2)]
+    extra = {"n_regs": 32, "n_spills": 0, "shared": 0, "cache_hash": "any", "store_cubin": False}
+    tuner.launchers = [_Launcher(c, extra) for c in tuner.configs]
+    times = dict(zip(tuner.launchers, (3.0, 1.0, 2.0), strict=True))
+    monkeypatch.setattr(CachingAutotuner, "bench", lambda _, launcher, *args, **kwargs: times[launcher])
+    best = tuner.launchers[1]
+    tuner.autotune_to_one_config()
+    assert tuner.launchers == [best]
+    assert _blocks(_load(file)) == [(64, 32, 8, 1)]  # as a later process loads it
+
+
+class _Launcher:
+    """Stands in for a compiled kernel."""
+
+    def __init__(self, config: Any, extra: dict[str, Any]) -> None:
+        self.config = config
+        vars(self).update(extra)
+
+
+def test_what_a_kernel_writes_in_place_is_copied_to_time_it(file: Path) -> None:
+    tuner, x, written = _load(file), torch.ones(4), torch.zeros(4)
+    (x_copy, copy, *_), _ = tuner.clone_args(x, written, 4, 4)
+    assert x_copy is x
+    assert copy is not written and torch.equal(copy, written)
+
+
+def test_nothing_is_loaded_ahead_of_a_store_to_the_same_tensor() -> None:
+    again = KERNEL.replace("tl.load(in_ptr0", "tl.load(in_out_ptr1")
+    code = with_candidates(again, Candidates(TILES))
+    assert "'NUM_STAGES': 2" not in code and code.count("triton.Config(") == 3
+
+
+def test_the_text_must_be_inductors() -> None:
+    with pytest.raises(ValueError, match="0 times in a kernel that Inductor wrote"):
+        with_candidates(KERNEL.replace("fixed_config", "other_config"), Candidates(TILES))
+
+
+def test_tiles_are_not_larger_than_the_tensor() -> None:
+    assert fitting(TILES, 8192, 4096) == list(TILES)
+    assert fitting(TILES, 33, 20) == [TILES[1], TILES[2]]
+    assert fitting(TILES, 32, 64) == [TILES[0]]  # none fits
+
+
+class _Features:
+    """Stands in for what Inductor knows about a kernel that reduces."""
+
+    numel, reduction_numel = 8192, 4096
+
+    def __init__(self, *types: str) -> None:
+        self.types = types
+
+    def scheduler_nodes(self) -> list[Any]:
+        return [
+            SimpleNamespace(is_reduction=lambda: True, node=SimpleNamespace(get_reduction_type=lambda t=t: t))
+            for t in self.types
+        ]
+
+
+@pytest.mark.parametrize("along", _TILES)
+@pytest.mark.parametrize("by", ["torch", "inductor"])
+def test_deterministic_sums_have_one_configuration(along: str, by: str) -> None:
+    """A maximum does not depend on the order, so a kernel with an amax alone is timed all the same."""
+
+    def tiles(*types: str) -> FixedTritonConfig:
+        graph: Any = SimpleNamespace(sizevars=SimpleNamespace(optimization_hint=int))
+        with Virtualized.set_graph_handler(graph):
+            return _tiles(_Features(*types), along)
+
+    torch.use_deterministic_algorithms(by == "torch")
+    try:
+        with inductor_config.patch(deterministic=by == "inductor"):
+            fixed, amax = tiles("max", "sum"), tiles("max")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not isinstance(fixed, Candidates) and fixed.config == _TILES[along][0].fixed
+    assert isinstance(amax, Candidates) and amax.tiles == _TILES[along]
+    several = tiles("max", "sum")
+    assert isinstance(several, Candidates) and several.tiles == _TILES[along]
+    with inductor_config.patch(max_autotune=True):
+        more = tiles("sum")
+    assert isinstance(more, Candidates) and more.tiles == _TILES[along] + _MORE_TILES[along]
+
+
+ARCHITECTURES = [90, *(pytest.param(n, marks=pytest.mark.variant) for n in (89, 100, 120))]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("what", ["delayed", pytest.param("step", marks=pytest.mark.variant)])
+def test_no_candidate_spills(capability: int, what: str) -> None:
+    """A norm, a weight and an activation's backward; of a step, AdamW's update with FP8 copies."""
+    found = pretend("candidates", str(capability), what, "layer")
+    assert max(len(spilled) for spilled in found.values()) >= 3
+    assert not any(any(spilled) for spilled in found.values()), found
