@@ -30,8 +30,8 @@ import roofline
 import torch
 
 from fp8pass.hardware import TARGETS
+from fp8pass.inspect.kernel_time import FITTED, Code, Constants, Work, fastest, kernel_seconds, parts, resident
 from fp8pass.inspect.kernels import CUDNN_SHARES, kernel_rows
-from fp8pass.kernel_time import FITTED, Code, Constants, Work, fastest, kernel_seconds, parts, resident
 from fp8pass.roofline import gemm_seconds
 from fp8pass.scaling import E4M3
 

@@ -52,7 +52,7 @@ from fp8pass.errors import Fp8Error
 from fp8pass.hardware import Target, sizes
 from fp8pass.inspect import machine_code, sectors
 from fp8pass.inspect.inspector import Compiled
-from fp8pass.kernel_time import Code
+from fp8pass.inspect.kernel_time import Code
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>

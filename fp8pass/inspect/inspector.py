@@ -19,7 +19,7 @@ from typing import Any
 from fp8pass.errors import Fp8Error
 from fp8pass.fields import choose
 from fp8pass.hardware import TARGETS
-from fp8pass.kernel_time import Code, Work
+from fp8pass.inspect.kernel_time import Code, Work
 from fp8pass.options.config import make_config
 
 OPTIMIZERS = ("Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fp8pass.kernel_time import Work
+from fp8pass.inspect.kernel_time import Work
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 _LABEL = re.compile(r"^\s*\.(L_\w+):")

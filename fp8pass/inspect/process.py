@@ -27,9 +27,9 @@ from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
 from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
 from fp8pass.inspect.inspector import Compiled, Inspection, Kernel, Run
+from fp8pass.inspect.kernel_time import fastest, kernel_seconds
 from fp8pass.inspect.kernels import kernel_rows
 from fp8pass.inspect.memory import Memory
-from fp8pass.kernel_time import fastest, kernel_seconds
 from fp8pass.options.config import WEIGHT_CACHES, make_config
 from fp8pass.report.report import collect
 from fp8pass.roofline import load_machine

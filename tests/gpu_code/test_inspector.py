@@ -17,8 +17,8 @@ from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda, properties, resources, widths
 from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
+from fp8pass.inspect.kernel_time import kernel_seconds
 from fp8pass.inspect.process import _built, _factory, _Work
-from fp8pass.kernel_time import kernel_seconds
 from fp8pass.roofline import gemm_seconds, memory_seconds
 from tests.helpers import inspected
 from tests.helpers.pretend_gpu import inspect_there, inspects_there, pretend

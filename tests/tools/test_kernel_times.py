@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from fp8pass.hardware import TARGETS
+from fp8pass.inspect.kernel_time import FITTED, Code, Work, fastest, kernel_seconds, parts, resident
 from fp8pass.inspect.machine_code import unrolled, work
 from fp8pass.inspect.sectors import in_vain
-from fp8pass.kernel_time import FITTED, Code, Work, fastest, kernel_seconds, parts, resident
 from tests.helpers import ROOT
 
 H100, H200 = TARGETS["h100"], TARGETS["h200"]
