@@ -129,13 +129,10 @@ def sigmoid_of(x):
 _TANH = '''
 @triton.jit
 def tanh_of(x):
-    """Return tanh(x) by the polynomial and the exponential of NVIDIA's function."""
-    size = tl.abs(x)
-    large = 1.0 - 2.0 * inverse_of(tl.exp2(size * 2.885390043258667) + 1.0)
-    large = tl.where(x < 0.0, -large, large)
-    z = x * x
-    p = ((0.01573968306183815 * z - 0.05230396240949631) * z + 0.13315297663211823) * z - 0.33332768082618713
-    return tl.where(size < 0.6000000238418579, x + x * (z * p), large)
+    """Return tanh(x) by an exponential, and near 0, where that would cancel, by two terms of the series."""
+    far = 1.0 - 2.0 * inverse_of(tl.exp2(tl.abs(x) * 2.885390043258667) + 1.0)
+    far = tl.where(x < 0.0, -far, far)
+    return tl.where(tl.abs(x) < 0.0625, x + x * (x * x * -0.3333333333333333), far)
 
 '''
 _ERF = '''
