@@ -104,7 +104,7 @@ class Point:
                 return wide, narrow + overhead_seconds(target, *shape, recipe, 2, True)
             narrow += quantize_seconds(target, m * k, recipe, "input", 2, both=True)
             narrow += quantize_seconds(target, k * n, recipe, "weight", 2, both=True)
-            narrow += memory_seconds(target, 2 * m * n, transposed=True)
+            narrow += memory_seconds(target, 2 * m * n, "transposed_share")
             both = memory_seconds(target, 6 * (m * k + k * n) + 2 * m * n)
             return wide + memory_seconds(target, 2 * m * n) + both, narrow + both
         wide = gemm_seconds(target, *shape, BF16, 2)

@@ -51,6 +51,8 @@ class Target:
     # reached 1.4 of 2.4 TB/s in 2024 (0.58): https://github.com/pytorch/pytorch/issues/133242.
     transposed_share: float = 0.75
     """The share of the bandwidth that a kernel reaches which writes a transposed copy."""
+    tiles_share: float = 0.75
+    """The share that a kernel reaches which quantizes tile by tile, with one scale: see `tiles_source.py`."""
     rows_share: float = 0.92
     """The share of the bandwidth that a kernel reaches which reduces rows: norms, and amaxes."""
     # A Triton kernel that moves one element, on an H100: torchao/testing/training/roofline_utils.py.

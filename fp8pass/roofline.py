@@ -66,13 +66,12 @@ def _shorter(one: Seconds, other: Seconds) -> Seconds:
     return -1 * _longer(-1 * one, -1 * other)
 
 
-def memory_seconds(target: Target, bytes_moved: Size, transposed: bool = False, rows: bool = False) -> Seconds:
+def memory_seconds(target: Target, bytes_moved: Size, share: str = "memory_share") -> Seconds:
     """Predict the time of a kernel that moves this many bytes, from that alone; `kernel_time.py` reads machine code.
 
-    transposed: it writes a transposed copy. rows: it reduces, but writes no such copy.
+    share: the field of `Target` that says which share of the bandwidth such a kernel reaches.
     """
-    share = target.transposed_share if transposed else target.rows_share if rows else target.memory_share
-    return _longer(bytes_moved / (target.bandwidth * share), target.launch)
+    return _longer(bytes_moved / (target.bandwidth * getattr(target, share)), target.launch)
 
 
 def gemm_seconds(
@@ -115,11 +114,14 @@ def has_kernel(recipe: Recipe, target: Target) -> bool:
 
 
 class _Kernel(NamedTuple):
-    """A kernel that quantizes: bytes that it moves per element, and how: see `memory_seconds`."""
+    """A kernel that quantizes: bytes that it moves per element, and its share: see `memory_seconds`."""
 
     bytes: float
-    transposed: bool = False
-    rows: bool = False
+    share: str = "memory_share"
+
+
+def _turns(way: bool) -> str:
+    return "transposed_share" if way else "memory_share"
 
 
 def _is_turned(kind: Kind, role: Role) -> bool:
@@ -140,16 +142,20 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
     mxfp8       each layout from the original, with a byte for 32 elements
     """
     if isinstance(recipe, RowwiseScaling):
-        rows, columns = [_Kernel(first + 1, rows=True)], [_Kernel(size, rows=True), _Kernel(size + 1, True)]
+        rows, columns = (
+            [_Kernel(first + 1, "rows_share")],
+            [_Kernel(size, "rows_share"), _Kernel(size + 1, _turns(True))],
+        )
         return [kernel for way in sorted(ways) for kernel in (columns if way else rows)]
     if isinstance(recipe, BlockwiseScaling) and role == "weight":
-        return [_Kernel(first + len(ways), True in ways)]
+        return [_Kernel(first + len(ways), _turns(True in ways))]
     if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
         scale = 4 / 128 if isinstance(recipe, BlockwiseScaling) else 1 / 32
-        return [_Kernel((size if way else first) + 1 + scale, way) for way in sorted(ways)]
+        return [_Kernel((size if way else first) + 1 + scale, _turns(way)) for way in sorted(ways)]
+    tiles = "tiles_share" if True in ways else "memory_share"
     if isinstance(recipe, DynamicScaling):
-        return [*([_Kernel(first, rows=True)] if first else []), _Kernel(size + len(ways), True in ways)]
-    return [_Kernel(first + len(ways), True in ways)]
+        return [*([_Kernel(first, "rows_share")] if first else []), _Kernel(size + len(ways), tiles)]
+    return [_Kernel(first + len(ways), tiles)]
 
 
 def quantize_seconds(
@@ -166,7 +172,7 @@ def _seconds(
     target: Target, elements: Size, recipe: Recipe, role: Role, size: int, ways: set[bool], fused: bool
 ) -> Seconds:
     kernels = _kernels(recipe, role, ways, size, 0 if fused else size)
-    return sum(memory_seconds(target, kernel.bytes * elements, kernel.transposed, kernel.rows) for kernel in kernels)
+    return sum(memory_seconds(target, kernel.bytes * elements, kernel.share) for kernel in kernels)
 
 
 def _fp8_kinds(recipe: Recipe, training: bool) -> list[Kind]:

@@ -101,6 +101,5 @@ def epilogue_seconds(plan: Plan, target: Target) -> float:
 
 
 def seconds_apart(plan: Plan, target: Target) -> float:
-    """Predict the time of the kernel that Inductor would run after the matmul."""
-    transposes = any(o.kind == "columns" for o in plan.outputs)
-    return float(memory_seconds(target, plan.bytes_apart, transposes, rows=not transposes))
+    """Predict the time of the kernel that would run after the matmul: see `quantize_kernels.py`."""
+    return float(memory_seconds(target, plan.bytes_apart, "tiles_share"))

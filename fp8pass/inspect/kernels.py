@@ -79,7 +79,7 @@ def _rows(
     scratch = sum(launch.scratch for launch in mine)
     first = Kernel(
         graph, "triton", mine[0].name, _what(node, order), _modules(origins), read, written, scratch,
-        memory_seconds(target, read + written + scratch, *_manner(node)),
+        memory_seconds(target, read + written + scratch, _share(node)),
     )  # fmt: skip
     yield first
     for launch in mine[1:]:  # the scheduler counts their bytes with the first launch
@@ -189,7 +189,7 @@ def _in_tiles(op: fx.Node, plan: TilesPlan, graph: str, target: Target) -> Kerne
     words += [
         f"quantize {short(d)}" + (f" x {made.count(d)}" if made.count(d) > 1 else "") for d in dict.fromkeys(made)
     ]
-    seconds = memory_seconds(target, read + written, "columns" in kinds)
+    seconds = memory_seconds(target, read + written, "tiles_share")
     return Kernel(graph, "triton", TILES, ", ".join(words), _modules([given["out0"]]), read, written, 0, seconds)
 
 
@@ -331,13 +331,13 @@ def _words(node: BaseSchedulerNode, origins: Sequence[fx.Node]) -> list[str]:
     return words or ["scales" if written <= 16 else "copy"]
 
 
-def _manner(node: BaseSchedulerNode) -> tuple[bool, bool]:
-    """Return (transposed, rows) as `memory_seconds` takes them: of two tensors in FP8, one is transposed."""
+def _share(node: BaseSchedulerNode) -> str:
+    """Return the share of the bandwidth, as `memory_seconds` takes it: of two tensors in FP8, one is transposed."""
     moved = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
     own = {dep.name for dep in node.read_writes.writes}
     fp8 = [name for name in moved if name in own and Virtualized.graph.get_dtype(name) in FP8_DTYPES]
     reduces = any(part.is_reduction() for part in node.get_nodes())
-    return len(fp8) > 1, reduces and len(fp8) < 2
+    return "transposed_share" if len(fp8) > 1 else "rows_share" if reduces else "memory_share"
 
 
 def _reduction(node: BaseSchedulerNode) -> str:

@@ -330,8 +330,8 @@ def test_a_saturated_tensor_is_quantized_again_by_one_more_kernel() -> None:
     )
     for k in once.of("triton"):  # not compiled: by bytes alone
         both, moved = " x 2" in k.what and "quantize" in k.what, k.bytes_moved + k.scratch
-        assert k.seconds in ({memory_seconds(H100, moved, transposed=True)} if both else
-                             {memory_seconds(H100, moved), memory_seconds(H100, moved, rows=True)})  # fmt: skip
+        assert k.seconds in ({memory_seconds(H100, moved, "transposed_share")} if both else
+                             {memory_seconds(H100, moved), memory_seconds(H100, moved, "rows_share")})  # fmt: skip
     quantize = [k.what for k in again.kernels if "quantize e" in k.what]
     extra = [k for k in again.kernels if k.name.startswith("requantize_if_saturated")]
     assert [(k.graph, k.bytes_read, k.bytes_written) for k in extra] == [("forward", 5, 0)] * 4 + [

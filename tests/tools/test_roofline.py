@@ -83,8 +83,8 @@ def test_a_matmul_is_as_long_as_its_bytes() -> None:
 def test_other_kernels() -> None:
     for target, transposed, rows in ((PUBLISHED, 0.75, 0.92), (H100, 0.56, 0.73)):
         assert memory_seconds(target, 3_350_000_000) == pytest.approx(1e-3 / 0.92)
-        assert memory_seconds(target, 3_350_000_000, transposed=True) == pytest.approx(1e-3 / transposed)
-        assert memory_seconds(target, 3_350_000_000, rows=True) == pytest.approx(1e-3 / rows)
+        assert memory_seconds(target, 3_350_000_000, "transposed_share") == pytest.approx(1e-3 / transposed)
+        assert memory_seconds(target, 3_350_000_000, "rows_share") == pytest.approx(1e-3 / rows)
         assert memory_seconds(target, 1000) == 2e-6
 
 
