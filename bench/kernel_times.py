@@ -2,6 +2,7 @@
 
     python bench/kernel_times.py collect PROFILE MODEL [RECIPE]  compile a model's runs, and add their kernels' facts
     python bench/kernel_times.py fit                             fit the constants to the models in FIT
+    python bench/kernel_times.py now                             compile the models with today's kernels
     python bench/kernel_times.py errors [write]                  print tables of all errors; write: into the docs
 
 bench/results/kernel_times_h200.json holds the facts of each Triton kernel and each matmul, in all configurations that
@@ -37,7 +38,10 @@ from fp8pass.scaling import E4M3
 
 ROOT = Path(__file__).parent.parent
 FACTS = ROOT / "bench" / "results" / "kernel_times_h200.json"
+NOW = ROOT / "bench" / "results" / "kernels_predicted.json"
 H200 = TARGETS["h200"]
+COPY = 4.3e12
+"""Bytes per second that a copy on the device moved on the H200."""
 FIT = ("llama_mlp", "gpt2_mlp")
 """The models whose kernels the constants are fitted to; those of all others are kept out whole, of every contender."""
 LONG = 20e-6
@@ -132,12 +136,11 @@ def _child(request: dict[str, Any], answer: Path) -> None:
 RUNS = {"fp8pass": "kernels", "bf16": "kernels_bf16", "torchao": "kernels"}
 
 
-def collect(profile: Path, model: str, recipe: str = "delayed") -> None:
-    """Compile the runs of a model, match their kernels with a profile by name, and add them to the file of facts."""
+def _inspected(model: str, recipe: str, peer: str | None) -> list[dict[str, Any]]:
+    """Return all kernels of a model's runs, as `fp8pass inspect` has them, with the code of every configuration."""
     request = {
         "spec": f"kernel_times:{model}", "target": "h200", "optimizer": None, "ptx": True, "machine": None,
-        "peer": "torchao:tensorwise" if recipe == "delayed" else None,
-        "options": {"recipe": recipe, "epilogues": "off", "min_speedup": 0},
+        "peer": peer, "options": {"recipe": recipe, "epilogues": "off", "min_speedup": 0},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
@@ -145,7 +148,13 @@ def collect(profile: Path, model: str, recipe: str = "delayed") -> None:
         paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), *(p for p in sys.path if p)])}
         command = [sys.executable, __file__, "child", json.dumps(request), str(answer)]
         subprocess.run(command, env={**os.environ, **caches, **paths}, check=True)
-        rows = json.loads(answer.read_text())
+        rows: list[dict[str, Any]] = json.loads(answer.read_text())
+    return rows
+
+
+def collect(profile: Path, model: str, recipe: str = "delayed") -> None:
+    """Compile the runs of a model, match their kernels with a profile by name, and add them to the file of facts."""
+    rows = _inspected(model, recipe, "torchao:tensorwise" if recipe == "delayed" else None)
     measured = [json.loads(line) for line in profile.read_text().splitlines()]
     facts = json.loads(FACTS.read_text()) if FACTS.exists() else []
     runs = [run for run in dict.fromkeys(row["run"] for row in rows) if recipe == "delayed" or run != "bf16"]
@@ -182,6 +191,126 @@ def matched(rows: list[dict[str, Any]], profile: Sequence[Any]) -> list[dict[str
 
 def _compact(code: dict[str, Any]) -> dict[str, Any]:
     return {**code, "once": list(code["once"].values()), "loop": list(code["loop"].values())}
+
+
+# --------------------------------------------------------------------------------------------------------------- now
+
+
+def now() -> None:
+    """Compile the measured models with the kernels of today, which nothing has measured; write their facts."""
+    runs = []
+    for model in ("llama_mlp", "gpt2_mlp", "llama_block", "relu2_mlp"):
+        rows = _inspected(model, "delayed", None)
+        for name in dict.fromkeys(row["run"] for row in rows):
+            of = [
+                {"graph": r["graph"], "kind": r["kind"], "what": r["what"], "seconds": r["seconds"],
+                 "bytes": r["bytes_read"] + r["bytes_written"] + r["scratch"],
+                 "codes": [_compact(code) for code in r["codes"]]}
+                for r in rows if r["run"] == name
+            ]  # fmt: skip
+            runs.append({"model": model, "run": name, "kernels": of})
+    NOW.write_text("[\n" + ",\n".join(map(_line, runs)) + "\n]\n")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A kernel of today. seconds: predicted, from `code` if it has any."""
+
+    model: str
+    run: str
+    what: str
+    kind: str
+    bytes: int
+    seconds: float
+    code: Code | None
+
+    @property
+    def quantizes(self) -> bool:
+        """Return whether it is a Triton kernel that writes FP8."""
+        return self.kind == "triton" and "quantize" in self.what
+
+
+def predicted_now() -> list[Predicted]:
+    """Return the kernels that `now` wrote, each in the configuration that is predicted to be the fastest."""
+    found = []
+    for run in json.loads(NOW.read_text()):
+        for k in run["kernels"]:
+            codes = [_code(c) for c in k["codes"]]
+            best = codes[fastest(H200, k["bytes"], codes)] if codes and k["kind"] != "gemm" else None
+            seconds = k["seconds"] if best is None else kernel_seconds(H200, k["bytes"], best)
+            found.append(Predicted(run["model"], run["run"], k["what"], k["kind"], k["bytes"], seconds, best))
+    return found
+
+
+def _facts(code: Code) -> str:
+    """Return a kernel's configuration, instructions per element, warps per multiprocessor, and KB in flight there."""
+    numbers = [int(n) for n in re.findall(r"(?:ROWS|COLUMNS|XBLOCK|R0_BLOCK) (\d+)", code.config)]
+    elements = math.prod(numbers) * code.programs * code.iterations
+    issued = code.once.instructions + code.iterations * code.loop.instructions * bool(code.loop.instructions)
+    programs = resident(H200, code)
+    loaded = code.loop.loaded if code.loop.loaded else code.once.loaded
+    in_flight = programs * code.warps * 32 * loaded / 1e3
+    per_element = 32 * code.warps * code.programs * issued / elements
+    return f"{code.config.lower()}, {code.warps} warps | {per_element:.0f} | {programs * code.warps}, {in_flight:.0f}"
+
+
+MODELS = ("llama_mlp", "gpt2_mlp", "llama_block", "relu2_mlp")
+
+
+def _measured(model: str) -> list[dict[str, Any]]:
+    """Return the launches of a model's kernels that quantized when they were measured, with their microseconds."""
+    of = next(run for run in json.loads(FACTS.read_text()) if (run["model"], run["run"]) == (model, "fp8pass delayed"))
+    return [
+        {**launch, "us": k["us"] / k["launches"]}
+        for k in of["kernels"]
+        if k["name"].startswith("triton_")
+        for launch in k["of"]
+        if "quantize" in launch["what"]
+    ]
+
+
+def now_table() -> str:
+    """Return a table of each large kernel that quantizes: as it was measured, and as it is predicted now."""
+    lines = [
+        "| model: kernel, MB | configuration | instructions per element | warps, KB in flight | us | of a copy |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    today = predicted_now()
+    for model in MODELS:
+        old = _measured(model)
+        for k in (k for k in today if k.model == model and k.quantizes and k.bytes >= SMALLEST and k.code is not None):
+            assert k.code is not None
+            was = min(old, key=lambda o: (o["what"].split(", ")[0] != k.what.split(", ")[0], abs(o["bytes"] - k.bytes)))
+            old.remove(was)
+            words = f"{model}: {k.what}, {k.bytes / 1e6:.0f}"
+            share = was["bytes"] / (1e-6 * was["us"]) / COPY
+            lines.append(f"| {words} | was: {_facts(_code(was['codes'][0]))} | {was['us']:.0f} | {share:.0%} |")
+            lines.append(f"| | now: {_facts(k.code)} | {1e6 * k.seconds:.0f} | {k.bytes / k.seconds / COPY:.0%} |")
+    return "\n".join(lines)
+
+
+SMALLEST = 64e6
+"""Kernels that move fewer bytes are not listed."""
+CLOCK = {"llama_block": 1.505, "llama_mlp": 1.574, "gpt2_mlp": 1.339, "relu2_mlp": 1.027}
+"""The speed-ups that the H200 measured by the clock, with the kernels of then: bench/results/h200.jsonl."""
+
+
+def now_totals() -> str:
+    """Return a table of the models' speed-ups under delayed scaling: measured, and predicted then and now."""
+    then = {(t.model, t.run): t for t in totals()}
+    lines = [
+        "| model | measured by the clock | sums of kernels, measured | predicted then | predicted now |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    today = predicted_now()
+    for model in MODELS:
+        bf16, ours = (then[model, run] for run in ("bf16", "fp8pass delayed"))
+        now_bf16, now_ours = (
+            sum(k.seconds for k in today if (k.model, k.run) == (model, run)) for run in ("bf16", "fp8pass delayed")
+        )
+        cells = CLOCK[model], bf16.all / ours.all, bf16.predicted / ours.predicted, now_bf16 / now_ours
+        lines.append(f"| {model} | {' | '.join(f'{c:.2f}' for c in cells)} |")
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------------------------------------- fit
@@ -399,6 +528,7 @@ def sums() -> str:
     return "\n".join(lines)
 
 
+NOW_TABLES: dict[str, Callable[[], str]] = {"kernels_now": now_table, "speedups_now": now_totals}
 TABLES: dict[str, Callable[[], str]] = {
     "kernel_constants": constants, "kernel_errors": summary, "kernel_sums": sums, "all_kernel_errors": all_errors,
 }  # fmt: skip
@@ -410,6 +540,8 @@ def main(command: str, *rest: str) -> None:
         _child(json.loads(rest[0]), Path(rest[1]))
     elif command == "collect":
         collect(Path(rest[0]), *rest[1:])
+    elif command == "now":
+        now()
     elif command == "fit":
         print(fit([k for k in long_ones(load()) if not k.kept_out]))
     else:

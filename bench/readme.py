@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kernel_times
 import rooms_drawing
 from diagram import svg
 from measured import TABLES, printed
@@ -245,6 +246,16 @@ def dumps() -> str:
     return table + "\n\n" + block(f"{command}\n{printed}")
 
 
+def kernels_now() -> str:
+    """Return the table of kernels that quantize, as measured and as they are now."""
+    return kernel_times.now_table()
+
+
+def speedups_now() -> str:
+    """Return the table of the speed-ups that follow."""
+    return kernel_times.now_totals()
+
+
 def zoo() -> str:
     """Return the tables of the rows that bench/zoo.py has."""
     return run(sys.executable, "bench/zoo.py", "--page")
@@ -279,6 +290,8 @@ SECTIONS = {
     "recipes": recipes,
     "inspect": inspect,
     "traffic": traffic,
+    "kernels_now": kernels_now,
+    "speedups_now": speedups_now,
     "fused_kernel": fused_kernel,
     "saved": saved,
     "saved_verdicts": saved_verdicts,
@@ -318,6 +331,8 @@ FILES = {
     "first_step": "docs/recipes.md",
     "recipes": "docs/recipes.md",
     "traffic": "docs/kernels.md",
+    "kernels_now": "docs/kernels.md",
+    "speedups_now": "docs/kernels.md",
     "fused_kernel": "docs/fused-matmuls.md",
     "inspect": "docs/inspect.md",
     "saved": "docs/saved-tensors.md",

@@ -17,11 +17,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import fx
 
 from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
 from fp8pass.fused.epilogue import Epilogue, Read
 from fp8pass.fused.plan import Output
 from fp8pass.fused.source import computed, of_bits
+from fp8pass.node_meta import MADE_BY
 
 NAME = "quantize_in_tiles"
 """The kernel's name; Inductor appends a number."""
@@ -50,11 +52,28 @@ first one is what runs where the choice is fixed.
 
 
 @dataclass(frozen=True)
+class Op:
+    """What remains of a node that a kernel replaces, for descriptions of the kernel; the node would hold its graph."""
+
+    target: Any
+    meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Op:
+        """Keep what says which of the user's functions a node belongs to."""
+        return cls(node.target, {key: node.meta[key] for key in SOURCES if key in node.meta})
+
+
+SOURCES = (MADE_BY, "partitioner_tag", "fwd_source_fn_stack", "from_node", "original_aten")
+"""Keys of metadata that say which function a node comes from."""
+
+
+@dataclass(frozen=True)
 class TilesPlan:
     """Everything that the source depends on. The kernel computes on matrices [rows, columns].
 
     inputs: their dtypes, in the order in which the code numbers them. piles: the inputs that consist of several
-    tensors, one below the other, each with the tensors' numbers of rows. ops: the nodes that the kernel replaces.
+    tensors, one below the other, each with the tensors' numbers of rows. ops: what the kernel replaces.
     """
 
     rows: int
@@ -64,7 +83,7 @@ class TilesPlan:
     inputs: tuple[torch.dtype, ...]
     piles: tuple[tuple[int, tuple[int, ...]], ...]
     choices: tuple[Choice, ...]
-    ops: tuple[Any, ...] = field(default=(), compare=False)
+    ops: tuple[Op, ...] = field(default=(), compare=False)
 
     @property
     def parameters(self) -> dict[str, torch.dtype]:

@@ -29,7 +29,7 @@ from fp8pass.fused.plan import Plan
 from fp8pass.fused.requantize import NAME as REQUANTIZE
 from fp8pass.fused.source import NAME
 from fp8pass.fused.tiles_source import NAME as TILES
-from fp8pass.fused.tiles_source import TilesPlan
+from fp8pass.fused.tiles_source import Op, TilesPlan
 from fp8pass.graph.builder import is_tensor
 from fp8pass.graph.sizes import expression
 from fp8pass.hardware import Target
@@ -365,7 +365,7 @@ _STATE = {"begin_step": BEGIN_STEP, "scales_or_one": BEGIN_STEP}
 """Functions of delayed scaling's state, and the words for them."""
 
 
-def _word(origin: fx.Node) -> str:
+def _word(origin: fx.Node | Op) -> str:
     called = "records" if origin.meta.get(MADE_BY) == "batch_records" else _called(origin)
     return _STATE.get(called, called)
 
@@ -374,7 +374,7 @@ _NAME = re.compile(r"<(?:built-in )?(?:function|method|class) '?([\w.]+)")
 _NUMBER = re.compile(r"_\d+$")
 
 
-def _called(origin: fx.Node) -> str:
+def _called(origin: fx.Node | Op) -> str:
     """Return the name of the user's function that a node comes from; "" for nodes of fp8pass and names in `_QUIET`."""
     if origin.meta.get(MADE_BY):
         return ""

@@ -29,7 +29,7 @@ from fp8pass import hardware
 from fp8pass._torch import call_of_kernel, is_deterministic, triton_kernel_wrapper_functional
 from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.plan import Output
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan, kernel_of
+from fp8pass.fused.tiles_source import HEAVY, LIGHT, Op, TilesPlan, kernel_of
 from fp8pass.graph.builder import Builder, is_tensor, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum
@@ -287,8 +287,8 @@ def plan_of(m: Match) -> TilesPlan:
     if group.sums and is_deterministic():  # sums depend on how a tile is divided among threads
         choices = choices[:1]
     dtypes = tuple(val(n).dtype for n in group.inputs)
-    code, ops = written(module_of(group, m.results), 0), (*group.nodes, *group.replaced)
-    return TilesPlan(rows, columns, code, outputs, dtypes, piles, choices, tuple(sorted(ops)))
+    code, ops = written(module_of(group, m.results), 0), map(Op.of, sorted((*group.nodes, *group.replaced)))
+    return TilesPlan(rows, columns, code, outputs, dtypes, piles, choices, tuple(ops))
 
 
 def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
