@@ -250,7 +250,7 @@ def _tied(plan: TilesPlan) -> Iterator[str]:
     while it is narrow; it does not where two tensors would have to be converted.
     """
     wide = [r.variable for r in plan.code.reads if r.row and r.column and r.dtype == torch.bfloat16]
-    for one, other in pairwise(wide):
+    for one, other in pairwise([*wide, *wide[:1]] if len(wide) > 1 else []):
         yield f"{one} = tl.where(({other}.to(tl.int32, bitcast=True) & 1) != 0, 0.0, {one})"
 
 
