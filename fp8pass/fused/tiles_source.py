@@ -42,7 +42,7 @@ class Choice:
     warps: int
 
 
-LIGHT = (Choice(64, 64, 8), Choice(64, 64, 4), Choice(128, 64, 8))
+LIGHT = (Choice(64, 64, 4), Choice(128, 64, 8))
 HEAVY = (Choice(64, 64, 8), Choice(64, 64, 4), Choice(64, 64, 16))
 """The choices for kernels that read one matrix, and for those that read several and so need more registers.
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,10 +266,14 @@ class FakeCuda:
         ):
             yield found
 
-    def compile_kernels(self, code: str, values: Mapping[str, int] | None = None) -> dict[str, list[Compiled]]:
-        """Compile every Triton kernel of the generated code to a cubin, in each of its configurations.
+    def compile_kernels(
+        self, code: str, values: Mapping[str, int] | None = None, *, read: Container[str] | None = None
+    ) -> dict[str, list[Compiled]]:
+        """Compile every Triton kernel of the generated code to a cubin.
 
-        Returns {kernel's name: its configurations}. values: of the symbols in the code.
+        Returns {kernel's name: its configurations}. values: of the symbols in the code. read: the names of the kernels
+        that are compiled in each configuration, and whose machine code is read, which takes longer than compiling; None
+        for all. Others are compiled in their first configuration, without `Compiled.code`.
         """
         calls = dict(reversed(_CALL.findall(code)))
         found = {}
@@ -277,7 +281,9 @@ class FakeCuda:
             with tempfile.TemporaryDirectory() as folder:
                 tuner = self._tuner(name, source, Path(folder))
                 given = _given(calls.get(called, ""), dict(values or {}))
-                found[called] = [self._compiled(tuner, choice, source, given, folder) for choice in tuner.configs]
+                reads = read is None or called in read
+                choices = tuner.configs if reads else tuner.configs[:1]
+                found[called] = [self._compiled(tuner, c, source, given, folder, reads) for c in choices]
         return found
 
     def _tuner(self, name: str, source: str, folder: Path) -> Any:
@@ -291,8 +297,13 @@ class FakeCuda:
             spec.loader.exec_module(module)
         return getattr(module, name)
 
-    def _compiled(self, tuner: Any, choice: Any, source: str, given: Sequence[int | None], folder: str) -> Compiled:
-        """Compile a kernel in one configuration. given: the numbers that it is called with, by position."""
+    def _compiled(
+        self, tuner: Any, choice: Any, source: str, given: Sequence[int | None], folder: str, reads: bool
+    ) -> Compiled:
+        """Compile a kernel in one configuration.
+
+        given: the numbers that it is called with, by position. reads: whether to read its machine code.
+        """
         import triton
         from triton.compiler import ASTSource
 
@@ -309,7 +320,7 @@ class FakeCuda:
         names += tuner.inductor_meta.get("extra_launcher_args", ())
         numbers = {name: n for name, n in zip(names, given, strict=False) if n is not None}
         code = None
-        if (programs := _programs(tuner.inductor_meta, choice, numbers)) is not None:
+        if reads and (programs := _programs(tuner.inductor_meta, choice, numbers)) is not None:
             once, loop = machine_code.work(run_tool("nvdisasm", "-c", file), choice.kwargs.get("R0_BLOCK", 0))
             config = ", ".join(f"{name} {value}" for name, value in choice.kwargs.items())
             vain = 0

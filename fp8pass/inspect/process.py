@@ -25,6 +25,7 @@ from fp8pass.backend import compile_graph
 from fp8pass.errors import Fp8Error
 from fp8pass.graph.prediction import in_words
 from fp8pass.hardware import TARGETS, Target
+from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import FakeCuda, Generated, fakes
 from fp8pass.inspect.inspector import Compiled, Inspection, Kernel, Run
 from fp8pass.inspect.kernel_time import fastest, kernel_seconds
@@ -222,7 +223,9 @@ def _names(found: list[Generated]) -> list[str]:
 
 def _kernels(gpu: FakeCuda, graph: Generated, name: str, ptx: bool) -> list[Kernel]:
     rows = kernel_rows(graph, name, gpu.target)
-    compiled = gpu.compile_kernels(graph.code, graph.values) if ptx else {}
+    # others take as long as a launch, whatever their code
+    large = {row.name for row in rows if row.bytes_moved > SMALL_KERNEL_BYTES}
+    compiled = gpu.compile_kernels(graph.code, graph.values, read=large) if ptx else {}
     return [_with_code(row, compiled.get(row.name, []), gpu.target) for row in rows]
 
 
