@@ -226,8 +226,8 @@ class Predicted:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether it is a Triton kernel that writes FP8."""
-        return self.kind == "triton" and "quantize" in self.what
+        """Return whether it is a Triton kernel that takes an amax and writes FP8."""
+        return self.kind == "triton" and "amax, quantize" in self.what
 
 
 def predicted_now() -> list[Predicted]:
@@ -244,7 +244,7 @@ def predicted_now() -> list[Predicted]:
 
 def _facts(code: Code) -> str:
     """Return a kernel's configuration, instructions per element, warps per multiprocessor, and KB in flight there."""
-    numbers = [int(n) for n in re.findall(r"(?:ROWS|COLUMNS|XBLOCK|R0_BLOCK) (\d+)", code.config)]
+    numbers = [int(n) for n in re.findall(r"(?:ROWS|COLUMNS|XBLOCK|YBLOCK|R0_BLOCK) (\d+)", code.config)]
     elements = math.prod(numbers) * code.programs * code.iterations
     issued = code.once.instructions + code.iterations * code.loop.instructions * bool(code.loop.instructions)
     programs = resident(H200, code)
@@ -265,7 +265,7 @@ def _measured(model: str) -> list[dict[str, Any]]:
         for k in of["kernels"]
         if k["name"].startswith("triton_")
         for launch in k["of"]
-        if "quantize" in launch["what"]
+        if "amax, quantize" in launch["what"]
     ]
 
 
