@@ -127,7 +127,7 @@ def _is_large_on_gpu(x_q: fx.Node) -> bool:
     if x_q.target is not QUANTIZE or (hardware.pretended_device or val(x_q).device).type != "cuda":
         return False
     shape = val(x_q).shape
-    known = all(isinstance(size, int) for size in shape) and len(shape) > 1
+    known = all(isinstance(size, int) for size in shape) and len(shape) > 1 and val(x_q).is_contiguous()
     return known and has_one_element(as_node(x_q.args[1])) and val(x_q).numel() >= LEAST_ELEMENTS
 
 
@@ -211,6 +211,8 @@ def why_not(m: Match) -> str:
             return f"{x} is computed from a reduction along rows"
         if any(map(is_count, readers_nearby(x))):
             return f"what saturates in {x} is counted"
+    if any(val(n).dtype == torch.float64 for n in (*group.nodes, *group.inputs)):
+        return "it computes in float64"
     for node in group.inputs:
         if not has_one_element(node) and not _is_in_memory(node):
             return f"{node} is computed by a kernel that may as well quantize"

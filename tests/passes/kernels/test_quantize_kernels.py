@@ -171,12 +171,17 @@ def read_by_a_matmul(x: Tensor, s: Tensor) -> Any:
     return *both(y, s), y @ y.t()
 
 
+def in_float64(x: Tensor, s: Tensor) -> Any:
+    return both((x.double() * 2).to(BF16), s)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "norm": (normed, (X, scale()), "is computed from a reduction along rows"),
     "transposed": (turned, (X, scale()), "do not lie as in a matrix|may as well quantize"),
     "reduced": (summed_rows, (X, scale()), "may as well quantize"),
     "in place": (in_place, (X, scale(), X.to(E4M3)), "written in place"),
     "quantize alone": (nothing_else, (X, scale()), "nothing to compute but the quantize"),
+    "float64": (in_float64, (X, scale()), "float64"),
     "other reader": (read_by_a_matmul, (X, scale()), "reads what the kernel computes"),
 }
 
