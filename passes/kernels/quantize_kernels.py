@@ -23,6 +23,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from fp8pass import hardware
