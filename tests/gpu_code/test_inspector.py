@@ -15,6 +15,7 @@ from fp8pass import cli, hardware
 from fp8pass.cli import main
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
+from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
 from fp8pass.inspect.fake_cuda import FakeCuda, properties, resources, widths
 from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
 from fp8pass.inspect.kernel_time import kernel_seconds
@@ -116,8 +117,10 @@ def test_totals(linear: Inspection) -> None:
 def test_times_are_those_of_the_compiled_kernels_and_of_the_roofline(linear: Inspection) -> None:
     for run in linear.runs:
         for k in run.of("triton"):
-            assert k.compiled is not None and k.compiled.code is not None
-            assert k.seconds == kernel_seconds(H100, k.bytes_moved + k.scratch, k.compiled.code)
+            assert k.compiled is not None
+            assert (k.compiled.code is not None) == (k.bytes_moved > SMALL_KERNEL_BYTES)  # others take a launch
+            if k.compiled.code is not None:
+                assert k.seconds == kernel_seconds(H100, k.bytes_moved + k.scratch, k.compiled.code)
     first = linear.run("bf16").of("gemm")[0]
     assert first.seconds == gemm_seconds(H100, M, K, N, BF16, 2)
     first = linear.run("fp8pass dynamic").of("gemm")[0]
@@ -132,14 +135,14 @@ def test_every_triton_kernel_has_machine_code(linear: Inspection) -> None:
             assert k.compiled.spilled == 0
             assert k.compiled.loads and set(k.compiled.loads) <= {8, 16, 32, 64, 128}
             assert k.compiled.stores and set(k.compiled.stores) <= {8, 16, 32, 64, 128}
-            code = k.compiled.code
-            assert code is not None and code.programs > 0 and code.once.instructions > 0
-            assert code.registers == k.compiled.registers and code.config
+            if (code := k.compiled.code) is not None:
+                assert code.programs > 0 and code.once.instructions > 0
+                assert code.registers == k.compiled.registers and code.config
     for k in quantizing(linear.run("fp8pass dynamic")):
         assert k.compiled is not None
         assert k.compiled.loads[0] == 128
-        # 4 or 8 numbers in FP8 at a time, in the configuration that is predicted to be the fastest
-        assert set(k.compiled.stores) <= {64, 32}
+        # at least 4 numbers in FP8 at a time, in the configuration that is predicted to be the fastest
+        assert min(k.compiled.stores) >= 32
 
 
 def test_facts_of_machine_code() -> None:

@@ -324,7 +324,7 @@ def candidates(gpu: FakeCuda, capability: str, what: str, of: str) -> dict[str, 
             for code in (k for k in kernels if listed.search(k)):
                 for config in re.findall(r"triton\.Config\(.*?\)", listed.findall(code)[0]):
                     only = listed.sub(f"configs=[{config}],", code)
-                    for name, compiled in gpu.compile_kernels(only).items():
+                    for name, (compiled,) in gpu.compile_kernels(only, read=()).items():
                         found.setdefault(f"{i} {name}", []).append(compiled.spilled)
     return found
 
