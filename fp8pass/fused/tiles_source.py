@@ -42,8 +42,8 @@ class Choice:
     warps: int
 
 
-LIGHT = (Choice(64, 64, 4), Choice(128, 64, 8))
-HEAVY = (Choice(64, 64, 8), Choice(64, 64, 4), Choice(64, 64, 16))
+LIGHT: tuple[Choice, ...] = (Choice(64, 64, 4), Choice(128, 64, 8))
+HEAVY: tuple[Choice, ...] = (Choice(64, 64, 8), Choice(64, 64, 4), Choice(64, 64, 16))
 """The choices for kernels that read one matrix, and for those that read several and so need more registers.
 
 The rows and columns of all tiles fill whole sectors of memory in either orientation, and none spills registers. The
