@@ -81,7 +81,7 @@ def why_wrong(found: Sequence[float], bounds: Bounds) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What this process measures."""
+    """Holds the workload and the contender that this process measures."""
 
     work: str
     who: str

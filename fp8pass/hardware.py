@@ -99,7 +99,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a GPU is made of.
+    """Holds the numbers of a GPU's parts, and their sizes.
 
     multiprocessors: number of them. threads, shared, programs: most threads, bytes of shared memory and blocks that one
     of them runs at once. memory, cache: bytes of the GPU's memory and of its L2 cache. clock: in Hz, the highest.

@@ -53,7 +53,7 @@ first one is what runs where the choice is fixed.
 
 @dataclass(frozen=True)
 class Op:
-    """What remains of a node that a kernel replaces, for descriptions of the kernel; the node would hold its graph."""
+    """Describes a node that a kernel replaces, without the node itself, which would keep its graph in memory."""
 
     target: Any
     meta: dict[str, Any]

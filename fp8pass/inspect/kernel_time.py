@@ -25,7 +25,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Work:
-    """What one warp executes in one stretch of code.
+    """Counts what one warp executes in one stretch of code.
 
     instructions: how many it issues. cycles: for which the busiest unit of its scheduler works for it. waits: how often
     it waits for loads from global memory for their full latency; loads that are under way together are waited for once.

@@ -186,8 +186,8 @@ def found_in(name: str, given: list[Tensor]) -> tuple[Match, fx.GraphModule]:
     return m, graph
 
 
-def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
-    """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
+def values_of(graph: fx.GraphModule, given: list[Tensor]) -> dict[str, Any]:
+    """Run a graph op by op; return the value of each node by its name."""
     values: dict[str, Any] = {}
 
     class Keep(fx.Interpreter):
@@ -196,14 +196,34 @@ def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> lis
             return values[n.name]
 
     Keep(graph).run(*given)
+    return values
+
+
+def filled(shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return memory for a kernel to write, in which what it leaves out is seen."""
+    return torch.empty(shape, dtype=dtype).view(torch.uint8).fill_(0x55).view(dtype)
+
+
+def compared_output(kind: str, got: Tensor, wanted: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Compare an output of a kernel with the node that it replaces; return how they differ, and the output finished."""
+    got = got.amax() if kind == "amax" else got.sum(0).to(wanted.dtype) if kind == "sums" else got
+    got = got.view(wanted.shape)
+    finite = torch.equal(got.float().isfinite(), wanted.float().isfinite())
+    same_nan = torch.equal(got.float().isnan(), wanted.float().isnan())
+    of = compare(kind, *(x.float().nan_to_num(0, 1e9, -1e9).to(x.dtype) for x in (wanted, got)))
+    special = finite and same_nan
+    return {"kind": kind, "steps": of.steps, "differing": of.differing, "sqnr": of.sqnr, "special": special}, got
+
+
+def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
+    """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
+    values = values_of(graph, given)
     args = [values[a.name] for a in m.epilogue.matmul.args[:5] if isinstance(a, fx.Node)]
     tensors = dict(zip(["a", "b", "scale_a", "scale_b", "bias"], args, strict=False))
     for i, node in enumerate(m.epilogue.inputs, len(m.epilogue.products.parts)):
         tensors[f"in{i}"] = values[node.name]
     for i, o in enumerate(plan.outputs):
-        tensors[f"out{i}"] = (
-            torch.empty(with_m(plan, len(args[0])).shape(o), dtype=o.dtype).view(torch.uint8).fill_(0x55).view(o.dtype)
-        )
+        tensors[f"out{i}"] = filled(with_m(plan, len(args[0])).shape(o), o.dtype)
     kernel = kernel_of(plan).fn
     kernel.fn.__globals__["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions
     with (
@@ -215,17 +235,8 @@ def run(m: Match, plan: Plan, graph: fx.GraphModule, given: list[Tensor]) -> lis
     found = []
     written = [made for made in m.made if not plan.matmul.symbolic or made.kind in ("rows", "amax")]
     for i, made in enumerate(written):
-        got, wanted = tensors[f"out{i}"], values[made.instead_of.name]
-        got = got.amax() if made.kind == "amax" else got.sum(0).to(wanted.dtype) if made.kind == "sums" else got
-        got = got.view(wanted.shape)
-        finite = torch.equal(got.float().isfinite(), wanted.float().isfinite())
-        same_nan = torch.equal(got.float().isnan(), wanted.float().isnan())
-        clean = [x.float().nan_to_num(0, 1e9, -1e9).to(x.dtype) for x in (wanted, got)]
-        of = compare(made.kind, *clean)
-        found.append(
-            {"kind": made.kind, "steps": of.steps, "differing": of.differing, "special": finite and same_nan}
-            | ({"oracle": _is_oracles(got, *args)} if plan.outputs[i].is_product else {})
-        )
+        of, got = compared_output(made.kind, tensors[f"out{i}"], values[made.instead_of.name])
+        found.append(of | ({"oracle": _is_oracles(got, *args)} if plan.outputs[i].is_product else {}))
     return found
 
 

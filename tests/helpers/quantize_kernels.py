@@ -28,9 +28,9 @@ from fp8pass.passes.kernels.quantize_kernels import Match, match, plan_of, why_n
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.scaling import quantize
 from tests.helpers.asked import answer_all, ask
-from tests.helpers.fused_matmuls import _spilled, both, spoil
+from tests.helpers.fused_matmuls import _spilled, both, compared_output, filled, spoil, values_of
 from tests.helpers.harness import BF16, E5M2, apply, capture
-from tests.helpers.triton_on_cpu import compare, convert_float
+from tests.helpers.triton_on_cpu import convert_float
 
 
 def weight(w: Tensor, scale: Tensor) -> Any:
@@ -100,41 +100,15 @@ def found_in(name: str, given: list[Tensor]) -> tuple[Match, TilesPlan, fx.Graph
 
 def run(m: Match, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
     """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
-    values: dict[str, Any] = {}
-
-    class Keep(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            values[n.name] = super().run_node(n)
-            return values[n.name]
-
-    Keep(graph).run(*given)
+    values = values_of(graph, given)
     inputs = [values[n.name] for node in m.group.inputs for n in quantize_kernels._tensors(node)]
-    outputs = [
-        torch.empty(plan.shape(o), dtype=o.dtype).view(torch.uint8).fill_(0x55).view(o.dtype) for o in plan.outputs
-    ]
+    outputs = [filled(plan.shape(o), o.dtype) for o in plan.outputs]
     kernel = kernel_of(plan).fn
     kernel.fn.__globals__["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions
     with mock.patch.object(interpreter, "_convert_float", convert_float):
         kernel[(plan.programs(choice),)](*inputs, *outputs, ROWS=choice.rows, COLUMNS=choice.columns)
-    found = []
-    for made, got in zip(m.made, outputs, strict=True):
-        wanted = values[made.instead_of.name]
-        got = got.amax() if made.kind == "amax" else got.sum(0).to(wanted.dtype) if made.kind == "sums" else got
-        got = got.view(wanted.shape)
-        same_nan = torch.equal(got.float().isnan(), wanted.float().isnan())
-        finite = torch.equal(got.float().isfinite(), wanted.float().isfinite())
-        clean = [x.float().nan_to_num(0, 1e9, -1e9).to(x.dtype) for x in (wanted, got)]
-        of = compare(made.kind, *clean)
-        found.append(
-            {
-                "kind": made.kind,
-                "steps": of.steps,
-                "differing": of.differing,
-                "sqnr": of.sqnr,
-                "special": finite and same_nan,
-            }
-        )
-    return found
+    made = zip(m.made, outputs, strict=True)
+    return [compared_output(o.kind, got, values[o.instead_of.name])[0] for o, got in made]
 
 
 def interpret(gpu: FakeCuda, name: str, m: str, n: str, choice: str, how: str) -> list[dict[str, Any]]:

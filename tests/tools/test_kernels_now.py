@@ -16,7 +16,7 @@ def test_the_page_has_the_tables() -> None:
 
 @pytest.mark.parametrize("model", kernel_times.MODELS)
 def test_kernels_that_only_quantize_reach_most_of_a_copy(model: str) -> None:
-    """Of those written tile by tile: what computes no activation is limited by memory."""
+    """The memory limits kernels of the template that compute no activation."""
     found = [k for k in kernel_times.predicted_now() if k.model == model and k.what.startswith("amax, quantize")]
     large = [k for k in found if k.bytes >= kernel_times.SMALLEST and k.code and "ROWS" in k.code.config]
     assert large
