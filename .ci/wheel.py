@@ -22,7 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-ALSO_IN_SDIST = {"CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"}
+ALSO_IN_SDIST = {"LICENSE", "README.md", "pyproject.toml"}
 GENERATED = r"PKG-INFO$|setup\.cfg$|fp8pass\.egg-info/|fp8pass-[^/]*\.dist-info/"
 WORKS = """
 import math, sys
