@@ -739,7 +739,7 @@ def module_of_stage(stage: Any) -> Any:
 
 def is_deterministic() -> bool:
     """Return whether torch, or Inductor, is set to give the same bits in every run on one machine."""
-    return torch.are_deterministic_algorithms_enabled() or bool(getattr(inductor_config, "deterministic", False))
+    return torch.are_deterministic_algorithms_enabled() or inductor_config.deterministic
 
 
 def call_of_kernel(

@@ -26,6 +26,7 @@ from fp8pass._torch import (
     Virtualized,
     compile_fx_inner,
     inductor_config,
+    is_deterministic,
 )
 from fp8pass.errors import faults_of
 from fp8pass.inductor.candidates import Candidates, Tile, fitting, write_candidates
@@ -107,8 +108,7 @@ class Fp8InductorChoices(InductorChoices):
 def _tiles(features: Any, along: str) -> FixedTritonConfig:
     """Return the tiles that a kernel is timed with; the first, fixed, for a sum that has to be deterministic."""
     tiles = _TILES[along]
-    deterministic = torch.are_deterministic_algorithms_enabled() or inductor_config.deterministic
-    if deterministic and any(map(_is_sum, features.scheduler_nodes())):
+    if is_deterministic() and any(map(_is_sum, features.scheduler_nodes())):
         return FixedTritonConfig(tiles[0].fixed)
     if inductor_config.max_autotune or inductor_config.max_autotune_pointwise:
         tiles += _MORE_TILES[along]

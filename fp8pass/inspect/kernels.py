@@ -161,34 +161,37 @@ def _extern(op: fx.Node, graph: str, read: int, written: int, target: Target) ->
 
 def _fused(op: fx.Node, plan: Plan, graph: str, target: Target) -> Kernel:
     """Return the row of a matmul whose kernel also computes the ops after it."""
-    given: Any = op.kwargs["kwargs"]
-    tensors = {name: _val(node) for name, node in given.items() if is_tensor(node)}
-    written = sum(x.nbytes for name, x in tensors.items() if name.startswith("out"))
-    read = sum(x.nbytes for x in tensors.values()) - written
+    given, tensors, read, written = _given(op)
     a, b, m = tensors["a"], tensors["b"], plan.matmul
     gemm = _Gemm(1, m.m, m.k, b.shape[1], a.dtype, b.dtype, m.dtype, m.scales)
-    made = [o.dtype for o in plan.outputs if o.kind in ("rows", "columns")]
-    words = [f"{short(d)} x {made.count(d)}" if made.count(d) > 1 else short(d) for d in dict.fromkeys(made)]
     epilogue = read + written - a.nbytes - b.nbytes - m.m * b.shape[1] * m.dtype.itemsize
     seconds = gemm.seconds(target) + epilogue_seconds(plan, target)
     in_symbols = replace(gemm, m=expression(given["a"].meta["val"].shape[0]))
-    what = f"{in_symbols.text()}, its epilogue writes {', '.join(words)}"
+    what = f"{in_symbols.text()}, its epilogue writes {', '.join(_made(plan))}"
     row = Kernel(graph, "gemm", NAME, what, _modules([given["out0"]]), read, written, 0, seconds, epilogue=epilogue)
     return replace(row, **in_symbols.formulas(target))
 
 
-def _in_tiles(op: fx.Node, plan: TilesPlan, graph: str, target: Target) -> Kernel:
-    """Return the row of a kernel that quantizes tile by tile."""
+def _given(op: fx.Node) -> tuple[dict[str, Any], dict[str, Tensor], int, int]:
+    """Return the arguments of a kernel of ours, the tensors among them, and the bytes that it reads and writes."""
     given: Any = op.kwargs["kwargs"]
     tensors = {name: _val(node) for name, node in given.items() if is_tensor(node)}
     written = sum(x.nbytes for name, x in tensors.items() if name.startswith("out"))
-    read = sum(x.nbytes for x in tensors.values()) - written
-    kinds = [o.kind for o in plan.outputs]
-    words = [*dict.fromkeys(filter(None, map(_word, plan.ops))), *(["amax"] if "amax" in kinds else [])]
-    made = [o.dtype for o in plan.outputs if o.kind in ("rows", "columns")]
-    words += [
-        f"quantize {short(d)}" + (f" x {made.count(d)}" if made.count(d) > 1 else "") for d in dict.fromkeys(made)
-    ]
+    return given, tensors, sum(x.nbytes for x in tensors.values()) - written, written
+
+
+def _made(plan: Plan | TilesPlan) -> list[str]:
+    """Return the matrices that a kernel writes, by dtype: "e4m3 x 2"."""
+    made = Counter(short(o.dtype) for o in plan.outputs if o.kind in ("rows", "columns"))
+    return [f"{dtype} x {n}" if n > 1 else dtype for dtype, n in made.items()]
+
+
+def _in_tiles(op: fx.Node, plan: TilesPlan, graph: str, target: Target) -> Kernel:
+    """Return the row of a kernel that quantizes tile by tile."""
+    given, _, read, written = _given(op)
+    takes_amax = any(o.kind == "amax" for o in plan.outputs)
+    words = [*dict.fromkeys(filter(None, map(_word, plan.ops))), *(["amax"] if takes_amax else [])]
+    words += [f"quantize {made}" for made in _made(plan)]
     seconds = memory_seconds(target, read + written, "tiles_share")
     return Kernel(graph, "triton", TILES, ", ".join(words), _modules([given["out0"]]), read, written, 0, seconds)
 

@@ -5,13 +5,15 @@ For the passes that write such kernels: after a matmul, or by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass._torch import hint_of
+from fp8pass._torch import call_of_kernel, hint_of, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import Builder, val
 from fp8pass.passes.common.after_matmul import Epilogue
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, prims
@@ -92,7 +94,39 @@ def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) ->
     return fx.GraphModule({}, graph)
 
 
-def finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
+def replace_by_kernel(
+    build: Builder,
+    at: fx.Node,
+    kernel: tuple[Any, Sequence[int]],
+    given: Mapping[str, Any],
+    made: Sequence[Made],
+    shapes: Sequence[Sequence[Any]],
+) -> None:
+    """Call a kernel before `at`, and let readers of what it computes read its outputs.
+
+    kernel: a Triton kernel, and the number of programs in each of its configurations. given: its arguments but for
+    outputs, by name. shapes: of what it writes for `made`.
+    """
+    function, programs = kernel
+    device = val(made[0].instead_of).device
+    outputs = {
+        f"out{i}": build.emit(at, aten.empty.memory_format, shape, dtype=o.dtype, device=device)
+        for i, (o, shape) in enumerate(zip(made, shapes, strict=True))
+    }
+    call = call_of_kernel(function, programs, {**given, **outputs}, list(outputs))
+    result = build.emit(at, triton_kernel_wrapper_functional, **call)
+    for name, o in zip(outputs, made, strict=True):
+        o.instead_of.replace_all_uses_with(_finished(build, at, o, build.emit(at, operator.getitem, result, name)))
+
+
+def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase the nodes among these that nothing reads any more: else the next match would find others read by them."""
+    for node in sorted(set(nodes), reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
     """Emit what is left to do after the kernel: the last stage of reductions, and shapes."""
     wanted = val(o.instead_of)
     if o.kind == "amax":

@@ -19,7 +19,6 @@ Only on GPUs, and only if the scale does not depend on y, as delayed scaling mak
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass import hardware
-from fp8pass._torch import call_of_kernel, hint_of, triton_kernel_wrapper_functional
+from fp8pass._torch import hint_of
 from fp8pass.errors import first_line
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.compiled import shared_memory
@@ -45,7 +44,14 @@ from fp8pass.names import short
 from fp8pass.node_meta import GEMM
 from fp8pass.passes.common.after_matmul import Epilogue, epilogue_of, products_of
 from fp8pass.passes.common.alone import alone
-from fp8pass.passes.common.kernel_outputs import Made, finished, module_of, outputs_of, results_of
+from fp8pass.passes.common.kernel_outputs import (
+    Made,
+    erase_unread,
+    module_of,
+    outputs_of,
+    replace_by_kernel,
+    results_of,
+)
 from fp8pass.passes.common.patterns import (
     as_node,
     aten,
@@ -294,23 +300,12 @@ def rewrite(build: Builder, m: Match, plan: Plan) -> None:
     build.like = e.matmul
     operands = dict(zip(["a", "b", "scale_a", "scale_b", "bias"], given, strict=False))
     inputs = {f"in{i}": node for i, node in enumerate(e.inputs, len(e.products.parts))}
-    device = val(e.matmul).device
     rows = build.emit(at, aten.sym_size.int, given[0], 0) if plan.matmul.symbolic else plan.matmul.m
-    outputs = {
-        f"out{i}": build.emit(at, aten.empty.memory_format, _shape(plan, o, rows), dtype=o.dtype, device=device)
-        for i, o in enumerate(plan.outputs)
-    }
-    tensors = {**operands, **inputs, **outputs}
-    given_to_kernel = {p: tensors[p] for p in plan.parameters} | ({"m": rows} if plan.matmul.symbolic else {})
-    call = call_of_kernel(kernel_of(plan), [plan.programs], given_to_kernel, list(outputs))
-    result = build.emit(at, triton_kernel_wrapper_functional, **call)
-    for name, o in zip(outputs, m.made, strict=True):
-        made = build.emit(at, operator.getitem, result, name)
-        o.instead_of.replace_all_uses_with(finished(build, at, o, made))
+    arguments = {**operands, **inputs, **({"m": rows} if plan.matmul.symbolic else {})}
+    shapes = [_shape(plan, o, rows) for o in plan.outputs]
+    replace_by_kernel(build, at, (kernel_of(plan), [plan.programs]), arguments, m.made, shapes)
     build.like = None
-    for node in sorted({e.matmul, *e.nodes, *dead}, reverse=True):  # else the next match would find them read
-        if not node.users:
-            build.graph.erase_node(node)
+    erase_unread(build.graph, {e.matmul, *e.nodes, *dead})
 
 
 def _shape(plan: Plan, output: Output, rows: Any) -> list[Any]:

@@ -19,7 +19,6 @@ after this pass, is for these.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,16 +26,23 @@ import torch
 from torch import fx
 
 from fp8pass import hardware
-from fp8pass._torch import call_of_kernel, is_deterministic, triton_kernel_wrapper_functional
+from fp8pass._torch import is_deterministic, triton_kernel_wrapper_functional
 from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.plan import Output
 from fp8pass.fused.tiles_source import HEAVY, LIGHT, Op, TilesPlan, kernel_of
-from fp8pass.graph.builder import Builder, is_tensor, val
+from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
+from fp8pass.graph.other_libraries import runs_elsewhere
 from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum
-from fp8pass.passes.common.kernel_outputs import Made, finished, module_of, outputs_of, results_of
+from fp8pass.passes.common.kernel_outputs import (
+    Made,
+    erase_unread,
+    module_of,
+    outputs_of,
+    replace_by_kernel,
+    results_of,
+)
 from fp8pass.passes.common.patterns import (
-    ALL_MATMULS,
     VIEWS,
     as_node,
     aten,
@@ -64,7 +70,6 @@ LEAST_ELEMENTS = 1 << 20
 """Smaller tensors are left to Inductor, which joins small kernels into one launch."""
 MOST_READS = 2
 """Most matrices of which an op may be computed that others read too: they compute it again, and read no more by it."""
-_MATMULS = {*ALL_MATMULS, aten._scaled_mm.default, aten._scaled_grouped_mm.default}
 
 
 @dataclass
@@ -232,9 +237,8 @@ def _is_in_memory(node: fx.Node) -> bool:
         return _heights(node) != ()
     while node.target in VIEWS:
         node = first(node)
-    if node.op == "placeholder" or node.target in _MATMULS or node.target is triton_kernel_wrapper_functional:
-        return True
-    return "scaled_dot_product" in str(node.target) or getattr(node.target, "namespace", "") == "_c10d_functional"
+    in_library = multiplies(node) or runs_elsewhere(node) or node.target is triton_kernel_wrapper_functional
+    return node.op == "placeholder" or in_library
 
 
 def _can_be_read(node: fx.Node, group: Group) -> bool:
@@ -270,7 +274,7 @@ def _reads(node: fx.Node, group: Group) -> int:
 def _needs_memory(user: fx.Node) -> bool:
     """Return whether an op, or one that reads a view that the op takes, reads tensors in memory."""
     return any(
-        u.op == "output" or u.target in _MATMULS or u.target is triton_kernel_wrapper_functional
+        u.op == "output" or multiplies(u) or u.target is triton_kernel_wrapper_functional
         for u in (user, *readers(user, lambda n: n.target in VIEWS))
     )
 
@@ -301,21 +305,11 @@ def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     inputs = [n for node in group.inputs for n in _tensors(node)]
     move_before(at, inputs)
     build.like = group.quantizes[0]
-    device = val(group.quantizes[0]).device
-    outputs = {
-        f"out{i}": build.emit(at, aten.empty.memory_format, plan.shape(o), dtype=o.dtype, device=device)
-        for i, o in enumerate(plan.outputs)
-    }
-    tensors = dict(zip(plan.parameters, [*inputs, *outputs.values()], strict=True))
-    call = call_of_kernel(kernel_of(plan), list(map(plan.programs, plan.choices)), tensors, list(outputs))
-    result = build.emit(at, triton_kernel_wrapper_functional, **call)
-    for name, o in zip(outputs, m.made, strict=True):
-        made = build.emit(at, operator.getitem, result, name)
-        o.instead_of.replace_all_uses_with(finished(build, at, o, made))
+    kernel = kernel_of(plan), list(map(plan.programs, plan.choices))
+    given = dict(zip(plan.parameters, inputs, strict=False))  # inputs are the first parameters
+    replace_by_kernel(build, at, kernel, given, m.made, list(map(plan.shape, plan.outputs)))
     build.like = None
-    for node in sorted({*group.nodes, *group.replaced, *dead}, reverse=True):  # else the next match finds them read
-        if not node.users:
-            build.graph.erase_node(node)
+    erase_unread(build.graph, {*group.nodes, *group.replaced, *dead})
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
