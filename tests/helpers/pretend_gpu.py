@@ -312,15 +312,30 @@ def checked(gpu: FakeCuda, codes: list[str]) -> dict[str, Any]:
     }
 
 
+def normed(gpu: FakeCuda) -> list[str]:
+    """Return the code of a norm with a residual that is quantized in both orientations."""
+    from fp8pass.scaling import amax, quantize
+
+    def both(x: torch.Tensor, residual: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.nn.functional.rms_norm(x + residual, x.shape[-1:])
+        y_q = quantize(y, s, torch.float8_e4m3fn)
+        return amax(y), y_q, y_q.t().contiguous()
+
+    torch._dynamo.reset()
+    x = torch.randn(512, 2048, dtype=torch.bfloat16)
+    return generated(gpu, both, x, x.clone(), torch.tensor(2.0), backward=False, recipe=None)
+
+
 def candidates(gpu: FakeCuda, capability: str, what: str, of: str) -> dict[str, list[int]]:
     """Return the bytes that each configuration spills, of every kernel of `graphs` that has several of ours."""
     from triton.backends.compiler import GPUTarget
 
     found: dict[str, list[int]] = {}
     listed = re.compile(r"configs=\[(triton\.Config\(.*\))\],$", flags=re.MULTILINE)
+    codes = normed(gpu) if what == "norm" else [graph.code for graph in graphs(gpu, what, of)]
     with mock.patch.object(gpu, "gpu_target", GPUTarget("cuda", int(capability), 32)):
-        for i, graph in enumerate(graphs(gpu, what, of)):
-            kernels = re.findall(r"\w+ = async_compile\.triton\('\w+', '''.*?'''", graph.code, flags=re.DOTALL)
+        for i, text in enumerate(codes):
+            kernels = re.findall(r"\w+ = async_compile\.triton\('\w+', '''.*?'''", text, flags=re.DOTALL)
             for code in (k for k in kernels if listed.search(k)):
                 for config in re.findall(r"triton\.Config\(.*?\)", listed.findall(code)[0]):
                     only = listed.sub(f"configs=[{config}],", code)
