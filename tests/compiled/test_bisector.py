@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import random
@@ -19,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import fp8pass
 from fp8pass import cli, pipeline
 from fp8pass.debug.bisector import Bisection, _smallest, all_finite
+from fp8pass.debug.snapshot import Snapshot
 from fp8pass.demo import demo
 from fp8pass.graph.pass_base import Context, DynamoContext
 from fp8pass.options.overrides import Unit, current, units_of
 from fp8pass.recipes import DelayedScaling
+from fp8pass.states.slots import registry
 from tests.helpers.bisector import Once, Tied, faulty, outputs
 from tests.helpers.harness import aten, compiled
 from tests.helpers.models import make
@@ -306,6 +309,18 @@ def test_everything_is_as_it_was() -> None:
     assert found.verdict == "not fp8"
     assert len(set(seen[2:])) == 1, "all runs began alike"
     assert snapshot(model, optimizer, scheduler, generator) == before
+
+
+def test_no_state_is_left_of_a_model_that_was_restored() -> None:
+    """Python reuses ids: a model made later would take over the scales of a state that counts as alive."""
+    model, x = make(Once), torch.randn(16, 32)
+    run = compiled(model)
+    run(x).sum().backward()
+    Snapshot([model]).restore()
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert all(None not in state.owned_tensors() for state in registry.states())
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
