@@ -1,8 +1,10 @@
 """Write the Triton kernel that quantizes tensors tile by tile, in both orientations, with the ops before the quantize.
 
 A program computes one tile and ends: the GPU has other programs load their tiles meanwhile. Each element is computed
-once, in the layout in which it is read; what is stored transposed is turned around as FP8, in shared memory. A tile
-leaves one number for its amax, and one for each column that is summed.
+once, in the layout in which it is read. Where something is stored transposed, a thread computes four rows, one below
+the other, and packs their results into 32 bits: shared memory then turns around a quarter as many numbers, none of them
+byte by byte, and sums of columns begin within the thread. A tile leaves one number for its amax, and one for each
+column that is summed.
 
 Inductor's loop over a reduction can't be had so: it keeps a partial result for each element of a tile in registers,
 walks from tile to tile with a barrier between them, and Triton computes some ops a second time in the other layout.
@@ -10,10 +12,11 @@ walks from tile to tile with a barrier between them, and Triton computes some op
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ NAME = "quantize_in_tiles"
 """The kernel's name; Inductor appends a number."""
 SIDE = 64
 """The least rows and columns of a tile. A kernel leaves one amax for each SIDE by SIDE elements, whatever its tile."""
+ROWS_IN_A_WORD = 4
+"""Rows of which a thread packs the FP8 numbers of a column into 32 bits, to store them transposed."""
 GROUP = 8
 """Tiles of this many rows of tiles follow each other, column by column: their transposed results lie side by side."""
 
@@ -43,7 +48,7 @@ class Choice:
 
 
 LIGHT: tuple[Choice, ...] = (Choice(64, 64, 4), Choice(128, 64, 8))
-HEAVY: tuple[Choice, ...] = (Choice(64, 64, 8), Choice(64, 64, 4), Choice(64, 64, 16))
+HEAVY: tuple[Choice, ...] = (Choice(64, 64, 4), Choice(64, 64, 8))
 """The choices for kernels that read one matrix, and for those that read several and so need more registers.
 
 The rows and columns of all tiles fill whole sectors of memory in either orientation, and none spills registers. The
@@ -86,6 +91,12 @@ class TilesPlan:
     ops: tuple[Op, ...] = field(default=(), compare=False)
 
     @property
+    def abreast(self) -> int:
+        """The number of rows, one below the other, that a thread computes at once."""
+        turns = any(output.kind in ("columns", "sums") for output in self.outputs)
+        return ROWS_IN_A_WORD if turns else 1
+
+    @property
     def parameters(self) -> dict[str, torch.dtype]:
         """The names of the kernel's parameters that are tensors, in order, and their dtypes."""
         piles = dict(self.piles)
@@ -120,12 +131,19 @@ def source_of(plan: TilesPlan) -> str:
         f'triton.Config({{"ROWS": {c.rows}, "COLUMNS": {c.columns}}}, num_warps={c.warps}, num_stages=1)'
         for c in plan.choices
     )
-    head = [f"@triton.autotune([{', '.join(choices)}], [])", "@triton.jit"]
     sizes = ["ROWS: tl.constexpr", "COLUMNS: tl.constexpr"]
-    head.append(f"def {NAME}({', '.join([*plan.parameters, *sizes])}):")
-    body = [*_place(plan), *_reads(plan), *_results(plan)]
-    used = _used(body)
-    return "\n".join([TRITON_IMPORTS, *used, *head, *(f"    {line}" for line in body), ""])
+    head = [
+        f"@triton.autotune([{', '.join(choices)}], [])",
+        "@triton.jit",
+        f"def {NAME}({', '.join([*plan.parameters, *sizes])}):",
+    ]
+    elements = list(_elements(plan))
+    body = [*_place(plan), *_reads(plan), *_calls(plan), *_stores(plan)]
+    return "\n".join([TRITON_IMPORTS, *_used([*elements, *body]), *elements, *head, *_indented(body), ""])
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"    {line}" for line in lines)
 
 
 # Inductor's code calls NVIDIA's functions, which branch for each element, and divides for any divisor. What replaces
@@ -174,27 +192,95 @@ def erf_of(x):
     return tl.where(near, p, tl.where(x < 0.0, -far, far))
 
 '''
-_FUNCTIONS = {"inverse_of": _INVERSE, "sigmoid_of": _SIGMOID, "tanh_of": _TANH, "erf_of": _ERF}
+_PAIR = '''
+@triton.jit
+def pair_of(a, b, dtype: tl.constexpr):
+    """Return two numbers as FP8, in 16 bits: the cast of two neighbours is one instruction, and leaves them so."""
+    low, high = tl.split(tl.join(a, b).to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32))
+    return low | high << 8
+
+'''
+_WORD = '''
+@triton.jit
+def word_of(a, b, c, d, dtype: tl.constexpr):
+    """Return four numbers as FP8, in 32 bits, the first at the lowest address."""
+    return pair_of(a, b, dtype) | pair_of(c, d, dtype) << 16
+
+'''
+_FUNCTIONS = {
+    "inverse_of": _INVERSE,
+    "sigmoid_of": _SIGMOID,
+    "tanh_of": _TANH,
+    "erf_of": _ERF,
+    "pair_of": _PAIR,
+    "word_of": _WORD,
+}
 _INSTEAD = {"libdevice.tanh(": "tanh_of(", "libdevice.erf(": "erf_of(", "libdevice.exp(": "tl.exp("}
 _INSTEAD["tl.sigmoid("] = "sigmoid_of("
-_ONE = re.compile(r"(\w+) = tl\.full\(\[\], 1\.0, tl\.float32\)")
+_CAST = re.compile(r"(\w+) = (\w+)\.to\(tl\.float8\w+\)")
+_CONSTANT = re.compile(r"(\w+) = tl\.full\(\[\], (\S+), tl\.float32\)")
+_TANH_CALL = re.compile(r"(\w+) = libdevice\.tanh\((\w+)\)")
 _EXPONENTIAL = re.compile(r"(\w+) = tl\.exp\(\w+\)")
 _SUM = re.compile(r"(\w+) = (\w+) \+ (\w+)")
+_PRODUCT = re.compile(r"(\w+) = (\w+) \* (\w+)")
 _QUOTIENT = re.compile(r"\((\w+) / (\w+)\)")
 
 
-def _fast(lines: Iterable[str]) -> Iterator[str]:
+def _fast(lines: Sequence[str]) -> Iterator[str]:
     """Write the ops with the functions above; what is divided by 1 and an exponential is multiplied by the inverse."""
-    ones, exponentials, sums = set[str](), set[str](), set[str]()
-    for line in lines:
+    ones, exponentials, sums = _ones(lines), set[str](), set[str]()
+    for line in _as_sigmoids(lines):
         for slow, fast in _INSTEAD.items():
             line = line.replace(slow, fast)
-        for pattern, found in ((_ONE, ones), (_EXPONENTIAL, exponentials)):
-            if m := pattern.fullmatch(line):
-                found.add(m[1])
+        if m := _EXPONENTIAL.fullmatch(line):
+            exponentials.add(m[1])
         if (m := _SUM.fullmatch(line)) and m[2] in exponentials and m[3] in ones:
             sums.add(m[1])
         yield _QUOTIENT.sub(lambda m: f"({m[1]} * inverse_of({m[2]}))" if m[2] in sums else m[0], line)
+
+
+def _as_sigmoids(lines: Sequence[str]) -> Iterator[str]:
+    """Write 1 + tanh(x), as GELU has it, as 2 / (1 + exp(-2 x)), which cancels nowhere."""
+    ones, halves = _ones(lines), dict[str, str]()
+    for line in lines:
+        if (m := _TANH_CALL.fullmatch(line)) and _is_beside_one(m[1], lines, ones):
+            x, factor = _factored(m[2], lines)
+            halves[m[1]] = half = f"half_{m[1]}"
+            yield f"{half} = inverse_of(tl.exp2({x} * {-2 * math.log2(math.e) * factor}) + 1.0)"
+            yield f"{m[1]} = 2.0 * {half} - 1.0"  # for the square that is subtracted from 1
+        elif (m := _SUM.fullmatch(line)) and m[2] in halves and m[3] in ones:
+            yield f"{m[1]} = {halves[m[2]]} + {halves[m[2]]}"
+        else:
+            yield line
+
+
+def _constants(lines: Sequence[str]) -> dict[str, float]:
+    return {m[1]: float(m[2]) for line in lines if (m := _CONSTANT.fullmatch(line))}
+
+
+def _ones(lines: Sequence[str]) -> set[str]:
+    return {name for name, value in _constants(lines).items() if value == 1}
+
+
+def _factored(name: str, lines: Sequence[str]) -> tuple[str, float]:
+    """Return x and c if the variable is x * c with a constant c; else the variable itself and 1."""
+    constants = _constants(lines)
+    products = (m for line in lines if (m := _PRODUCT.fullmatch(line)) and m[1] == name and m[3] in constants)
+    return next(((m[2], constants[m[3]]) for m in products), (name, 1.0))
+
+
+def _is_beside_one(tanh: str, lines: Sequence[str], ones: Set[str]) -> bool:
+    """Return whether a hyperbolic tangent is only added to 1, or its square only subtracted from 1."""
+    sides = [line.partition(" = ") for line in lines]
+    squares = {left for left, _, right in sides if right == f"{tanh} * {tanh}"}
+    right_of = {tanh: {f"{tanh} + {one}" for one in ones} | {f"{tanh} * {tanh}"}}
+    right_of |= {square: {f"{one} - {square}" for one in ones} for square in squares}
+    return all(
+        (right or left) in allowed
+        for name, allowed in right_of.items()
+        for left, _, right in sides
+        if re.search(rf"\b{name}\b", right or left)
+    )
 
 
 def _used(body: Sequence[str]) -> list[str]:
@@ -217,7 +303,7 @@ def _place(plan: TilesPlan) -> Iterator[str]:
     yield "within = tile - first * across"
     yield "i = (first + within % height) * ROWS"
     yield "j = within // height * COLUMNS"
-    yield "row = i + tl.arange(0, ROWS)[:, None]"
+    yield f"row = i + tl.arange(0, ROWS // {plan.abreast})[:, None] * {plan.abreast}"
     yield "column = j + tl.arange(0, COLUMNS)[None, :]"
 
 
@@ -234,24 +320,13 @@ def _inside(plan: TilesPlan, dims: Sequence[str]) -> str:
 
 
 def _reads(plan: TilesPlan) -> Iterator[str]:
+    """Write the loads: of each row abreast, and once of what all rows share."""
     piles = dict(plan.piles)
     for read in plan.code.reads:
         if read.input in piles:
             yield from _of_pile(read, piles[read.input], plan)
         else:
-            yield f"{read.variable} = {computed(_load(read, f'in{read.input}', 'row', plan), read.dtype)}"
-    yield from _tied(plan)
-
-
-def _tied(plan: TilesPlan) -> Iterator[str]:
-    """Write selections that never select: the last bits of numbers that were bfloat16 are 0, as the assembler knows.
-
-    Triton 3.6 computes what depends on one tensor again in the layout of a transposed store, to convert the tensor
-    while it is narrow; it does not where two tensors would have to be converted.
-    """
-    wide = [r.variable for r in plan.code.reads if r.row and r.column and r.dtype == torch.bfloat16]
-    for one, other in pairwise([*wide, *wide[:1]] if len(wide) > 1 else []):
-        yield f"{one} = tl.where(({other}.to(tl.int32, bitcast=True) & 1) != 0, 0.0, {one})"
+            yield from _loads(read, f"in{read.input}", "row", plan)
 
 
 def _of_pile(read: Read, heights: Sequence[int], plan: TilesPlan) -> Iterator[str]:
@@ -261,11 +336,21 @@ def _of_pile(read: Read, heights: Sequence[int], plan: TilesPlan) -> Iterator[st
         is_last = part == len(heights) - 1
         yield "else:" if is_last else f"{'el' if part else ''}if i < {start + height}:"
         row = f"(row - {start})" if start else "row"
-        yield f"    {read.variable} = {computed(_load(read, f'in{read.input}_{part}', row, plan), read.dtype)}"
+        yield from _indented(_loads(read, f"in{read.input}_{part}", row, plan))
         start += height
 
 
-def _load(read: Read, name: str, row: str, plan: TilesPlan) -> str:
+def _loads(read: Read, name: str, row: str, plan: TilesPlan) -> Iterator[str]:
+    for k in range(plan.abreast) if read.row else [0]:
+        yield f"{_abreast(read, k)} = {computed(_load(read, name, row, k, plan), read.dtype)}"
+
+
+def _abreast(read: Read, k: int) -> str:
+    """Return the variable of what the k-th of the rows abreast reads."""
+    return f"{read.variable}_{k}" if read.row else read.variable
+
+
+def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
     last = read.row * plan.rows + read.column * plan.columns + read.offset
     wide = ".to(tl.int64)" if last >= 1 << 31 else ""
     terms = [
@@ -273,48 +358,82 @@ def _load(read: Read, name: str, row: str, plan: TilesPlan) -> str:
         for at, factor in ((row, read.row), ("column", read.column))
         if factor
     ]
-    if read.offset:
-        terms.append(str(read.offset))
+    if offset := read.offset + k * read.row:
+        terms.append(str(offset))
     dims = [dim for dim, factor in (("row", read.row), ("column", read.column)) if factor]
     return f"tl.load({' + '.join([name, *terms])}{_mask(plan, *dims)})"
 
 
-def _results(plan: TilesPlan) -> Iterator[str]:
-    """Write the ops, then the stores: amaxes first, which need the numbers before they are quantized."""
-    yield from _fast(line for result in plan.code.results for line in result.lines)
+def _elements(plan: TilesPlan) -> Iterator[str]:
+    """Write the ops as a function, from what one of the rows abreast reads to its results, before they become FP8."""
+    lines = [line for result in plan.code.results for line in result.lines]
+    casts = {m[1]: m[2] for line in lines if (m := _CAST.fullmatch(line))}
+    lines.append(f"return {', '.join(casts.get(r.variable, r.variable) for r in plan.code.results)}")
+    yield from ("@triton.jit", f"def elements({', '.join(read.variable for read in plan.code.reads)}):")
+    yield from _indented(_fast(lines))
+    yield ""
+
+
+def _calls(plan: TilesPlan) -> Iterator[str]:
+    for k in range(plan.abreast):
+        results = ", ".join(_result(number, k) for number in range(len(plan.code.results)))
+        yield f"{results} = elements({', '.join(_abreast(read, k) for read in plan.code.reads)})"
+
+
+def _result(number: int, k: int) -> str:
+    """Return the variable of a result of the k-th of the rows abreast."""
+    return f"r{number}_{k}"
+
+
+def _stores(plan: TilesPlan) -> Iterator[str]:
+    """Write the stores: amaxes first, which need the numbers before they are quantized."""
     for kind in ("amax", "sums", "rows", "columns"):
         for i, output in enumerate(plan.outputs):
             for part, number in enumerate(output.results if output.kind == kind else ()):
-                yield from _store(i, part, plan.code.results[number].variable, plan)
+                yield from _STORES[kind](i, part, [_result(number, k) for k in range(plan.abreast)], plan)
 
 
-def _store(i: int, part: int, value: str, plan: TilesPlan) -> Iterator[str]:
-    """Write a result as a part of an output."""
-    output, inside = plan.outputs[i], _inside(plan, ("row", "column"))
-    dtype, n = triton_type(output.dtype), plan.columns * len(output.results)
+def _store_rows(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+    """Write a result as a part of the columns of a matrix that is contiguous along its rows."""
+    output, width = plan.outputs[i], plan.columns * len(plan.outputs[i].results)
+    wide = ".to(tl.int64)" if plan.rows * width >= 1 << 31 else ""
+    for k, value in enumerate(values):
+        offset = f" + {plan.columns * part + k * width}" if part or k else ""
+        address = f"out{i} + row{wide} * {width} + column{offset}"
+        yield f"tl.store({address}, {value}.to({triton_type(output.dtype)}){_mask(plan, 'row', 'column')})"
+
+
+def _store_columns(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+    """Write a result transposed, in words of four rows."""
+    height = plan.rows // ROWS_IN_A_WORD
+    wide = ".to(tl.int64)" if height * plan.columns * len(plan.outputs[i].results) >= 1 << 31 else ""
+    column = f"(column + {plan.columns * part})" if part else "column"
+    word = f"word_of({', '.join(values)}, {triton_type(plan.outputs[i].dtype)})"
+    words = f"out{i}.to(tl.pointer_type(tl.uint32), bitcast=True)"
+    # not `row // 4`, of which Triton does not see that it is contiguous
+    word_below = f"i // {ROWS_IN_A_WORD} + tl.arange(0, ROWS // {ROWS_IN_A_WORD})[:, None]"
+    address = f"{words} + {word_below} + {column}{wide} * {height}"
+    yield f"tl.store({address}, {word}{_mask(plan, 'row', 'column')})"
+
+
+def _store_sums(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+    """Write the sums of a tile's columns for each SIDE rows of it: as many numbers, whatever the tile."""
+    inside, width = _inside(plan, ("row", "column")), plan.columns * len(plan.outputs[i].results)
+    total = " + ".join(values)
+    kept = f"tl.where({inside}, {total}, 0.0)" if inside else total
+    yield f"above = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
+    within = " & ".join(filter(None, [_blocks_inside(plan, "row", "above"), _inside(plan, ["column"])]))
+    # the first of several blocks gets the tile's sums, the others zeros
+    sums = f"tl.where(above == i // {SIDE}, tl.sum({kept}, 0)[None, :], 0.0)"
     first = f" + {plan.columns * part}" if part else ""
-    if output.kind == "amax":
-        yield from _store_amax(i, part, value, plan)
-    elif output.kind == "sums":
-        kept = f"tl.where({inside}, {value}, 0.0)" if inside else value
-        yield f"above = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
-        within = " & ".join(filter(None, [_blocks_inside(plan, "row", "above"), _inside(plan, ["column"])]))
-        # the first of several blocks gets the tile's sums, the others zeros
-        sums = f"tl.where(above == i // {SIDE}, tl.sum({kept}, 0)[None, :], 0.0)"
-        yield f"tl.store(out{i} + above * {n} + column{first}, {sums}{f', mask={within}' if within else ''})"
-    else:
-        strides = (n, 1) if output.kind == "rows" else (1, plan.rows)
-        wide = ".to(tl.int64)" if plan.rows * n >= 1 << 31 else ""
-        terms = (f"row{wide} * {strides[0]}", f"(column{first}){wide} * {strides[1]}")
-        address = f"out{i} + {' + '.join(t.removesuffix(' * 1') for t in terms)}"
-        yield f"tl.store({address}, ({value}).to({dtype}){_mask(plan, 'row', 'column')})"
+    yield f"tl.store(out{i} + above * {width} + column{first}, {sums}{f', mask={within}' if within else ''})"
 
 
-def _store_amax(i: int, part: int, value: str, plan: TilesPlan) -> Iterator[str]:
+def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
     """Write the amax of a tile for each SIDE by SIDE elements of it: as many numbers, whatever the tile."""
     inside, across = _inside(plan, ("row", "column")), -(-plan.columns // SIDE)
     bits = f"bits{i}_{part}"
-    yield f"{bits} = tl.abs({value}).to(tl.int32, bitcast=True)"
+    yield f"{bits} = {functools.reduce(lambda a, b: f'tl.maximum({a}, {b})', map(_bits, values))}"
     most = of_bits(f"tl.max({f'tl.where({inside}, {bits}, 0)' if inside else bits})", plan.outputs[i])
     start = f" + {-(-plan.rows // SIDE) * across * part}" if part else ""
     yield f"down = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
@@ -323,6 +442,13 @@ def _store_amax(i: int, part: int, value: str, plan: TilesPlan) -> Iterator[str]
     blocks = f"tl.full([ROWS // {SIDE}, COLUMNS // {SIDE}], 0.0, tl.float32).to({triton_type(plan.outputs[i].dtype)})"
     mask = f", mask={within}" if within else ""
     yield f"tl.store(out{i}{start} + down * {across} + right, {blocks} + {most}{mask})"
+
+
+def _bits(value: str) -> str:
+    return f"tl.abs({value}).to(tl.int32, bitcast=True)"
+
+
+_STORES = {"amax": _store_amax, "sums": _store_sums, "rows": _store_rows, "columns": _store_columns}
 
 
 def _blocks_inside(plan: TilesPlan, dim: str, block: str) -> str:

@@ -29,7 +29,7 @@ from fp8pass import hardware
 from fp8pass._torch import is_deterministic, triton_kernel_wrapper_functional
 from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.plan import Output
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, Op, TilesPlan, kernel_of
+from fp8pass.fused.tiles_source import HEAVY, LIGHT, ROWS_IN_A_WORD, Op, TilesPlan, kernel_of
 from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
 from fp8pass.graph.other_libraries import runs_elsewhere
 from fp8pass.graph.pass_base import Context
@@ -212,6 +212,8 @@ def why_not(m: Match) -> str:
     group = m.group
     if not group.nodes and not group.copies and not group.amaxes:
         return "there is nothing to compute but the quantize"
+    if group.products.m % ROWS_IN_A_WORD:
+        return f"{group.products.m} rows are not a multiple of {ROWS_IN_A_WORD}"
     for x in map(first, group.quantizes):
         if comes_of_row_reduction(x):
             return f"{x} is computed from a reduction along rows"
