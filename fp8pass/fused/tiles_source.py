@@ -13,9 +13,8 @@ walks from tile to tile with a barrier between them, and Triton computes some op
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import fx
 
 from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
 from fp8pass.fused.epilogue import Epilogue, Read
+from fp8pass.fused.fast_functions import FUNCTIONS, fast
 from fp8pass.fused.plan import Output
 from fp8pass.fused.source import computed, of_bits
 from fp8pass.node_meta import MADE_BY
@@ -146,52 +146,6 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"    {line}" for line in lines)
 
 
-# Inductor's code calls NVIDIA's functions, which branch for each element, and divides for any divisor. What replaces
-# them computes both branches and selects, and is within a few units of the last bit of float32: results are FP8.
-_INVERSE = '''
-@triton.jit
-def inverse_of(x):
-    """Return 1 / x for x of at least 1: a division for any x takes instructions more to scale both sides."""
-    root = tl.rsqrt(x)
-    return root * root
-
-'''
-_SIGMOID = '''
-@triton.jit
-def sigmoid_of(x):
-    """Return 1 / (1 + exp(-x))."""
-    return inverse_of(tl.exp(-x) + 1.0)
-
-'''
-_TANH = '''
-@triton.jit
-def tanh_of(x):
-    """Return tanh(x) by an exponential, and near 0, where that would cancel, by two terms of the series."""
-    far = 1.0 - 2.0 * inverse_of(tl.exp2(tl.abs(x) * 2.885390043258667) + 1.0)
-    far = tl.where(x < 0.0, -far, far)
-    return tl.where(tl.abs(x) < 0.0625, x + x * (x * x * -0.3333333333333333), far)
-
-'''
-_ERF = '''
-@triton.jit
-def erf_of(x):
-    """Return erf(x) by the two polynomials of NVIDIA's function."""
-    size = tl.abs(x)
-    near = size < 1.002959966659546
-    z = tl.where(near, x * x, size)
-    p = tl.where(near, 8.483494457323104e-05, 1.6425845387857407e-05)
-    p = p * z + tl.where(near, -0.0008213091641664505, -0.0004680210549850017)
-    p = p * z + tl.where(near, 0.005213488824665546, 0.0052647641859948635)
-    p = p * z + tl.where(near, -0.026868773624300957, -0.034303076565265656)
-    p = p * z + tl.where(near, 0.11284004896879196, 0.1532936990261078)
-    p = p * z + tl.where(near, -0.37612664699554443, 0.9163130521774292)
-    p = p * z + tl.where(near, 0.12837915122509003, 0.6282998323440552)
-    by = tl.where(near, x, -size)
-    p = p * by + by
-    far = 1.0 - tl.exp2(p)
-    return tl.where(near, p, tl.where(x < 0.0, -far, far))
-
-'''
 _PAIR = '''
 @triton.jit
 def pair_of(a, b, dtype: tl.constexpr):
@@ -207,80 +161,8 @@ def word_of(a, b, c, d, dtype: tl.constexpr):
     return pair_of(a, b, dtype) | pair_of(c, d, dtype) << 16
 
 '''
-_FUNCTIONS = {
-    "inverse_of": _INVERSE,
-    "sigmoid_of": _SIGMOID,
-    "tanh_of": _TANH,
-    "erf_of": _ERF,
-    "pair_of": _PAIR,
-    "word_of": _WORD,
-}
-_INSTEAD = {"libdevice.tanh(": "tanh_of(", "libdevice.erf(": "erf_of(", "libdevice.exp(": "tl.exp("}
-_INSTEAD["tl.sigmoid("] = "sigmoid_of("
+_FUNCTIONS = FUNCTIONS | {"pair_of": _PAIR, "word_of": _WORD}
 _CAST = re.compile(r"(\w+) = (\w+)\.to\(tl\.float8\w+\)")
-_CONSTANT = re.compile(r"(\w+) = tl\.full\(\[\], (\S+), tl\.float32\)")
-_TANH_CALL = re.compile(r"(\w+) = libdevice\.tanh\((\w+)\)")
-_EXPONENTIAL = re.compile(r"(\w+) = tl\.exp\(\w+\)")
-_SUM = re.compile(r"(\w+) = (\w+) \+ (\w+)")
-_PRODUCT = re.compile(r"(\w+) = (\w+) \* (\w+)")
-_QUOTIENT = re.compile(r"\((\w+) / (\w+)\)")
-
-
-def _fast(lines: Sequence[str]) -> Iterator[str]:
-    """Write the ops with the functions above; what is divided by 1 and an exponential is multiplied by the inverse."""
-    ones, exponentials, sums = _ones(lines), set[str](), set[str]()
-    for line in _as_sigmoids(lines):
-        for slow, fast in _INSTEAD.items():
-            line = line.replace(slow, fast)
-        if m := _EXPONENTIAL.fullmatch(line):
-            exponentials.add(m[1])
-        if (m := _SUM.fullmatch(line)) and m[2] in exponentials and m[3] in ones:
-            sums.add(m[1])
-        yield _QUOTIENT.sub(lambda m: f"({m[1]} * inverse_of({m[2]}))" if m[2] in sums else m[0], line)
-
-
-def _as_sigmoids(lines: Sequence[str]) -> Iterator[str]:
-    """Write 1 + tanh(x), as GELU has it, as 2 / (1 + exp(-2 x)), which cancels nowhere."""
-    ones, halves = _ones(lines), dict[str, str]()
-    for line in lines:
-        if (m := _TANH_CALL.fullmatch(line)) and _is_beside_one(m[1], lines, ones):
-            x, factor = _factored(m[2], lines)
-            halves[m[1]] = half = f"half_{m[1]}"
-            yield f"{half} = inverse_of(tl.exp2({x} * {-2 * math.log2(math.e) * factor}) + 1.0)"
-            yield f"{m[1]} = 2.0 * {half} - 1.0"  # for the square that is subtracted from 1
-        elif (m := _SUM.fullmatch(line)) and m[2] in halves and m[3] in ones:
-            yield f"{m[1]} = {halves[m[2]]} + {halves[m[2]]}"
-        else:
-            yield line
-
-
-def _constants(lines: Sequence[str]) -> dict[str, float]:
-    return {m[1]: float(m[2]) for line in lines if (m := _CONSTANT.fullmatch(line))}
-
-
-def _ones(lines: Sequence[str]) -> set[str]:
-    return {name for name, value in _constants(lines).items() if value == 1}
-
-
-def _factored(name: str, lines: Sequence[str]) -> tuple[str, float]:
-    """Return x and c if the variable is x * c with a constant c; else the variable itself and 1."""
-    constants = _constants(lines)
-    products = (m for line in lines if (m := _PRODUCT.fullmatch(line)) and m[1] == name and m[3] in constants)
-    return next(((m[2], constants[m[3]]) for m in products), (name, 1.0))
-
-
-def _is_beside_one(tanh: str, lines: Sequence[str], ones: Set[str]) -> bool:
-    """Return whether a hyperbolic tangent is only added to 1, or its square only subtracted from 1."""
-    sides = [line.partition(" = ") for line in lines]
-    squares = {left for left, _, right in sides if right == f"{tanh} * {tanh}"}
-    right_of = {tanh: {f"{tanh} + {one}" for one in ones} | {f"{tanh} * {tanh}"}}
-    right_of |= {square: {f"{one} - {square}" for one in ones} for square in squares}
-    return all(
-        (right or left) in allowed
-        for name, allowed in right_of.items()
-        for left, _, right in sides
-        if re.search(rf"\b{name}\b", right or left)
-    )
 
 
 def _used(body: Sequence[str]) -> list[str]:
@@ -370,7 +252,7 @@ def _elements(plan: TilesPlan) -> Iterator[str]:
     casts = {m[1]: m[2] for line in lines if (m := _CAST.fullmatch(line))}
     lines.append(f"return {', '.join(casts.get(r.variable, r.variable) for r in plan.code.results)}")
     yield from ("@triton.jit", f"def elements({', '.join(read.variable for read in plan.code.reads)}):")
-    yield from _indented(_fast(lines))
+    yield from _indented(fast(lines))
     yield ""
 
 

@@ -28,8 +28,7 @@ from fp8pass.passes.common.patterns import (
     reach,
     through,
 )
-from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby
-from fp8pass.passes.common.tiles import match as transposed
+from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby, transposed
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 _RANDOM = {prims.inductor_random.default, prims.inductor_randint.default}

@@ -81,7 +81,7 @@ def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) ->
     for reader, node in e.reads():
         take(node, e.products.as_matrix(reader, node))
     for q in e.quantizes:
-        take(as_node(q.args[1]), val(as_node(q.args[1])).reshape(()))
+        take(as_node(q.args[1]), e.products.as_matrix(q, as_node(q.args[1])))
     for node in e.nodes:
         made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
 

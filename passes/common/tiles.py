@@ -48,12 +48,18 @@ class Match:
 
     @property
     def scale(self) -> fx.Node:
-        """The scale, f32, one element."""
+        """The scale, f32: one number, or what broadcasts to the tensor."""
         return as_node(self.x_q.args[1])
 
 
 def match(copy: fx.Node) -> Match | None:
-    """Match `copy` if it is a transposed copy of a tensor that this graph quantizes; else return None."""
+    """Match a transposed copy of a tensor that this graph quantizes with one scale; return None for any other node."""
+    m = transposed(copy)
+    return m if m is not None and has_one_element(m.scale) else None
+
+
+def transposed(copy: fx.Node) -> Match | None:
+    """Match a transposed copy of a tensor that this graph quantizes, with any scales."""
     if copy.target is not aten.clone.default or dtype_of(copy) not in FP8_DTYPES:
         return None
     if any(TILED in user.meta for user in copy.users):  # `quantize_tiles` made it
@@ -64,7 +70,7 @@ def match(copy: fx.Node) -> Match | None:
     matrix = x_q = first(moved)
     while x_q.target in RESHAPES:
         x_q = first(x_q)
-    if x_q.target is not QUANTIZE or not has_one_element(as_node(x_q.args[1])):
+    if x_q.target is not QUANTIZE:
         return None
     if not all(isinstance(size, int) for size in val(matrix).shape):
         return None

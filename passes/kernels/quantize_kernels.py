@@ -9,11 +9,12 @@ after    h_q, h_t, tiles: bf16[T], sums: f32[R, N] = kernel(y, scale)
 changes  nothing: the kernel computes what Inductor's would
 
 Tensors that are computed from the same matrices are quantized by one kernel, as the gradients of gate and up are, and
-the hidden tensor that the gradient of a weight needs again. The weights of siblings are read where they are.
+the hidden tensor that the gradient of a weight needs again. The weights of siblings are read where they are. There may
+be a scale for each row, and for each column, whose amaxes other kernels have taken.
 
 Only on GPUs, for large tensors. Not done where Inductor fuses the quantize with something that a tile can't hold: a
-norm, whose rows are longer; an update, which writes in place; what is read transposed. quantize_tiles.py, which runs
-after this pass, is for these.
+norm, whose rows are longer, or the amaxes of rows; an update, which writes in place; what is read transposed.
+quantize_tiles.py, which runs after this pass, is for these.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from fp8pass.passes.common.tiles import (
     is_pile,
     of_amax,
     readers_nearby,
+    transposed,
 )
-from fp8pass.passes.common.tiles import match as transposed
 from fp8pass.quant.kernel_ops import QUANTIZE, WRITE
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _is_large_on_gpu(x_q: fx.Node) -> bool:
         return False
     shape = val(x_q).shape
     known = all(isinstance(size, int) for size in shape) and len(shape) > 1 and val(x_q).is_contiguous()
-    return known and has_one_element(as_node(x_q.args[1])) and val(x_q).numel() >= LEAST_ELEMENTS
+    return known and val(x_q).numel() >= LEAST_ELEMENTS
 
 
 def match(x_q: fx.Node) -> Match | None:
@@ -162,6 +163,8 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
     size, n = val(parts[0]).numel(), int(val(parts[0]).shape[-1])
     group = Group(Products(parts[0], (), size // n, n), {}, quantizes=list(quantizes) or [x_q])
     for q in group.quantizes:
+        if not _is_scale(as_node(q.args[1]), q, group.products):
+            return None
         for part in _parts(first(q)):
             if not group.products.holds(part):
                 return None
@@ -175,6 +178,11 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
     clones = reach(group.quantizes, lambda n: n.users, lambda n: n.target in VIEWS)
     group.copies = {t.copy: t.x_q for n in clones if (t := transposed(n)) and t.x_q in group.quantizes}
     return group
+
+
+def _is_scale(scale: fx.Node, x_q: fx.Node, products: Products) -> bool:
+    """Return whether a scale is one number, one for each row, or one for each column."""
+    return not products.holds(scale) and products.layout(x_q, scale) is not None
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
@@ -212,7 +220,9 @@ def why_not(m: Match) -> str:
     group = m.group
     if not group.nodes and not group.copies and not group.amaxes:
         return "there is nothing to compute but the quantize"
-    if group.products.m % ROWS_IN_A_WORD:
+    if not group.copies and not all(has_one_element(as_node(q.args[1])) for q in group.quantizes):
+        return "Inductor quantizes rows in the kernel that takes their amaxes"
+    if (group.copies or group.sums) and group.products.m % ROWS_IN_A_WORD:
         return f"{group.products.m} rows are not a multiple of {ROWS_IN_A_WORD}"
     for x in map(first, group.quantizes):
         if comes_of_row_reduction(x):
@@ -222,7 +232,7 @@ def why_not(m: Match) -> str:
     if any(val(n).dtype == torch.float64 for n in (*group.nodes, *group.inputs)):
         return "it computes in float64"
     for node in group.inputs:
-        if not has_one_element(node) and not _is_in_memory(node):
+        if group.products.holds(node) and not _is_in_memory(node):
             return f"{node} is computed by a kernel that may as well quantize"
         if is_tensor(node) and group.products.holds(node) and not _can_be_read(node, group):
             return f"the rows of {node} do not lie as in a matrix"
@@ -260,10 +270,13 @@ def _heights(pile: fx.Node) -> tuple[int, ...]:
 
 
 def _other_reader(group: Group) -> fx.Node | None:
-    """Return an op outside of the kernel that would have to read more than now; None if there is none."""
+    """Return an op outside of the kernel that would have to read more than now; None if there is none.
+
+    What computes a scale reads the matrices before the kernel does, and by itself, whatever the kernel is.
+    """
     closed = group.closed()
     for node in group.nodes:
-        outside = [u for u in node.users if u not in closed]
+        outside = [u for u in node.users if u not in closed and not any(depends(i, u) for i in group.inputs)]
         if outside and (not group.copies or _reads(node, group) > MOST_READS or any(map(_needs_memory, outside))):
             return outside[0]
     return None

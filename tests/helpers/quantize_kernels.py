@@ -49,6 +49,10 @@ def exact_gelu(y: Tensor, scale: Tensor) -> Any:
     return both(F.gelu(y), scale)
 
 
+def tanh(y: Tensor, scale: Tensor) -> Any:
+    return both(torch.tanh(y), scale)
+
+
 def gradient(y: Tensor, grad: Tensor, scale: Tensor, other: Tensor) -> Any:
     """Return what the backward of GELU makes: the gradient, its bias's gradient, and the hidden tensor again."""
     of_y = torch.ops.aten.gelu_backward(grad, y, approximate="tanh")
@@ -70,22 +74,46 @@ def gated_gradient(wide: Tensor, grad: Tensor, scale: Tensor, other: Tensor) -> 
     return *both(both_grads, scale, E5M2), hidden
 
 
+def by_rows(x: Tensor, of_rows: Tensor, of_columns: Tensor) -> Any:
+    """Quantize with a scale for each row, and transposed with one for each column."""
+    turned = quantize(x, of_columns, torch.float8_e4m3fn).t().contiguous()
+    return quantize(x, of_rows, torch.float8_e4m3fn), turned
+
+
+def gated_by_rows(gate: Tensor, up: Tensor, grad: Tensor, of_rows: Tensor, of_columns: Tensor) -> Any:
+    """Return the gradients of gate and up, and the hidden tensor again, of which each amax is taken before."""
+    of_gate, of_up = torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+    hidden = quantize(F.silu(gate) * up, of_columns, torch.float8_e4m3fn).t().contiguous()
+    return (
+        *by_rows(of_gate, of_gate.abs().amax(1, keepdim=True).float(), of_columns),
+        *by_rows(of_up, of_rows, of_columns),
+        hidden,
+    )
+
+
 CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "weight": (weight, "x s"),
     "siblings": (siblings, "p p p s"),
     "gelu": (gelu, "x s"),
     "exact_gelu": (exact_gelu, "x s"),
+    "tanh": (tanh, "x s"),
     "gradient": (gradient, "x x s s"),
     "gated": (gated, "w s"),
     "gated_gradient": (gated_gradient, "w x s s"),
+    "by_rows": (by_rows, "x r c"),
+    "gated_by_rows": (gated_by_rows, "x x x r c"),
 }
-"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N], s a scale."""
+"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N]; scales: s one, r [M, 1], c [1, N]."""
 PART = 128
 
 
 def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
     shapes = {"x": (m, n), "w": (m, 2 * n), "p": (PART, n)}
-    return [torch.tensor(3.0) if k == "s" else (2 * torch.randn(shapes[k])).to(BF16) for k in CASES[name][1].split()]
+    scales = {"s": (), "r": (m, 1), "c": (1, n)}
+    return [
+        3 + torch.rand(scales[k]) if k in scales else (2 * torch.randn(shapes[k])).to(BF16)
+        for k in CASES[name][1].split()
+    ]
 
 
 def found_in(name: str, given: list[Tensor]) -> tuple[Match, TilesPlan, fx.GraphModule]:
@@ -140,7 +168,7 @@ def compile_case(gpu: FakeCuda, name: str, capability: str) -> list[dict[str, An
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    given = [x if x.dim() == 0 else x.new_empty([16 * size for size in x.shape]) for x in inputs_of(name, 128, 128)]
+    given = [x.new_empty([16 * size if size > 1 else 1 for size in x.shape]) for x in inputs_of(name, 128, 128)]
     with gpu.there():
         _, plan, _ = found_in(name, given)
     signature = {p: pointer_type(d) for p, d in plan.parameters.items()} | {"ROWS": "constexpr", "COLUMNS": "constexpr"}

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan
+from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan, source_of
 from fp8pass.graph.builder import val
 from fp8pass.passes.common import tiles
 from fp8pass.passes.kernels import quantize_kernels
@@ -79,6 +79,8 @@ KINDS = {
     "gradient": ["amax", "columns", "columns", "rows", "sums"],
     "gated": ["amax", "rows"],
     "gated_gradient": ["amax", "columns", "columns", "rows"],
+    "by_rows": ["columns", "rows"],
+    "gated_by_rows": ["columns", "columns", "columns", "rows", "rows"],
 }
 
 
@@ -87,6 +89,13 @@ def test_one_kernel_computes_all_that_is_made_of_the_same_matrices(name: str) ->
     (plan,) = rewritten(CASES[name][0], *inputs_of(name, 128, 192))
     assert sorted(o.kind for o in plan.outputs) == KINDS[name]
     assert (plan.rows, plan.columns) == ((384, 192) if name == "siblings" else (128, 192))
+
+
+def test_a_tanh_is_a_sigmoid_only_where_1_is_added() -> None:
+    """By itself it is small near 0, where a sum with 1 has no digits left for it."""
+    for name, is_sigmoid in (("gelu", True), ("gradient", True), ("tanh", False)):
+        (plan,) = rewritten(CASES[name][0], *inputs_of(name, 128, 192))
+        assert ("tanh_of(" in source_of(plan)) is not is_sigmoid
 
 
 def test_no_other_node_quantizes_or_copies() -> None:
@@ -171,6 +180,15 @@ def read_by_a_matmul(x: Tensor, s: Tensor) -> Any:
     return *both(y, s), y @ y.t()
 
 
+def rows_alone(x: Tensor, of_rows: Tensor) -> Any:
+    y = x * 2
+    return quantize(y, of_rows, E4M3), y.abs().amax(1)
+
+
+def odd_rows(x: Tensor, s: Tensor) -> Any:
+    return both(x[:126] * 2, s)
+
+
 def in_float64(x: Tensor, s: Tensor) -> Any:
     return both((x.double() * 2).to(BF16), s)
 
@@ -181,6 +199,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "reduced": (summed_rows, (X, scale()), "may as well quantize"),
     "in place": (in_place, (X, scale(), X.to(E4M3)), "written in place"),
     "quantize alone": (nothing_else, (X, scale()), "nothing to compute but the quantize"),
+    "rows alone": (rows_alone, (X, torch.ones(128, 1)), "quantizes rows in the kernel that takes their amaxes"),
+    "odd rows": (odd_rows, (X, scale()), "126 rows are not a multiple of 4"),
     "float64": (in_float64, (X, scale()), "float64"),
     "other reader": (read_by_a_matmul, (X, scale()), "reads what the kernel computes"),
 }
