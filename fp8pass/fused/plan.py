@@ -37,9 +37,10 @@ ANY = Tile(16, 16, 16, 4, 2)
 class Output:
     """A tensor that the kernel writes.
 
-    kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", the amax of each tile; "sums", the sums of columns in
-    each tile, f32[tiles down, N]. results: the numbers of the epilogue's results, which stand side by side, as if N was
-    that many times as large. is_product: these are the products, which the matmul alone would write.
+    kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", that of each tile; "amaxes of rows" and "amaxes of
+    columns", by tile, [tiles across, M] and [tiles down, N]; "sums", the sums of columns in each tile,
+    f32[tiles down, N]. results: the numbers of the epilogue's results, which stand side by side, as if N was that
+    many times as large. is_product: these are the products, which the matmul alone would write.
     """
 
     kind: str

@@ -93,7 +93,7 @@ class TilesPlan:
     @property
     def abreast(self) -> int:
         """The number of rows, one below the other, that a thread computes at once."""
-        turns = any(output.kind in ("columns", "sums") for output in self.outputs)
+        turns = any(output.kind in ("columns", "sums", "amaxes of columns") for output in self.outputs)
         return ROWS_IN_A_WORD if turns else 1
 
     @property
@@ -110,8 +110,15 @@ class TilesPlan:
     def shape(self, output: Output) -> list[int]:
         """Return the shape of an output."""
         m, n, down = self.rows, self.columns * len(output.results), -(-self.rows // SIDE)
-        partials = down * -(-self.columns // SIDE) * len(output.results)
-        return {"rows": [m, n], "columns": [n, m], "amax": [partials], "sums": [down, n]}[output.kind]
+        across = -(-self.columns // SIDE)
+        return {
+            "rows": [m, n],
+            "columns": [n, m],
+            "amax": [down * across * len(output.results)],
+            "amaxes of rows": [across, m],
+            "amaxes of columns": [down, n],
+            "sums": [down, n],
+        }[output.kind]
 
     def programs(self, choice: Choice) -> int:
         """Return the number of tiles."""
@@ -268,8 +275,7 @@ def _result(number: int, k: int) -> str:
 
 
 def _stores(plan: TilesPlan) -> Iterator[str]:
-    """Write the stores: amaxes first, which need the numbers before they are quantized."""
-    for kind in ("amax", "sums", "rows", "columns"):
+    for kind in _STORES:
         for i, output in enumerate(plan.outputs):
             for part, number in enumerate(output.results if output.kind == kind else ()):
                 yield from _STORES[kind](i, part, [_result(number, k) for k in range(plan.abreast)], plan)
@@ -299,24 +305,43 @@ def _store_columns(i: int, part: int, values: Sequence[str], plan: TilesPlan) ->
 
 
 def _store_sums(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
-    """Write the sums of a tile's columns for each SIDE rows of it: as many numbers, whatever the tile."""
-    inside, width = _inside(plan, ("row", "column")), plan.columns * len(plan.outputs[i].results)
-    total = " + ".join(values)
-    kept = f"tl.where({inside}, {total}, 0.0)" if inside else total
+    """Write the sums of a tile's columns."""
+    inside, total = _inside(plan, ("row", "column")), " + ".join(values)
+    sums = f"tl.sum({f'tl.where({inside}, {total}, 0.0)' if inside else total}, 0)"
+    yield from _store_of_columns(i, part, sums, plan)
+
+
+def _store_amaxes_of_columns(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+    most = f"tl.max({_inside_only(_largest_bits(values), plan)}, 0)"
+    yield from _store_of_columns(i, part, of_bits(most, plan.outputs[i]), plan)
+
+
+def _store_of_columns(i: int, part: int, numbers: str, plan: TilesPlan) -> Iterator[str]:
+    """Write one number for each column, for each SIDE rows of a tile: as many numbers, whatever the tile."""
+    width = plan.columns * len(plan.outputs[i].results)
     yield f"above = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
     within = " & ".join(filter(None, [_blocks_inside(plan, "row", "above"), _inside(plan, ["column"])]))
-    # the first of several blocks gets the tile's sums, the others zeros
-    sums = f"tl.where(above == i // {SIDE}, tl.sum({kept}, 0)[None, :], 0.0)"
+    # the first of several blocks gets the tile's numbers, the others zeros
     first = f" + {plan.columns * part}" if part else ""
-    yield f"tl.store(out{i} + above * {width} + column{first}, {sums}{f', mask={within}' if within else ''})"
+    kept = f"tl.where(above == i // {SIDE}, ({numbers})[None, :], 0.0)"
+    yield f"tl.store(out{i} + above * {width} + column{first}, {kept}{f', mask={within}' if within else ''})"
+
+
+def _store_amaxes_of_rows(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+    """Write one number for each row, for each SIDE columns of a tile; the numbers of a column of tiles lie together."""
+    yield f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]"
+    within = " & ".join(filter(None, [_inside(plan, ["row"]), _blocks_inside(plan, "column", "right")]))
+    for k, value in enumerate(values):
+        most = of_bits(f"tl.max({_inside_only(_bits(value), plan)}, 1)[:, None]", plan.outputs[i])
+        address = f"out{i} + right * {plan.rows} + row{f' + {k}' if k else ''}"
+        kept = f"tl.where(right == j // {SIDE}, {most}, 0.0)"
+        yield f"tl.store({address}, {kept}{f', mask={within}' if within else ''})"
 
 
 def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
     """Write the amax of a tile for each SIDE by SIDE elements of it: as many numbers, whatever the tile."""
-    inside, across = _inside(plan, ("row", "column")), -(-plan.columns // SIDE)
-    bits = f"bits{i}_{part}"
-    yield f"{bits} = {functools.reduce(lambda a, b: f'tl.maximum({a}, {b})', map(_bits, values))}"
-    most = of_bits(f"tl.max({f'tl.where({inside}, {bits}, 0)' if inside else bits})", plan.outputs[i])
+    across = -(-plan.columns // SIDE)
+    most = of_bits(f"tl.max({_inside_only(_largest_bits(values), plan)})", plan.outputs[i])
     start = f" + {-(-plan.rows // SIDE) * across * part}" if part else ""
     yield f"down = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
     yield f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]"
@@ -330,7 +355,25 @@ def _bits(value: str) -> str:
     return f"tl.abs({value}).to(tl.int32, bitcast=True)"
 
 
-_STORES = {"amax": _store_amax, "sums": _store_sums, "rows": _store_rows, "columns": _store_columns}
+def _largest_bits(values: Sequence[str]) -> str:
+    return functools.reduce(lambda a, b: f"tl.maximum({a}, {b})", map(_bits, values))
+
+
+def _inside_only(bits: str, plan: TilesPlan) -> str:
+    """Return the bits with zeros outside of the matrix."""
+    inside = _inside(plan, ("row", "column"))
+    return f"tl.where({inside}, {bits}, 0)" if inside else bits
+
+
+_STORES = {
+    "amax": _store_amax,
+    "amaxes of rows": _store_amaxes_of_rows,
+    "amaxes of columns": _store_amaxes_of_columns,
+    "sums": _store_sums,
+    "rows": _store_rows,
+    "columns": _store_columns,
+}
+"""How each kind of output is written, in this order: amaxes need the numbers before they are quantized."""
 
 
 def _blocks_inside(plan: TilesPlan, dim: str, block: str) -> str:

@@ -189,7 +189,7 @@ def _made(plan: Plan | TilesPlan) -> list[str]:
 def _in_tiles(op: fx.Node, plan: TilesPlan, graph: str, target: Target) -> Kernel:
     """Return the row of a kernel that quantizes tile by tile."""
     given, _, read, written = _given(op)
-    takes_amax = any(o.kind == "amax" for o in plan.outputs)
+    takes_amax = any(o.kind.startswith("amax") for o in plan.outputs)
     words = [*dict.fromkeys(filter(None, map(_word, plan.ops))), *(["amax"] if takes_amax else [])]
     words += [f"quantize {made}" for made in _made(plan)]
     seconds = memory_seconds(target, read + written, "tiles_share")

@@ -131,6 +131,8 @@ def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
     wanted = val(o.instead_of)
     if o.kind == "amax":
         return build.emit(at, aten.amax.default, made)
+    if o.kind.startswith("amaxes"):
+        made = build.emit(at, aten.amax.default, made, [0])
     if o.kind == "sums":
         made = build.emit(at, aten.sum.dim_IntList, made, [0])
         if wanted.dtype != torch.float32:

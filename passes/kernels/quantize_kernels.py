@@ -10,7 +10,8 @@ changes  nothing: the kernel computes what Inductor's would
 
 Tensors that are computed from the same matrices are quantized by one kernel, as the gradients of gate and up are, and
 the hidden tensor that the gradient of a weight needs again. The weights of siblings are read where they are. There may
-be a scale for each row, and for each column, whose amaxes other kernels have taken.
+be a scale for each row, and for each column; another kernel then takes the amaxes of rows and of columns before, in one
+pass over the same matrices.
 
 Only on GPUs, for large tensors. Not done where Inductor fuses the quantize with something that a tile can't hold: a
 norm, whose rows are longer, or the amaxes of rows; an update, which writes in place; what is read transposed.
@@ -126,6 +127,8 @@ def _apply(build: Builder, m: Match) -> int:
     except CannotFuse as error:
         log.debug("%s is left to Inductor: %s", m.group.quantizes[0], error)
         return 0
+    if (before := amaxes_before(m.group)) is not None:
+        rewrite(build, before, plan_of(before))
     rewrite(build, m, plan)
     return len(m.group.quantizes)
 
@@ -203,6 +206,29 @@ def _add_reductions(group: Group) -> None:
     amaxes = [n for n in near if is_amax(n) and of_amax(n) in {**xs, **of_parts}]
     group.amaxes = [n for n in amaxes if not any(is_made_of(scale, n) for scale in scales)]
     group.sums = [n for n in near if is_column_sum(n) and first(n) in {**xs, **of_parts}]
+
+
+def amaxes_before(group: Group) -> Match | None:
+    """Return the amaxes of rows and of columns that the group's scales are made of, if one kernel can take several."""
+    xs = dict.fromkeys(p for q in group.quantizes for p in group.parts(first(q)))
+    kinds = {n: kind for x in xs for n in readers_nearby(x) if (kind := _amaxes_kind(n, x))}
+    scales = [as_node(q.args[1]) for q in group.quantizes]
+    found = [n for n in kinds if any(depends(scale, n) for scale in scales)]
+    if len(found) < 2:
+        return None
+    own = Group(group.products, dict(group.after))
+    own.add(n for amaxes in found for n in computed_from(first(first(amaxes)), group.products)[0])
+    made = [Made(kinds[n], (first(first(n)),), n, val(n).dtype) for n in found]
+    return Match(own, made, results_of(own, made))
+
+
+def _amaxes_kind(node: fx.Node, x: fx.Node) -> str:
+    """Return the kind of output that `node` is as amaxes of a matrix `x`; "" if it is something else."""
+    if node.target is not aten.amax.default or val(x).dim() != 2 or val(node).dim() != 2:
+        return ""
+    if first(node).target is not aten.abs.default or first(first(node)) is not x:
+        return ""
+    return {(1,): "amaxes of rows", (0,): "amaxes of columns"}.get(tuple(node.args[1]), "")  # type: ignore[arg-type]
 
 
 def _is_orderly(group: Group) -> bool:
@@ -319,7 +345,7 @@ def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     at = min(user for o in m.made for user in o.instead_of.users)
     inputs = [n for node in group.inputs for n in _tensors(node)]
     move_before(at, inputs)
-    build.like = group.quantizes[0]
+    build.like = m.made[0].instead_of
     kernel = kernel_of(plan), list(map(plan.programs, plan.choices))
     given = dict(zip(plan.parameters, inputs, strict=False))  # inputs are the first parameters
     replace_by_kernel(build, at, kernel, given, m.made, list(map(plan.shape, plan.outputs)))

@@ -49,7 +49,12 @@ WRITES = {
     "gated": ["amax", "rows"],
     "gated_gradient": ["amax", "columns", "columns", "rows"],
     "by_rows": ["columns", "rows"],
-    "gated_by_rows": ["columns", "columns", "columns", "rows", "rows"],
+    "gated_by_rows": [
+        *["amaxes of columns"] * 2,
+        *["amaxes of rows"] * 2,
+        *["columns"] * 3,
+        *["rows"] * 2,
+    ],
 }
 """The kinds of a kernel's outputs: amaxes, FP8 in rows and in columns, and sums."""
 
@@ -90,5 +95,7 @@ def test_each_choice_compiles_without_spills(name: str, capability: int) -> None
         assert found["spilled"] == 0, found
         assert found["saturates"], found  # `quantize` does not clamp on GPUs
         exponentials, casts = WORK[name]  # whatever the layout of the stores
-        assert found["exponentials"] <= exponentials and found["casts"] <= casts, found
-        assert max(found["stores"]) >= 64, found
+        assert found["exponentials"] <= exponentials, found
+        writes = {"rows", "columns"} & set(found["kinds"])
+        assert 0 < found["casts"] <= casts if writes else not found["casts"], found
+        assert max(found["stores"]) >= 64 or not writes, found

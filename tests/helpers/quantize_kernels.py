@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.common import tiles
 from fp8pass.passes.kernels import quantize_kernels
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
-from fp8pass.passes.kernels.quantize_kernels import Match, match, plan_of, why_not
+from fp8pass.passes.kernels.quantize_kernels import Match, amaxes_before, match, plan_of, why_not
 from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.scaling import quantize
 from tests.helpers.asked import answer_all, ask
@@ -80,15 +80,18 @@ def by_rows(x: Tensor, of_rows: Tensor, of_columns: Tensor) -> Any:
     return quantize(x, of_rows, torch.float8_e4m3fn), turned
 
 
-def gated_by_rows(gate: Tensor, up: Tensor, grad: Tensor, of_rows: Tensor, of_columns: Tensor) -> Any:
-    """Return the gradients of gate and up, and the hidden tensor again, of which each amax is taken before."""
+def scaled_by_rows(x: Tensor) -> Any:
+    """Quantize as `rowwise` does: with scales made of the amaxes of rows and of columns."""
+    size = x.abs()
+    by_row, by_column = (448 / size.amax(d, keepdim=True).float().clamp(min=1e-12) for d in (1, 0))
+    return by_rows(x, by_row, by_column)
+
+
+def gated_by_rows(gate: Tensor, up: Tensor, grad: Tensor, of_columns: Tensor) -> Any:
+    """Return the gradients of gate and up, and the hidden tensor again."""
     of_gate, of_up = torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
     hidden = quantize(F.silu(gate) * up, of_columns, torch.float8_e4m3fn).t().contiguous()
-    return (
-        *by_rows(of_gate, of_gate.abs().amax(1, keepdim=True).float(), of_columns),
-        *by_rows(of_up, of_rows, of_columns),
-        hidden,
-    )
+    return *scaled_by_rows(of_gate), *scaled_by_rows(of_up), hidden
 
 
 CASES: dict[str, tuple[Callable[..., Any], str]] = {
@@ -101,7 +104,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "gated": (gated, "w s"),
     "gated_gradient": (gated_gradient, "w x s s"),
     "by_rows": (by_rows, "x r c"),
-    "gated_by_rows": (gated_by_rows, "x x x r c"),
+    "gated_by_rows": (gated_by_rows, "x x x c"),
 }
 """Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N]; scales: s one, r [M, 1], c [1, N]."""
 PART = 128
@@ -116,14 +119,14 @@ def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
     ]
 
 
-def found_in(name: str, given: list[Tensor]) -> tuple[Match, TilesPlan, fx.GraphModule]:
-    """Return the match of a case that reads most, its plan, and the graph."""
+def found_in(name: str, given: list[Tensor]) -> tuple[list[Match], fx.GraphModule]:
+    """Return the match of a case that reads most, with the amaxes that are taken before, if any; and the graph."""
     graph = capture(CASES[name][0], *given)
     apply(graph, FoldQuantizes())
     quantizes = [n for n in graph.graph.nodes if n.target is QUANTIZE]
     m = max(filter(None, map(match, quantizes)), key=lambda m: len(m.group.matrices))
     assert why_not(m) == ""
-    return m, plan_of(m), graph
+    return list(filter(None, (m, amaxes_before(m.group)))), graph
 
 
 def run(m: Match, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
@@ -150,9 +153,11 @@ def interpret(gpu: FakeCuda, name: str, m: str, n: str, choice: str, how: str) -
             if x.dim() == 0:
                 x.zero_()
     with gpu.there(), config.patch(emulate_precision_casts=True):
-        found, plan, graph = found_in(name, given)
+        matches, graph = found_in(name, given)
+        plans = list(map(plan_of, matches))
     wanted = Choice(*map(int, choice.split()))
-    return run(found, replace(plan, choices=(wanted,)), wanted, graph, given)
+    kernels = zip(matches, plans, strict=True)
+    return [of for m, plan in kernels for of in run(m, replace(plan, choices=(wanted,)), wanted, graph, given)]
 
 
 def compared(name: str, m: int, n: int, choice: str, how: str) -> list[dict[str, Any]]:
@@ -164,16 +169,19 @@ def compared(name: str, m: int, n: int, choice: str, how: str) -> list[dict[str,
 
 def compile_case(gpu: FakeCuda, name: str, capability: str) -> list[dict[str, Any]]:
     """Compile each choice of a case of a large matrix for a GPU; return what its code does."""
+    given = [x.new_empty([16 * size if size > 1 else 1 for size in x.shape]) for x in inputs_of(name, 128, 128)]
+    with gpu.there():
+        plans = list(map(plan_of, found_in(name, given)[0]))
+    return [found for plan in plans for found in _compiled_choices(plan, capability)]
+
+
+def _compiled_choices(plan: TilesPlan, capability: str) -> Iterator[dict[str, Any]]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    given = [x.new_empty([16 * size if size > 1 else 1 for size in x.shape]) for x in inputs_of(name, 128, 128)]
-    with gpu.there():
-        _, plan, _ = found_in(name, given)
     signature = {p: pointer_type(d) for p, d in plan.parameters.items()} | {"ROWS": "constexpr", "COLUMNS": "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(plan.parameters))}
-    found = []
     for c in plan.choices:
         source = ASTSource(kernel_of(plan).fn, signature, {"ROWS": c.rows, "COLUMNS": c.columns}, aligned)
         options = {"num_warps": c.warps, "num_stages": 1}
@@ -181,17 +189,15 @@ def compile_case(gpu: FakeCuda, name: str, capability: str) -> list[dict[str, An
         ptx = done.asm["ptx"]
         elements = c.rows * c.columns // (32 * c.warps)
         casts = re.findall(r"cvt\.\S*\.e[45]m[32]x2\.f(?:32|16x2)", ptx)  # by float16 on sm_89, with Triton 3.6
-        found.append(
-            {
-                "choice": [c.rows, c.columns, c.warps],
-                "spilled": _spilled(done),
-                "exponentials": len(re.findall(r"\bex2\.approx", ptx)) / elements,
-                "saturates": bool(casts) and all("satfinite" in cast for cast in casts),
-                "casts": 2 * len(casts) / elements,
-                "stores": sorted({int(v or 1) * int(b) for v, b in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)}),
-            }
-        )
-    return found
+        yield {
+            "choice": [c.rows, c.columns, c.warps],
+            "kinds": [o.kind for o in plan.outputs],
+            "spilled": _spilled(done),
+            "exponentials": len(re.findall(r"\bex2\.approx", ptx)) / elements,
+            "saturates": all("satfinite" in cast for cast in casts),
+            "casts": 2 * len(casts) / elements,
+            "stores": sorted({int(v or 1) * int(b) for v, b in re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", ptx)}),
+        }
 
 
 def compiled(name: str, capability: int) -> list[dict[str, Any]]:

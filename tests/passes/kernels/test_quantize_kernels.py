@@ -80,7 +80,6 @@ KINDS = {
     "gated": ["amax", "rows"],
     "gated_gradient": ["amax", "columns", "columns", "rows"],
     "by_rows": ["columns", "rows"],
-    "gated_by_rows": ["columns", "columns", "columns", "rows", "rows"],
 }
 
 
@@ -89,6 +88,12 @@ def test_one_kernel_computes_all_that_is_made_of_the_same_matrices(name: str) ->
     (plan,) = rewritten(CASES[name][0], *inputs_of(name, 128, 192))
     assert sorted(o.kind for o in plan.outputs) == KINDS[name]
     assert (plan.rows, plan.columns) == ((384, 192) if name == "siblings" else (128, 192))
+
+
+def test_amaxes_of_rows_and_columns_are_taken_by_a_kernel_of_their_own() -> None:
+    amaxes, both_ways = rewritten(CASES["gated_by_rows"][0], *inputs_of("gated_by_rows", 128, 192))
+    assert sorted(o.kind for o in amaxes.outputs) == ["amaxes of columns"] * 2 + ["amaxes of rows"] * 2
+    assert sorted(o.kind for o in both_ways.outputs) == ["columns"] * 3 + ["rows"] * 2
 
 
 def test_a_tanh_is_a_sigmoid_only_where_1_is_added() -> None:
