@@ -227,7 +227,9 @@ def epilogue_of(products: Products) -> Epilogue | None:
     if e.quantizes:
         _add_companions(e)
     clones = reach(e.quantizes, lambda n: n.users, lambda n: n.target in RESHAPES or n.target is aten.permute.default)
-    e.copies = {t.copy: t.x_q for n in clones if (t := transposed(n)) and t.x_q in e.quantizes}
+    found = (t for t in map(transposed, clones) if t is not None and t.x_q in e.quantizes)
+    # not a copy that turns another matrix around, as a flattened one
+    e.copies = {t.copy: t.x_q for t in found if t.columns == products.n * len(e.parts(t.x))}
     e.kept = _kept(e)
     needed = _computing(e, [*e.ends, *([e.kept] if e.kept is not None else [])])
     e.nodes = [n for n in e.nodes if n in needed]

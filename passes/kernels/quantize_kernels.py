@@ -179,7 +179,11 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
         return None
     _add_reductions(group)
     clones = reach(group.quantizes, lambda n: n.users, lambda n: n.target in VIEWS)
-    group.copies = {t.copy: t.x_q for n in clones if (t := transposed(n)) and t.x_q in group.quantizes}
+    for t in filter(None, map(transposed, clones)):
+        if t.x_q in group.quantizes:
+            if t.columns != n * len(group.parts(t.x)):  # it turns another matrix around, as a flattened one
+                return None
+            group.copies[t.copy] = t.x_q
     return group
 
 

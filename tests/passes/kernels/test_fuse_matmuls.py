@@ -223,6 +223,18 @@ def test_a_tensor_with_scales_by_rows_is_not_quantized_there() -> None:
     assert len(m.epilogue.quantizes) == 1
 
 
+def test_a_copy_that_turns_a_flattened_tensor_around_is_made_of_the_rows() -> None:
+    def flattened(y: Tensor, s: Tensor) -> Any:
+        q = scaling.quantize(F.relu(y), s, E4M3)
+        return q.view(32, 1024).t().contiguous()
+
+    module = captured(flattened, m=128, n=256)
+    fused(module)
+    (call,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert [o.kind for o in kernel_called(call).plan.outputs] == ["rows"]
+    assert count(module, aten.clone.default) == 1
+
+
 def test_a_tensor_whose_quantized_copy_the_matmul_waits_for_stays_out() -> None:
     def function(a: Tensor, b: Tensor, s: Tensor, scale: Tensor, saved: Tensor) -> Any:
         q = scaling.quantize(saved, scale, E4M3)

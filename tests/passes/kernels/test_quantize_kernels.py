@@ -218,6 +218,15 @@ def test_what_is_left_to_inductor(case: str) -> None:
     assert any(part in found for part in reason.split("|")), found
 
 
+def test_a_copy_that_turns_a_flattened_tensor_around_is_left_to_inductor() -> None:
+    def heads(x: Tensor, s: Tensor) -> Any:
+        x_q = quantize(x * 2, s, E4M3)
+        return x_q, x_q.view(32, 768).t().contiguous()
+
+    assert rewritten(heads, X.view(32, 4, 192), scale()) == []
+    assert rewritten(heads, X.view(32, 4, 192), torch.ones(32, 4, 1)) == []
+
+
 def test_small_tensors_are_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_kernels, "LEAST_ELEMENTS", X.numel() + 1)
     assert rewritten(lambda x, s: both(x, s), X, scale()) == []
