@@ -228,11 +228,12 @@ def amaxes_before(group: Group) -> Match | None:
 
 def _amaxes_kind(node: fx.Node, x: fx.Node) -> str:
     """Return the kind of output that `node` is as amaxes of a matrix `x`; "" if it is something else."""
-    if node.target is not aten.amax.default or val(x).dim() != 2 or val(node).dim() != 2:
+    if node.target is not aten.amax.default or len(node.args) < 2:
         return ""
     if first(node).target is not aten.abs.default or first(first(node)) is not x:
         return ""
-    return {(1,): "amaxes of rows", (0,): "amaxes of columns"}.get(tuple(node.args[1]), "")  # type: ignore[arg-type]
+    last, dims = val(x).dim() - 1, tuple(d % val(x).dim() for d in node.args[1])  # type: ignore[union-attr]
+    return {(last,): "amaxes of rows", tuple(range(last)): "amaxes of columns"}.get(dims, "")
 
 
 def _is_orderly(group: Group) -> bool:

@@ -96,6 +96,18 @@ def test_amaxes_of_rows_and_columns_are_taken_by_a_kernel_of_their_own() -> None
     assert sorted(o.kind for o in both_ways.outputs) == ["columns"] * 3 + ["rows"] * 2
 
 
+def test_rows_may_have_several_dimensions() -> None:
+    def deep(x: Tensor) -> Any:
+        size = x.abs()
+        by_row = 448 / size.amax(2, keepdim=True).float()
+        by_column = 448 / size.amax((0, 1), keepdim=True).float()
+        return quantize(x, by_row, E4M3), quantize(x, by_column, E4M3).view(128, 192).t().contiguous()
+
+    amaxes, both_ways = rewritten(deep, X.view(2, 64, 192))
+    assert [o.kind for o in amaxes.outputs] == ["amaxes of rows", "amaxes of columns"]
+    assert (both_ways.rows, both_ways.columns) == (128, 192)
+
+
 def test_a_tanh_is_a_sigmoid_only_where_1_is_added() -> None:
     """By itself it is small near 0, where a sum with 1 has no digits left for it."""
     for name, is_sigmoid in (("gelu", True), ("gradient", True), ("tanh", False)):
