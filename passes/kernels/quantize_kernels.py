@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -232,7 +233,7 @@ def _amaxes_kind(node: fx.Node, x: fx.Node) -> str:
         return ""
     if first(node).target is not aten.abs.default or first(first(node)) is not x:
         return ""
-    last, dims = val(x).dim() - 1, tuple(d % val(x).dim() for d in node.args[1])  # type: ignore[union-attr]
+    last, dims = val(x).dim() - 1, tuple(d % val(x).dim() for d in cast("list[int]", node.args[1]))
     return {(last,): "amaxes of rows", tuple(range(last)): "amaxes of columns"}.get(dims, "")
 
 
