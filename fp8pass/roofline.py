@@ -144,7 +144,7 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
     if isinstance(recipe, RowwiseScaling):
         rows, columns = (
             [_Kernel(first + 1, "rows_share")],
-            [_Kernel(size, "rows_share"), _Kernel(size + 1, _turns(True))],
+            [_Kernel(size, "rows_share"), _Kernel(size + 1, "tiles_share")],
         )
         return [kernel for way in sorted(ways) for kernel in (columns if way else rows)]
     if isinstance(recipe, BlockwiseScaling) and role == "weight":
