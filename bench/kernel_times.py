@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import measured
 import roofline
 import torch
 
@@ -39,6 +40,7 @@ from fp8pass.scaling import E4M3
 ROOT = Path(__file__).parent.parent
 FACTS = ROOT / "bench" / "results" / "kernel_times_h200.json"
 NOW = ROOT / "bench" / "results" / "kernels_predicted.json"
+MEASURED = ROOT / "bench" / "results" / "h200.jsonl"
 H200 = TARGETS["h200"]
 COPY = 4.3e12
 """Bytes per second that a copy on the device moved on the H200."""
@@ -199,7 +201,7 @@ def _compact(code: dict[str, Any]) -> dict[str, Any]:
 def now() -> None:
     """Compile the measured models with the kernels of today, which nothing has measured; write their facts."""
     runs = []
-    for model, recipe in CLOCK:
+    for model, recipe in RECIPES:
         rows = _inspected(model, recipe, None)
         for name in dict.fromkeys(row["run"] for row in rows if recipe == "delayed" or row["run"] != "bf16"):
             of = [
@@ -276,14 +278,10 @@ def now_table() -> str:
         "| model: kernel, MB | configuration | instructions per element | warps, KB in flight | us | of a copy |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    today = predicted_now()
+    today = [k for k in predicted_now() if k.run == DELAYED]
     for model in MODELS:
         old = _measured(model)
-        for k in (
-            k
-            for k in today
-            if (k.model, k.run) == (model, DELAYED) and k.quantizes and k.bytes >= SMALLEST and k.code is not None
-        ):
+        for k in (k for k in today if k.model == model and k.quantizes and k.bytes >= SMALLEST and k.code is not None):
             assert k.code is not None
             was = min(old, key=lambda o: (o["what"].split(", ")[0] != k.what.split(", ")[0], abs(o["bytes"] - k.bytes)))
             old.remove(was)
@@ -296,14 +294,8 @@ def now_table() -> str:
 
 SMALLEST = 64e6
 """Kernels that move fewer bytes are not listed."""
-CLOCK = {
-    ("llama_mlp", "delayed"): 1.574,
-    ("gpt2_mlp", "delayed"): 1.339,
-    ("llama_block", "delayed"): 1.505,
-    ("relu2_mlp", "delayed"): 1.027,
-    ("llama_block", "rowwise"): 1.258,
-}
-"""The speed-ups that the H200 measured by the clock, with the kernels of then: bench/results/h200.jsonl."""
+RECIPES = (*((model, "delayed") for model in MODELS), ("llama_block", "rowwise"))
+"""The models and recipes that are compiled with the kernels of today."""
 
 
 def now_totals() -> str:
@@ -317,8 +309,10 @@ def now_totals() -> str:
         "|---|---:|---:|---:|---:|---:|",
     ]
     today = predicted_now()
-    for (model, recipe), clock in CLOCK.items():
-        runs = "bf16", f"fp8pass {recipe}"
+    _, by_clock = measured.load(MEASURED)
+    speedups = {(row["work"], row["who"]): row["speedup"] for row in by_clock if "speedup" in row}
+    for model, recipe in RECIPES:
+        clock, runs = speedups[model, recipe], ("bf16", f"fp8pass {recipe}")
         bf16, ours = (then[model, run] for run in runs)
         now_bf16, now_ours = (sum(k.seconds for k in today if (k.model, k.run) == (model, run)) for run in runs)
         predicted, now = bf16.predicted / ours.predicted, now_bf16 / now_ours

@@ -306,9 +306,7 @@ def _store_columns(i: int, part: int, values: Sequence[str], plan: TilesPlan) ->
 
 def _store_sums(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
     """Write the sums of a tile's columns."""
-    inside, total = _inside(plan, ("row", "column")), " + ".join(values)
-    sums = f"tl.sum({f'tl.where({inside}, {total}, 0.0)' if inside else total}, 0)"
-    yield from _store_of_columns(i, part, sums, plan)
+    yield from _store_of_columns(i, part, f"tl.sum({_inside_only(' + '.join(values), plan, '0.0')}, 0)", plan)
 
 
 def _store_amaxes_of_columns(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
@@ -359,10 +357,10 @@ def _largest_bits(values: Sequence[str]) -> str:
     return functools.reduce(lambda a, b: f"tl.maximum({a}, {b})", map(_bits, values))
 
 
-def _inside_only(bits: str, plan: TilesPlan) -> str:
-    """Return the bits with zeros outside of the matrix."""
+def _inside_only(values: str, plan: TilesPlan, zero: str = "0") -> str:
+    """Return the values with zeros outside of the matrix."""
     inside = _inside(plan, ("row", "column"))
-    return f"tl.where({inside}, {bits}, 0)" if inside else bits
+    return f"tl.where({inside}, {values}, {zero})" if inside else values
 
 
 _STORES = {

@@ -21,6 +21,7 @@ from fp8pass.graph.builder import is_tensor, val
 from fp8pass.passes.common.patterns import (
     CASTS,
     RESHAPES,
+    VIEWS,
     aten,
     first,
     is_elementwise,
@@ -28,6 +29,7 @@ from fp8pass.passes.common.patterns import (
     reach,
     through,
 )
+from fp8pass.passes.common.tiles import Match as Transposed
 from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby, transposed
 from fp8pass.quant.kernel_ops import QUANTIZE
 
@@ -197,6 +199,10 @@ class Epilogue:
         last = bool(of) and (x.args[1] if len(x.args) > 1 else 0) in (-1, val(x).dim() - 1)
         return list(of) if last and all(p in known for p in of) else []
 
+    def is_turned(self, t: Transposed) -> bool:
+        """Return whether a copy turns the kernel's matrix around, and not another one, as a flattened one."""
+        return t.columns == self.products.n * len(self.parts(t.x))
+
     def closed(self) -> set[fx.Node]:
         """Return the nodes that nothing outside of the kernel needs, once its outputs replace others."""
         found = {*self.products.parts, *self.nodes, *self.replaced}
@@ -226,15 +232,18 @@ def epilogue_of(products: Products) -> Epilogue | None:
     _add_what_inputs_are_computed_from(e)
     if e.quantizes:
         _add_companions(e)
-    clones = reach(e.quantizes, lambda n: n.users, lambda n: n.target in RESHAPES or n.target is aten.permute.default)
-    found = (t for t in map(transposed, clones) if t is not None and t.x_q in e.quantizes)
-    # not a copy that turns another matrix around, as a flattened one
-    e.copies = {t.copy: t.x_q for t in found if t.columns == products.n * len(e.parts(t.x))}
+    e.copies = {t.copy: t.x_q for t in turned(e) if e.is_turned(t)}
     e.kept = _kept(e)
     needed = _computing(e, [*e.ends, *([e.kept] if e.kept is not None else [])])
     e.nodes = [n for n in e.nodes if n in needed]
     gains = e.quantizes or (e.kept not in (None, products.matmul) and _saves_reads(e))
     return e if gains else None
+
+
+def turned(e: Epilogue) -> list[Transposed]:
+    """Return the transposed copies of what the kernel quantizes."""
+    views = reach(e.quantizes, lambda n: n.users, lambda n: n.target in VIEWS)
+    return [t for t in map(transposed, views) if t is not None and t.x_q in e.quantizes]
 
 
 def depends(node: fx.Node, on: fx.Node) -> bool:

@@ -36,7 +36,7 @@ from fp8pass.fused.tiles_source import HEAVY, LIGHT, ROWS_IN_A_WORD, Op, TilesPl
 from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
 from fp8pass.graph.other_libraries import runs_elsewhere
 from fp8pass.graph.pass_base import Context
-from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum
+from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum, turned
 from fp8pass.passes.common.kernel_outputs import (
     Made,
     erase_unread,
@@ -63,7 +63,6 @@ from fp8pass.passes.common.tiles import (
     is_pile,
     of_amax,
     readers_nearby,
-    transposed,
 )
 from fp8pass.quant.kernel_ops import QUANTIZE, WRITE
 
@@ -179,12 +178,10 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
     if not all(map(group.parts, map(first, group.quantizes))):
         return None
     _add_reductions(group)
-    clones = reach(group.quantizes, lambda n: n.users, lambda n: n.target in VIEWS)
-    for t in filter(None, map(transposed, clones)):
-        if t.x_q in group.quantizes:
-            if t.columns != n * len(group.parts(t.x)):  # it turns another matrix around, as a flattened one
-                return None
-            group.copies[t.copy] = t.x_q
+    copies = turned(group)
+    if not all(map(group.is_turned, copies)):
+        return None
+    group.copies = {t.copy: t.x_q for t in copies}
     return group
 
 
