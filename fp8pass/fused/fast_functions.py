@@ -1,7 +1,8 @@
 """Write functions of elementwise ops, such as GELU, with few instructions and without branches, as Triton code.
 
 Inductor's code calls NVIDIA's functions, which branch for each element, and divides for any divisor. What replaces them
-computes both branches and selects, and is within a few units of the last bit of float32: for results that become FP8.
+(triton_functions.py) computes both branches and selects, and is within a few units of the last bit of float32: for
+results that become FP8.
 """
 
 from __future__ import annotations
@@ -9,58 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence, Set
-
-_INVERSE = '''
-@triton.jit
-def inverse_of(x):
-    """Return 1 / x for x of at least 1: a division for any x takes instructions more to scale both sides."""
-    root = tl.rsqrt(x)
-    return root * root
-
-'''
-_SIGMOID = '''
-@triton.jit
-def sigmoid_of(x):
-    """Return 1 / (1 + exp(-x))."""
-    return inverse_of(tl.exp(-x) + 1.0)
-
-'''
-_TANH = '''
-@triton.jit
-def tanh_of(x):
-    """Return tanh(x) by an exponential, and near 0, where that would cancel, by two terms of the series."""
-    far = 1.0 - 2.0 * inverse_of(tl.exp2(tl.abs(x) * 2.885390043258667) + 1.0)
-    far = tl.where(x < 0.0, -far, far)
-    return tl.where(tl.abs(x) < 0.0625, x + x * (x * x * -0.3333333333333333), far)
-
-'''
-_ERF = '''
-@triton.jit
-def erf_of(x):
-    """Return erf(x) by the two polynomials of NVIDIA's function."""
-    size = tl.abs(x)
-    near = size < 1.002959966659546
-    z = tl.where(near, x * x, size)
-    p = tl.where(near, 8.483494457323104e-05, 1.6425845387857407e-05)
-    p = p * z + tl.where(near, -0.0008213091641664505, -0.0004680210549850017)
-    p = p * z + tl.where(near, 0.005213488824665546, 0.0052647641859948635)
-    p = p * z + tl.where(near, -0.026868773624300957, -0.034303076565265656)
-    p = p * z + tl.where(near, 0.11284004896879196, 0.1532936990261078)
-    p = p * z + tl.where(near, -0.37612664699554443, 0.9163130521774292)
-    p = p * z + tl.where(near, 0.12837915122509003, 0.6282998323440552)
-    by = tl.where(near, x, -size)
-    p = p * by + by
-    far = 1.0 - tl.exp2(p)
-    return tl.where(near, p, tl.where(x < 0.0, -far, far))
-
-'''
-FUNCTIONS = {
-    "inverse_of": _INVERSE,
-    "sigmoid_of": _SIGMOID,
-    "tanh_of": _TANH,
-    "erf_of": _ERF,
-}
-"""Functions that the code may call, by name; each calls only those before it."""
 
 _INSTEAD = {"libdevice.tanh(": "tanh_of(", "libdevice.erf(": "erf_of(", "libdevice.exp(": "tl.exp("}
 _INSTEAD["tl.sigmoid("] = "sigmoid_of("
@@ -73,7 +22,7 @@ _QUOTIENT = re.compile(r"\((\w+) / (\w+)\)")
 
 
 def fast(lines: Sequence[str]) -> Iterator[str]:
-    """Write the ops with the functions above; what is divided by 1 and an exponential is multiplied by the inverse."""
+    """Write the ops with our functions; what is divided by 1 and an exponential is multiplied by the inverse."""
     ones, exponentials, sums = _ones(lines), set[str](), set[str]()
     for line in _as_sigmoids(lines):
         for slow, instead in _INSTEAD.items():

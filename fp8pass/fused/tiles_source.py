@@ -23,7 +23,7 @@ from torch import fx
 
 from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
 from fp8pass.fused.epilogue import Epilogue, Read
-from fp8pass.fused.fast_functions import FUNCTIONS, fast
+from fp8pass.fused.fast_functions import fast
 from fp8pass.fused.plan import Output
 from fp8pass.fused.source import computed, of_bits
 from fp8pass.node_meta import MADE_BY
@@ -144,42 +144,16 @@ def source_of(plan: TilesPlan) -> str:
         "@triton.jit",
         f"def {NAME}({', '.join([*plan.parameters, *sizes])}):",
     ]
-    elements = list(_elements(plan))
     body = [*_place(plan), *_reads(plan), *_calls(plan), *_stores(plan)]
-    return "\n".join([TRITON_IMPORTS, *_used([*elements, *body]), *elements, *head, *_indented(body), ""])
+    return "\n".join([TRITON_IMPORTS, OUR_FUNCTIONS, *_elements(plan), *head, *_indented(body), ""])
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"    {line}" for line in lines)
 
 
-_PAIR = '''
-@triton.jit
-def pair_of(a, b, dtype: tl.constexpr):
-    """Return two numbers as FP8, in 16 bits: the cast of two neighbours is one instruction, and leaves them so."""
-    low, high = tl.split(tl.join(a, b).to(dtype).to(tl.uint8, bitcast=True).to(tl.uint32))
-    return low | high << 8
-
-'''
-_WORD = '''
-@triton.jit
-def word_of(a, b, c, d, dtype: tl.constexpr):
-    """Return four numbers as FP8, in 32 bits, the first at the lowest address."""
-    return pair_of(a, b, dtype) | pair_of(c, d, dtype) << 16
-
-'''
-_FUNCTIONS = FUNCTIONS | {"pair_of": _PAIR, "word_of": _WORD}
+OUR_FUNCTIONS = "from fp8pass.fused.triton_functions import erf_of, inverse_of, sigmoid_of, tanh_of, word_of\n"
 _CAST = re.compile(r"(\w+) = (\w+)\.to\(tl\.float8\w+\)")
-
-
-def _used(body: Sequence[str]) -> list[str]:
-    """Return the functions that the code calls, and those that they call, before them."""
-    text, found = "\n".join(body), list[str]()
-    for name, function in reversed(_FUNCTIONS.items()):
-        if f"{name}(" in text:
-            found.insert(0, function)
-            text += function
-    return found
 
 
 def _place(plan: TilesPlan) -> Iterator[str]:
