@@ -3,7 +3,7 @@
 Inductor copies the functions that a kernel calls into the code that it writes.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import triton
 import triton.language as tl
