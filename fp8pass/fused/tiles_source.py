@@ -13,7 +13,6 @@ walks from tile to tile with a barrier between them, and Triton computes some op
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +152,6 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 OUR_FUNCTIONS = "from fp8pass.fused.triton_functions import erf_of, inverse_of, sigmoid_of, tanh_of, word_of\n"
-_CAST = re.compile(r"(\w+) = (\w+)\.to\(tl\.float8\w+\)")
 
 
 def _place(plan: TilesPlan) -> Iterator[str]:
@@ -228,10 +226,9 @@ def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
 
 
 def _elements(plan: TilesPlan) -> Iterator[str]:
-    """Write the ops as a function, from what one of the rows abreast reads to its results, before they become FP8."""
+    """Write the ops as a function, from what one of the rows abreast reads to its results."""
     lines = [line for result in plan.code.results for line in result.lines]
-    casts = {m[1]: m[2] for line in lines if (m := _CAST.fullmatch(line))}
-    lines.append(f"return {', '.join(casts.get(r.variable, r.variable) for r in plan.code.results)}")
+    lines.append(f"return {', '.join(result.variable for result in plan.code.results)}")
     yield from ("@triton.jit", f"def elements({', '.join(read.variable for read in plan.code.reads)}):")
     yield from _indented(fast(lines))
     yield ""

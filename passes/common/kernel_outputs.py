@@ -18,7 +18,6 @@ from fp8pass.graph.builder import Builder, val
 from fp8pass.passes.common.after_matmul import Epilogue
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, prims
 from fp8pass.passes.common.tiles import of_amax
-from fp8pass.quant.kernel_ops import QUANTIZE
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,10 @@ def results_of(e: Epilogue, made: Sequence[Made]) -> list[tuple[fx.Node, fx.Node
 
 
 def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) -> fx.GraphModule:
-    """Return the ops of a kernel as a graph on matrices [M, N], whose first inputs are the products."""
+    """Return the ops of a kernel as a graph on matrices [M, N], whose first inputs are the products.
+
+    What is quantized is only scaled: the kernel casts what it stores.
+    """
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
 
@@ -86,9 +88,10 @@ def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) ->
         made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
 
     def result(of: fx.Node, q: fx.Node | None) -> fx.Node:
-        return (
-            made[of] if q is None else graph.call_function(QUANTIZE, (made[of], made[as_node(q.args[1])], val(q).dtype))
-        )
+        if q is None:
+            return made[of]
+        wide = graph.call_function(prims.convert_element_type.default, (made[of], torch.float32))
+        return graph.call_function(aten.mul.Tensor, (wide, made[as_node(q.args[1])]))
 
     graph.output(tuple(result(of, q) for of, q in results))
     return fx.GraphModule({}, graph)
