@@ -21,7 +21,7 @@ quantize_tiles.py, which runs after this pass, is for these.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -149,7 +149,7 @@ def match(x_q: fx.Node) -> Match | None:
     others = (u for n in near for x in (n, *_cats(n)) for u in x.users if u.target is QUANTIZE and u.users)
     for other in dict.fromkeys(u for u in others if u is not x_q):
         joined = _group_of(x_q, [*group.quantizes, other])
-        if joined is not None and joined.matrices == group.matrices and _is_orderly(joined):
+        if joined is not None and joined.matrices == group.matrices and _is_orderly(joined, joined.replaced):
             group = joined
     made = list(outputs_of(group))
     return Match(group, made, results_of(group, made))
@@ -211,7 +211,7 @@ def _add_reductions(group: Group) -> None:
 
 
 def amaxes_before(group: Group) -> Match | None:
-    """Return the amaxes of rows and of columns that the group's scales are made of, if one kernel can take several."""
+    """Return the amaxes of rows and of columns that the group's scales are made of, if one kernel can take them all."""
     xs = dict.fromkeys(p for q in group.quantizes for p in group.parts(first(q)))
     kinds = {n: kind for x in xs for n in readers_nearby(x) if (kind := _amaxes_kind(n, x))}
     scales = [as_node(q.args[1]) for q in group.quantizes]
@@ -220,6 +220,8 @@ def amaxes_before(group: Group) -> Match | None:
         return None
     own = Group(group.products, dict(group.after))
     own.add(n for amaxes in found for n in computed_from(first(first(amaxes)), group.products)[0])
+    if not _is_orderly(own, set(found)):
+        return None
     made = [Made(kinds[n], (first(first(n)),), n, val(n).dtype) for n in found]
     return Match(own, made, results_of(own, made))
 
@@ -234,10 +236,10 @@ def _amaxes_kind(node: fx.Node, x: fx.Node) -> str:
     return {(last,): "amaxes of rows", tuple(range(last)): "amaxes of columns"}.get(dims, "")
 
 
-def _is_orderly(group: Group) -> bool:
-    """Return whether the kernel reads nothing that depends on what it writes."""
-    users = [u for n in group.replaced for u in n.users if u not in group.replaced]
-    return not any(depends(n, u) for n in group.inputs for u in users)
+def _is_orderly(group: Group, made: Set[fx.Node]) -> bool:
+    """Return whether a kernel that computes the group's ops reads nothing that depends on what it makes."""
+    after = [*made, *(u for n in made for u in n.users if u not in made)]
+    return not any(depends(n, on) for n in group.inputs for on in after)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def why_not(m: Match) -> str:
         return "the result is written in place"
     if reader := _other_reader(group):
         return f"{reader} reads what the kernel computes"
-    return "" if _is_orderly(group) else "the kernel would wait for itself"
+    return "" if _is_orderly(group, group.replaced) else "the kernel would wait for itself"
 
 
 def _is_in_memory(node: fx.Node) -> bool:

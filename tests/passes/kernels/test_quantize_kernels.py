@@ -22,7 +22,7 @@ from fp8pass.quant.kernel_ops import QUANTIZE
 from fp8pass.scaling import amax, quantize
 from tests.helpers.fused_matmuls import both
 from tests.helpers.harness import BF16, E4M3, E5M2, apply, capture, count, run, scale
-from tests.helpers.quantize_kernels import CASES, inputs_of
+from tests.helpers.quantize_kernels import CASES, inputs_of, scaled_by_rows
 
 aten = torch.ops.aten
 X = torch.zeros(128, 192, dtype=BF16)
@@ -94,6 +94,18 @@ def test_amaxes_of_rows_and_columns_are_taken_by_a_kernel_of_their_own() -> None
     amaxes, both_ways = rewritten(CASES["gated_by_rows"][0], *inputs_of("gated_by_rows", 128, 192))
     assert sorted(o.kind for o in amaxes.outputs) == ["amaxes of columns"] * 2 + ["amaxes of rows"] * 2
     assert sorted(o.kind for o in both_ways.outputs) == ["columns"] * 3 + ["rows"] * 2
+
+
+def test_amaxes_of_what_another_amax_scales_are_taken_apart() -> None:
+    """One kernel for all of them would wait for itself."""
+
+    def balanced(x: Tensor) -> Any:
+        y = x / x.abs().amax(0, keepdim=True)
+        return *scaled_by_rows(x), *scaled_by_rows(y)
+
+    kinds = [sorted(o.kind for o in plan.outputs) for plan in rewritten(balanced, X)]
+    assert ["columns", "columns", "rows", "rows"] in kinds
+    assert all(found.count("amaxes of columns") <= 1 for found in kinds)
 
 
 def test_rows_may_have_several_dimensions() -> None:
