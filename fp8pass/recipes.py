@@ -207,8 +207,7 @@ class DynamicScaling(TensorwiseRecipe):
 
 
 def _own_scale(amax: Tensor, fp8_max: Tensor | float, power_of_2: bool) -> Tensor:
-    scale = scaling.scale_from_amax(amax, fp8_max, 1.0)
-    return scaling.floor_to_power_of_2(scale) if power_of_2 else scale
+    return (scaling.power_of_2_from_amax if power_of_2 else scaling.scale_from_amax)(amax, fp8_max, 1.0)
 
 
 def _share(name: str, value: Any) -> float:

@@ -15,6 +15,7 @@ graph, and called by users.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 import torch
@@ -113,6 +114,25 @@ def _called(formula: Callable[..., Tensor], *args: Tensor, what: str) -> Tensor:
         raise
     except Exception as error:
         raise Fp8Error(f"{what} raised {type(error).__name__}: {first_line(error)}. Mend it") from error
+
+
+def power_of_2_from_amax(amax: Tensor, fp8_max: Tensor | float, keep: Tensor | float) -> Tensor:
+    """Return the largest power of two, at most 2**127, by which amax becomes at most `fp8_max`: f32[...].
+
+    amax: f32[...]. fp8_max: at least 4. Where amax is 0, NaN or infinite, the result is `keep`. Computed with the bits
+    of float32: their difference is that of exponents, less 1 where amax has the larger mantissa. A quotient would have
+    to be exact, and GPUs divide with an error of two units in the last place: just below a power of two, half of it
+    would be left.
+    """
+    limit = fp8_max.view(torch.int32) if isinstance(fp8_max, Tensor) else _bits(fp8_max)
+    bits = (limit - amax.view(torch.int32)).clamp(max=0x3FFFFFFF) + 0x3F800000
+    scale = (bits & 0x7F800000).view(torch.float32)  # the exponent bits of float32
+    return torch.where((amax > 0) & is_finite(amax), scale, keep)
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("i", struct.pack("f", number))[0]
+    return bits
 
 
 def floor_to_power_of_2(scale: Tensor) -> Tensor:
@@ -232,6 +252,12 @@ def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
     the whole dequantized tensor becomes NaN.
     """
     return torch.where(is_finite(amax), scale.reciprocal(), float("nan"))
+
+
+def inverse_of_power_of_2(scale: Tensor, amax: Tensor) -> Tensor:
+    """Return what `inverse_unless_nonfinite` does, f32[...], of scales that are powers of two, without a division."""
+    inverse = (0x7F000000 - scale.view(torch.int32)).clamp(min=0x400000)  # the bits of 1, twice; those of 2**-127
+    return torch.where(is_finite(amax), inverse.view(torch.float32), float("nan"))
 
 
 def merge_amax(amax: Tensor, new: Tensor, on_nonfinite: str) -> Tensor:

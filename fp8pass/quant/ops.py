@@ -334,7 +334,10 @@ class Blockwise:
             scale_inv = scaling.e8m0_from_amax(amax, scaling.fp8_max(self.dtype))
             return blocks, _reciprocal_of_e8m0(scale_inv), scale_inv
         scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
-        return blocks, scale, scaling.inverse_unless_nonfinite(scale, amax)
+        # a user's own formula may give any scales
+        exact = self.recipe.power_of_2 and type(self.recipe).scale is BlockwiseScaling.scale
+        inverse = scaling.inverse_of_power_of_2 if exact else scaling.inverse_unless_nonfinite
+        return blocks, scale, inverse(scale, amax)
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -62,6 +63,38 @@ def test_scale_from_amax(amax: float, margin: int) -> None:
 @pytest.mark.parametrize("amax", [0.0, math.nan, math.inf])
 def test_scale_is_kept_without_a_usable_amax(amax: float) -> None:
     assert scaling.scale_from_amax(torch.tensor(amax), 448.0, 3.5).item() == 3.5
+
+
+@given(amax=st.floats(0, allow_infinity=False, width=32), limit=st.sampled_from([448.0, 57344.0, 4.0]))
+@example(amax=1.75, limit=448.0)  # 448 / 1.75 is a power of two, and must not become half of it
+@example(amax=1.7500001192092896, limit=448.0)
+@example(amax=2.0**-149, limit=57344.0)
+@example(amax=3.4028234663852886e38, limit=4.0)
+@settings(deadline=None)
+def test_a_power_of_2_is_the_largest_that_fits(amax: float, limit: float) -> None:
+    for fp8_max in (limit, torch.tensor(limit)):
+        scale = scaling.power_of_2_from_amax(torch.tensor(amax), fp8_max, 3.5).item()
+        if amax == 0:
+            assert scale == 3.5
+        else:
+            exponent = int(math.log2(scale))
+            assert scale == 2.0**exponent and exponent <= 127
+            assert Fraction(amax) * 2**exponent <= limit
+            assert exponent == 127 or Fraction(amax) * 2 ** (exponent + 1) > limit
+
+
+@pytest.mark.parametrize("amax", [math.nan, math.inf, -1.0])
+def test_a_power_of_2_is_kept_without_a_usable_amax(amax: float) -> None:
+    assert scaling.power_of_2_from_amax(torch.tensor(amax), 448.0, 3.5).item() == 3.5
+
+
+def test_inverses_of_powers_of_2_are_exact() -> None:
+    scale = torch.exp2(torch.arange(-126.0, 128.0))
+    amax = torch.ones_like(scale)
+    amax[:3] = torch.tensor([math.nan, math.inf, 0.0])
+    inverse = scaling.inverse_of_power_of_2(scale, amax)
+    assert torch.equal(inverse[2:], scale[2:].reciprocal())
+    assert inverse[:2].isnan().all()
 
 
 @given(st.floats(2.0**-126, 2.0**126, width=32))
