@@ -39,14 +39,18 @@ class Output:
 
     kind: "rows", [M, N]; "columns", its transpose [N, M]; "amax", that of each tile; "amaxes of rows" and "amaxes of
     columns", by tile, [tiles across, M] and [tiles down, N]; "sums", the sums of columns in each tile,
-    f32[tiles down, N]. results: the numbers of the epilogue's results, which stand side by side, as if N was that
-    many times as large. is_product: these are the products, which the matmul alone would write.
+    f32[tiles down, N]; "numbers", one for each block. results: the numbers of the epilogue's results, which stand side
+    by side, as if N was that many times as large. is_product: these are the products, which the matmul alone would
+    write. blocks: the number of the blocks whose scales the results are multiplied by. number: which of a block's
+    numbers is written.
     """
 
     kind: str
     results: tuple[int, ...]
     dtype: torch.dtype
     is_product: bool = False
+    blocks: int | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ walks from tile to tile with a barrier between them, and Triton computes some op
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +48,23 @@ class Choice:
 
 LIGHT: tuple[Choice, ...] = (Choice(64, 64, 4), Choice(128, 64, 8))
 HEAVY: tuple[Choice, ...] = (Choice(64, 64, 4), Choice(64, 64, 8))
-"""The choices for kernels that read one matrix, and for those that read several and so need more registers.
+AMAXES: tuple[Choice, ...] = (Choice(64, 64, 8), Choice(128, 128, 32))
+"""The choices for kernels that read one matrix; for those that read several and so need more registers; and for those
+of them that only take amaxes of rows and columns.
 
 The rows and columns of all tiles fill whole sectors of memory in either orientation, and none spills registers. The
 first one is what runs where the choice is fixed.
 """
+
+
+BLOCK = 128
+"""Elements of a block in each direction in which it has more than one."""
+
+
+def in_blocks(sizes: Iterable[tuple[int, int]]) -> tuple[Choice, ...]:
+    """Return the choices for a kernel that quantizes in blocks of these rows and columns: a tile holds whole blocks."""
+    rows, columns = (max(SIDE, *size) for size in zip(*sizes, strict=True))
+    return tuple(Choice(rows, columns, warps) for warps in ((16, 32) if rows == columns else (4, 8)))
 
 
 @dataclass(frozen=True)
@@ -73,11 +85,39 @@ SOURCES = (MADE_BY, "partitioner_tag", "fwd_source_fn_stack", "from_node", "orig
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Blocks of elements of one result, each of which has a scale that is computed from its amax.
+
+    result: the number of the result. rows, columns: of a block: a tile has as many, or the block has one. code: the
+    ops from an amax to the scale and to other numbers that are written.
+    """
+
+    result: int
+    rows: int
+    columns: int
+    code: Epilogue
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Says how an input lies in memory whose rows or columns are not evenly spaced, as those of attention's heads.
+
+    After each `rows` rows, the next one is `row_step` elements further away than it would be; and so for columns.
+    """
+
+    rows: int
+    row_step: int
+    columns: int
+    column_step: int
+
+
+@dataclass(frozen=True)
 class TilesPlan:
     """Everything that the source depends on. The kernel computes on matrices [rows, columns].
 
     inputs: their dtypes, in the order in which the code numbers them. piles: the inputs that consist of several
-    tensors, one below the other, each with the tensors' numbers of rows. ops: what the kernel replaces.
+    tensors, one below the other, each with the tensors' numbers of rows. apart: those whose rows or columns are not
+    evenly spaced. ops: what the kernel replaces.
     """
 
     rows: int
@@ -87,6 +127,8 @@ class TilesPlan:
     inputs: tuple[torch.dtype, ...]
     piles: tuple[tuple[int, tuple[int, ...]], ...]
     choices: tuple[Choice, ...]
+    blocks: tuple[Blocks, ...] = ()
+    apart: tuple[tuple[int, Apart], ...] = ()
     ops: tuple[Op, ...] = field(default=(), compare=False)
 
     @property
@@ -110,6 +152,10 @@ class TilesPlan:
         """Return the shape of an output."""
         m, n, down = self.rows, self.columns * len(output.results), -(-self.rows // SIDE)
         across = -(-self.columns // SIDE)
+        if output.kind == "numbers":
+            assert output.blocks is not None
+            b = self.blocks[output.blocks]
+            return [n // b.columns, m] if b.rows == 1 else [m // b.rows, n // b.columns]
         return {
             "rows": [m, n],
             "columns": [n, m],
@@ -143,15 +189,16 @@ def source_of(plan: TilesPlan) -> str:
         "@triton.jit",
         f"def {NAME}({', '.join([*plan.parameters, *sizes])}):",
     ]
-    body = [*_place(plan), *_reads(plan), *_calls(plan), *_stores(plan)]
-    return "\n".join([TRITON_IMPORTS, OUR_FUNCTIONS, *_elements(plan), *head, *_indented(body), ""])
+    body = [*_place(plan), *_reads(plan), *_calls(plan), *_scales(plan), *_stores(plan)]
+    return "\n".join([TRITON_IMPORTS, OUR_FUNCTIONS, *_elements(plan), *_numbers(plan), *head, *_indented(body), ""])
 
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"    {line}" for line in lines)
 
 
-OUR_FUNCTIONS = "from fp8pass.fused.triton_functions import erf_of, inverse_of, sigmoid_of, tanh_of, word_of\n"
+FUNCTIONS = "abreast_of", "erf_of", "in_order", "inverse_of", "sigmoid_of", "tanh_of", "word_of"
+OUR_FUNCTIONS = f"from fp8pass.fused.triton_functions import {', '.join(FUNCTIONS)}\n"
 
 
 def _place(plan: TilesPlan) -> Iterator[str]:
@@ -175,9 +222,12 @@ def _mask(plan: TilesPlan, *dims: str) -> str:
 
 
 def _inside(plan: TilesPlan, dims: Sequence[str]) -> str:
-    largest = {"row": max(c.rows for c in plan.choices), "column": max(c.columns for c in plan.choices)}
-    sizes = {"row": plan.rows, "column": plan.columns}
-    return " & ".join(f"({d} < {sizes[d]})" for d in dims if sizes[d] % largest[d])
+    of_rows, of_columns = (
+        (plan.rows, max(c.rows for c in plan.choices)),
+        (plan.columns, max(c.columns for c in plan.choices)),
+    )
+    sizes = {"row": of_rows, "rows": of_rows, "column": of_columns}
+    return " & ".join(f"({dim} < {sizes[dim][0]})" for dim in dims if sizes[dim][0] % sizes[dim][1])
 
 
 def _reads(plan: TilesPlan) -> Iterator[str]:
@@ -212,13 +262,20 @@ def _abreast(read: Read, k: int) -> str:
 
 
 def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
-    last = read.row * plan.rows + read.column * plan.columns + read.offset
+    last, apart = read.row * plan.rows + read.column * plan.columns + read.offset, dict(plan.apart).get(read.input)
+    if apart:
+        last += abs(apart.row_step) * (plan.rows // apart.rows) + abs(apart.column_step) * (
+            plan.columns // apart.columns
+        )
     wide = ".to(tl.int64)" if last >= 1 << 31 else ""
     terms = [
         f"{at}{wide}" if factor == 1 else f"{at}{wide} * {factor}"
         for at, factor in ((row, read.row), ("column", read.column))
         if factor
     ]
+    if apart:
+        terms += [f"{row}{wide} // {apart.rows} * {apart.row_step}"] if apart.row_step else []
+        terms += [f"column{wide} // {apart.columns} * {apart.column_step}"] if apart.column_step else []
     if offset := read.offset + k * read.row:
         terms.append(str(offset))
     dims = [dim for dim, factor in (("row", read.row), ("column", read.column)) if factor]
@@ -227,10 +284,20 @@ def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
 
 def _elements(plan: TilesPlan) -> Iterator[str]:
     """Write the ops as a function, from what one of the rows abreast reads to its results."""
-    lines = [line for result in plan.code.results for line in result.lines]
-    lines.append(f"return {', '.join(result.variable for result in plan.code.results)}")
-    yield from ("@triton.jit", f"def elements({', '.join(read.variable for read in plan.code.reads)}):")
-    yield from _indented(fast(lines))
+    return _function("elements", plan.code, fast)
+
+
+def _numbers(plan: TilesPlan) -> Iterator[str]:
+    """Write the ops on the amax of a block as functions."""
+    for b, blocks in enumerate(plan.blocks):
+        yield from _function(f"numbers_{b}", blocks.code, list)
+
+
+def _function(name: str, code: Epilogue, change: Callable[[list[str]], Iterable[str]]) -> Iterator[str]:
+    lines = [line for result in code.results for line in result.lines]
+    yield from ("@triton.jit", f"def {name}({', '.join(read.variable for read in code.reads)}):")
+    yield from _indented(change(lines))
+    yield f"    return {', '.join(result.variable for result in code.results)}"
     yield ""
 
 
@@ -245,11 +312,48 @@ def _result(number: int, k: int) -> str:
     return f"r{number}_{k}"
 
 
+def _scales(plan: TilesPlan) -> Iterator[str]:
+    """Write the scale and the other numbers of each block; blocks of one row need the scale of each row abreast."""
+    for b, blocks in enumerate(plan.blocks):
+        values = [_result(blocks.result, k) for k in range(plan.abreast)]
+        numbers = ", ".join(_number(b, number) for number in range(len(blocks.code.results)))
+        yield f"{numbers} = numbers_{b}(({_amaxes(blocks, values, plan)}).to(tl.float32, bitcast=True))"
+        if blocks.rows == 1:
+            apart = f"abreast_of({_number(b, 0)})" if plan.abreast > 1 else _number(b, 0)
+            yield f"{', '.join(f's{b}_{k}' for k in range(plan.abreast))} = {apart}"
+
+
+def _amaxes(blocks: Blocks, values: Sequence[str], plan: TilesPlan) -> str:
+    """Return the bits of the amaxes: of each row [ROWS], of each column [1, COLUMNS], or of the tile."""
+    if blocks.rows == 1:
+        return _amaxes_of_rows(values, plan)
+    most = _inside_only(_largest_bits(values), plan)
+    return f"tl.max({most}, 0)[None, :]" if blocks.columns == 1 else f"tl.max({most})"
+
+
+def _amaxes_of_rows(values: Sequence[str], plan: TilesPlan) -> str:
+    most = [f"tl.max({_inside_only(_bits(value), plan)}, 1)" for value in values]
+    return f"in_order({', '.join(most)})" if len(most) > 1 else most[0]
+
+
+def _number(b: int, number: int) -> str:
+    """Return the variable of a number of blocks: the scale, number 0, or another one."""
+    return f"n{b}_{number}"
+
+
+def _scale(b: int, k: int, plan: TilesPlan) -> str:
+    """Return the scale of blocks as what broadcasts to the k-th of the rows abreast."""
+    return f"s{b}_{k}[:, None]" if plan.blocks[b].rows == 1 else _number(b, 0)
+
+
 def _stores(plan: TilesPlan) -> Iterator[str]:
     for kind in _STORES:
         for i, output in enumerate(plan.outputs):
             for part, number in enumerate(output.results if output.kind == kind else ()):
-                yield from _STORES[kind](i, part, [_result(number, k) for k in range(plan.abreast)], plan)
+                values = [_result(number, k) for k in range(plan.abreast)]
+                if (b := output.blocks) is not None:
+                    values = [f"({v} * {_scale(b, k, plan)})" for k, v in enumerate(values)]
+                yield from _STORES[kind](i, part, values, plan)
 
 
 def _store_rows(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
@@ -298,13 +402,12 @@ def _store_of_columns(i: int, part: int, numbers: str, plan: TilesPlan) -> Itera
 
 def _store_amaxes_of_rows(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
     """Write one number for each row, for each SIDE columns of a tile; the numbers of a column of tiles lie together."""
-    yield f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]"
-    within = " & ".join(filter(None, [_inside(plan, ["row"]), _blocks_inside(plan, "column", "right")]))
-    for k, value in enumerate(values):
-        most = of_bits(f"tl.max({_inside_only(_bits(value), plan)}, 1)[:, None]", plan.outputs[i])
-        address = f"out{i} + right * {plan.rows} + row{f' + {k}' if k else ''}"
-        kept = f"tl.where(right == j // {SIDE}, {most}, 0.0)"
-        yield f"tl.store({address}, {kept}{f', mask={within}' if within else ''})"
+    yield from (f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]", "rows = i + tl.arange(0, ROWS)")
+    within = " & ".join(filter(None, [_inside(plan, ["rows"]), _blocks_inside(plan, "column", "right")]))
+    within = within.replace("rows", "rows[:, None]")
+    most = of_bits(_amaxes_of_rows(values, plan), plan.outputs[i])
+    kept = f"tl.where(right == j // {SIDE}, {most}[:, None], 0.0)"
+    yield f"tl.store(out{i} + right * {plan.rows} + rows[:, None], {kept}{f', mask={within}' if within else ''})"
 
 
 def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
@@ -318,6 +421,22 @@ def _store_amax(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> It
     blocks = f"tl.full([ROWS // {SIDE}, COLUMNS // {SIDE}], 0.0, tl.float32).to({triton_type(plan.outputs[i].dtype)})"
     mask = f", mask={within}" if within else ""
     yield f"tl.store(out{i}{start} + down * {across} + right, {blocks} + {most}{mask})"
+
+
+def _store_numbers(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+    """Write one number for each block; those of blocks beside each other, or below each other, lie together."""
+    output = plan.outputs[i]
+    assert output.blocks is not None
+    blocks = plan.blocks[output.blocks]
+    down, across = (f"{at} // {size}" for at, size in (("i", blocks.rows), ("j", blocks.columns)))
+    number = _number(output.blocks, output.number)
+    if blocks.rows == 1:
+        yield "rows = i + tl.arange(0, ROWS)"
+        yield f"tl.store(out{i} + {across} * {plan.rows} + rows, {number}{_mask(plan, 'rows')})"
+    elif blocks.columns == 1:
+        yield f"tl.store(out{i} + {down} * {plan.columns} + column, {number}{_mask(plan, 'column')})"
+    else:
+        yield f"tl.store(out{i} + {down} * {plan.columns // blocks.columns} + {across}, {number})"
 
 
 def _bits(value: str) -> str:
@@ -339,6 +458,7 @@ _STORES = {
     "amaxes of rows": _store_amaxes_of_rows,
     "amaxes of columns": _store_amaxes_of_columns,
     "sums": _store_sums,
+    "numbers": _store_numbers,
     "rows": _store_rows,
     "columns": _store_columns,
 }

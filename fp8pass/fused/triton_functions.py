@@ -60,3 +60,18 @@ def pair_of(a, b, dtype: tl.constexpr):
 def word_of(a, b, c, d, dtype: tl.constexpr):
     """Return four numbers as FP8, in 32 bits, the first at the lowest address."""
     return pair_of(a, b, dtype) | pair_of(c, d, dtype) << 16
+
+
+@triton.jit
+def in_order(a, b, c, d):
+    """Return the numbers of a, b, c and d, each [n], in turns: [4 n]."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [4 * a.shape[0]])
+
+
+@triton.jit
+def abreast_of(x):
+    """Return the four tensors [n] of which `in_order` made x: [4 n]."""
+    ac, bd = tl.split(tl.reshape(x, [x.shape[0] // 4, 2, 2]))
+    a, c = tl.split(ac)
+    b, d = tl.split(bd)
+    return a, b, c, d

@@ -18,10 +18,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8pass._torch import hint_of
 from fp8pass.graph.builder import is_tensor, val
+from fp8pass.passes.common.block_scales import BlockScales
 from fp8pass.passes.common.patterns import (
     CASTS,
+    CONSTANTS,
     RESHAPES,
     VIEWS,
+    as_node,
     aten,
     first,
     is_elementwise,
@@ -34,7 +37,6 @@ from fp8pass.passes.common.tiles import is_amax, of_amax, readers_nearby, transp
 from fp8pass.quant.kernel_ops import QUANTIZE
 
 _RANDOM = {prims.inductor_random.default, prims.inductor_randint.default}
-_CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 _LOOKED_THROUGH = {*RESHAPES, aten.cat.default, aten.abs.default, aten.amax.default}
 """Ops between an elementwise op and what ends it: quantizes of a cat, and amaxes."""
 _SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
@@ -74,7 +76,9 @@ class Products:
             apart = all(
                 _same(shape[i], 1) or _same(strides[i], strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 2)
             )
-            leading = val(first(reader) if reader.target in RESHAPES else reader).shape[:-1]
+            # a reshape is computed in the shape of what it reads; a tensor that is read as it is stands for both
+            computes = first(reader) if reader.target in RESHAPES and reader is not node else reader
+            leading = val(computes).shape[:-1]
             alike = len(shape) == len(leading) + 1 and all(map(_same, shape[:-1], leading))
             if not apart or not alike:
                 return None
@@ -159,6 +163,8 @@ class Epilogue:
     """The transposed copies, each with the quantize that it copies."""
     amaxes: list[fx.Node] = field(default_factory=list)
     sums: list[fx.Node] = field(default_factory=list)
+    blocks: dict[fx.Node, BlockScales] = field(default_factory=dict)
+    """How those of the quantizes are scaled that have a scale for each block."""
     kept: fx.Node | None = None
     """The matmul, or a later tensor, if something else reads it in high precision."""
 
@@ -170,19 +176,29 @@ class Epilogue:
     @property
     def replaced(self) -> set[fx.Node]:
         """The nodes that the kernel's outputs replace."""
-        return {*self.quantizes, *self.copies, *self.amaxes, *self.sums}
+        of_blocks = (n for b in self.blocks.values() for n in (b.stored, *b.kept))
+        return {*self.quantizes, *self.copies, *self.amaxes, *self.sums, *of_blocks}
 
     @property
     def ends(self) -> list[fx.Node]:
         """The results that are quantized, and those whose amaxes and sums are taken."""
-        ends = *map(first, self.quantizes), *map(of_amax, self.amaxes), *map(first, self.sums)
+        ends = *map(self.quantized, self.quantizes), *map(of_amax, self.amaxes), *map(first, self.sums)
         return [p for x in ends for p in self.parts(x)]
 
     @property
     def inputs(self) -> list[fx.Node]:
         """The tensors that the kernel reads after its product: those of the nodes first, then scales."""
         read = [node for _, node in self.reads()]
-        return list(dict.fromkeys([*read, *(q.args[1] for q in self.quantizes)]))  # type: ignore[list-item]
+        return list(dict.fromkeys([*read, *self.scales.values()]))
+
+    @property
+    def scales(self) -> dict[fx.Node, fx.Node]:
+        """The quantizes whose scales the kernel reads, with these."""
+        return {q: as_node(q.args[1]) for q in self.quantizes if q not in self.blocks}
+
+    def quantized(self, x_q: fx.Node) -> fx.Node:
+        """Return the tensor that a quantize reads, as the kernel's matrix."""
+        return self.blocks[x_q].x if x_q in self.blocks else first(x_q)
 
     def reads(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Yield each op and tensor that the op reads, which the kernel has not computed."""
@@ -201,7 +217,11 @@ class Epilogue:
 
     def is_turned(self, t: Transposed) -> bool:
         """Return whether a copy turns the kernel's matrix around, and not another one, as a flattened one."""
-        return t.columns == self.products.n * len(self.parts(t.x))
+        return t.columns == self.products.n * len(self.parts(self.quantized(t.x_q)))
+
+    def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
+        """Return a tensor that `reader` reads, as a matrix or what broadcasts to it."""
+        return self.products.as_matrix(reader, node)
 
     def closed(self) -> set[fx.Node]:
         """Return the nodes that nothing outside of the kernel needs, once its outputs replace others."""
@@ -323,12 +343,12 @@ def computed_from(node: fx.Node, products: Products) -> tuple[set[fx.Node], set[
 
     No ops, and the node itself, if it is not computed elementwise.
     """
-    if node.target in _CONSTANTS:
+    if node.target in CONSTANTS:
         return {node}, set()
     if not products.fits(node):
         return set(), {node} if products.holds(node) else set()
     met = reach([node], lambda n: n.all_input_nodes, products.fits)
-    chain = {n for n in met if products.fits(n) or n.target in _CONSTANTS}
+    chain = {n for n in met if products.fits(n) or n.target in CONSTANTS}
     return chain, {n for n in met if n not in chain and products.holds(n)}
 
 

@@ -15,7 +15,9 @@ from torch import fx
 
 from fp8pass._torch import call_of_kernel, hint_of, triton_kernel_wrapper_functional
 from fp8pass.graph.builder import Builder, val
+from fp8pass.node_meta import ONE_STAGE
 from fp8pass.passes.common.after_matmul import Epilogue
+from fp8pass.passes.common.block_scales import BlockScales, contiguous_copies
 from fp8pass.passes.common.patterns import RESHAPES, as_node, aten, first, prims
 from fp8pass.passes.common.tiles import of_amax
 
@@ -24,7 +26,8 @@ from fp8pass.passes.common.tiles import of_amax
 class Made:
     """An output of the kernel: of which tensors it consists, side by side, and the node that it replaces.
 
-    quantize: the node whose scale and dtype the tensors are quantized with; None for others.
+    quantize: the node whose scale and dtype the tensors are quantized with; None for others. blocks: how they are
+    scaled instead, or whose numbers these are.
     """
 
     kind: str
@@ -32,27 +35,33 @@ class Made:
     instead_of: fx.Node
     dtype: torch.dtype
     quantize: fx.Node | None = None
+    blocks: BlockScales | None = None
 
     @property
     def results(self) -> list[tuple[fx.Node, fx.Node | None]]:
-        """The results of the epilogue that the output consists of, each with the quantize that writes it."""
+        """The results of the epilogue that the output consists of, each with the quantize that scales it."""
         return [(node, self.quantize) for node in self.of]
 
 
 def outputs_of(e: Epilogue) -> Iterator[Made]:
     """Yield what a kernel writes that computes these ops."""
-    closed = e.closed()
+    closed, numbers = e.closed(), set[fx.Node]()
     for node in e.amaxes:
         yield Made("amax", tuple(e.parts(of_amax(node))), node, val(node).dtype)
     for node in e.sums:
         yield Made("sums", tuple(e.parts(first(node))), node, torch.float32)
     for node in e.quantizes:
-        of, dtype = tuple(e.parts(first(node))), val(node).dtype
-        if not closed.issuperset(node.users):
-            yield Made("rows", of, node, dtype, node)
+        of, dtype, blocks = tuple(e.parts(e.quantized(node))), val(node).dtype, e.blocks.get(node)
+        scaled = None if blocks else node, blocks
+        stored = blocks.stored if blocks else node
+        if not closed.issuperset(stored.users):
+            yield Made("columns" if blocks and blocks.is_turned else "rows", of, stored, dtype, *scaled)
         for copy, copied in e.copies.items():
             if copied is node:
-                yield Made("columns", of, copy, dtype, node)
+                yield Made("columns", of, copy, dtype, *scaled)
+        for number in [n for n in blocks.kept if n not in numbers] if blocks else ():
+            numbers.add(number)
+            yield Made("numbers", of, number, val(number).dtype, *scaled)
     if e.kept is not None:
         yield Made("rows", e.products.parts if e.kept is e.matmul else (e.kept,), e.kept, val(e.kept).dtype)
 
@@ -81,9 +90,9 @@ def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) ->
     for part in e.products.parts:
         take(part, val(part).new_empty(hint_of(e.products.m), e.products.n))
     for reader, node in e.reads():
-        take(node, e.products.as_matrix(reader, node))
-    for q in e.quantizes:
-        take(as_node(q.args[1]), e.products.as_matrix(q, as_node(q.args[1])))
+        take(node, e.as_matrix(reader, node))
+    for q, scale in e.scales.items():
+        take(scale, e.as_matrix(q, scale))
     for node in e.nodes:
         made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
 
@@ -119,7 +128,8 @@ def replace_by_kernel(
     call = call_of_kernel(function, programs, {**given, **outputs}, list(outputs))
     result = build.emit(at, triton_kernel_wrapper_functional, **call)
     for name, o in zip(outputs, made, strict=True):
-        o.instead_of.replace_all_uses_with(_finished(build, at, o, build.emit(at, operator.getitem, result, name)))
+        finished = _finished(build, at, o, build.emit(at, operator.getitem, result, name))
+        o.instead_of.replace_all_uses_with(finished)
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -134,11 +144,28 @@ def _finished(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
     wanted = val(o.instead_of)
     if o.kind == "amax":
         return build.emit(at, aten.amax.default, made)
+    if o.kind == "numbers":
+        made = _numbers(build, at, o, made)
     if o.kind.startswith("amaxes"):
         made = build.emit(at, aten.amax.default, made, [0])
+        made.meta[ONE_STAGE] = True
     if o.kind == "sums":
         made = build.emit(at, aten.sum.dim_IntList, made, [0])
         if wanted.dtype != torch.float32:
             made = build.emit(at, prims.convert_element_type.default, made, wanted.dtype)
     shape = list(wanted.shape)
     return made if list(val(made).shape) == shape else build.emit(at, aten.reshape.default, made, shape)
+
+
+def _numbers(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
+    """Emit the numbers of blocks in the order that they had; what read a copy in the kernel's reads the kernel's."""
+    assert o.blocks is not None
+    if not o.blocks.is_moved:
+        return made
+    for view in [u for u in o.instead_of.users if u.target in RESHAPES]:
+        for turned in [u for u in view.users if u.target is aten.permute.default and u.args[1] == [1, 0]]:
+            for copy in contiguous_copies(turned):
+                if val(copy).shape == val(made).shape:
+                    copy.replace_all_uses_with(made)
+    turned = build.emit(at, aten.permute.default, made, [1, 0])
+    return build.emit(at, aten.clone.default, turned, memory_format=torch.contiguous_format)

@@ -28,6 +28,8 @@ MATMULS = (aten.mm.default, aten.bmm.default, aten.mm.dtype, aten.bmm.dtype, *AD
 ALL_MATMULS = (*MATMULS, aten._grouped_mm.default)
 """All matmuls, with the grouped ones of experts, which run in other kernels."""
 
+CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
+
 # a cast is traced as _to_copy, of which Inductor's decompositions make convert_element_type
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

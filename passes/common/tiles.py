@@ -85,9 +85,9 @@ def check(m: Match) -> bool:
 
 
 def comes_of_row_reduction(x: fx.Node) -> bool:
-    """Return whether `x` is computed from statistics of rows, one number per row, broadcast again: as norms do."""
+    """Return whether `x` is computed from statistics of rows that this graph takes, broadcast again: as norms do."""
     behind = sources(x, lambda n: is_elementwise(n) and not _is_column(n))
-    return any(_is_column(n) and not has_one_element(n) for n in (x, *behind))
+    return any(_is_column(n) and not has_one_element(n) and n.op != "placeholder" for n in (x, *behind))
 
 
 def _is_column(x: fx.Node) -> bool:

@@ -11,10 +11,12 @@ changes  nothing: the kernel computes what Inductor's would
 Tensors that are computed from the same matrices are quantized by one kernel, as the gradients of gate and up are, and
 the hidden tensor that the gradient of a weight needs again. The weights of siblings are read where they are. There may
 be a scale for each row, and for each column; another kernel then takes the amaxes of rows and of columns before, in one
-pass over the same matrices.
+pass over the same matrices. Or there is a scale for each block; a tile holds whole blocks, so that their amaxes and
+scales are computed before it is quantized.
 
 Only on GPUs, for large tensors. Not done where Inductor fuses the quantize with something that a tile can't hold: a
-norm, whose rows are longer, or the amaxes of rows; an update, which writes in place; what is read transposed.
+norm, whose rows are longer, or the amaxes of rows; an update, which writes in place; what is read transposed. But what
+attention returns is read where it is, with its heads apart.
 quantize_tiles.py, which runs after this pass, is for these.
 """
 
@@ -26,17 +28,30 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass._torch import is_deterministic, triton_kernel_wrapper_functional
 from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.plan import Output
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, ROWS_IN_A_WORD, Op, TilesPlan, kernel_of
+from fp8pass.fused.tiles_source import (
+    AMAXES,
+    BLOCK,
+    HEAVY,
+    LIGHT,
+    ROWS_IN_A_WORD,
+    Blocks,
+    Op,
+    TilesPlan,
+    in_blocks,
+    kernel_of,
+)
 from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
 from fp8pass.graph.other_libraries import runs_elsewhere
 from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum, turned
+from fp8pass.passes.common.arranged import arranged
+from fp8pass.passes.common.block_scales import BlockScales, block_scales
 from fp8pass.passes.common.kernel_outputs import (
     Made,
     erase_unread,
@@ -46,6 +61,7 @@ from fp8pass.passes.common.kernel_outputs import (
     results_of,
 )
 from fp8pass.passes.common.patterns import (
+    RESHAPES,
     VIEWS,
     as_node,
     aten,
@@ -54,6 +70,7 @@ from fp8pass.passes.common.patterns import (
     move_before,
     reach,
     readers,
+    through,
 )
 from fp8pass.passes.common.tiles import (
     comes_of_row_reduction,
@@ -72,6 +89,8 @@ LEAST_ELEMENTS = 1 << 20
 """Smaller tensors are left to Inductor, which joins small kernels into one launch."""
 MOST_READS = 2
 """Most matrices of which an op may be computed that others read too: they compute it again, and read no more by it."""
+_LOOKED_THROUGH = {*RESHAPES, aten.permute.default, aten.cat.default}
+"""Ops between a matrix and its quantize: the matrix in blocks, or with others beside it."""
 
 
 @dataclass
@@ -82,6 +101,26 @@ class Group(Epilogue):
         """Yield each op and tensor that the op reads; a tensor that is quantized as it is stands for both."""
         yield from ((node, node) for node in self.after)
         yield from super().reads()
+
+    @property
+    def turns(self) -> bool:
+        """Return whether the kernel stores something transposed."""
+        return bool(self.copies) or any(b.is_turned for b in self.blocks.values())
+
+    @property
+    def is_tensorwise(self) -> bool:
+        """Return whether all tensors are quantized with one scale each."""
+        return all(has_one_element(as_node(q.args[1])) for q in self.quantizes)
+
+    def stored(self, x_q: fx.Node) -> fx.Node:
+        """Return a quantized tensor as it is in memory."""
+        return self.blocks[x_q].stored if x_q in self.blocks else x_q
+
+    def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
+        """Return a tensor that `reader` reads, as a matrix, or as neighbours lie in it if it is arranged."""
+        if (lies := arranged(node)) is None:
+            return super().as_matrix(reader, node)
+        return val(node).new_empty_strided((self.products.m, self.products.n), (lies.row, lies.column))
 
     @property
     def matrices(self) -> set[fx.Node]:
@@ -137,7 +176,7 @@ def _is_large_on_gpu(x_q: fx.Node) -> bool:
     if x_q.target is not QUANTIZE or (hardware.pretended_device or val(x_q).device).type != "cuda":
         return False
     shape = val(x_q).shape
-    known = all(isinstance(size, int) for size in shape) and len(shape) > 1 and val(x_q).is_contiguous()
+    known = all(isinstance(size, int) for size in shape) and len(shape) > 1
     return known and val(x_q).numel() >= LEAST_ELEMENTS
 
 
@@ -145,9 +184,11 @@ def match(x_q: fx.Node) -> Match | None:
     """Return what one kernel can compute that quantizes this tensor; None if none of ours can."""
     if (group := _group_of(x_q)) is None:
         return None
-    near = reach(group.matrices, lambda n: n.users, group.products.fits)
-    others = (u for n in near for x in (n, *_cats(n)) for u in x.users if u.target is QUANTIZE and u.users)
-    for other in dict.fromkeys(u for u in others if u is not x_q):
+    fits = group.products.fits
+    near = reach(group.matrices, lambda n: n.users, lambda n: fits(n) or n.target in _LOOKED_THROUGH)
+    for other in [n for n in near if n.target is QUANTIZE and n.users and n is not x_q]:
+        if (blocks := block_scales(other)) is not None and not _is_tiled(blocks):
+            continue
         joined = _group_of(x_q, [*group.quantizes, other])
         if joined is not None and joined.matrices == group.matrices and _is_orderly(joined, joined.replaced):
             group = joined
@@ -155,27 +196,26 @@ def match(x_q: fx.Node) -> Match | None:
     return Match(group, made, results_of(group, made))
 
 
-def _cats(x: fx.Node) -> list[fx.Node]:
-    return [u for u in x.users if u.target is aten.cat.default]
-
-
 def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
     """Return the group of these quantizes, on matrices as `x_q` quantizes them; None if one kernel can't compute it."""
-    x = first(x_q)
-    parts = _parts(x)
+    quantizes = list(quantizes) or [x_q]
+    blocks = {q: b for q in quantizes if (b := block_scales(q)) is not None}
+    parts = _parts(blocks[x_q].x if x_q in blocks else first(x_q))
     size, n = val(parts[0]).numel(), int(val(parts[0]).shape[-1])
-    group = Group(Products(parts[0], (), size // n, n), {}, quantizes=list(quantizes) or [x_q])
+    group = Group(Products(parts[0], (), size // n, n), {}, quantizes=quantizes, blocks=blocks)
+    if not all(_is_scale(scale, q, group.products) for q, scale in group.scales.items()):
+        return None
+    if any(len(_parts(b.x)) > 1 for b in blocks.values()):
+        return None
     for q in group.quantizes:
-        if not _is_scale(as_node(q.args[1]), q, group.products):
-            return None
-        for part in _parts(first(q)):
+        for part in _parts(group.quantized(q)):
             if not group.products.holds(part):
                 return None
-            chain, _ = computed_from(part, group.products)
+            chain = set() if _is_written(part, q, group) else computed_from(part, group.products)[0]
             group.add(chain)
             if part not in chain:
                 group.after[part] = None
-    if not all(map(group.parts, map(first, group.quantizes))):
+    if not all(map(group.parts, map(group.quantized, group.quantizes))):
         return None
     _add_reductions(group)
     copies = turned(group)
@@ -183,6 +223,19 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
         return None
     group.copies = {t.copy: t.x_q for t in copies}
     return group
+
+
+def _is_tiled(blocks: BlockScales) -> bool:
+    """Return whether a tile holds whole blocks of this size."""
+    return {blocks.rows, blocks.columns} in ({1, BLOCK}, {BLOCK})
+
+
+def _is_written(x: fx.Node, x_q: fx.Node, group: Group) -> bool:
+    """Return whether Inductor writes a tensor of high precision although it only is quantized.
+
+    Its kernel that takes statistics of rows does not quantize in blocks of columns.
+    """
+    return x_q in group.blocks and group.blocks[x_q].is_turned and comes_of_row_reduction(x)
 
 
 def _is_scale(scale: fx.Node, x_q: fx.Node, products: Products) -> bool:
@@ -201,10 +254,10 @@ def _parts(x: fx.Node) -> list[fx.Node]:
 
 def _add_reductions(group: Group) -> None:
     """Add the amaxes and sums of columns of what is quantized, but no amax that a scale of the kernel is made of."""
-    xs = dict.fromkeys(first(q) for q in group.quantizes)
+    xs = dict.fromkeys(map(group.quantized, group.quantizes))
     of_parts = dict.fromkeys(p for x in xs for p in group.parts(x))
     near = dict.fromkeys(n for x in {**xs, **of_parts} for n in readers_nearby(x))
-    scales = [as_node(q.args[1]) for q in group.quantizes]
+    scales = group.scales.values()
     amaxes = [n for n in near if is_amax(n) and of_amax(n) in {**xs, **of_parts}]
     group.amaxes = [n for n in amaxes if not any(is_made_of(scale, n) for scale in scales)]
     group.sums = [n for n in near if is_column_sum(n) and first(n) in {**xs, **of_parts}]
@@ -212,11 +265,11 @@ def _add_reductions(group: Group) -> None:
 
 def amaxes_before(group: Group) -> Match | None:
     """Return the amaxes of rows and of columns that the group's scales are made of, if one kernel can take them all."""
-    xs = dict.fromkeys(p for q in group.quantizes for p in group.parts(first(q)))
+    xs = dict.fromkeys(p for q in group.quantizes for p in group.parts(group.quantized(q)))
     kinds = {n: kind for x in xs for n in readers_nearby(x) if (kind := _amaxes_kind(n, x))}
-    scales = [as_node(q.args[1]) for q in group.quantizes]
-    found = [n for n in kinds if any(depends(scale, n) for scale in scales)]
-    if len(found) < 2:
+    found = [n for n in kinds if any(depends(scale, n) for scale in group.scales.values())]
+    turns = "amaxes of columns" in map(kinds.__getitem__, found)
+    if len(found) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
         return None
     own = Group(group.products, dict(group.after))
     own.add(n for amaxes in found for n in computed_from(first(first(amaxes)), group.products)[0])
@@ -249,21 +302,28 @@ def _is_orderly(group: Group, made: Set[fx.Node]) -> bool:
 def why_not(m: Match) -> str:
     """Return the reason why Inductor's kernel is better, or a kernel of ours wrong; "" if there is none."""
     group = m.group
-    if not group.nodes and not group.copies and not group.amaxes:
+    is_arranged = any(map(arranged, group.inputs))
+    if not (group.nodes or group.turns or group.amaxes or is_arranged):
         return "there is nothing to compute but the quantize"
-    if not group.copies and not all(has_one_element(as_node(q.args[1])) for q in group.quantizes):
+    # for blocks of what is arranged otherwise in memory, Inductor takes two kernels, each in another order of loops
+    if not (group.turns or group.is_tensorwise or (group.blocks and is_arranged)):
         return "Inductor quantizes rows in the kernel that takes their amaxes"
-    if (group.copies or group.sums) and group.products.m % ROWS_IN_A_WORD:
+    if unlike := [b for b in group.blocks.values() if not _is_tiled(b)]:
+        return f"the blocks are {unlike[0].rows}x{unlike[0].columns}"
+    if apart := [x for x in map(group.stored, group.quantizes) if not val(x).is_contiguous()]:
+        return f"the rows of {apart[0]} do not lie as in a matrix"
+    if (group.turns or group.sums) and group.products.m % ROWS_IN_A_WORD:
         return f"{group.products.m} rows are not a multiple of {ROWS_IN_A_WORD}"
-    for x in map(first, group.quantizes):
-        if comes_of_row_reduction(x):
+    for x in map(group.quantized, group.quantizes):
+        if comes_of_row_reduction(x) and x not in group.after:
             return f"{x} is computed from a reduction along rows"
         if any(map(is_count, readers_nearby(x))):
             return f"what saturates in {x} is counted"
     if any(val(n).dtype == torch.float64 for n in (*group.nodes, *group.inputs)):
         return "it computes in float64"
     for node in group.inputs:
-        if group.products.holds(node) and not _is_in_memory(node):
+        is_written = node in group.after and (comes_of_row_reduction(node) or _is_copied(node, group))
+        if group.products.holds(node) and not is_written and not _is_in_memory(node):
             return f"{node} is computed by a kernel that may as well quantize"
         if is_tensor(node) and group.products.holds(node) and not _can_be_read(node, group):
             return f"the rows of {node} do not lie as in a matrix"
@@ -271,6 +331,9 @@ def why_not(m: Match) -> str:
         return "the result is written in place"
     if reader := _other_reader(group):
         return f"{reader} reads what the kernel computes"
+    for write in _overwriting(group):
+        if any(depends(n, write) for n in group.inputs):
+            return f"{write} overwrites what the kernel reads"
     return "" if _is_orderly(group, group.replaced) else "the kernel would wait for itself"
 
 
@@ -278,15 +341,26 @@ def _is_in_memory(node: fx.Node) -> bool:
     """Return whether a tensor lies in memory for sure: a graph's input, or a view of one, or of a library's result."""
     if is_pile(node):
         return _heights(node) != ()
+    node = lies.tensor if (lies := arranged(node)) else node
     while node.target in VIEWS:
         node = first(node)
     in_library = multiplies(node) or runs_elsewhere(node) or node.target is triton_kernel_wrapper_functional
     return node.op == "placeholder" or in_library
 
 
+def _is_copied(x: fx.Node, group: Group) -> bool:
+    """Return whether a matrix is a copy, as of attention's heads, and it pays to let Inductor write what it is made of.
+
+    Where there are several scales: a kernel of Inductor's that arranges, takes amaxes and quantizes is slower than two.
+    """
+    return not group.is_tensorwise and through(x, RESHAPES).target is aten.clone.default
+
+
 def _can_be_read(node: fx.Node, group: Group) -> bool:
     if is_pile(node):
         return bool(_heights(node))
+    if lies := arranged(node):
+        return lies.column == 1 and not lies.apart.rows % ROWS_IN_A_WORD
     if (layout := group.products.layout(node, node)) is None:
         return False
     strides = layout[1]
@@ -300,6 +374,13 @@ def _heights(pile: fx.Node) -> tuple[int, ...]:
     return heights if not any(height % max(c.rows for c in (*LIGHT, *HEAVY)) for height in heights) else ()
 
 
+def _overwriting(group: Group) -> list[fx.Node]:
+    """Return the ops that write into memory that the kernel reads: it must run before them."""
+    bases = [through(n, VIEWS) for node in group.inputs for n in _tensors(node)]
+    views = reach(bases, lambda n: n.users, lambda n: n.target in VIEWS)
+    return [u for v in views for u in v.users if u.target in (aten.copy_.default, WRITE) and first(u) is v]
+
+
 def _other_reader(group: Group) -> fx.Node | None:
     """Return an op outside of the kernel that would have to read more than now; None if there is none.
 
@@ -308,7 +389,7 @@ def _other_reader(group: Group) -> fx.Node | None:
     closed = group.closed()
     for node in group.nodes:
         outside = [u for u in node.users if u not in closed and not any(depends(i, u) for i in group.inputs)]
-        if outside and (not group.copies or _reads(node, group) > MOST_READS or any(map(_needs_memory, outside))):
+        if outside and (not group.turns or _reads(node, group) > MOST_READS or any(map(_needs_memory, outside))):
             return outside[0]
     return None
 
@@ -334,20 +415,38 @@ def plan_of(m: Match) -> TilesPlan:
     group = m.group
     rows, columns = group.products.m, group.products.n
     assert isinstance(rows, int)
-    outputs = tuple(Output(o.kind, tuple(map(m.results.index, o.results)), o.dtype) for o in m.made)
+    blocks = tuple(_blocks(b, m) for b in group.blocks.values())
+    outputs = tuple(_output(o, m) for o in m.made)
     piles = tuple((i, _heights(n)) for i, n in enumerate(group.inputs) if is_pile(n))
-    choices = LIGHT if len(group.matrices) == 1 else HEAVY
+    apart = tuple((i, lies.apart) for i, n in enumerate(group.inputs) if (lies := arranged(n)))
+    choices = LIGHT if len(group.matrices) == 1 else HEAVY if group.quantizes else AMAXES
+    if blocks:
+        choices = in_blocks((b.rows, b.columns) for b in blocks)
     if group.sums and is_deterministic():  # sums depend on how a tile is divided among threads
         choices = choices[:1]
     dtypes = tuple(val(n).dtype for n in group.inputs)
     code, ops = written(module_of(group, m.results), 0), map(Op.of, sorted((*group.nodes, *group.replaced)))
-    return TilesPlan(rows, columns, code, outputs, dtypes, piles, choices, tuple(ops))
+    return TilesPlan(rows, columns, code, outputs, dtypes, piles, choices, blocks, apart, tuple(ops))
+
+
+def _blocks(b: BlockScales, m: Match) -> Blocks:
+    (x,) = m.group.parts(b.x)
+    return Blocks(m.results.index((x, None)), b.rows, b.columns, written(b.module(), 0))
+
+
+def _output(o: Made, m: Match) -> Output:
+    results = tuple(map(m.results.index, o.results))
+    if o.blocks is None:
+        return Output(o.kind, results, o.dtype)
+    which = list(m.group.blocks).index(o.blocks.x_q)
+    number = 1 + o.blocks.kept.index(o.instead_of) if o.kind == "numbers" else 0  # the scale is number 0
+    return Output(o.kind, results, o.dtype, blocks=which, number=number)
 
 
 def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
     group, dead = m.group, m.group.closed()
-    at = min(user for o in m.made for user in o.instead_of.users)
+    at = min([*_overwriting(group), *(user for o in m.made for user in o.instead_of.users)])
     inputs = [n for node in group.inputs for n in _tensors(node)]
     move_before(at, inputs)
     build.like = m.made[0].instead_of
@@ -359,4 +458,6 @@ def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
+    if lies := arranged(node):
+        return [lies.tensor]
     return list(node.args[0]) if is_pile(node) else [node]  # type: ignore[arg-type]

@@ -15,7 +15,14 @@ SIZES = {
     "NaN and infinities": (144, 80, "nan"),
     "zero scales": (64, 80, "nan zero"),
 }
+IN_BLOCKS = {
+    "tiles divide": (256, 128, ""),
+    "NaN and infinities": (128, 256, "nan"),
+    "tiles do not divide": (256, 80, ""),
+}
+"""Sizes for cases with a scale for each block: only `in_columns` takes those that no row of blocks divides."""
 CHOICES = "64 64 4", "64 64 8", "128 64 8"
+BLOCKS = "128 64 8", "128 128 8", "128 128 32"
 EVERYDAY = {
     ("weight", "tiles do not divide", "128 64 8"),
     ("siblings", "tiles do not divide", "128 64 8"),
@@ -24,10 +31,14 @@ EVERYDAY = {
     ("tanh", "tiles do not divide", "64 64 4"),
     ("gradient", "NaN and infinities", "128 64 8"),
     ("gradient", "tiles do not divide", "64 64 8"),
+    ("heads", "tiles do not divide", "64 64 4"),
     ("gated", "zero scales", "64 64 8"),
     ("gated_gradient", "tiles do not divide", "64 64 8"),
     ("by_rows", "NaN and infinities", "64 64 4"),
     ("gated_by_rows", "tiles do not divide", "64 64 8"),
+    ("in_blocks", "tiles divide", "128 128 8"),
+    ("in_columns", "tiles do not divide", "128 64 8"),
+    ("in_rows_and_columns", "NaN and infinities", "128 128 32"),
 }
 WORK = {
     "weight": (0, 2),
@@ -36,10 +47,14 @@ WORK = {
     "exact_gelu": (1, 2),
     "tanh": (1, 2),
     "gradient": (1, 3),
+    "heads": (0, 2),
     "gated": (1, 1),
     "gated_gradient": (1, 5),
     "by_rows": (0, 2),
     "gated_by_rows": (1, 5),
+    "in_blocks": (0, 2),
+    "in_columns": (0, 1),
+    "in_rows_and_columns": (1, 5),
 }
 """Exponentials, and casts to FP8 of each element: one for each FP8 tensor that is written."""
 WRITES = {
@@ -55,19 +70,25 @@ WRITES = {
         *["columns"] * 3,
         *["rows"] * 2,
     ],
+    "in_blocks": ["columns", "numbers", "rows"],
+    "in_columns": ["columns", "numbers"],
+    "in_rows_and_columns": [*["columns"] * 3, *["numbers"] * 5, *["rows"] * 2],
 }
 """The kinds of a kernel's outputs: amaxes, FP8 in rows and in columns, and sums."""
 
 
 def _cases() -> list[Any]:
-    cases = [(name, size, choice) for name in CASES for size in SIZES for choice in CHOICES]
+    blocks = {"in_blocks": BLOCKS[1:], "in_columns": BLOCKS[:1], "in_rows_and_columns": BLOCKS[1:]}
+    cases = [(name, size, choice) for name in CASES if name not in blocks for size in SIZES for choice in CHOICES]
+    cases += [(name, size, choice) for name in blocks for size in IN_BLOCKS for choice in blocks[name]]
+    cases = [c for c in cases if c[0] == "in_columns" or c[0] not in blocks or c[1] != "tiles do not divide"]
     return [pytest.param(*c, marks=[] if c in EVERYDAY else pytest.mark.variant) for c in cases]
 
 
 @interpreted
 @pytest.mark.parametrize(("name", "size", "choice"), _cases())
 def test_it_writes_what_the_graph_computes(name: str, size: str, choice: str) -> None:
-    m, n, how = SIZES[size]
+    m, n, how = (IN_BLOCKS if name.startswith("in_") else SIZES)[size]
     found = compared(name, m, n, choice, how)
     assert sorted(f["kind"] for f in found) == WRITES.get(name, ["amax", "columns", "rows"])
     for f in found:

@@ -22,10 +22,13 @@ from fp8pass.fused.tiles_source import Choice, TilesPlan, kernel_of
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.common import tiles
+from fp8pass.passes.common.kernel_outputs import Made
 from fp8pass.passes.kernels import quantize_kernels
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_kernels import Match, amaxes_before, match, plan_of, why_not
 from fp8pass.quant.kernel_ops import QUANTIZE
+from fp8pass.quant.ops import Blockwise
+from fp8pass.recipes import BlockwiseScaling
 from fp8pass.scaling import quantize
 from tests.helpers.asked import answer_all, ask
 from tests.helpers.fused_matmuls import _spilled, both, compared_output, filled, spoil, values_of
@@ -94,6 +97,34 @@ def gated_by_rows(gate: Tensor, up: Tensor, grad: Tensor, of_columns: Tensor) ->
     return *scaled_by_rows(of_gate), *scaled_by_rows(of_up), hidden
 
 
+def heads(x: Tensor, scale: Tensor) -> Any:
+    """Quantize what attention returns, [2, H, S, 16] in memory, with the heads of each position side by side."""
+    m, n = x.shape
+    return both(x.view(2, n // 16, m // 2, 16).transpose(1, 2).reshape(m, n), scale)
+
+
+def _parts(x: Tensor, **how: Any) -> Any:
+    """Return `x` quantized in blocks, with 1 / scale of each, as `blockwise` has it traced."""
+    return Blockwise(BlockwiseScaling(), torch.float8_e4m3fn, 128, **how).parts(x)
+
+
+def in_blocks(x: Tensor) -> Any:
+    """Quantize a weight in square blocks, and copy it transposed."""
+    x_q, scale_inv = _parts(x, square=True)
+    return x_q, x_q.t().contiguous(), scale_inv.t().contiguous()
+
+
+def in_columns(x: Tensor) -> Any:
+    return _parts(x, dims=(0,))
+
+
+def in_rows_and_columns(gate: Tensor, up: Tensor, grad: Tensor) -> Any:
+    """Return the gradients of gate and up, each in blocks of rows and of columns, and the hidden tensor again."""
+    of_gate, of_up = torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+    gradients = [part for g in (of_gate, of_up) for dim in (1, 0) for part in _parts(g, dims=(dim,))]
+    return *gradients, *in_columns(F.silu(gate) * up)
+
+
 CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "weight": (weight, "x s"),
     "siblings": (siblings, "p p p s"),
@@ -101,10 +132,14 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "exact_gelu": (exact_gelu, "x s"),
     "tanh": (tanh, "x s"),
     "gradient": (gradient, "x x s s"),
+    "heads": (heads, "x s"),
     "gated": (gated, "w s"),
     "gated_gradient": (gated_gradient, "w x s s"),
     "by_rows": (by_rows, "x r c"),
     "gated_by_rows": (gated_by_rows, "x x x c"),
+    "in_blocks": (in_blocks, "x"),
+    "in_columns": (in_columns, "x"),
+    "in_rows_and_columns": (in_rows_and_columns, "x x x"),
 }
 """Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N]; scales: s one, r [M, 1], c [1, N]."""
 PART = 128
@@ -139,7 +174,12 @@ def run(m: Match, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given:
     with mock.patch.object(interpreter, "_convert_float", convert_float):
         kernel[(plan.programs(choice),)](*inputs, *outputs, ROWS=choice.rows, COLUMNS=choice.columns)
     made = zip(m.made, outputs, strict=True)
-    return [compared_output(o.kind, got, values[o.instead_of.name])[0] for o, got in made]
+    return [compared_output(o.kind, _as_it_was(o, got), values[o.instead_of.name])[0] for o, got in made]
+
+
+def _as_it_was(o: Made, got: Tensor) -> Tensor:
+    """Return the numbers of blocks in the order that they have in the graph, and other outputs as they are."""
+    return got.t().contiguous() if o.kind == "numbers" and o.blocks is not None and o.blocks.is_moved else got
 
 
 def interpret(gpu: FakeCuda, name: str, m: str, n: str, choice: str, how: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,14 +13,16 @@ from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan, source_of
+from fp8pass.fused.tiles_source import HEAVY, LIGHT, Apart, TilesPlan, source_of
 from fp8pass.graph.builder import val
 from fp8pass.passes.common import tiles
 from fp8pass.passes.kernels import quantize_kernels
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_kernels import QuantizeKernels, match, why_not
 from fp8pass.quant.kernel_ops import QUANTIZE
-from fp8pass.scaling import amax, quantize
+from fp8pass.quant.ops import Blockwise
+from fp8pass.recipes import BlockwiseScaling, MXFP8Scaling
+from fp8pass.scaling import amax, power_of_2_from_amax, quantize
 from tests.helpers.fused_matmuls import both
 from tests.helpers.harness import BF16, E4M3, E5M2, apply, capture, count, run, scale
 from tests.helpers.quantize_kernels import CASES, inputs_of, scaled_by_rows
@@ -72,6 +75,31 @@ def refused(function: Callable[..., Any], *inputs: Tensor) -> str:
     return why_not(m)
 
 
+def in_blocks(x: Tensor, dims: tuple[int, ...], recipe: Any = None) -> Any:
+    return Blockwise(recipe or BlockwiseScaling(), E4M3, 32 if recipe else 128, dims=dims).parts(x)
+
+
+def blocks_of_rows(x: Tensor) -> Any:
+    return in_blocks(F.gelu(x), (1,))
+
+
+def small_blocks(x: Tensor) -> Any:
+    return in_blocks(x, (0,), MXFP8Scaling())
+
+
+def each_apart(x: Tensor) -> Any:
+    blocks = x.view(128, 1, 192, 1)
+    x_q = quantize(blocks, 448 / blocks.abs().amax((1, 3), keepdim=True).float(), E4M3).view(128, 192)
+    return x_q, x_q.t().contiguous()
+
+
+def read_as_it_is(x: Tensor) -> Any:
+    """Quantize the transpose, and read it in another layout than its copy's."""
+    blocks = x.t().reshape(192, 1, 1, 128)
+    x_q = quantize(blocks, 448 / blocks.abs().amax((1, 3), keepdim=True).float(), E4M3)
+    return x_q, x_q.view(192, 128).contiguous()
+
+
 KINDS = {
     "weight": ["amax", "columns", "rows"],
     "siblings": ["amax", "columns", "rows"],
@@ -106,6 +134,156 @@ def test_amaxes_of_what_another_amax_scales_are_taken_apart() -> None:
     kinds = [sorted(o.kind for o in plan.outputs) for plan in rewritten(balanced, X)]
     assert ["columns", "columns", "rows", "rows"] in kinds
     assert all(found.count("amaxes of columns") <= 1 for found in kinds)
+
+
+@pytest.mark.parametrize(("name", "tile"), [("in_blocks", (128, 128)), ("in_columns", (128, 64))])
+def test_a_tile_holds_whole_blocks(name: str, tile: tuple[int, int]) -> None:
+    (plan,) = rewritten(CASES[name][0], *inputs_of(name, 256, 128))
+    assert {(c.rows, c.columns) for c in plan.choices} == {tile}
+    assert {o.kind for o in plan.outputs} == {"columns", "numbers"} | ({"rows"} if name == "in_blocks" else set())
+
+
+def test_gradients_in_blocks_of_rows_and_columns_are_quantized_by_one_kernel() -> None:
+    name = "in_rows_and_columns"
+    (plan,) = rewritten(CASES[name][0], *inputs_of(name, 256, 128))
+    assert sorted((b.rows, b.columns) for b in plan.blocks) == [(1, 128)] * 2 + [(128, 1)] * 3
+    assert [o.kind for o in plan.outputs].count("numbers") == 5
+
+
+def test_scales_of_blocks_lie_as_matmuls_read_them() -> None:
+    """What copied them into that order is gone."""
+
+    def laid_out(x: Tensor) -> Any:
+        x_q, scale_inv = in_blocks(x, (1,))
+        return x_q, *in_blocks(x, (0,)), scale_inv.t().contiguous()
+
+    module = captured(laid_out, torch.zeros(256, 384, dtype=BF16))
+    run(module, QuantizeKernels())
+    (by_blocks,) = (n for n in module.graph.output_node().args[0] if val(n).shape == (3, 256))  # type: ignore[union-attr]
+    assert by_blocks.target is operator.getitem
+
+
+def test_an_amax_of_blocks_that_others_read_is_written_too() -> None:
+    def watched(x: Tensor) -> Any:
+        blocks = x.t().reshape(128, 1, 2, 128)
+        size = blocks.abs().amax((1, 3), keepdim=True)
+        x_q = quantize(blocks, power_of_2_from_amax(size.float(), 448.0, 1.0), E4M3)
+        return x_q.reshape(128, 256).contiguous(), size
+
+    (plan,) = rewritten(watched, torch.zeros(256, 128, dtype=BF16))
+    assert [(o.kind, o.dtype) for o in plan.outputs] == [("columns", E4M3), ("numbers", BF16)]
+
+
+def test_heads_of_attention_are_read_where_they_are() -> None:
+    module = captured(CASES["heads"][0], *inputs_of("heads", 128, 192))
+    run(module, QuantizeKernels())
+    (plan,) = plans(module)
+    # [2, 12, 64, 16] in memory: after 64 positions the next batch, after 16 columns the next head
+    assert plan.apart == ((0, Apart(64, (12 - 1) * 64 * 16, 16, (64 - 1) * 16)),)
+    assert count(module, aten.clone.default) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "n"),
+    [((128, 12, 16), (2, 0, 1), 12), ((4, 32, 12, 16), (0, 2, 1, 3), 16), ((126, 12, 16), (1, 0, 2), 16)],
+)
+def test_other_orders_are_left_to_inductor(shape: tuple[int, ...], axes: tuple[int, ...], n: int) -> None:
+    """Columns apart from each other, rows in three steps, and rows of which two groups lie in one word."""
+
+    def moved(x: Tensor, s: Tensor) -> Any:
+        return both(x.permute(axes).reshape(-1, n), s)
+
+    assert not rewritten(moved, torch.zeros(shape, dtype=BF16), scale())
+
+
+def heads_that_grow(x: Tensor, s: Tensor) -> Any:
+    return quantize(x.view(2, 12, 64, 16).transpose(1, 2).reshape(128, 192), s, E4M3), x + 1
+
+
+def what_is_computed_again(x: Tensor, s: Tensor) -> Any:
+    y = x * 2
+    return quantize(y, s, E4M3).t().contiguous(), y
+
+
+@pytest.mark.parametrize("function", [heads_that_grow, what_is_computed_again])
+def test_a_kernel_runs_before_its_input_is_overwritten(function: Callable[..., Any]) -> None:
+    """The last result is written into the input, as AOTAutograd ends a graph."""
+    module = captured(function, X, scale())
+    (x, *_), output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
+    x_q, new = output.args[0]  # type: ignore[misc, str-unpack]
+    with module.graph.inserting_before(output):
+        write = module.graph.call_function(aten.copy_.default, (x, new))
+    write.meta["val"] = val(x)  # type: ignore[arg-type]
+    output.update_arg(0, (x_q,))
+    run(module, QuantizeKernels())
+    (kernel,) = module.graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert kernel < write
+
+
+def test_an_unlike_block_is_quantized_apart() -> None:
+    def two(x: Tensor) -> Any:
+        return *in_blocks(x, (0,)), *small_blocks(x)
+
+    (plan,) = rewritten(two, torch.zeros(128, 192, dtype=BF16))
+    assert [(b.rows, b.columns) for b in plan.blocks] == [(128, 1)]
+
+
+def test_numbers_that_two_quantizes_share_are_written_once() -> None:
+    def shared(x: Tensor) -> Any:
+        blocks = x.view(2, 128, 2, 128)
+        inverse = blocks.abs().amax((1, 3), keepdim=True).float() / 448
+        made = [quantize(blocks, 1 / inverse, dtype).view(256, 256) for dtype in (E4M3, E5M2)]
+        return *made, *(x_q.t().contiguous() for x_q in made), inverse
+
+    module = captured(shared, torch.zeros(256, 256, dtype=BF16))
+    m = match(module.graph.find_nodes(op="call_function", target=QUANTIZE)[0])
+    assert m is not None and len(m.group.quantizes) == 2
+    assert len({o.instead_of for o in m.made}) == len(m.made)
+
+
+def test_a_constant_may_have_the_shape_of_the_amaxes() -> None:
+    def chosen(x: Tensor) -> Any:
+        blocks = x.view(2, 128, 2, 128)
+        size = blocks.abs().amax((1, 3), keepdim=True).float()
+        x_q = quantize(blocks, torch.where(size == 0, torch.ones_like(size), 448 / size), E4M3).view(256, 256)
+        return x_q, x_q.t().contiguous()
+
+    (plan,) = rewritten(chosen, torch.zeros(256, 256, dtype=BF16))
+    assert [(b.rows, b.columns) for b in plan.blocks] == [(128, 128)]
+
+
+def test_a_view_that_mixes_rows_and_columns_is_not_in_blocks() -> None:
+    def mixed(x: Tensor) -> Any:
+        blocks = x.t().view(2, 128, 2, 128)  # of 512 rows by 128 columns
+        x_q = quantize(blocks, 448 / blocks.abs().amax((1, 3), keepdim=True).float(), E4M3)
+        return x_q.reshape(512, 128).contiguous(), x
+
+    assert not rewritten(mixed, torch.zeros(128, 512, dtype=BF16))
+
+
+def test_amaxes_of_columns_take_rows_by_fours() -> None:
+    def apart(x: Tensor) -> Any:
+        y = x * 2
+        by_row, by_column = y.abs().amax(1).amax(), y.abs().amax(0).amax()
+        return quantize(y, 448 / by_row.float(), E4M3), quantize(y, 400 / by_column.float(), E4M3), amax(y)
+
+    kinds = [o.kind for plan in rewritten(apart, torch.zeros(126, 192, dtype=BF16)) for o in plan.outputs]
+    assert "amaxes of columns" not in kinds
+
+
+def test_addresses_of_heads_are_as_wide_as_they_must_be() -> None:
+    """A tensor of less than 2**31 elements needs none of 64 bits."""
+
+    def attention(x: Tensor, s: Tensor) -> Any:
+        return both(x.transpose(1, 2).reshape(16384, 2048), s)
+
+    (plan,) = rewritten(attention, torch.empty(8, 32, 2048, 64, dtype=BF16), scale())
+    assert "int64" not in source_of(plan)
+
+
+@pytest.mark.parametrize("function", [small_blocks, read_as_it_is])
+def test_other_blocks_are_left_to_inductor(function: Callable[..., Any]) -> None:
+    assert not rewritten(function, torch.zeros(128, 192, dtype=BF16))
 
 
 def test_rows_may_have_several_dimensions() -> None:
@@ -231,6 +409,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "rows alone": (rows_alone, (X, torch.ones(128, 1)), "quantizes rows in the kernel that takes their amaxes"),
     "odd rows": (odd_rows, (X, scale()), "126 rows are not a multiple of 4"),
     "float64": (in_float64, (X, scale()), "float64"),
+    "elements as blocks": (each_apart, (X,), "the blocks are 1x1"),
+    "rows of blocks": (blocks_of_rows, (X[:, :128],), "quantizes rows in the kernel that takes their amaxes"),
     "other reader": (read_by_a_matmul, (X, scale()), "reads what the kernel computes"),
 }
 
