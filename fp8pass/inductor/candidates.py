@@ -44,10 +44,12 @@ class Tile:
         """The only configuration of a kernel, as Inductor writes it; without loads ahead."""
         return {"XBLOCK": self.x, "R0_BLOCK": self.r, "num_warps": self.warps, "num_stages": 1}
 
-    def __str__(self) -> str:
-        """Return the configuration as Triton code."""
+    def written(self, loops: bool) -> str:
+        """Return the configuration as Triton code. loops: False if the kernel's code itself has the size R."""
         # num_stages of the configuration is for loops that multiply matrices: Triton loads nothing ahead in others
-        blocks = {"XBLOCK": self.x, "R0_BLOCK": self.r, "NUM_STAGES": self.stages}
+        blocks = {"XBLOCK": self.x}
+        if loops:
+            blocks |= {"R0_BLOCK": self.r, "NUM_STAGES": self.stages}
         return f"triton.Config({blocks}, num_warps={self.warps}, num_stages=1)"
 
 
@@ -93,14 +95,18 @@ def with_candidates(code: str, candidates: Candidates) -> str:
     tiles = candidates.tiles
     if _reads_what_it_writes(code):
         tiles = tuple(dict.fromkeys(Tile(**{**asdict(t), "stages": 1}) for t in tiles))
+    loops = LOOP in code
     # blocks that coordinate descent, as of `max-autotune`, must not exceed: the kernel has no masks for larger ones
     largest = {"x": candidates["XBLOCK"], "r0_": candidates["R0_BLOCK"]}
     decorator = f"""\
 @triton_heuristics.cached_autotune(
-    size_hints={largest}, heuristic_type=triton_heuristics.HeuristicType.REDUCTION,
-    configs=[{", ".join(map(str, tiles))}],"""
+    size_hints={largest},
+    heuristic_type=triton_heuristics.HeuristicType.{"REDUCTION" if loops else "PERSISTENT_REDUCTION"},
+    configs=[{", ".join(t.written(loops) for t in tiles)}],"""
     fixed = rf"@triton_heuristics\.fixed_config\(\s*config={re.escape(repr(candidates.config))},"
     code = _replaced(fixed, decorator, code)
+    if not loops:
+        return code
     code = _replaced(r"'R0_BLOCK': 'constexpr'", "'R0_BLOCK': 'constexpr', 'NUM_STAGES': 'constexpr'", code)
     code = _replaced(r"R0_BLOCK *: *tl\.constexpr\):", "R0_BLOCK : tl.constexpr, NUM_STAGES : tl.constexpr):", code)
     return code.replace(LOOP, f"{LOOP[:-2]}, num_stages=NUM_STAGES):")

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,6 +32,7 @@ from fp8pass.errors import faults_of
 from fp8pass.inductor.candidates import Candidates, Tile, fitting, write_candidates
 from fp8pass.inductor.combo_kernels import combining, sums_of_mixed
 from fp8pass.node_meta import ONE_STAGE, TILED, WITH_AMAX
+from fp8pass.scaling import FP8_DTYPES
 
 _TILES: dict[str, tuple[Tile, ...]] = {
     "columns": (Tile(64, 64, 8), Tile(64, 32, 8, stages=2)),
@@ -63,6 +64,13 @@ _MORE_TILES: dict[str, tuple[Tile, ...]] = {
 sector across. On sm_89 and sm_120, some take more shared memory than there is; Inductor leaves these out."""
 
 
+_LONG_ROWS = 1024, 16384
+"""Inductor holds rows of at most the first size in registers by itself; more elements than the second one would spill.
+"""
+_ELEMENTS_OF_A_ROW = 32, 16
+"""How many elements of a row a thread holds."""
+
+
 class Fp8InductorChoices(InductorChoices):
     """Our `InductorChoices`, installed while a graph is lowered: see `with_choices`."""
 
@@ -77,7 +85,21 @@ class Fp8InductorChoices(InductorChoices):
                 config = _tiles(features, "rows" if "rows" in tiled else "columns")
                 # a persistent reduction would hold the whole reduced dimension in one block
                 return {**kernel_kwargs, "fixed_config": config, "override_persistent_reduction": False}
+            if _quantizes_long_rows(features):
+                config = _of_whole_rows(features)
+                return {**kernel_kwargs, "fixed_config": config, "override_persistent_reduction": True}
             return kernel_kwargs
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        """Return whether a program holds all that it reduces in registers: yes for the last stage of amaxes.
+
+        A loop would give all kernels that share a launch with it blocks of one element. Inductor decides about others.
+        """
+        with faults_of("choices"):
+            if inductor_config.triton.persistent_reductions and not cooperative_reduction and _is_last_stage(features):
+                return True
+        return bool(InductorChoices.should_use_persistent_reduction(features, cooperative_reduction))
 
     # a static method or not, depending on the version of torch
     def reduction_split_factor(  # type: ignore[override]
@@ -115,6 +137,35 @@ def _tiles(features: Any, along: str) -> FixedTritonConfig:
     return Candidates(fitting(tiles, x, r))
 
 
+def _quantizes_long_rows(features: Any) -> bool:
+    """Return whether a kernel quantizes each row after a reduction of it, and a program can hold a row in registers.
+
+    Inductor holds shorter rows too. Longer ones it reads twice, and then computes twice what it quantizes.
+    """
+    r = features.reduction_numel
+    if not features.is_reduction() or not r.is_Integer or not _LONG_ROWS[0] < r <= _LONG_ROWS[1]:
+        return False
+    if not all(map(_is_inner, (dep for n in features.reduction_nodes() for dep in n.read_writes.reads))):
+        return False
+    made = (origin.meta.get("val") for origin in _origins(features.scheduler_nodes()))
+    return any(isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES for value in made)
+
+
+def _is_inner(read: Any) -> bool:
+    """Return whether neighbours in what a node reads are neighbours in its innermost loop, over what it reduces."""
+    names: Sequence[Any] = getattr(read, "var_names", ())  # a whole buffer that it waits for has none
+    return len(names) < 2 or read.index.coeff(names[-1]) == 1
+
+
+def _of_whole_rows(features: Any) -> FixedTritonConfig:
+    """Return the numbers of warps for one row that a kernel is timed with: fewer of them compute fewer scales."""
+    r = 1 << (int(features.reduction_numel) - 1).bit_length()
+    tiles = tuple(Tile(1, r, min(max(r // 32 // each, 1), 32)) for each in _ELEMENTS_OF_A_ROW)
+    if is_deterministic() and any(map(_is_sum, features.scheduler_nodes())):
+        return FixedTritonConfig(tiles[0].fixed)
+    return Candidates(tiles)
+
+
 def _is_sum(node: Any) -> bool:
     """Return whether a node's numbers depend on the order in which it reduces: all that is not a maximum or minimum."""
     return node.is_reduction() and node.node.get_reduction_type() not in ("max", "min", "any")
@@ -127,6 +178,16 @@ MAX_PARTIALS = 1 << 16
 @faults_of("choices")
 def _is_one_stage(node: fx.Node | None, elements: Any) -> bool:
     return node is not None and (TILED in node.meta or ONE_STAGE in node.meta) and bool(elements <= MAX_PARTIALS)
+
+
+def _is_last_stage(features: Any) -> bool:
+    r = features.reduction_numel
+    is_ours = any(ONE_STAGE in origin.meta for origin in _origins(features.scheduler_nodes()))
+    return is_ours and r.is_Integer and bool(r <= _LAST_STAGE)
+
+
+_LAST_STAGE = 256
+"""Most numbers that the last stage of an amax reduces without a loop."""
 
 
 @faults_of("choices")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from fp8pass._torch import FixedTritonConfig, Virtualized, inductor_config
-from fp8pass.inductor.candidates import Candidates, Tile, fitting, with_candidates
-from fp8pass.inductor.choices import _MORE_TILES, _TILES, _tiles
+from fp8pass.inductor.candidates import LOOP, Candidates, Tile, fitting, with_candidates
+from fp8pass.inductor.choices import _ELEMENTS_OF_A_ROW, _MORE_TILES, _TILES, _of_whole_rows, _tiles
 from tests.helpers.pretend_gpu import pretend
 
 TILES = (Tile(64, 64, 8), Tile(64, 32, 8), Tile(64, 32, 4, stages=2))
@@ -96,6 +97,35 @@ def test_the_text_must_be_inductors() -> None:
         with_candidates(KERNEL.replace("fixed_config", "other_config"), Candidates(TILES))
 
 
+def test_a_program_that_holds_a_row_is_timed_with_several_numbers_of_warps() -> None:
+    config = Candidates([Tile(1, 4096, 4), Tile(1, 4096, 8)])
+    code = with_candidates(
+        KERNEL.replace(LOOP, "if True:").replace("'XBLOCK': 64, 'R0_BLOCK': 64", "'XBLOCK': 1, 'R0_BLOCK': 4096"),
+        config,
+    )
+    assert re.findall(r"triton.Config\((.*?)\)", code) == [
+        f"{{'XBLOCK': 1}}, num_warps={n}, num_stages=1" for n in (4, 8)
+    ]
+    assert "HeuristicType.PERSISTENT_REDUCTION" in code and "NUM_STAGES" not in code
+
+
+def test_columns_are_not_held_as_rows_are() -> None:
+    """A program would read one element of each sector."""
+    assert pretend("candidates", "90", "long columns", "") == {}
+
+
+@pytest.mark.parametrize(("r", "warps"), [(1500, [2, 4]), (4096, [4, 8]), (14336, [16, 32])])
+def test_warps_of_a_row(r: int, warps: list[int]) -> None:
+    features = _Features("max")
+    features.reduction_numel = r
+    chosen = _of_whole_rows(features)
+    assert isinstance(chosen, Candidates) and [t.warps for t in chosen.tiles] == warps
+    with inductor_config.patch(deterministic=True):
+        assert isinstance(_of_whole_rows(features), Candidates)  # a maximum does not depend on the order
+        features.types = ("sum", "max")
+        assert not isinstance(_of_whole_rows(features), Candidates)
+
+
 def test_tiles_are_not_larger_than_the_tensor() -> None:
     assert fitting(TILES, 8192, 4096) == list(TILES)
     assert fitting(TILES, 33, 20) == [TILES[1], TILES[2]]
@@ -147,11 +177,16 @@ ARCHITECTURES = [90, *(pytest.param(n, marks=pytest.mark.variant) for n in (89, 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("what", "tiles"),
-    [("norm", "rows"), ("delayed", "columns"), pytest.param("step", "rows", marks=pytest.mark.variant)],
+    ("what", "configurations"),
+    [
+        ("norm", len(_TILES["rows"])),
+        ("delayed", len(_TILES["columns"])),
+        ("long rows", len(_ELEMENTS_OF_A_ROW)),
+        pytest.param("step", len(_TILES["rows"]), marks=pytest.mark.variant),
+    ],
 )
-def test_no_candidate_spills(capability: int, what: str, tiles: str) -> None:
-    """Compile a norm, an activation's backward and, of a step, AdamW's update with FP8 copies, with all their tiles."""
+def test_no_candidate_spills(capability: int, what: str, configurations: int) -> None:
+    """Compile a norm, activations and, of a step, AdamW's update with FP8 copies, with all their tiles."""
     found = pretend("candidates", str(capability), what, "layer")
-    assert max(len(spilled) for spilled in found.values()) == len(_TILES[tiles])
+    assert max(len(spilled) for spilled in found.values()) == configurations
     assert not any(any(spilled) for spilled in found.values()), found

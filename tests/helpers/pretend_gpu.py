@@ -25,6 +25,7 @@ from torch._inductor import utils as inductor_utils
 from torch._inductor.graph import GraphLowering
 
 import fp8pass
+from fp8pass import scaling
 from fp8pass.hardware import TARGETS
 from fp8pass.inspect import inspector
 from fp8pass.inspect import process as inspect_process
@@ -326,13 +327,38 @@ def normed(gpu: FakeCuda) -> list[str]:
     return generated(gpu, both, x, x.clone(), torch.tensor(2.0), backward=False, recipe=None)
 
 
+def long_rows(gpu: FakeCuda) -> list[str]:
+    """Return the code of a gated activation that is quantized with a scale for each of its long rows."""
+
+    def by_rows(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.nn.functional.silu(gate) * up
+        scale = scaling.power_of_2_from_amax(scaling.amax_along(x, (1,)), 448.0, 1.0)
+        return scaling.quantize(x, scale, scaling.E4M3), scale
+
+    torch._dynamo.reset()
+    x = torch.randn(64, 14336, dtype=torch.bfloat16)
+    return generated(gpu, by_rows, x, x.clone(), backward=False, recipe=None)
+
+
+def long_columns(gpu: FakeCuda) -> list[str]:
+    """Return the code of a tensor that is quantized with a scale for each of its long columns."""
+
+    def by_columns(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = scaling.power_of_2_from_amax(scaling.amax_along(x, (0,)), 448.0, 1.0)
+        return scaling.quantize(x, scale, scaling.E4M3), scale
+
+    torch._dynamo.reset()
+    return generated(gpu, by_columns, torch.randn(2048, 65536, dtype=torch.bfloat16), backward=False, recipe=None)
+
+
 def candidates(gpu: FakeCuda, capability: str, what: str, of: str) -> dict[str, list[int]]:
     """Return the bytes that each configuration spills, of every kernel of `graphs` that has several of ours."""
     from triton.backends.compiler import GPUTarget
 
     found: dict[str, list[int]] = {}
     listed = re.compile(r"configs=\[(triton\.Config\(.*\))\],$", flags=re.MULTILINE)
-    codes = normed(gpu) if what == "norm" else [graph.code for graph in graphs(gpu, what, of)]
+    functions = {"norm": normed, "long rows": long_rows, "long columns": long_columns}
+    codes = functions[what](gpu) if what in functions else [graph.code for graph in graphs(gpu, what, of)]
     with mock.patch.object(gpu, "gpu_target", GPUTarget("cuda", int(capability), 32)):
         for i, text in enumerate(codes):
             kernels = re.findall(r"\w+ = async_compile\.triton\('\w+', '''.*?'''", text, flags=re.DOTALL)
