@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import ctypes
 import importlib.util
 import itertools
@@ -282,7 +283,7 @@ class FakeCuda:
                 tuner = self._tuner(name, source, Path(folder))
                 given = _given(calls.get(called, ""), dict(values or {}))
                 reads = read is None or called in read
-                choices = tuner.configs if reads else tuner.configs[:1]
+                choices = _choices(tuner) if reads else tuner.configs[:1]
                 found[called] = [self._compiled(tuner, c, source, given, folder, reads) for c in choices]
         return found
 
@@ -322,7 +323,8 @@ class FakeCuda:
         code = None
         if reads and (programs := _programs(tuner.inductor_meta, choice, numbers)) is not None:
             once, loop = machine_code.work(run_tool("nvdisasm", "-c", file), choice.kwargs.get("R0_BLOCK", 0))
-            config = ", ".join(f"{name} {value}" for name, value in choice.kwargs.items())
+            sizes = {**choice.kwargs, **dict(_FIXED_BLOCK.findall(source))}
+            config = ", ".join(f"{name} {value}" for name, value in sizes.items())
             vain = 0
             if "combo_grid_meta" not in tuner.inductor_meta:
                 vain = sectors.in_vain(source, signature, choice.kwargs, numbers)
@@ -466,6 +468,8 @@ def run_tool(name: str, option: str, file: Path) -> str:
 
 
 _KERNEL = re.compile(r"(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
+# A block whose size the kernel's code has itself, as that of a program that holds all that it reduces.
+_FIXED_BLOCK = re.compile(r"^ *(\w*BLOCK): tl\.constexpr = (\d+)$", re.MULTILINE)
 _CALL = re.compile(r"^ *(\w+)\.run\((.*), stream=\w+\)", re.MULTILINE)
 
 
@@ -481,6 +485,22 @@ def _given(arguments: str, values: dict[str, int]) -> list[int | None]:
             number = None
         found.append(number if isinstance(number, int) else None)
     return found
+
+
+def _choices(tuner: Any) -> list[Any]:
+    """Return the configurations that Inductor times: of kernels that share a launch, it times each one's in turn.
+
+    These are reduced to as many as one kernel has: each kernel's first ones together, each one's second, and so on.
+    """
+    groups = tuner.inductor_meta.get("combo_tuning_groups", ())
+    choices = list(tuner.configs)
+    for n in range(1, max((len(g["configs"]) for g in groups), default=1)):
+        (base, *_), chosen = tuner.configs, [(g, g["configs"][min(n, len(g["configs"]) - 1)]) for g in groups]
+        blocks = {f"{k}_{i}": v for g, c in chosen for i in g["member_indices"] for k, v in c.kwargs.items()}
+        choice = copy.copy(base)
+        choice.kwargs = {k: blocks.get(k, v) for k, v in base.kwargs.items()}
+        choices.append(choice)
+    return choices
 
 
 def _programs(inductor_meta: dict[str, Any], choice: Any, numbers: dict[str, int]) -> int | None:

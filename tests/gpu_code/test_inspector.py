@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fp8pass.cli import main
 from fp8pass.errors import Fp8Error
 from fp8pass.hardware import TARGETS
 from fp8pass.inductor.combo_kernels import SMALL_KERNEL_BYTES
-from fp8pass.inspect.fake_cuda import FakeCuda, properties, resources, widths
+from fp8pass.inspect.fake_cuda import FakeCuda, _choices, properties, resources, widths
 from fp8pass.inspect.inspector import Inspection, Kernel, Run, inspect
 from fp8pass.inspect.kernel_time import kernel_seconds
 from fp8pass.inspect.process import _built, _factory, _Work
@@ -345,3 +346,23 @@ def test_a_saturated_tensor_is_quantized_again_by_one_more_kernel() -> None:
     written = 2 * 2 * M * N  # the result of GELU, and its gradient
     assert written <= again.rest_bytes - once.rest_bytes < 1.25 * written
     assert {k.what for k in once.of("gemm")} == {k.what for k in again.of("gemm")}
+
+
+def test_kernels_that_share_a_launch_are_predicted_in_their_configurations_too() -> None:
+    """Inductor times the configurations of each such kernel in turn."""
+
+    def config(**blocks: int) -> Any:
+        return SimpleNamespace(kwargs=blocks, num_warps=4)
+
+    base = config(XBLOCK_0=1, XBLOCK_1=128, XBLOCK_2=1)
+    groups = [
+        {"member_indices": [0, 2], "configs": [config(XBLOCK=1), config(XBLOCK=8), config(XBLOCK=32)]},
+        {"member_indices": [1], "configs": [config(XBLOCK=128), config(XBLOCK=64, R0_BLOCK=8)]},
+    ]
+    tuner = SimpleNamespace(configs=[base], inductor_meta={"combo_tuning_groups": groups})
+    assert [c.kwargs for c in _choices(tuner)] == [
+        {"XBLOCK_0": 1, "XBLOCK_1": 128, "XBLOCK_2": 1},
+        {"XBLOCK_0": 8, "XBLOCK_1": 64, "XBLOCK_2": 8},
+        {"XBLOCK_0": 32, "XBLOCK_1": 64, "XBLOCK_2": 32},
+    ]
+    assert _choices(SimpleNamespace(configs=[base], inductor_meta={})) == [base]
