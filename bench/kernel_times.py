@@ -278,30 +278,38 @@ def now_table() -> str:
         "| model: kernel, MB | configuration | instructions per element | warps, KB in flight | us | of a copy |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    today = [k for k in predicted_now() if k.run == DELAYED]
+    today = [k for k in predicted_now() if k.code is not None and k.bytes >= SMALLEST]
     for model in MODELS:
         old = _measured(model)
-        for k in (k for k in today if k.model == model and k.quantizes and k.bytes >= SMALLEST and k.code is not None):
+        for k in (k for k in today if (k.model, k.run) == (model, DELAYED) and k.quantizes):
             assert k.code is not None
             was = min(old, key=lambda o: (o["what"].split(", ")[0] != k.what.split(", ")[0], abs(o["bytes"] - k.bytes)))
             old.remove(was)
             words = f"{model}: {k.what}, {k.bytes / 1e6:.0f}"
             share = was["bytes"] / (1e-6 * was["us"]) / COPY
             lines.append(f"| {words} | was: {_facts(_code(was['codes'][0]))} | {was['us']:.0f} | {share:.0%} |")
-            lines.append(f"| | now: {_facts(k.code)} | {1e6 * k.seconds:.0f} | {k.bytes / k.seconds / COPY:.0%} |")
+            lines.append(f"| | {_now(k)}")
+    others = (k for k in today if k.run.startswith("fp8pass") and k.run != DELAYED and "quantize" in k.what)
+    lines += (f"| {k.run.removeprefix('fp8pass ')}: {k.what}, {k.bytes / 1e6:.0f} | {_now(k)}" for k in others)
     return "\n".join(lines)
+
+
+def _now(k: Predicted) -> str:
+    assert k.code is not None
+    return f"now: {_facts(k.code)} | {1e6 * k.seconds:.0f} | {k.bytes / k.seconds / COPY:.0%} |"
 
 
 SMALLEST = 64e6
 """Kernels that move fewer bytes are not listed."""
-RECIPES = (*((model, "delayed") for model in MODELS), ("llama_block", "rowwise"))
+RECIPES = (*((model, "delayed") for model in MODELS), ("llama_block", "rowwise"), ("llama_block", "blockwise"))
 """The models and recipes that are compiled with the kernels of today."""
 
 
 def now_totals() -> str:
     """Return a table of the models' speed-ups: measured, and predicted then and now.
 
-    The last column is the prediction now, times what the clock has measured over what was predicted then.
+    The last column is the prediction now, times what the clock has measured over what was predicted then. The GPU has
+    not measured blockwise.
     """
     then = {(t.model, t.run): t for t in totals()}
     lines = [
@@ -312,10 +320,14 @@ def now_totals() -> str:
     _, by_clock = measured.load(MEASURED)
     speedups = {(row["work"], row["who"]): row["speedup"] for row in by_clock if "speedup" in row}
     for model, recipe in RECIPES:
-        clock, runs = speedups[model, recipe], ("bf16", f"fp8pass {recipe}")
-        bf16, ours = (then[model, run] for run in runs)
+        runs = "bf16", f"fp8pass {recipe}"
         now_bf16, now_ours = (sum(k.seconds for k in today if (k.model, k.run) == (model, run)) for run in runs)
-        predicted, now = bf16.predicted / ours.predicted, now_bf16 / now_ours
+        now = now_bf16 / now_ours
+        if (model, recipe) not in speedups:
+            lines.append(f"| {model}, {recipe} | | | | {now:.2f} | |")
+            continue
+        clock, (bf16, ours) = speedups[model, recipe], (then[model, run] for run in runs)
+        predicted = bf16.predicted / ours.predicted
         cells = clock, bf16.all / ours.all, predicted, now, now * clock / predicted
         lines.append(f"| {model}, {recipe} | {' | '.join(f'{c:.2f}' for c in cells)} |")
     return "\n".join(lines)

@@ -120,10 +120,6 @@ class _Kernel(NamedTuple):
     share: str = "memory_share"
 
 
-def _turns(way: bool) -> str:
-    return "transposed_share" if way else "memory_share"
-
-
 def _is_turned(kind: Kind, role: Role) -> bool:
     """Return whether a matmul sums its operand along another dimension than the first matmul with this operand."""
     return any(role in FACTORS[earlier] for earlier in KINDS[: KINDS.index(kind)])
@@ -138,7 +134,8 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
     tensorwise  one kernel reads it, takes the amax, and writes FP8 once for each layout; a dynamic scale needs the amax
                 first, so one more kernel reads it
     rowwise     each layout from the original; rows take one kernel; columns need one for their amaxes first
-    blockwise   each layout from the original, with a float32 for 128 elements; square blocks of weights serve both
+    blockwise   likewise, with a float32 for 128 elements; one kernel reads what is needed in both layouts at a time, as
+                gradients are; square blocks of weights serve both
     mxfp8       each layout from the original, with a byte for 32 elements
     """
     if isinstance(recipe, RowwiseScaling):
@@ -147,12 +144,16 @@ def _kernels(recipe: Recipe, role: Role, ways: set[bool], size: int, first: int)
             [_Kernel(size, "rows_share"), _Kernel(size + 1, "tiles_share")],
         )
         return [kernel for way in sorted(ways) for kernel in (columns if way else rows)]
-    if isinstance(recipe, BlockwiseScaling) and role == "weight":
-        return [_Kernel(first + len(ways), _turns(True in ways))]
-    if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
-        scale = 4 / 128 if isinstance(recipe, BlockwiseScaling) else 1 / 32
-        return [_Kernel((size if way else first) + 1 + scale, _turns(way)) for way in sorted(ways)]
     tiles = "tiles_share" if True in ways else "memory_share"
+    if isinstance(recipe, BlockwiseScaling) and role == "weight":
+        return [_Kernel(first + len(ways), tiles)]
+    if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):
+        is_blockwise = isinstance(recipe, BlockwiseScaling)
+        stored, turned = (1 + 4 / 128, "tiles_share") if is_blockwise else (1 + 1 / 32, "transposed_share")
+        if is_blockwise and role == "grad_output" and len(ways) == 2:
+            return [_Kernel(first + 2 * stored, turned)]
+        apart = {False: _Kernel(first + stored, "memory_share"), True: _Kernel(size + stored, turned)}
+        return [apart[way] for way in sorted(ways)]
     if isinstance(recipe, DynamicScaling):
         return [*([_Kernel(first, "rows_share")] if first else []), _Kernel(size + len(ways), tiles)]
     return [_Kernel(first + len(ways), tiles)]

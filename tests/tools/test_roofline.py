@@ -104,7 +104,7 @@ MX, ROW, COLUMN = 3 + 1 / 32, [3, 2], [3]
         ("dynamic", {"element_size": 4}, [4, 4, 4], [6, 6, 6]),
         ("rowwise", {}, [*ROW, *ROW, *ROW], [*COLUMN, *COLUMN, *COLUMN]),
         ("rowwise_gw_hp", {}, [3, *ROW, 3], COLUMN),
-        ("blockwise", {}, [MX, MX], [MX, 4, MX]),
+        ("blockwise", {}, [MX], [MX, 4, 2 + 2 * (MX - 2)]),
         ("mxfp8", {"target": B200}, [MX, MX, MX], [MX, MX, MX]),
         (StaticScaling({}), {"training": False}, [3], []),
         (DelayedScaling(high_precision="grad_weight"), {}, [3, 3], [4]),
