@@ -245,19 +245,20 @@ def cast_to_representable(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.d
     return dequantize(quantize(x, scale, dtype), 1 / scale, x.dtype)
 
 
-def inverse_unless_nonfinite(scale: Tensor, amax: Tensor) -> Tensor:
+def inverse_unless_nonfinite(scale: Tensor, amax: Tensor, power_of_2: bool = False) -> Tensor:
     """Return `1 / scale`, or NaN where the tensor with this `amax` holds a NaN or inf.
 
     Saturation would turn an infinite gradient into a large finite one. Training code relies on seeing the infinity, so
-    the whole dequantized tensor becomes NaN.
+    the whole dequantized tensor becomes NaN. power_of_2: True if all scales are powers of two, which need no division.
     """
-    return torch.where(is_finite(amax), scale.reciprocal(), float("nan"))
+    return torch.where(
+        is_finite(amax), _inverse_of_power_of_2(scale) if power_of_2 else scale.reciprocal(), float("nan")
+    )
 
 
-def inverse_of_power_of_2(scale: Tensor, amax: Tensor) -> Tensor:
-    """Return what `inverse_unless_nonfinite` does, f32[...], of scales that are powers of two, without a division."""
-    inverse = (0x7F000000 - scale.view(torch.int32)).clamp(min=0x400000)  # the bits of 1, twice; those of 2**-127
-    return torch.where(is_finite(amax), inverse.view(torch.float32), float("nan"))
+def _inverse_of_power_of_2(scale: Tensor) -> Tensor:
+    # exponents are subtracted from twice that of 1; the smallest result, 2**-127, is subnormal
+    return (0x7F000000 - scale.view(torch.int32)).clamp(min=0x400000).view(torch.float32)
 
 
 def merge_amax(amax: Tensor, new: Tensor, on_nonfinite: str) -> Tensor:

@@ -336,8 +336,7 @@ class Blockwise:
         scale = scale_of(self.recipe, amax, scaling.fp8_max(self.dtype))
         # a user's own formula may give any scales
         exact = self.recipe.power_of_2 and type(self.recipe).scale is BlockwiseScaling.scale
-        inverse = scaling.inverse_of_power_of_2 if exact else scaling.inverse_unless_nonfinite
-        return blocks, scale, inverse(scale, amax)
+        return blocks, scale, scaling.inverse_unless_nonfinite(scale, amax, exact)
 
 
 def _inverse(order: list[int]) -> list[int]:

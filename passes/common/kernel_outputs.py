@@ -162,10 +162,9 @@ def _numbers(build: Builder, at: fx.Node, o: Made, made: fx.Node) -> fx.Node:
     assert o.blocks is not None
     if not o.blocks.is_moved:
         return made
-    for view in [u for u in o.instead_of.users if u.target in RESHAPES]:
-        for turned in [u for u in view.users if u.target is aten.permute.default and u.args[1] == [1, 0]]:
-            for copy in contiguous_copies(turned):
-                if val(copy).shape == val(made).shape:
-                    copy.replace_all_uses_with(made)
+    views = [u for u in o.instead_of.users if u.target in RESHAPES]
+    moved = [u for v in views for u in v.users if u.target is aten.permute.default and u.args[1] == [1, 0]]
+    for copy in [c for m in moved for c in contiguous_copies(m) if val(c).shape == val(made).shape]:
+        copy.replace_all_uses_with(made)
     turned = build.emit(at, aten.permute.default, made, [1, 0])
     return build.emit(at, aten.clone.default, turned, memory_format=torch.contiguous_format)

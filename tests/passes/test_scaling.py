@@ -92,7 +92,7 @@ def test_inverses_of_powers_of_2_are_exact() -> None:
     scale = torch.exp2(torch.arange(-126.0, 128.0))
     amax = torch.ones_like(scale)
     amax[:3] = torch.tensor([math.nan, math.inf, 0.0])
-    inverse = scaling.inverse_of_power_of_2(scale, amax)
+    inverse = scaling.inverse_unless_nonfinite(scale, amax, power_of_2=True)
     assert torch.equal(inverse[2:], scale[2:].reciprocal())
     assert inverse[:2].isnan().all()
 

@@ -151,7 +151,7 @@ def test_gradients_in_blocks_of_rows_and_columns_are_quantized_by_one_kernel() -
 
 
 def test_scales_of_blocks_lie_as_matmuls_read_them() -> None:
-    """What copied them into that order is gone."""
+    """The pass removes the copy that brought the scales into the order in which the matmul reads them."""
 
     def laid_out(x: Tensor) -> Any:
         x_q, scale_inv = in_blocks(x, (1,))
@@ -188,7 +188,7 @@ def test_heads_of_attention_are_read_where_they_are() -> None:
     [((128, 12, 16), (2, 0, 1), 12), ((4, 32, 12, 16), (0, 2, 1, 3), 16), ((126, 12, 16), (1, 0, 2), 16)],
 )
 def test_other_orders_are_left_to_inductor(shape: tuple[int, ...], axes: tuple[int, ...], n: int) -> None:
-    """Columns apart from each other, rows in three steps, and rows of which two groups lie in one word."""
+    """A tile can't read columns that are apart, rows in three steps, or four rows of which some are in the next group."""
 
     def moved(x: Tensor, s: Tensor) -> Any:
         return both(x.permute(axes).reshape(-1, n), s)
@@ -207,7 +207,7 @@ def what_is_computed_again(x: Tensor, s: Tensor) -> Any:
 
 @pytest.mark.parametrize("function", [heads_that_grow, what_is_computed_again])
 def test_a_kernel_runs_before_its_input_is_overwritten(function: Callable[..., Any]) -> None:
-    """The last result is written into the input, as AOTAutograd ends a graph."""
+    """AOTAutograd ends such a graph with a copy of the last result into the input."""
     module = captured(function, X, scale())
     (x, *_), output = module.graph.find_nodes(op="placeholder"), module.graph.output_node()
     x_q, new = output.args[0]  # type: ignore[misc, str-unpack]
@@ -272,7 +272,7 @@ def test_amaxes_of_columns_take_rows_by_fours() -> None:
 
 
 def test_addresses_of_heads_are_as_wide_as_they_must_be() -> None:
-    """A tensor of less than 2**31 elements needs none of 64 bits."""
+    """The kernel computes addresses in 32 bits where the tensor has less than 2**31 elements."""
 
     def attention(x: Tensor, s: Tensor) -> Any:
         return both(x.transpose(1, 2).reshape(16384, 2048), s)
