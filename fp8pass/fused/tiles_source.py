@@ -222,12 +222,9 @@ def _mask(plan: TilesPlan, *dims: str) -> str:
 
 
 def _inside(plan: TilesPlan, dims: Sequence[str]) -> str:
-    of_rows, of_columns = (
-        (plan.rows, max(c.rows for c in plan.choices)),
-        (plan.columns, max(c.columns for c in plan.choices)),
-    )
-    sizes = {"row": of_rows, "rows": of_rows, "column": of_columns}
-    return " & ".join(f"({dim} < {sizes[dim][0]})" for dim in dims if sizes[dim][0] % sizes[dim][1])
+    rows, columns = max(c.rows for c in plan.choices), max(c.columns for c in plan.choices)
+    sizes = {"row": (plan.rows, rows), "rows": (plan.rows, rows), "column": (plan.columns, columns)}
+    return " & ".join(f"({dim} < {size})" for dim, (size, tile) in ((d, sizes[d]) for d in dims) if size % tile)
 
 
 def _reads(plan: TilesPlan) -> Iterator[str]:
@@ -264,9 +261,8 @@ def _abreast(read: Read, k: int) -> str:
 def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
     last, apart = read.row * plan.rows + read.column * plan.columns + read.offset, dict(plan.apart).get(read.input)
     if apart:
-        last += abs(apart.row_step) * (plan.rows // apart.rows) + abs(apart.column_step) * (
-            plan.columns // apart.columns
-        )
+        last += abs(apart.row_step) * (plan.rows // apart.rows)
+        last += abs(apart.column_step) * (plan.columns // apart.columns)
     wide = ".to(tl.int64)" if last >= 1 << 31 else ""
     terms = [
         f"{at}{wide}" if factor == 1 else f"{at}{wide} * {factor}"

@@ -129,7 +129,7 @@ class Fp8InductorChoices(InductorChoices):
 def _tiles(features: Any, along: str) -> FixedTritonConfig:
     """Return the tiles that a kernel is timed with; the first, fixed, for a sum that has to be deterministic."""
     tiles = _TILES[along]
-    if is_deterministic() and any(map(_is_sum, features.scheduler_nodes())):
+    if _has_fixed_sums(features):
         return FixedTritonConfig(tiles[0].fixed)
     if inductor_config.max_autotune or inductor_config.max_autotune_pointwise:
         tiles += _MORE_TILES[along]
@@ -161,9 +161,12 @@ def _of_whole_rows(features: Any) -> FixedTritonConfig:
     """Return the numbers of warps for one row that a kernel is timed with: fewer of them compute fewer scales."""
     r = 1 << (int(features.reduction_numel) - 1).bit_length()
     tiles = tuple(Tile(1, r, min(max(r // 32 // each, 1), 32)) for each in _ELEMENTS_OF_A_ROW)
-    if is_deterministic() and any(map(_is_sum, features.scheduler_nodes())):
-        return FixedTritonConfig(tiles[0].fixed)
-    return Candidates(tiles)
+    return FixedTritonConfig(tiles[0].fixed) if _has_fixed_sums(features) else Candidates(tiles)
+
+
+def _has_fixed_sums(features: Any) -> bool:
+    """Return whether a kernel holds a sum that has to be deterministic."""
+    return is_deterministic() and any(map(_is_sum, features.scheduler_nodes()))
 
 
 def _is_sum(node: Any) -> bool:

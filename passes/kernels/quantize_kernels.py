@@ -41,6 +41,7 @@ from fp8pass.fused.tiles_source import (
     LIGHT,
     ROWS_IN_A_WORD,
     Blocks,
+    Choice,
     Op,
     TilesPlan,
     in_blocks,
@@ -211,7 +212,7 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
         for part in _parts(group.quantized(q)):
             if not group.products.holds(part):
                 return None
-            chain = set() if _is_written(part, q, group) else computed_from(part, group.products)[0]
+            chain = set() if _is_read(part, q, group) else computed_from(part, group.products)[0]
             group.add(chain)
             if part not in chain:
                 group.after[part] = None
@@ -230,10 +231,10 @@ def _is_tiled(blocks: BlockScales) -> bool:
     return {blocks.rows, blocks.columns} in ({1, BLOCK}, {BLOCK})
 
 
-def _is_written(x: fx.Node, x_q: fx.Node, group: Group) -> bool:
-    """Return whether Inductor writes a tensor of high precision although it only is quantized.
+def _is_read(x: fx.Node, x_q: fx.Node, group: Group) -> bool:
+    """Return whether the kernel reads what it quantizes, and leaves it to Inductor to compute that: a norm.
 
-    Its kernel that takes statistics of rows does not quantize in blocks of columns.
+    Inductor's kernel that takes statistics of rows can't quantize in blocks of columns.
     """
     return x_q in group.blocks and group.blocks[x_q].is_turned and comes_of_row_reduction(x)
 
@@ -322,8 +323,7 @@ def why_not(m: Match) -> str:
     if any(val(n).dtype == torch.float64 for n in (*group.nodes, *group.inputs)):
         return "it computes in float64"
     for node in group.inputs:
-        is_written = node in group.after and (comes_of_row_reduction(node) or _is_copied(node, group))
-        if group.products.holds(node) and not is_written and not _is_in_memory(node):
+        if group.products.holds(node) and not _is_in_memory(node) and not _is_worth_writing(node, group):
             return f"{node} is computed by a kernel that may as well quantize"
         if is_tensor(node) and group.products.holds(node) and not _can_be_read(node, group):
             return f"the rows of {node} do not lie as in a matrix"
@@ -348,12 +348,14 @@ def _is_in_memory(node: fx.Node) -> bool:
     return node.op == "placeholder" or in_library
 
 
-def _is_copied(x: fx.Node, group: Group) -> bool:
-    """Return whether a matrix is a copy, as of attention's heads, and it pays to let Inductor write what it is made of.
+def _is_worth_writing(x: fx.Node, group: Group) -> bool:
+    """Return whether it pays to let Inductor write a tensor that is quantized as it is, and to read it.
 
-    Where there are several scales: a kernel of Inductor's that arranges, takes amaxes and quantizes is slower than two.
+    A norm, whose kernel does not quantize in blocks of columns; and with several scales what is copied into the
+    matrix's order, as attention's heads: a kernel that arranges, takes amaxes and quantizes is slower than two.
     """
-    return not group.is_tensorwise and through(x, RESHAPES).target is aten.clone.default
+    is_copied = not group.is_tensorwise and through(x, RESHAPES).target is aten.clone.default
+    return x in group.after and (is_copied or comes_of_row_reduction(x))
 
 
 def _can_be_read(node: fx.Node, group: Group) -> bool:
@@ -419,14 +421,20 @@ def plan_of(m: Match) -> TilesPlan:
     outputs = tuple(_output(o, m) for o in m.made)
     piles = tuple((i, _heights(n)) for i, n in enumerate(group.inputs) if is_pile(n))
     apart = tuple((i, lies.apart) for i, n in enumerate(group.inputs) if (lies := arranged(n)))
-    choices = LIGHT if len(group.matrices) == 1 else HEAVY if group.quantizes else AMAXES
-    if blocks:
-        choices = in_blocks((b.rows, b.columns) for b in blocks)
-    if group.sums and is_deterministic():  # sums depend on how a tile is divided among threads
-        choices = choices[:1]
     dtypes = tuple(val(n).dtype for n in group.inputs)
     code, ops = written(module_of(group, m.results), 0), map(Op.of, sorted((*group.nodes, *group.replaced)))
-    return TilesPlan(rows, columns, code, outputs, dtypes, piles, choices, blocks, apart, tuple(ops))
+    return TilesPlan(rows, columns, code, outputs, dtypes, piles, _choices(group), blocks, apart, tuple(ops))
+
+
+def _choices(group: Group) -> tuple[Choice, ...]:
+    if group.blocks:
+        found = in_blocks((b.rows, b.columns) for b in group.blocks.values())
+    elif len(group.matrices) == 1:
+        found = LIGHT
+    else:
+        found = HEAVY if group.quantizes else AMAXES
+    # sums depend on how a tile is divided among threads
+    return found[:1] if group.sums and is_deterministic() else found
 
 
 def _blocks(b: BlockScales, m: Match) -> Blocks:
