@@ -71,6 +71,7 @@ with required_names():
     from torch._inductor.fx_passes import post_grad as inductor_post_grad
     from torch._inductor.graph import GraphLowering
     from torch._inductor.ir import ConcatKernel, ExternKernel, MutationLayoutSHOULDREMOVE, Pointwise, TensorBox
+    from torch._inductor.ops_handler import WrapperHandler
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.benchmarking import benchmarker
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -84,6 +85,7 @@ with required_names():
     )
     from torch._inductor.subgraph_lowering import PointwiseSubgraphLowering
     from torch._inductor.utils import _type_of, triton_type
+    from torch._inductor.virtualized import OpsValue
     from torch._inductor.virtualized import V as Virtualized
     from torch._inductor.virtualized import ops as inductor_ops
     from torch._library.custom_ops import CustomOpDef
@@ -111,7 +113,8 @@ with required_names():
     from torch.utils import _pytree as pytree
     from torch.utils import _triton as torch_triton
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-    from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+    from torch.utils._sympy.functions import FloorDiv, Identity, Mod, ModularIndexing, PythonMod
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
     current_graph_task_id = torch._C._current_graph_task_id
@@ -797,16 +800,19 @@ __all__ = [
     "GraphTransformObserver",
     "GridExpr",
     "HigherOrderOperator",
+    "Identity",
     "InductorChoices",
     "InductorError",
     "InductorKernel",
     "Loss",
     "MemoryDep",
     "Mod",
+    "ModularIndexing",
     "MutationLayoutSHOULDREMOVE",
     "NopKernelSchedulerNode",
     "OpOverload",
     "OpOverloadPacket",
+    "OpsValue",
     "PipelineCall",
     "Pointwise",
     "PointwiseSubgraphLowering",
@@ -827,7 +833,9 @@ __all__ = [
     "TritonCSE",
     "TritonKernel",
     "TritonOverrides",
+    "ValueRanges",
     "Virtualized",
+    "WrapperHandler",
     "_CheckpointFrame",
     "all_compilations",
     "all_gather_single",
@@ -837,6 +845,7 @@ __all__ = [
     "as_fakes",
     "before_eager_optimizers",
     "benchmarker",
+    "bound_sympy",
     "cache_dir",
     "call_of_kernel",
     "callback_handler",

@@ -1,16 +1,16 @@
-"""Write elementwise ops as Triton code for one tile of a matmul's result, by Inductor's own lowerings.
+"""Write elementwise ops as Triton code for one tile of a matrix, by Inductor's own lowerings.
 
-The ops come as a graph whose first inputs are products [M, N]: one, or two of one matmul, such as gate and up.
+The ops come as a graph. After a matmul, its first inputs are products [M, N]: one, or two, such as gate and up.
 Inductor lowers each op to a function of an index, as for its own kernels; calling these functions with the row and the
-column of a tile's elements writes the code. So the code computes what Inductor's kernel after the matmul would compute,
-and nothing here knows the name of an op.
+column of a tile's elements writes the code. So the code computes what Inductor's kernel would compute, moves elements
+as views and cats do, and nothing here knows the name of an op, but for `cat`, of which Inductor has two lowerings.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,13 @@ from fp8pass._torch import (
     TritonCSE,
     TritonOverrides,
     Virtualized,
+    inductor_lowering,
     inductor_ops,
 )
+from fp8pass.fused.places import Address, AtPlaces, Columns, NoPlace, Step, address, bare
 
 PRODUCT = "product"
 """With a number, the variable of a product in the code: f32, rounded to the dtype that the matmul returns."""
-_ROW, _COLUMN = sympy.symbols("row column", integer=True, nonnegative=True)
 
 
 class CannotFuse(Exception):
@@ -41,7 +42,7 @@ class CannotFuse(Exception):
 
 @dataclass(frozen=True)
 class Read:
-    """A variable of the code: the element `row * r + column * c + offset` of an input, for row r and column c.
+    """A variable of the code: the element of an input at an address, as `Address` has it.
 
     An input is numbered as in the graph; products, which come first, are not read. dtype: of the input.
     """
@@ -52,6 +53,12 @@ class Read:
     row: int
     column: int
     offset: int
+    steps: tuple[Step, ...] = ()
+
+    def depends_on(self, dim: str) -> bool:
+        """Return whether another "row", or another "column", reads another element."""
+        near = self.row if dim == "row" else self.column
+        return bool(near) or any(step.dim == dim for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -70,24 +77,34 @@ class Epilogue:
     results: tuple[Result, ...]
 
 
-def written(module: fx.GraphModule, products: int) -> Epilogue:
-    """Return the code of a graph of elementwise ops on [M, N], and on what broadcasts to it.
+def written(module: fx.GraphModule, products: int = 0, rows: int = 1, columns: Columns | None = None) -> Epilogue:
+    """Return the code of a graph whose results are [M, N], of elementwise ops, or of ops that move elements.
 
-    products: how many of its inputs are products. All have `meta["val"]`. Raises CannotFuse if an op is not elementwise
-    for Inductor, or if an input is read at an address that is not a sum of multiples of row and column.
+    products: how many of its inputs are products. All have `meta["val"]`. rows, columns: M, and the columns that are
+    computed, of each result one part after the other; where these are not given, all of them, and no op may move
+    elements. Raises CannotFuse if an op is neither for Inductor, or if an input is read at an address that `Address`
+    can't express.
     """
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    lowering, code = GraphLowering(module), _Code(inputs, products)
+    lowering = GraphLowering(module)
     lowering.current_device = torch.device("cuda")  # for which Inductor writes Triton code
+    sizes = columns.sizes(rows) if columns else {}
+
+    def simplify(index: sympy.Expr) -> sympy.Expr:
+        return lowering.sizevars.simplify_with_ranges(bare(index), sizes) if sizes else index
+
+    code = _Code(inputs, products, columns, simplify)
     with Virtualized.set_graph_handler(lowering):
-        nodes: Any = _Nodes(module, lowering)
+        nodes: Any = _Nodes(module, lowering, None, {torch.ops.aten.cat.default: inductor_lowering.pointwise_cat})
         with Virtualized.set_graph_handler(nodes):
             try:
                 nodes.run(*(_boxed(number, value) for number, value in enumerate(inputs)))
+                with code, Virtualized.set_ops_handler(AtPlaces(Virtualized.get_ops_handler(), simplify, sizes)):
+                    results = tuple(result for box in nodes.graph_outputs for result in code.results(box))
             except SubgraphLoweringException as error:
                 raise CannotFuse(f"{lowering.current_node.target} is not an elementwise op for Inductor") from error
-            with code:
-                results = tuple(code.result(box) for box in nodes.graph_outputs)
+            except NoPlace as error:
+                raise CannotFuse(str(error)) from error
     return Epilogue(tuple(code.reads), results)
 
 
@@ -142,37 +159,46 @@ class _Code(InductorKernel[Any]):
 
     overrides: Callable[[], Any] = TritonOverrides
 
-    def __init__(self, inputs: Sequence[Tensor], products: int) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        products: int,
+        columns: Columns | None,
+        simplify: Callable[[sympy.Expr], sympy.Expr],
+    ) -> None:
         super().__init__(increase_kernel_count=False)
         self.cse: Any = TritonCSE()
         self.inputs = inputs
         self.products = products
+        self.columns = columns
+        self.simplify = simplify
         self.reads: list[Read] = []
-        self.loaded: dict[tuple[str, sympy.Expr], Any] = {}
+        self.loaded: dict[tuple[str, Address], Any] = {}
 
-    def result(self, box: Any) -> Result:
-        """Write the code of one output."""
-        before = len(self.compute.getvalue().splitlines())
-        variable = str(box.make_loader()([_ROW, _COLUMN]))
-        return Result(tuple(self.compute.getvalue().splitlines()[before:]), variable)
+    def results(self, box: Any) -> Iterator[Result]:
+        """Write the code of the parts of one output."""
+        columns = self.columns or Columns(0, 0)
+        for part in range(columns.parts):
+            before = len(self.compute.getvalue().splitlines())
+            variable = str(box.make_loader()(columns.place(part)))
+            yield Result(tuple(self.compute.getvalue().splitlines()[before:]), variable)
 
     def load(self, name: str, index: sympy.Expr) -> Any:
         """Return the variable of an input's element, which is float32 for all floating-point types but float64."""
-        if (name, index) not in self.loaded:
-            self.loaded[name, index] = self._variable(int(name), index)
-        return self.loaded[name, index]
+        at = address(self.simplify(index), self.columns)
+        if at.steps and self.columns is None:
+            raise NoPlace(f"it reads an input at {index}, which is not a multiple of row and column")
+        if (name, at) not in self.loaded:
+            self.loaded[name, at] = self._variable(int(name), at)
+        return self.loaded[name, at]
 
-    def _variable(self, number: int, index: sympy.Expr) -> Any:
+    def _variable(self, number: int, at: Address) -> Any:
         dtype = self.inputs[number].dtype
         narrow = dtype.is_floating_point and dtype.itemsize < 4
         computed = torch.float32 if narrow else dtype
-        row, column = (index.coeff(symbol) for symbol in (_ROW, _COLUMN))
-        offset = sympy.expand(index - row * _ROW - column * _COLUMN)
-        if not all(x.is_Integer for x in (row, column, offset)):
-            raise CannotFuse(f"it reads an input at {index}, which is not a multiple of row and column")
-        shape = ("BM" if row else 1, "BN" if column else 1)
         name = f"{PRODUCT}{number}" if number < self.products else f"x{len(self.reads)}"
-        variable = self.cse.namedvar(name, dtype=computed, shape=shape)
+        read = Read(name, number, dtype, at.row, at.column, at.offset, at.steps)
+        shape = ("BM" if read.depends_on("row") else 1, "BN" if read.depends_on("column") else 1)
         if number >= self.products:
-            self.reads.append(Read(name, number, dtype, int(row), int(column), int(offset)))
-        return variable
+            self.reads.append(read)
+        return self.cse.namedvar(name, dtype=computed, shape=shape)

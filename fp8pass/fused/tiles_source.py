@@ -23,6 +23,7 @@ from torch import fx
 from fp8pass._torch import TRITON_IMPORTS, PyCodeCache, triton_type
 from fp8pass.fused.epilogue import Epilogue, Read
 from fp8pass.fused.fast_functions import fast
+from fp8pass.fused.places import Step
 from fp8pass.fused.plan import Output
 from fp8pass.fused.source import computed, of_bits
 from fp8pass.node_meta import MADE_BY
@@ -99,36 +100,25 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """Says how an input lies in memory whose rows or columns are not evenly spaced, as those of attention's heads.
-
-    After each `rows` rows, the next one is `row_step` elements further away than it would be; and so for columns.
-    """
-
-    rows: int
-    row_step: int
-    columns: int
-    column_step: int
-
-
-@dataclass(frozen=True)
 class TilesPlan:
     """Everything that the source depends on. The kernel computes on matrices [rows, columns].
 
-    inputs: their dtypes, in the order in which the code numbers them. piles: the inputs that consist of several
-    tensors, one below the other, each with the tensors' numbers of rows. apart: those whose rows or columns are not
-    evenly spaced. ops: what the kernel replaces.
+    codes: the code of each range of columns, with the column at which it starts; there are several where the matrix
+    consists of unlike parts, side by side. inputs: their dtypes, in the order in which the code numbers them. piles:
+    the inputs that consist of several tensors, one below the other, each with the tensors' numbers of rows. half: if
+    not 0, the kernel computes two results for each row and column, of which the second stands `half` columns further
+    right, as the second half of an attention head. ops: what the kernel replaces.
     """
 
     rows: int
     columns: int
-    code: Epilogue
+    codes: tuple[tuple[int, Epilogue], ...]
     outputs: tuple[Output, ...]
     inputs: tuple[torch.dtype, ...]
     piles: tuple[tuple[int, tuple[int, ...]], ...]
     choices: tuple[Choice, ...]
     blocks: tuple[Blocks, ...] = ()
-    apart: tuple[tuple[int, Apart], ...] = ()
+    half: int = 0
     ops: tuple[Op, ...] = field(default=(), compare=False)
 
     @property
@@ -189,7 +179,7 @@ def source_of(plan: TilesPlan) -> str:
         "@triton.jit",
         f"def {NAME}({', '.join([*plan.parameters, *sizes])}):",
     ]
-    body = [*_place(plan), *_reads(plan), *_calls(plan), *_scales(plan), *_stores(plan)]
+    body = [*_place(plan), *_results(plan), *_scales(plan), *_stores(plan)]
     return "\n".join([TRITON_IMPORTS, OUR_FUNCTIONS, *_elements(plan), *_numbers(plan), *head, *_indented(body), ""])
 
 
@@ -227,60 +217,76 @@ def _inside(plan: TilesPlan, dims: Sequence[str]) -> str:
     return " & ".join(f"({dim} < {size})" for dim, (size, tile) in ((d, sizes[d]) for d in dims) if size % tile)
 
 
-def _reads(plan: TilesPlan) -> Iterator[str]:
+def _results(plan: TilesPlan) -> Iterator[str]:
+    """Write the loads and the ops; for ranges of columns with unlike code, those of the range that the tile is in."""
+    for number, (_, code) in enumerate(plan.codes):
+        lines = [*_reads(number, code, plan), *_calls(number, code, plan)]
+        if len(plan.codes) == 1:
+            yield from lines
+        else:
+            stop = plan.codes[number + 1][0] if number + 1 < len(plan.codes) else None
+            yield "else:" if stop is None else f"{'el' if number else ''}if j < {stop}:"
+            yield from _indented(lines)
+
+
+def _reads(number: int, code: Epilogue, plan: TilesPlan) -> Iterator[str]:
     """Write the loads: of each row abreast, and once of what all rows share."""
     piles = dict(plan.piles)
-    for read in plan.code.reads:
+    for read in code.reads:
         if read.input in piles:
-            yield from _of_pile(read, piles[read.input], plan)
+            yield from _of_pile(number, read, piles[read.input], plan)
         else:
-            yield from _loads(read, f"in{read.input}", "row", plan)
+            yield from _loads(number, read, f"in{read.input}", "row", plan)
 
 
-def _of_pile(read: Read, heights: Sequence[int], plan: TilesPlan) -> Iterator[str]:
+def _of_pile(number: int, read: Read, heights: Sequence[int], plan: TilesPlan) -> Iterator[str]:
     """Write the load of a tile from one of several tensors, of which none ends within a tile."""
     start = 0
     for part, height in enumerate(heights):
         is_last = part == len(heights) - 1
         yield "else:" if is_last else f"{'el' if part else ''}if i < {start + height}:"
         row = f"(row - {start})" if start else "row"
-        yield from _indented(_loads(read, f"in{read.input}_{part}", row, plan))
+        yield from _indented(_loads(number, read, f"in{read.input}_{part}", row, plan))
         start += height
 
 
-def _loads(read: Read, name: str, row: str, plan: TilesPlan) -> Iterator[str]:
-    for k in range(plan.abreast) if read.row else [0]:
-        yield f"{_abreast(read, k)} = {computed(_load(read, name, row, k, plan), read.dtype)}"
+def _loads(number: int, read: Read, name: str, row: str, plan: TilesPlan) -> Iterator[str]:
+    for k in range(plan.abreast) if read.depends_on("row") else [0]:
+        yield f"{_abreast(number, read, k)} = {computed(_load(read, name, row, k, plan), read.dtype)}"
 
 
-def _abreast(read: Read, k: int) -> str:
-    """Return the variable of what the k-th of the rows abreast reads."""
-    return f"{read.variable}_{k}" if read.row else read.variable
+def _abreast(number: int, read: Read, k: int) -> str:
+    """Return the variable of what the k-th of the rows abreast reads, in one of the codes."""
+    variable = f"c{number}_{read.variable}" if number else read.variable
+    return f"{variable}_{k}" if read.depends_on("row") else variable
 
 
 def _load(read: Read, name: str, row: str, k: int, plan: TilesPlan) -> str:
-    last, apart = read.row * plan.rows + read.column * plan.columns + read.offset, dict(plan.apart).get(read.input)
-    if apart:
-        last += abs(apart.row_step) * (plan.rows // apart.rows)
-        last += abs(apart.column_step) * (plan.columns // apart.columns)
+    sizes, at = {"row": plan.rows, "column": plan.columns}, {"row": row, "column": "column"}
+    near = [Step("row", 1, read.row), Step("column", 1, read.column)]
+    steps = [step for step in (*near, *read.steps) if step.step]
+    last = read.offset + sum(abs(step.step) * (sizes[step.dim] // step.every) for step in steps)
     wide = ".to(tl.int64)" if last >= 1 << 31 else ""
-    terms = [
-        f"{at}{wide}" if factor == 1 else f"{at}{wide} * {factor}"
-        for at, factor in ((row, read.row), ("column", read.column))
-        if factor
-    ]
-    if apart:
-        terms += [f"{row}{wide} // {apart.rows} * {apart.row_step}"] if apart.row_step else []
-        terms += [f"column{wide} // {apart.columns} * {apart.column_step}"] if apart.column_step else []
+    terms = [_term(f"{at[step.dim]}{wide}", step) for step in steps]
     if offset := read.offset + k * read.row:
         terms.append(str(offset))
-    dims = [dim for dim, factor in (("row", read.row), ("column", read.column)) if factor]
+    dims = [dim for dim in sizes if read.depends_on(dim)]
     return f"tl.load({' + '.join([name, *terms])}{_mask(plan, *dims)})"
 
 
+def _term(at: str, step: Step) -> str:
+    whole = at if step.every == 1 else f"{at} // {step.every}"
+    return whole if step.step == 1 else f"{whole} * {step.step}"
+
+
 def _elements(plan: TilesPlan) -> Iterator[str]:
-    """Write the ops as a function, from what one of the rows abreast reads to its results."""
-    return _function("elements", plan.code, fast)
+    """Write the ops as functions, one for each range, from what one of the rows abreast reads to its results."""
+    for number, (_, code) in enumerate(plan.codes):
+        yield from _function(_name(number), code, fast)
+
+
+def _name(number: int) -> str:
+    return f"elements_{number}" if number else "elements"
 
 
 def _numbers(plan: TilesPlan) -> Iterator[str]:
@@ -297,10 +303,10 @@ def _function(name: str, code: Epilogue, change: Callable[[list[str]], Iterable[
     yield ""
 
 
-def _calls(plan: TilesPlan) -> Iterator[str]:
+def _calls(number: int, code: Epilogue, plan: TilesPlan) -> Iterator[str]:
     for k in range(plan.abreast):
-        results = ", ".join(_result(number, k) for number in range(len(plan.code.results)))
-        yield f"{results} = elements({', '.join(_abreast(read, k) for read in plan.code.reads)})"
+        results = ", ".join(_result(r, k) for r in range(len(code.results)))
+        yield f"{results} = {_name(number)}({', '.join(_abreast(number, read, k) for read in code.reads)})"
 
 
 def _result(number: int, k: int) -> str:
@@ -322,13 +328,13 @@ def _scales(plan: TilesPlan) -> Iterator[str]:
 def _amaxes(blocks: Blocks, values: Sequence[str], plan: TilesPlan) -> str:
     """Return the bits of the amaxes: of each row [ROWS], of each column [1, COLUMNS], or of the tile."""
     if blocks.rows == 1:
-        return _amaxes_of_rows(values, plan)
+        return _amaxes_of_rows(list(map(_bits, values)), plan)
     most = _inside_only(_largest_bits(values), plan)
     return f"tl.max({most}, 0)[None, :]" if blocks.columns == 1 else f"tl.max({most})"
 
 
-def _amaxes_of_rows(values: Sequence[str], plan: TilesPlan) -> str:
-    most = [f"tl.max({_inside_only(_bits(value), plan)}, 1)" for value in values]
+def _amaxes_of_rows(bits: Sequence[str], plan: TilesPlan) -> str:
+    most = [f"tl.max({_inside_only(of_row, plan)}, 1)" for of_row in bits]
     return f"in_order({', '.join(most)})" if len(most) > 1 else most[0]
 
 
@@ -345,6 +351,9 @@ def _scale(b: int, k: int, plan: TilesPlan) -> str:
 def _stores(plan: TilesPlan) -> Iterator[str]:
     for kind in _STORES:
         for i, output in enumerate(plan.outputs):
+            if kind == output.kind == "amaxes of rows":
+                yield from _store_amaxes_of_rows(i, plan)
+                continue
             for part, number in enumerate(output.results if output.kind == kind else ()):
                 values = [_result(number, k) for k in range(plan.abreast)]
                 if (b := output.blocks) is not None:
@@ -352,13 +361,21 @@ def _stores(plan: TilesPlan) -> Iterator[str]:
                 yield from _STORES[kind](i, part, values, plan)
 
 
+def _column(part: int, plan: TilesPlan) -> str:
+    """Return the column at which a part of a result is written."""
+    if plan.half:
+        at = f"column // {plan.half} * {2 * plan.half} + column % {plan.half}"
+        return f"{at} + {plan.half * part}" if part else at
+    return f"column + {plan.columns * part}" if part else "column"
+
+
 def _store_rows(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
     """Write a result as a part of the columns of a matrix that is contiguous along its rows."""
     output, width = plan.outputs[i], plan.columns * len(plan.outputs[i].results)
     wide = ".to(tl.int64)" if plan.rows * width >= 1 << 31 else ""
     for k, value in enumerate(values):
-        offset = f" + {plan.columns * part + k * width}" if part or k else ""
-        address = f"out{i} + row{wide} * {width} + column{offset}"
+        offset = f" + {k * width}" if k else ""
+        address = f"out{i} + row{wide} * {width} + {_column(part, plan)}{offset}"
         yield f"tl.store({address}, {value}.to({triton_type(output.dtype)}){_mask(plan, 'row', 'column')})"
 
 
@@ -366,12 +383,11 @@ def _store_columns(i: int, part: int, values: Sequence[str], plan: TilesPlan) ->
     """Write a result transposed, in words of four rows."""
     height = plan.rows // ROWS_IN_A_WORD
     wide = ".to(tl.int64)" if height * plan.columns * len(plan.outputs[i].results) >= 1 << 31 else ""
-    column = f"(column + {plan.columns * part})" if part else "column"
     word = f"word_of({', '.join(values)}, {triton_type(plan.outputs[i].dtype)})"
     words = f"out{i}.to(tl.pointer_type(tl.uint32), bitcast=True)"
     # not `row // 4`, of which Triton does not see that it is contiguous
     word_below = f"i // {ROWS_IN_A_WORD} + tl.arange(0, ROWS // {ROWS_IN_A_WORD})[:, None]"
-    address = f"{words} + {word_below} + {column}{wide} * {height}"
+    address = f"{words} + {word_below} + ({_column(part, plan)}){wide} * {height}"
     yield f"tl.store({address}, {word}{_mask(plan, 'row', 'column')})"
 
 
@@ -391,17 +407,19 @@ def _store_of_columns(i: int, part: int, numbers: str, plan: TilesPlan) -> Itera
     yield f"above = i // {SIDE} + tl.arange(0, ROWS // {SIDE})[:, None]"
     within = " & ".join(filter(None, [_blocks_inside(plan, "row", "above"), _inside(plan, ["column"])]))
     # the first of several blocks gets the tile's numbers, the others zeros
-    first = f" + {plan.columns * part}" if part else ""
     kept = f"tl.where(above == i // {SIDE}, ({numbers})[None, :], 0.0)"
-    yield f"tl.store(out{i} + above * {width} + column{first}, {kept}{f', mask={within}' if within else ''})"
+    mask = f", mask={within}" if within else ""
+    yield f"tl.store(out{i} + above * {width} + {_column(part, plan)}, {kept}{mask})"
 
 
-def _store_amaxes_of_rows(i: int, part: int, values: Sequence[str], plan: TilesPlan) -> Iterator[str]:
+def _store_amaxes_of_rows(i: int, plan: TilesPlan) -> Iterator[str]:
     """Write one number for each row, for each SIDE columns of a tile; the numbers of a column of tiles lie together."""
+    parts = plan.outputs[i].results
+    bits = [_largest_bits([_result(number, k) for number in parts]) for k in range(plan.abreast)]
     yield from (f"right = j // {SIDE} + tl.arange(0, COLUMNS // {SIDE})[None, :]", "rows = i + tl.arange(0, ROWS)")
     within = " & ".join(filter(None, [_inside(plan, ["rows"]), _blocks_inside(plan, "column", "right")]))
     within = within.replace("rows", "rows[:, None]")
-    most = of_bits(_amaxes_of_rows(values, plan), plan.outputs[i])
+    most = of_bits(_amaxes_of_rows(bits, plan), plan.outputs[i])
     kept = f"tl.where(right == j // {SIDE}, {most}[:, None], 0.0)"
     yield f"tl.store(out{i} + right * {plan.rows} + rows[:, None], {kept}{f', mask={within}' if within else ''})"
 
@@ -449,7 +467,7 @@ def _inside_only(values: str, plan: TilesPlan, zero: str = "0") -> str:
     return f"tl.where({inside}, {values}, {zero})" if inside else values
 
 
-_STORES = {
+_STORES: dict[str, Any] = {
     "amax": _store_amax,
     "amaxes of rows": _store_amaxes_of_rows,
     "amaxes of columns": _store_amaxes_of_columns,

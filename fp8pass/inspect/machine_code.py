@@ -1,21 +1,25 @@
 """Count what a compiled kernel executes, from its machine code for NVIDIA GPUs, as `nvdisasm` prints it.
 
-One warp's work is counted apart for the loops and for the rest: `kernel_time.py` predicts from it. All branches count
-as taken, since a warp takes both sides of one on which its threads differ.
+One warp's work is counted apart for the loops and for the rest: `kernel_time.py` predicts from it. Both sides of a
+branch count, since a warp takes both if its threads differ; but of a branch on which all threads of a program agree,
+as on the tile that it computes, the longer one alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fp8pass.inspect.kernel_time import Work
 
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?(U?P\w+)\s+)?(.*?)\s*;")
 _LABEL = re.compile(r"^\s*\.(L_\w+):")
 _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_\w+)\)")
 _COPIES = re.compile(r"^DEPBAR\.LE SB\d+, 0x([0-9a-f]+)")
 _REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
+_VALUE = re.compile(r"\bU?(?:R|P)\d+\b")
+_OF_THREADS = {"LDG", "LDS", "LDSM", "LDL", "SHFL", "ATOMG", "ATOMS", "VOTE", "MATCH"}
+"""Instructions whose results differ from thread to thread, whatever they are given."""
 
 # Cycles for which an instruction of a warp keeps a unit of its scheduler busy: 32 threads over the results per cycle
 # and scheduler, from the table of arithmetic throughput in the CUDA C++ Programming Guide, compute capability 9.0.
@@ -38,8 +42,8 @@ def work(listing: str, step: int = 0) -> tuple[Work, Work]:
 
     step: what an iteration adds to a loop's counter, so that a loop which the compiler has unrolled counts as several.
     """
-    instructions, loops = _read(listing)
-    inside = {i for first, last in loops for i in range(first, last + 1)}
+    instructions, loops, shorter = _read(listing)
+    inside = {i for first, last in loops for i in range(first, last + 1)} | shorter
     stretches = [instructions[first : last + 1] for first, last in _outermost(loops)]
     end = next((i for i in reversed(range(len(instructions))) if instructions[i].startswith("EXIT")), -1)
     rest = [instructions[i] for i in range(end + 1) if i not in inside]
@@ -59,19 +63,54 @@ def unrolled(loop: Sequence[str], step: int) -> int:
     return min(found, default=1)
 
 
-def _read(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Return the instructions without their predicates, and (first, last) of each loop, which a branch back ends."""
+def _read(listing: str) -> tuple[list[str], list[tuple[int, int]], set[int]]:
+    """Return the instructions without their predicates, (first, last) of each loop, and those that no warp executes.
+
+    A branch back ends a loop.
+    """
+    predicates: list[str] = []
     instructions: list[str] = []
     labels: dict[str, int] = {}
-    loops = []
+    branches: dict[int, str] = {}
     for line in listing.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif found := _INSTRUCTION.match(line):
-            if (branch := _BRANCH.search(found[1])) and labels.get(branch[1], len(instructions)) < len(instructions):
-                loops.append((labels[branch[1]], len(instructions)))
-            instructions.append(found[1])
-    return instructions, loops
+            if branch := _BRANCH.search(found[2]):
+                branches[len(instructions)] = branch[1]
+            predicates.append(found[1] or "")
+            instructions.append(found[2])
+    to = {i: labels[label] for i, label in branches.items() if label in labels}
+    loops = [(first, last) for last, first in to.items() if first < last]
+    return instructions, loops, _shorter_sides(instructions, predicates, to)
+
+
+def _shorter_sides(instructions: Sequence[str], predicates: Sequence[str], to: Mapping[int, int]) -> set[int]:
+    """Return the instructions of the shorter side of each if-else on which all threads of a program agree.
+
+    predicates: of each instruction. to: where each branch leads.
+    """
+    found = set[int]()
+    for i, other in to.items():
+        end = to.get(other - 1, 0)  # the first side ends with a jump over the other one
+        if i < other < end and not predicates[other - 1] and i in _uniform(instructions, predicates):
+            found |= set(range(i + 1, other) if other - i - 1 < end - other else range(other, end))
+    return found
+
+
+def _uniform(instructions: Sequence[str], predicates: Sequence[str]) -> set[int]:
+    """Return the branches whose predicate depends neither on the thread nor on memory."""
+    differs, found = set[str](), set[int]()
+    for i, instruction in enumerate(instructions):
+        name, _, operands = instruction.partition(" ")
+        target, _, rest = operands.partition(",")
+        read = {*_VALUE.findall(rest), predicates[i]}
+        unlike = name.partition(".")[0] in _OF_THREADS or "SR_TID" in rest or "SR_LANEID" in rest
+        if name.startswith("BRA") and predicates[i] and predicates[i] not in differs:
+            found.add(i)
+        made = set(_VALUE.findall(target))
+        differs = differs | made if unlike or not differs.isdisjoint(read) else differs - made
+    return found
 
 
 def _outermost(loops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

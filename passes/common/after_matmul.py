@@ -223,6 +223,9 @@ class Epilogue:
         """Return a tensor that `reader` reads, as a matrix or what broadcasts to it."""
         return self.products.as_matrix(reader, node)
 
+    def arrange(self, graph: fx.Graph, made: dict[fx.Node, fx.Node]) -> None:
+        """Add to the kernel's graph the matrices that are computed from tensors in another order."""
+
     def closed(self) -> set[fx.Node]:
         """Return the nodes that nothing outside of the kernel needs, once its outputs replace others."""
         found = {*self.products.parts, *self.nodes, *self.replaced}

@@ -71,7 +71,8 @@ def results_of(e: Epilogue, made: Sequence[Made]) -> list[tuple[fx.Node, fx.Node
 
     First what does not depend on the products: what it shares with the rest need not be held for it.
     """
-    return sorted({r for m in made for r in m.results}, key=lambda r: (r[0] in e.after, r[0], r[1] is not None))
+    results = dict.fromkeys(r for m in made for r in m.results)  # in order, so that the kernel is the same everywhere
+    return sorted(results, key=lambda r: (r[0] in e.after, r[0], r[1] is not None))
 
 
 def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) -> fx.GraphModule:
@@ -93,6 +94,7 @@ def module_of(e: Epilogue, results: Sequence[tuple[fx.Node, fx.Node | None]]) ->
         take(node, e.as_matrix(reader, node))
     for q, scale in e.scales.items():
         take(scale, e.as_matrix(q, scale))
+    e.arrange(graph, made)
     for node in e.nodes:
         made[node] = made[first(node)] if node.target in RESHAPES else graph.node_copy(node, made.__getitem__)
 

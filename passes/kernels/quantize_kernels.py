@@ -16,7 +16,8 @@ scales are computed before it is quantized.
 
 Only on GPUs, for large tensors. Not done where Inductor fuses the quantize with something that a tile can't hold: a
 norm, whose rows are longer, or the amaxes of rows; an update, which writes in place; what is read transposed. But what
-attention returns is read where it is, with its heads apart.
+attention returns is read where it is, with its heads apart; the gradients of queries and keys are rotated back in the
+kernel, both halves of a head at once, and those of values stand beside them.
 quantize_tiles.py, which runs after this pass, is for these.
 """
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -33,6 +34,8 @@ from torch import Tensor, fx
 from fp8pass import hardware
 from fp8pass._torch import is_deterministic, triton_kernel_wrapper_functional
 from fp8pass.fused.epilogue import CannotFuse, written
+from fp8pass.fused.epilogue import Epilogue as Code
+from fp8pass.fused.places import Columns, cut
 from fp8pass.fused.plan import Output
 from fp8pass.fused.tiles_source import (
     AMAXES,
@@ -51,7 +54,7 @@ from fp8pass.graph.builder import Builder, is_tensor, multiplies, val
 from fp8pass.graph.other_libraries import runs_elsewhere
 from fp8pass.graph.pass_base import Context
 from fp8pass.passes.common.after_matmul import Epilogue, Products, computed_from, depends, is_column_sum, turned
-from fp8pass.passes.common.arranged import arranged
+from fp8pass.passes.common.arranged import Arranged, arranged
 from fp8pass.passes.common.block_scales import BlockScales, block_scales
 from fp8pass.passes.common.kernel_outputs import (
     Made,
@@ -96,12 +99,27 @@ _LOOKED_THROUGH = {*RESHAPES, aten.permute.default, aten.cat.default}
 
 @dataclass
 class Group(Epilogue):
-    """The ops and quantizes that one kernel computes. after: the tensors that are quantized as they are."""
+    """The ops and quantizes that one kernel computes. after: the tensors that are quantized as they are.
+
+    arranged: the matrices that the kernel computes from tensors in another order.
+    """
+
+    arranged: dict[fx.Node, Arranged] = field(default_factory=dict)
 
     def reads(self) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield each op and tensor that the op reads; a tensor that is quantized as it is stands for both."""
+        """Yield each op and tensor in memory that the op reads; a tensor that is quantized as it is stands for both."""
+        for reader, node in self.matrix_reads():
+            yield from self.arranged[node].reads if node in self.arranged else [(reader, node)]
+
+    def matrix_reads(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield each op on matrices and what it reads."""
         yield from ((node, node) for node in self.after)
         yield from super().reads()
+
+    @property
+    def computes(self) -> list[fx.Node]:
+        """The ops that the kernel computes, and those by which it moves elements."""
+        return [*self.nodes, *(n for a in self.arranged.values() for n in a.nodes)]
 
     @property
     def turns(self) -> bool:
@@ -118,15 +136,22 @@ class Group(Epilogue):
         return self.blocks[x_q].stored if x_q in self.blocks else x_q
 
     def as_matrix(self, reader: fx.Node, node: fx.Node) -> Tensor:
-        """Return a tensor that `reader` reads, as a matrix, or as neighbours lie in it if it is arranged."""
-        if (lies := arranged(node)) is None:
-            return super().as_matrix(reader, node)
-        return val(node).new_empty_strided((self.products.m, self.products.n), (lies.row, lies.column))
+        """Return a tensor that `reader` reads, as a matrix, or as it is if the op moves elements."""
+        moves = any(reader in a.nodes for a in self.arranged.values())
+        return val(node) if moves else super().as_matrix(reader, node)
+
+    def arrange(self, graph: fx.Graph, made: dict[fx.Node, fx.Node]) -> None:
+        """Copy the ops that compute matrices from tensors in another order."""
+        for x, a in self.arranged.items():
+            of: dict[fx.Node, fx.Node] = dict(made)
+            for node in a.nodes:
+                of[node] = graph.node_copy(node, of.__getitem__)
+            made[x] = graph.call_function(aten.reshape.default, (of[x], [self.products.m, self.products.n]))
 
     @property
-    def matrices(self) -> set[fx.Node]:
-        """The matrices that the kernel reads."""
-        return {n for n in self.inputs if self.products.holds(n)}
+    def matrices(self) -> dict[fx.Node, None]:
+        """The matrices that the kernel reads, or computes from tensors in another order, as keys: in order."""
+        return dict.fromkeys(n for _, n in self.matrix_reads() if self.products.holds(n))
 
 
 @dataclass(frozen=True)
@@ -163,13 +188,13 @@ def _apply(build: Builder, m: Match) -> int:
     try:
         if reason := why_not(m):
             raise CannotFuse(reason)
-        plan = plan_of(m)
+        before = amaxes_before(m.group)
+        plans = [(kernel, plan_of(kernel)) for kernel in (before, m) if kernel is not None]
     except CannotFuse as error:
         log.debug("%s is left to Inductor: %s", m.group.quantizes[0], error)
         return 0
-    if (before := amaxes_before(m.group)) is not None:
-        rewrite(build, before, plan_of(before))
-    rewrite(build, m, plan)
+    for kernel, plan in plans:
+        rewrite(build, kernel, plan)
     return len(m.group.quantizes)
 
 
@@ -218,12 +243,19 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
                 group.after[part] = None
     if not all(map(group.parts, map(group.quantized, group.quantizes))):
         return None
+    group.arranged = {x: a for x in group.matrices if not is_pile(x) and (a := _worth_arranging(x)) is not None}
     _add_reductions(group)
     copies = turned(group)
     if not all(map(group.is_turned, copies)):
         return None
     group.copies = {t.copy: t.x_q for t in copies}
     return group
+
+
+def _worth_arranging(x: fx.Node) -> Arranged | None:
+    """Return how a matrix is computed from tensors in another order, if these are in memory, but for small parts."""
+    a = arranged(x)
+    return a if a is not None and all(map(_is_in_memory, filter(a.is_large, a.tensors))) else None
 
 
 def _is_tiled(blocks: BlockScales) -> bool:
@@ -245,10 +277,10 @@ def _is_scale(scale: fx.Node, x_q: fx.Node, products: Products) -> bool:
 
 
 def _parts(x: fx.Node) -> list[fx.Node]:
-    """Return the tensors of equal width whose rows are joined in `x`; else `[x]`."""
+    """Return the tensors of equal width whose rows are joined in `x`; else, and where these are arranged, `[x]`."""
     if x.target is aten.cat.default and len(x.args) > 1 and x.args[1] in (-1, val(x).dim() - 1):
         parts: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
-        if len({val(p).shape for p in parts}) == 1:
+        if len({val(p).shape for p in parts}) == 1 and not any(map(arranged, parts)):
             return parts
     return [x]
 
@@ -272,7 +304,7 @@ def amaxes_before(group: Group) -> Match | None:
     turns = "amaxes of columns" in map(kinds.__getitem__, found)
     if len(found) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
         return None
-    own = Group(group.products, dict(group.after))
+    own = Group(group.products, dict(group.after), arranged=group.arranged)
     own.add(n for amaxes in found for n in computed_from(first(first(amaxes)), group.products)[0])
     if not _is_orderly(own, set(found)):
         return None
@@ -303,11 +335,10 @@ def _is_orderly(group: Group, made: Set[fx.Node]) -> bool:
 def why_not(m: Match) -> str:
     """Return the reason why Inductor's kernel is better, or a kernel of ours wrong; "" if there is none."""
     group = m.group
-    is_arranged = any(map(arranged, group.inputs))
-    if not (group.nodes or group.turns or group.amaxes or is_arranged):
+    if not (group.nodes or group.turns or group.amaxes or group.arranged):
         return "there is nothing to compute but the quantize"
     # for blocks of what is arranged otherwise in memory, Inductor takes two kernels, each in another order of loops
-    if not (group.turns or group.is_tensorwise or (group.blocks and is_arranged)):
+    if not (group.turns or group.is_tensorwise or (group.blocks and group.arranged)):
         return "Inductor quantizes rows in the kernel that takes their amaxes"
     if unlike := [b for b in group.blocks.values() if not _is_tiled(b)]:
         return f"the blocks are {unlike[0].rows}x{unlike[0].columns}"
@@ -320,12 +351,12 @@ def why_not(m: Match) -> str:
             return f"{x} is computed from a reduction along rows"
         if any(map(is_count, readers_nearby(x))):
             return f"what saturates in {x} is counted"
-    if any(val(n).dtype == torch.float64 for n in (*group.nodes, *group.inputs)):
+    if any(val(n).dtype == torch.float64 for n in (*group.computes, *group.inputs) if is_tensor(n)):
         return "it computes in float64"
-    for node in group.inputs:
-        if group.products.holds(node) and not _is_in_memory(node) and not _is_worth_writing(node, group):
+    for node in (n for n in group.matrices if n not in group.arranged):
+        if not _is_in_memory(node) and not _is_worth_writing(node, group):
             return f"{node} is computed by a kernel that may as well quantize"
-        if is_tensor(node) and group.products.holds(node) and not _can_be_read(node, group):
+        if not _can_be_read(node, group):
             return f"the rows of {node} do not lie as in a matrix"
     if any(u.target in (aten.copy_.default, aten.copy.default, WRITE) for n in group.replaced for u in n.users):
         return "the result is written in place"
@@ -341,9 +372,7 @@ def _is_in_memory(node: fx.Node) -> bool:
     """Return whether a tensor lies in memory for sure: a graph's input, or a view of one, or of a library's result."""
     if is_pile(node):
         return _heights(node) != ()
-    node = lies.tensor if (lies := arranged(node)) else node
-    while node.target in VIEWS:
-        node = first(node)
+    node = through(node, VIEWS)
     in_library = multiplies(node) or runs_elsewhere(node) or node.target is triton_kernel_wrapper_functional
     return node.op == "placeholder" or in_library
 
@@ -361,8 +390,6 @@ def _is_worth_writing(x: fx.Node, group: Group) -> bool:
 def _can_be_read(node: fx.Node, group: Group) -> bool:
     if is_pile(node):
         return bool(_heights(node))
-    if lies := arranged(node):
-        return lies.column == 1 and not lies.apart.rows % ROWS_IN_A_WORD
     if (layout := group.products.layout(node, node)) is None:
         return False
     strides = layout[1]
@@ -414,36 +441,73 @@ def _needs_memory(user: fx.Node) -> bool:
 
 def plan_of(m: Match) -> TilesPlan:
     """Return the plan of the kernel. Raises CannotFuse if an op can't be generated."""
-    group = m.group
-    rows, columns = group.products.m, group.products.n
+    group, module = m.group, module_of(m.group, m.results)
+    rows, choices = group.products.m, _choices(m.group)
     assert isinstance(rows, int)
+    ranges, codes = _codes(m, module, choices)
+    half = ranges[0].half
     blocks = tuple(_blocks(b, m) for b in group.blocks.values())
-    outputs = tuple(_output(o, m) for o in m.made)
+    outputs = tuple(_output(o, m, ranges[0].parts) for o in m.made)
     piles = tuple((i, _heights(n)) for i, n in enumerate(group.inputs) if is_pile(n))
-    apart = tuple((i, lies.apart) for i, n in enumerate(group.inputs) if (lies := arranged(n)))
     dtypes = tuple(val(n).dtype for n in group.inputs)
-    code, ops = written(module_of(group, m.results), 0), map(Op.of, sorted((*group.nodes, *group.replaced)))
-    return TilesPlan(rows, columns, code, outputs, dtypes, piles, _choices(group), blocks, apart, tuple(ops))
+    ops = map(Op.of, sorted((*group.computes, *group.replaced)))
+    at = tuple((of.first, code) for of, code in zip(ranges, codes, strict=True))
+    columns = group.products.n // ranges[0].parts
+    return TilesPlan(rows, columns, at, outputs, dtypes, piles, choices, blocks, half, tuple(ops))
+
+
+def _codes(m: Match, module: fx.GraphModule, choices: Sequence[Choice]) -> tuple[Sequence[Columns], list[Code]]:
+    """Return the ranges of columns with code of their own, and their code. Raises CannotFuse."""
+    arranged, width = m.group.arranged.values(), max(choice.columns for choice in choices)
+    starts, heads = {s for a in arranged for s in a.starts}, {h for a in arranged for h in a.heads}
+
+    def of(half: int) -> tuple[Sequence[Columns], list[Code]]:
+        ranges = cut(starts, m.group.products.n, half)
+        return ranges, [_code(module, columns, m.group, width) for columns in ranges]
+
+    try:
+        return of(0)
+    except CannotFuse:
+        if len(heads) != 1 or m.group.blocks or any(len(o.results) > 1 for o in m.made):
+            raise
+    return of(heads.pop() // 2)
+
+
+def _code(module: fx.GraphModule, columns: Columns, group: Group, width: int) -> Code:
+    """Return the code of a range of columns. Raises CannotFuse if no kernel of ours reads well what it reads."""
+    if columns.half and columns.size % (2 * columns.half):
+        raise CannotFuse(f"{columns.size} columns from {columns.start} on are not whole heads")
+    if columns.first % width:
+        raise CannotFuse(f"columns start at {columns.start}, within a tile")
+    assert isinstance(group.products.m, int)
+    code = written(module, 0, group.products.m, columns)
+    for read in code.reads:
+        every = {step.every for step in read.steps if step.dim == "row"}
+        if any(n % ROWS_IN_A_WORD for n in every):
+            raise CannotFuse(f"the rows of {group.inputs[read.input]} are not evenly spaced by {ROWS_IN_A_WORD}")
+        if read.depends_on("row") and read.depends_on("column") and read.column != 1:
+            raise CannotFuse(f"the rows of {group.inputs[read.input]} do not lie as in a matrix")
+    return code
 
 
 def _choices(group: Group) -> tuple[Choice, ...]:
     if group.blocks:
         found = in_blocks((b.rows, b.columns) for b in group.blocks.values())
-    elif len(group.matrices) == 1:
+    elif len(group.matrices) == 1 and not group.arranged:
         found = LIGHT
     else:
-        found = HEAVY if group.quantizes else AMAXES
+        found = HEAVY if group.quantizes or group.arranged else AMAXES
     # sums depend on how a tile is divided among threads
     return found[:1] if group.sums and is_deterministic() else found
 
 
 def _blocks(b: BlockScales, m: Match) -> Blocks:
     (x,) = m.group.parts(b.x)
-    return Blocks(m.results.index((x, None)), b.rows, b.columns, written(b.module(), 0))
+    return Blocks(m.results.index((x, None)), b.rows, b.columns, written(b.module()))
 
 
-def _output(o: Made, m: Match) -> Output:
-    results = tuple(map(m.results.index, o.results))
+def _output(o: Made, m: Match, parts: int) -> Output:
+    results = tuple(parts * m.results.index(result) + part for result in o.results for part in range(parts))
     if o.blocks is None:
         return Output(o.kind, results, o.dtype)
     which = list(m.group.blocks).index(o.blocks.x_q)
@@ -462,10 +526,8 @@ def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     given = dict(zip(plan.parameters, inputs, strict=False))  # inputs are the first parameters
     replace_by_kernel(build, at, kernel, given, m.made, list(map(plan.shape, plan.outputs)))
     build.like = None
-    erase_unread(build.graph, {*group.nodes, *group.replaced, *dead})
+    erase_unread(build.graph, {*group.computes, *group.replaced, *dead})
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    if lies := arranged(node):
-        return [lies.tensor]
     return list(node.args[0]) if is_pile(node) else [node]  # type: ignore[arg-type]

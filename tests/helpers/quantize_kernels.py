@@ -103,6 +103,33 @@ def heads(x: Tensor, scale: Tensor) -> Any:
     return both(x.view(2, n // 16, m // 2, 16).transpose(1, 2).reshape(m, n), scale)
 
 
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the gradients of queries and keys before they were rotated, side by side: [M, 128 + N].
+
+    Those of queries by halves that are joined, those of keys as transformers writes it, with halves that are scattered.
+    """
+
+    def by_head(x: Tensor) -> Tensor:
+        width = 16 if x.shape[-1] < 1024 else 128
+        return x.view(2, x.shape[-1] // width, x.shape[0] // 2, width).float()
+
+    low, high = by_head(q).chunk(2, -1)
+    of_q = torch.cat([high * sin + low * cos, high * cos - low * sin], -1).to(q.dtype)
+    turned, half = by_head(k) * sin, by_head(k).shape[-1] // 2
+    zeros = torch.zeros_like(turned)
+    scattered = torch.slice_scatter(zeros, -turned[..., :half], 3, half, 2 * half)
+    of_k = by_head(k) * cos + scattered + torch.slice_scatter(zeros, turned[..., half:], 3, 0, half)
+    return torch.cat([x.transpose(1, 2).reshape(q.shape[0], -1) for x in (of_q, of_k.to(k.dtype))], -1)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Any:
+    return both(_turned(q, k, cos, sin), scale, E5M2)
+
+
+def rotated_by_rows(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return scaled_by_rows(_turned(q, k, cos, sin))
+
+
 def _parts(x: Tensor, **how: Any) -> Any:
     """Return `x` quantized in blocks, with 1 / scale of each, as `blockwise` has it traced."""
     return Blockwise(BlockwiseScaling(), torch.float8_e4m3fn, 128, **how).parts(x)
@@ -133,6 +160,8 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "tanh": (tanh, "x s"),
     "gradient": (gradient, "x x s s"),
     "heads": (heads, "x s"),
+    "rotated": (rotated, "h x t t s"),
+    "rotated_by_rows": (rotated_by_rows, "h x t t"),
     "gated": (gated, "w s"),
     "gated_gradient": (gated_gradient, "w x s s"),
     "by_rows": (by_rows, "x r c"),
@@ -141,12 +170,13 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "in_columns": (in_columns, "x"),
     "in_rows_and_columns": (in_rows_and_columns, "x x x"),
 }
-"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N]; scales: s one, r [M, 1], c [1, N]."""
+"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N], h bf16[M, 128], t bf16[M / 2, 1]; scales:
+s one, r [M, 1], c [1, N]."""
 PART = 128
 
 
 def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
-    shapes = {"x": (m, n), "w": (m, 2 * n), "p": (PART, n)}
+    shapes = {"x": (m, n), "w": (m, 2 * n), "p": (PART, n), "h": (m, PART), "t": (m // 2, 1)}
     scales = {"s": (), "r": (m, 1), "c": (1, n)}
     return [
         3 + torch.rand(scales[k]) if k in scales else (2 * torch.randn(shapes[k])).to(BF16)

@@ -167,6 +167,26 @@ def test_the_work_of_a_loop() -> None:
     )
 
 
+SIDES = """
+        /*0000*/                   S2R R0, {of} ;
+        /*0010*/                   ISETP.GT.AND P0, PT, R0, 0x7f, PT ;
+        /*0020*/               @P0 BRA `(.L_x_0) ;
+        /*0030*/                   LDG.E.128 R8, desc[UR4][R6.64] ;
+        /*0040*/                   LDG.E.128 R12, desc[UR4][R6.64] ;
+        /*0050*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*0060*/                   LDG.E.64 R8, desc[UR4][R6.64] ;
+.L_x_1:
+        /*0070*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("of", "wanted"), [("SR_CTAID.X", (7, 32)), ("SR_TID.X", (8, 40))])
+def test_a_program_takes_one_side_of_a_branch_that_its_threads_agree_on(of: str, wanted: tuple[int, int]) -> None:
+    once, _ = work(SIDES.format(of=of))
+    assert (once.instructions, once.loaded) == wanted
+
+
 def test_an_unrolled_loop_counts_as_several() -> None:
     """The counter goes up by 128: two tiles of 64."""
     _, loop = work(LISTING, step=64)

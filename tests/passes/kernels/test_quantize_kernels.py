@@ -13,7 +13,9 @@ from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
-from fp8pass.fused.tiles_source import HEAVY, LIGHT, Apart, TilesPlan, source_of
+from fp8pass.fused.epilogue import Read
+from fp8pass.fused.places import Step
+from fp8pass.fused.tiles_source import HEAVY, LIGHT, TilesPlan, source_of
 from fp8pass.graph.builder import val
 from fp8pass.passes.common import tiles
 from fp8pass.passes.kernels import quantize_kernels
@@ -179,16 +181,74 @@ def test_heads_of_attention_are_read_where_they_are() -> None:
     run(module, QuantizeKernels())
     (plan,) = plans(module)
     # [2, 12, 64, 16] in memory: after 64 positions the next batch, after 16 columns the next head
-    assert plan.apart == ((0, Apart(64, (12 - 1) * 64 * 16, 16, (64 - 1) * 16)),)
+    ((_, code),) = plan.codes
+    steps = Step("column", 16, (64 - 1) * 16), Step("row", 64, (12 - 1) * 64 * 16)
+    assert code.reads[0] == Read("x0", 0, BF16, 16, 1, 0, steps)
     assert count(module, aten.clone.default) == 0
+
+
+@pytest.mark.parametrize("name", ["rotated", "rotated_by_rows"])
+def test_heads_are_rotated_by_one_kernel_and_halves_computed_together(name: str) -> None:
+    """Queries of 128 columns by a cat of halves, keys of 80 by scattered halves, in heads of 16."""
+    module = captured(CASES[name][0], *inputs_of(name, 128, 80))
+    run(module, QuantizeKernels())
+    for plan in plans(module):
+        assert (plan.rows, plan.columns, plan.half) == (128, 104, 8)
+        assert [start for start, _ in plan.codes] == [0, 64]
+    assert not [n for n in module.graph.nodes if n.target in (aten.cat.default, aten.slice_scatter.default)]
+
+
+def test_equal_parts_that_are_arranged_are_computed_apart() -> None:
+    """As queries and keys of as many heads: a tile lies in one of them."""
+    module = captured(CASES["rotated"][0], *inputs_of("rotated", 128, 128))
+    run(module, QuantizeKernels())
+    (plan,) = plans(module)
+    assert [len(code.results) for _, code in plan.codes] == [4, 4]
+
+
+def test_a_small_part_is_written_before() -> None:
+    """The gradients of keys that several queries share are sums: Inductor writes them, and the kernel reads."""
+
+    def shared(q: Tensor, k: Tensor, s: Tensor) -> Any:
+        keys = k.view(2, 2, 4, 64, 16).sum(2)
+        moved = (x.transpose(1, 2).reshape(128, -1) for x in (q.view(2, 12, 64, 16), keys))
+        return both(torch.cat(list(moved), -1), s)
+
+    (plan,) = rewritten(shared, torch.zeros(128, 192, dtype=BF16), torch.zeros(128, 128, dtype=BF16), scale())
+    assert [start for start, _ in plan.codes] == [0, 192]
+
+
+def test_parts_that_end_within_a_tile_are_left_to_inductor() -> None:
+    def ragged(x: Tensor, y: Tensor, s: Tensor) -> Any:
+        return both(torch.cat([x.view(2, 2, 64, 16).transpose(1, 2).reshape(128, 32), y], -1), s)
+
+    assert not rewritten(ragged, torch.zeros(128, 32, dtype=BF16), torch.zeros(128, 96, dtype=BF16), scale())
+
+
+def test_what_others_read_is_not_computed_again() -> None:
+    def read_twice(x: Tensor, s: Tensor) -> Any:
+        y = x.view(2, 12, 64, 16).exp()
+        return *both(y.transpose(1, 2).reshape(128, 192), s), y
+
+    assert not rewritten(read_twice, X, scale())
+
+
+def test_the_kernel_is_the_same_in_each_process() -> None:
+    """Results that only differ in their scale keep the order of the graph: ranks then compile one kernel."""
+    found = []
+    for _ in range(4):
+        module = captured(CASES["by_rows"][0], *inputs_of("by_rows", 128, 192))
+        run(module, QuantizeKernels())
+        found += map(source_of, plans(module))
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize(
     ("shape", "axes", "n"),
-    [((128, 12, 16), (2, 0, 1), 12), ((4, 32, 12, 16), (0, 2, 1, 3), 16), ((126, 12, 16), (1, 0, 2), 16)],
+    [((128, 12, 16), (2, 0, 1), 12), ((126, 12, 16), (1, 0, 2), 16)],
 )
 def test_other_orders_are_left_to_inductor(shape: tuple[int, ...], axes: tuple[int, ...], n: int) -> None:
-    """A tile can't read columns that are apart, rows in three steps, or four rows of which some are in the next group."""
+    """A tile can't read columns that are apart, or four rows of which some are in the next group."""
 
     def moved(x: Tensor, s: Tensor) -> Any:
         return both(x.permute(axes).reshape(-1, n), s)
