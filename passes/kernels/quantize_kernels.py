@@ -186,16 +186,25 @@ class QuantizeKernels:
 def _apply(build: Builder, m: Match) -> int:
     """Rewrite a match, unless there is a reason against it; return the number of quantizes that its kernel computes."""
     try:
-        if reason := why_not(m):
-            raise CannotFuse(reason)
-        before = amaxes_before(m.group)
-        plans = [(kernel, plan_of(kernel)) for kernel in (before, m) if kernel is not None]
+        plans = list(_plans(m))
     except CannotFuse as error:
+        if m.group.arranged:
+            m.group.arranged.clear()  # Inductor may move the elements, and the kernel quantize
+            return _apply(build, m)
         log.debug("%s is left to Inductor: %s", m.group.quantizes[0], error)
         return 0
     for kernel, plan in plans:
         rewrite(build, kernel, plan)
     return len(m.group.quantizes)
+
+
+def _plans(m: Match) -> Iterator[tuple[Match, TilesPlan]]:
+    """Yield the kernels of a match, in the order in which they run. Raises CannotFuse if there is a reason against."""
+    if reason := why_not(m):
+        raise CannotFuse(reason)
+    for kernel in (amaxes_before(m.group), m):
+        if kernel is not None:
+            yield kernel, plan_of(kernel)
 
 
 def _is_large_on_gpu(x_q: fx.Node) -> bool:
@@ -237,7 +246,8 @@ def _group_of(x_q: fx.Node, quantizes: Sequence[fx.Node] = ()) -> Group | None:
         for part in _parts(group.quantized(q)):
             if not group.products.holds(part):
                 return None
-            chain = set() if _is_read(part, q, group) else computed_from(part, group.products)[0]
+            is_read = part in group.after or _is_read(part, q, group)
+            chain = set() if is_read else computed_from(part, group.products)[0]
             group.add(chain)
             if part not in chain:
                 group.after[part] = None
@@ -266,9 +276,16 @@ def _is_tiled(blocks: BlockScales) -> bool:
 def _is_read(x: fx.Node, x_q: fx.Node, group: Group) -> bool:
     """Return whether the kernel reads what it quantizes, and leaves it to Inductor to compute that: a norm.
 
-    Inductor's kernel that takes statistics of rows can't quantize in blocks of columns.
+    Inductor's kernel that takes statistics of rows can't quantize in blocks of columns, and not before it has seen all
+    rows, if the scale depends on them; it must write the tensor.
     """
-    return x_q in group.blocks and group.blocks[x_q].is_turned and comes_of_row_reduction(x)
+    if not comes_of_row_reduction(x):
+        return False
+    if x_q in group.blocks:
+        return group.blocks[x_q].is_turned
+    scale = group.scales[x_q]
+    is_of_rows = val(scale).shape[-1:] == (1,) and not has_one_element(scale)
+    return not is_of_rows and depends(scale, x)
 
 
 def _is_scale(scale: fx.Node, x_q: fx.Node, products: Products) -> bool:
@@ -305,11 +322,17 @@ def amaxes_before(group: Group) -> Match | None:
     if len(found) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
         return None
     own = Group(group.products, dict(group.after), arranged=group.arranged)
-    own.add(n for amaxes in found for n in computed_from(first(first(amaxes)), group.products)[0])
+    computed = [x for x in map(_measured, found) if x not in group.after]
+    own.add(n for x in computed for n in computed_from(x, group.products)[0])
     if not _is_orderly(own, set(found)):
         return None
-    made = [Made(kinds[n], (first(first(n)),), n, val(n).dtype) for n in found]
+    made = [Made(kinds[n], (_measured(n),), n, val(n).dtype) for n in found]
     return Match(own, made, results_of(own, made))
+
+
+def _measured(amaxes: fx.Node) -> fx.Node:
+    """Return the tensor whose amaxes these are."""
+    return first(first(amaxes))
 
 
 def _amaxes_kind(node: fx.Node, x: fx.Node) -> str:
