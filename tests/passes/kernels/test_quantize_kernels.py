@@ -235,7 +235,7 @@ def test_what_others_read_is_not_computed_again() -> None:
 
 def test_the_kernel_is_the_same_in_each_process() -> None:
     """Results that only differ in their scale keep the order of the graph: ranks then compile one kernel."""
-    found = []
+    found: list[str] = []
     for _ in range(4):
         module = captured(CASES["by_rows"][0], *inputs_of("by_rows", 128, 192))
         run(module, QuantizeKernels())
