@@ -30,7 +30,7 @@ from fp8pass._torch import (
     inductor_lowering,
     inductor_ops,
 )
-from fp8pass.fused.places import Address, AtPlaces, Columns, NoPlace, Step, address, bare
+from fp8pass.fused.places import Address, AtPlaces, Columns, NoPlace, Step, address, simplified
 
 PRODUCT = "product"
 """With a number, the variable of a product in the code: f32, rounded to the dtype that the matmul returns."""
@@ -91,7 +91,7 @@ def written(module: fx.GraphModule, products: int = 0, rows: int = 1, columns: C
     sizes = columns.sizes(rows) if columns else {}
 
     def simplify(index: sympy.Expr) -> sympy.Expr:
-        return lowering.sizevars.simplify_with_ranges(bare(index), sizes) if sizes else index
+        return simplified(index, sizes, lowering.sizevars.simplify_with_ranges)
 
     code = _Code(inputs, products, columns, simplify)
     with Virtualized.set_graph_handler(lowering):

@@ -106,9 +106,23 @@ def address(index: sympy.Expr, columns: Columns | None = None) -> Address:
     return Address(found.get(("row", 1), 0), found.get(("column", 1), 0), offset, tuple(steps))
 
 
-def bare(index: Any) -> sympy.Expr:
-    """Return an index without marks against expansion, for which there is no need: it does not get wider."""
-    return sympy.sympify(index).replace(Identity, lambda inner: inner)
+def simplified(index: Any, sizes: Mapping[sympy.Symbol, int], by: Callable[..., sympy.Expr]) -> sympy.Expr:
+    """Return an index in its simplest form. sizes: of its symbols. by: Inductor's function of both."""
+    # marks against expansion, which could make it wider, are in the way
+    bare = sympy.sympify(index).replace(Identity, lambda inner: inner)
+    if not sizes:
+        return bare
+
+    def quotient(base: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+        ends = bound_sympy(base, ranges_of(sizes))  # torch 2.11 leaves a quotient that is always 0
+        return sympy.Integer(0) if ends.lower >= 0 and ends.upper < divisor else FloorDiv(base, divisor)
+
+    return by(bare, sizes).replace(FloorDiv, quotient)
+
+
+def ranges_of(sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, Any]:
+    """Return the values that symbols take."""
+    return {symbol: ValueRanges(0, size - 1) for symbol, size in sizes.items()}
 
 
 def _multiples(atom: sympy.Expr, half: int) -> dict[tuple[str, int], int]:
@@ -143,7 +157,7 @@ class AtPlaces(WrapperHandler):
     def __init__(self, inner: Any, simplify: Callable[[sympy.Expr], sympy.Expr], sizes: Mapping[sympy.Symbol, int]):
         super().__init__(inner)
         self.simplify = simplify
-        self.ranges = {symbol: ValueRanges(0, size - 1) for symbol, size in sizes.items()}
+        self.ranges = ranges_of(sizes)
 
     def index_expr(self, expr: Any, dtype: torch.dtype) -> Any:
         """Return what an index is."""

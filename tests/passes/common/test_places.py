@@ -20,8 +20,8 @@ from fp8pass.fused.places import (
     NoPlace,
     Step,
     address,
-    bare,
     cut,
+    simplified,
 )
 
 ROWS = 24
@@ -48,7 +48,7 @@ def test_an_address_is_the_index_at_each_place(start: int, half: int) -> None:
 
     for part in range(columns.parts):
         row, column = columns.place(part)
-        at = address(simplify(bare(index(row, column - start)), sizes), columns)
+        at = address(simplified(index(row, column - start), sizes, simplify), columns)
         for r in range(ROWS):
             for c in range(columns.size // columns.parts):
                 there = c // half * 2 * half + half * part + c % half if half else c
