@@ -95,7 +95,7 @@ def written(module: fx.GraphModule, products: int = 0, rows: int = 1, columns: C
 
     code = _Code(inputs, products, columns, simplify)
     with Virtualized.set_graph_handler(lowering):
-        nodes: Any = _Nodes(module, lowering, None, {torch.ops.aten.cat.default: inductor_lowering.pointwise_cat})
+        nodes: Any = _Nodes(module, lowering, None, {torch.ops.aten.cat.default: _cat})
         with Virtualized.set_graph_handler(nodes):
             try:
                 nodes.run(*(_boxed(number, value) for number, value in enumerate(inputs)))
@@ -114,6 +114,13 @@ def calls_functions(epilogue: Epilogue) -> bool:
 
 
 _FUNCTION = re.compile(r"libdevice\.|tl\.sigmoid|tl_math\.(?!abs)")
+
+
+def _cat(inputs: Sequence[Any], dim: int = 0) -> Any:
+    """Lower a cat elementwise, as Inductor does where it does not store the parts, after their promotion."""
+    dtype = functools.reduce(torch.promote_types, (x.get_dtype() for x in inputs))
+    join: Any = inductor_lowering.pointwise_cat
+    return join([inductor_lowering.to_dtype(x, dtype) for x in inputs], dim)
 
 
 class _Nodes(PointwiseSubgraphLowering):

@@ -305,8 +305,10 @@ def _function(name: str, code: Epilogue, change: Callable[[list[str]], Iterable[
 
 def _calls(number: int, code: Epilogue, plan: TilesPlan) -> Iterator[str]:
     for k in range(plan.abreast):
-        results = ", ".join(_result(r, k) for r in range(len(code.results)))
-        yield f"{results} = {_name(number)}({', '.join(_abreast(number, read, k) for read in code.reads)})"
+        results = [_result(r, k) for r in range(len(code.results))]
+        yield f"{', '.join(results)} = {_name(number)}({', '.join(_abreast(number, read, k) for read in code.reads)})"
+        # one that is the same in all rows or columns is summed, and joined with other ranges, as a tile
+        yield from (f"{r} = tl.broadcast_to({r}, [ROWS // {plan.abreast}, COLUMNS])" for r in results)
 
 
 def _result(number: int, k: int) -> str:

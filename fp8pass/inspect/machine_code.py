@@ -18,8 +18,10 @@ _BRANCH = re.compile(r"\bBRA\b.*\(\.(L_\w+)\)")
 _COPIES = re.compile(r"^DEPBAR\.LE SB\d+, 0x([0-9a-f]+)")
 _REGISTER = re.compile(r"\bR(\d+)(\.64)?\b")
 _VALUE = re.compile(r"\bU?(?:R|P)\d+\b")
-_OF_THREADS = {"LDG", "LDS", "LDSM", "LDL", "SHFL", "ATOMG", "ATOMS", "VOTE", "MATCH"}
+_OF_THREADS = {"LD", "LDG", "LDS", "LDSM", "LDL", "SHFL", "ATOM", "ATOMG", "ATOMS", "VOTE", "MATCH"}
 """Instructions whose results differ from thread to thread, whatever they are given."""
+_THREAD = re.compile(r"\bSR_(?:TID|LANEID|\w\wMASK)")
+_WRITE_NOTHING = "ST", "RED", "BAR", "BRA", "EXIT", "DEPBAR"
 
 # Cycles for which an instruction of a warp keeps a unit of its scheduler busy: 32 threads over the results per cycle
 # and scheduler, from the table of arithmetic throughput in the CUDA C++ Programming Guide, compute capability 9.0.
@@ -44,7 +46,8 @@ def work(listing: str, step: int = 0) -> tuple[Work, Work]:
     """
     instructions, loops, shorter = _read(listing)
     inside = {i for first, last in loops for i in range(first, last + 1)} | shorter
-    stretches = [instructions[first : last + 1] for first, last in _outermost(loops)]
+    of_loops = (range(first, last + 1) for first, last in _outermost(loops))
+    stretches = [[instructions[i] for i in of_loop if i not in shorter] for of_loop in of_loops]
     end = next((i for i in reversed(range(len(instructions))) if instructions[i].startswith("EXIT")), -1)
     rest = [instructions[i] for i in range(end + 1) if i not in inside]
     parts = [(_of_stretch(stretch, True), unrolled(stretch, step)) for stretch in stretches]
@@ -90,10 +93,10 @@ def _shorter_sides(instructions: Sequence[str], predicates: Sequence[str], to: M
 
     predicates: of each instruction. to: where each branch leads.
     """
-    found = set[int]()
+    found, uniform = set[int](), _uniform(instructions, predicates)
     for i, other in to.items():
         end = to.get(other - 1, 0)  # the first side ends with a jump over the other one
-        if i < other < end and not predicates[other - 1] and i in _uniform(instructions, predicates):
+        if i < other < end and not predicates[other - 1] and i in uniform:
             found |= set(range(i + 1, other) if other - i - 1 < end - other else range(other, end))
     return found
 
@@ -103,13 +106,19 @@ def _uniform(instructions: Sequence[str], predicates: Sequence[str]) -> set[int]
     differs, found = set[str](), set[int]()
     for i, instruction in enumerate(instructions):
         name, _, operands = instruction.partition(" ")
-        target, _, rest = operands.partition(",")
-        read = {*_VALUE.findall(rest), predicates[i]}
-        unlike = name.partition(".")[0] in _OF_THREADS or "SR_TID" in rest or "SR_LANEID" in rest
-        if name.startswith("BRA") and predicates[i] and predicates[i] not in differs:
+        first = name.partition(".")[0]
+        if first == "BRA" and predicates[i] and predicates[i] not in differs:
             found.add(i)
-        made = set(_VALUE.findall(target))
-        differs = differs | made if unlike or not differs.isdisjoint(read) else differs - made
+        if first.startswith(_WRITE_NOTHING):
+            continue
+        target, second, *_ = *operands.split(", "), "", ""
+        made = set(_VALUE.findall(target)) | {n for n in _VALUE.findall(second) if "P" in n}
+        made |= {f"R{n}" for n in _registers(target) for n in range(n, n + 4)} if first in _OF_THREADS else set()
+        read = {*_VALUE.findall(operands.partition(",")[2]), predicates[i]}
+        if first in _OF_THREADS or _THREAD.search(operands) or not differs.isdisjoint(read):
+            differs |= made
+        elif not predicates[i]:
+            differs -= set(_VALUE.findall(target))
     return found
 
 

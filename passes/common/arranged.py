@@ -65,8 +65,11 @@ def arranged(x: fx.Node) -> Arranged | None:
     nodes = _computing(x)
     inside = set(nodes)
     reads = tuple((n, i) for n in nodes for i in n.all_input_nodes if i not in inside)
+    if not all(is_tensor(i) and val(i).device == val(x).device for _, i in reads):
+        return None
     heads = (val(n).shape[-1] for n in nodes if n.target is aten.permute.default)
-    return Arranged(tuple(nodes), reads, tuple(_starts(joined)), frozenset(heads))
+    starts = tuple(_starts(joined)) if val(joined).shape[-1] == val(x).shape[-1] else ()
+    return Arranged(tuple(nodes), reads, starts, frozenset(heads))
 
 
 def _moves(node: fx.Node) -> bool:

@@ -148,6 +148,15 @@ class Group(Epilogue):
                 of[node] = graph.node_copy(node, of.__getitem__)
             made[x] = graph.call_function(aten.reshape.default, (of[x], [self.products.m, self.products.n]))
 
+    def heights(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the rows of the tensors that lie one below the other in a matrix, where the kernel reads each."""
+        return _heights(node) if node in self.matrices and node not in self.arranged and is_pile(node) else ()
+
+    def tensors(self) -> list[fx.Node]:
+        """Return the kernel's arguments for its inputs."""
+        parts = ((list(n.args[0]) if self.heights(n) else [n]) for n in self.inputs)  # type: ignore[arg-type]
+        return [tensor for of in parts for tensor in of]
+
     @property
     def matrices(self) -> dict[fx.Node, None]:
         """The matrices that the kernel reads, or computes from tensors in another order, as keys: in order."""
@@ -321,9 +330,10 @@ def amaxes_before(group: Group) -> Match | None:
     turns = "amaxes of columns" in map(kinds.__getitem__, found)
     if len(found) < 2 or (turns and group.products.m % ROWS_IN_A_WORD):
         return None
-    own = Group(group.products, dict(group.after), arranged=group.arranged)
+    own = Group(group.products, dict(group.after))
     computed = [x for x in map(_measured, found) if x not in group.after]
     own.add(n for x in computed for n in computed_from(x, group.products)[0])
+    own.arranged = {x: a for x, a in group.arranged.items() if x in own.matrices}
     if not _is_orderly(own, set(found)):
         return None
     made = [Made(kinds[n], (_measured(n),), n, val(n).dtype) for n in found]
@@ -376,6 +386,11 @@ def why_not(m: Match) -> str:
             return f"what saturates in {x} is counted"
     if any(val(n).dtype == torch.float64 for n in (*group.computes, *group.inputs) if is_tensor(n)):
         return "it computes in float64"
+    of_arranged = {t for a in group.arranged.values() for t in a.tensors if val(t).dim()}
+    if twice := [n for _, n in group.matrix_reads() if n in of_arranged] or [
+        n for n in group.scales.values() if n in of_arranged
+    ]:
+        return f"{twice[0]} is read as a matrix, and in another order"
     for node in (n for n in group.matrices if n not in group.arranged):
         if not _is_in_memory(node) and not _is_worth_writing(node, group):
             return f"{node} is computed by a kernel that may as well quantize"
@@ -428,7 +443,7 @@ def _heights(pile: fx.Node) -> tuple[int, ...]:
 
 def _overwriting(group: Group) -> list[fx.Node]:
     """Return the ops that write into memory that the kernel reads: it must run before them."""
-    bases = [through(n, VIEWS) for node in group.inputs for n in _tensors(node)]
+    bases = [through(n, VIEWS) for n in group.tensors()]
     views = reach(bases, lambda n: n.users, lambda n: n.target in VIEWS)
     return [u for v in views for u in v.users if u.target in (aten.copy_.default, WRITE) and first(u) is v]
 
@@ -471,7 +486,7 @@ def plan_of(m: Match) -> TilesPlan:
     half = ranges[0].half
     blocks = tuple(_blocks(b, m) for b in group.blocks.values())
     outputs = tuple(_output(o, m, ranges[0].parts) for o in m.made)
-    piles = tuple((i, _heights(n)) for i, n in enumerate(group.inputs) if is_pile(n))
+    piles = tuple((i, heights) for i, n in enumerate(group.inputs) if (heights := group.heights(n)))
     dtypes = tuple(val(n).dtype for n in group.inputs)
     ops = map(Op.of, sorted((*group.computes, *group.replaced)))
     at = tuple((of.first, code) for of, code in zip(ranges, codes, strict=True))
@@ -491,9 +506,10 @@ def _codes(m: Match, module: fx.GraphModule, choices: Sequence[Choice]) -> tuple
     try:
         return of(0)
     except CannotFuse:
-        if len(heads) != 1 or m.group.blocks or any(len(o.results) > 1 for o in m.made):
+        halves = {head // 2 for head in heads if head % 2 == 0}
+        if len(halves) != 1 or m.group.blocks or any(len(o.results) > 1 for o in m.made):
             raise
-    return of(heads.pop() // 2)
+    return of(halves.pop())
 
 
 def _code(module: fx.GraphModule, columns: Columns, group: Group, width: int) -> Code:
@@ -542,7 +558,7 @@ def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     """Call the kernel, and let readers of what it computes read its outputs."""
     group, dead = m.group, m.group.closed()
     at = min([*_overwriting(group), *(user for o in m.made for user in o.instead_of.users)])
-    inputs = [n for node in group.inputs for n in _tensors(node)]
+    inputs = group.tensors()
     move_before(at, inputs)
     build.like = m.made[0].instead_of
     kernel = kernel_of(plan), list(map(plan.programs, plan.choices))
@@ -550,7 +566,3 @@ def rewrite(build: Builder, m: Match, plan: TilesPlan) -> None:
     replace_by_kernel(build, at, kernel, given, m.made, list(map(plan.shape, plan.outputs)))
     build.like = None
     erase_unread(build.graph, {*group.computes, *group.replaced, *dead})
-
-
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    return list(node.args[0]) if is_pile(node) else [node]  # type: ignore[arg-type]

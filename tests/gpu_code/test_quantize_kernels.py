@@ -34,6 +34,7 @@ EVERYDAY = {
     ("heads", "tiles do not divide", "64 64 4"),
     ("rotated", "NaN and infinities", "64 64 8"),
     ("rotated_by_rows", "tiles do not divide", "128 64 8"),
+    ("padded", "tiles do not divide", "128 64 8"),
     ("gated", "zero scales", "64 64 8"),
     ("gated_gradient", "tiles do not divide", "64 64 8"),
     ("by_rows", "NaN and infinities", "64 64 4"),
@@ -52,6 +53,7 @@ WORK = {
     "heads": (0, 2),
     "rotated": (0, 4),
     "rotated_by_rows": (0, 4),
+    "padded": (0, 4),
     "gated": (1, 1),
     "gated_gradient": (1, 5),
     "by_rows": (0, 2),
@@ -69,6 +71,7 @@ WRITES = {
     "gradient": ["amax", "columns", "columns", "rows", "sums"],
     "gated": ["amax", "rows"],
     "gated_gradient": ["amax", "columns", "columns", "rows"],
+    "padded": ["amax", "columns", "rows", "sums"],
     "by_rows": ["columns", "rows"],
     "rotated_by_rows": ["amaxes of columns", "amaxes of rows", "columns", "rows"],
     "gated_by_rows": [

@@ -23,7 +23,6 @@ from fp8pass.hardware import TARGETS
 from fp8pass.inspect.fake_cuda import FakeCuda
 from fp8pass.passes.common import tiles
 from fp8pass.passes.common.kernel_outputs import Made
-from fp8pass.passes.kernels import quantize_kernels
 from fp8pass.passes.kernels.fold_quantizes import FoldQuantizes
 from fp8pass.passes.kernels.quantize_kernels import Match, amaxes_before, match, plan_of, why_not
 from fp8pass.quant.kernel_ops import QUANTIZE
@@ -126,6 +125,13 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> An
     return both(_turned(q, k, cos, sin), scale, E5M2)
 
 
+def padded(x: Tensor, first: Tensor, rest: Tensor, scale: Tensor) -> Any:
+    """Quantize heads whose first half is one number, scaled by a table that is joined from two."""
+    heads = x.view(2, x.shape[1] // 16, x.shape[0] // 2, 16) * torch.cat([first, rest])
+    y = F.pad(heads[..., 8:], (8, 0), value=1.5).transpose(1, 2).reshape(x.shape).to(x.dtype)
+    return *both(y, scale), y.sum(0)
+
+
 def rotated_by_rows(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return scaled_by_rows(_turned(q, k, cos, sin))
 
@@ -162,6 +168,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "heads": (heads, "x s"),
     "rotated": (rotated, "h x t t s"),
     "rotated_by_rows": (rotated_by_rows, "h x t t"),
+    "padded": (padded, "x q q s"),
     "gated": (gated, "w s"),
     "gated_gradient": (gated_gradient, "w x s s"),
     "by_rows": (by_rows, "x r c"),
@@ -170,13 +177,13 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
     "in_columns": (in_columns, "x"),
     "in_rows_and_columns": (in_rows_and_columns, "x x x"),
 }
-"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N], h bf16[M, 128], t bf16[M / 2, 1]; scales:
-s one, r [M, 1], c [1, N]."""
+"""Functions, and their inputs: x bf16[M, N], w bf16[M, 2 * N], p bf16[128, N], h bf16[M, 128], t bf16[M / 2, 1],
+q bf16[M / 4, 1]; scales: s one, r [M, 1], c [1, N]."""
 PART = 128
 
 
 def inputs_of(name: str, m: int, n: int) -> list[Tensor]:
-    shapes = {"x": (m, n), "w": (m, 2 * n), "p": (PART, n), "h": (m, PART), "t": (m // 2, 1)}
+    shapes = {"x": (m, n), "w": (m, 2 * n), "p": (PART, n), "h": (m, PART), "t": (m // 2, 1), "q": (m // 4, 1)}
     scales = {"s": (), "r": (m, 1), "c": (1, n)}
     return [
         3 + torch.rand(scales[k]) if k in scales else (2 * torch.randn(shapes[k])).to(BF16)
@@ -197,7 +204,7 @@ def found_in(name: str, given: list[Tensor]) -> tuple[list[Match], fx.GraphModul
 def run(m: Match, plan: TilesPlan, choice: Choice, graph: fx.GraphModule, given: list[Tensor]) -> list[dict[str, Any]]:
     """Run the kernel in Triton's interpreter; return comparisons of what it writes with the graph, run op by op."""
     values = values_of(graph, given)
-    inputs = [values[n.name] for node in m.group.inputs for n in quantize_kernels._tensors(node)]
+    inputs = [values[n.name] for n in m.group.tensors()]
     outputs = [filled(plan.shape(o), o.dtype) for o in plan.outputs]
     kernel = kernel_of(plan).fn
     kernel.fn.__globals__["libdevice"] = tl.math  # the interpreter can't call NVIDIA's library of the same functions

@@ -169,6 +169,8 @@ def test_the_work_of_a_loop() -> None:
 
 SIDES = """
         /*0000*/                   S2R R0, {of} ;
+        /*0008*/                   STG.E desc[UR4][R0.64], RZ ;
+        /*000c*/               @P1 MOV R0, RZ ;
         /*0010*/                   ISETP.GT.AND P0, PT, R0, 0x7f, PT ;
         /*0020*/               @P0 BRA `(.L_x_0) ;
         /*0030*/                   LDG.E.128 R8, desc[UR4][R6.64] ;
@@ -181,7 +183,7 @@ SIDES = """
 """
 
 
-@pytest.mark.parametrize(("of", "wanted"), [("SR_CTAID.X", (7, 32)), ("SR_TID.X", (8, 40))])
+@pytest.mark.parametrize(("of", "wanted"), [("SR_CTAID.X", (9, 32)), ("SR_TID.X", (10, 40))])
 def test_a_program_takes_one_side_of_a_branch_that_its_threads_agree_on(of: str, wanted: tuple[int, int]) -> None:
     once, _ = work(SIDES.format(of=of))
     assert (once.instructions, once.loaded) == wanted

@@ -233,6 +233,52 @@ def test_what_others_read_is_not_computed_again() -> None:
     assert not rewritten(read_twice, X, scale())
 
 
+HEADS = torch.zeros(2, 4, 64, 16, dtype=BF16)
+
+
+def by_position(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(128, -1)
+
+
+def two_orders(x: Tensor, s: Tensor) -> Any:
+    """Scale heads by position, and the matrix by the same table."""
+    table = s.view(1, 1, 1).expand(2, 64, 1).contiguous()
+    return both((by_position(x * table.unsqueeze(1)).view(2, 64, 64) * table).view(128, 64), s)
+
+
+def only_some(x: Tensor, s: Tensor) -> Any:
+    """Take amaxes of one matrix of heads, in a group that reads two."""
+    a, b = by_position(x), by_position(x.exp())
+    return *both(a * b, s), *scaled_by_rows(a)
+
+
+def unlike_types(x: Tensor, s: Tensor) -> Any:
+    heads = torch.cat([x[..., :8].int(), x[..., 8:].float()], -1)
+    return both(by_position(heads).to(BF16), s)
+
+
+def a_part_of_zeros(x: Tensor, s: Tensor) -> Any:
+    return both(torch.cat([by_position(x), torch.zeros(128, 64, dtype=BF16)], -1), s)
+
+
+@pytest.mark.parametrize("function", [two_orders, only_some, unlike_types, a_part_of_zeros])
+def test_unusual_heads_are_no_fault(function: Callable[..., Any]) -> None:
+    module = captured(function, HEADS, scale())
+    run(module, QuantizeKernels())
+    if function is unlike_types:  # the part of integers is promoted before it is joined
+        assert "tmp0 = x0.to(tl.int32)\n    tmp1 = tmp0.to(tl.float32)" in source_of(plans(module)[0])
+    if function is a_part_of_zeros:  # both branches have results of the tile's shape
+        assert "r0_0 = tl.broadcast_to(r0_0, [ROWS // 4, COLUMNS])" in source_of(plans(module)[0])
+
+
+def test_heads_that_are_scaled_by_a_size_or_on_another_device_are_left_to_inductor() -> None:
+    module = captured(lambda x, t, s: both(by_position(x * t), s), HEADS, torch.tensor(2.0), scale())
+    (_, table, _) = module.graph.find_nodes(op="placeholder")
+    table.meta["val"] = table.meta["val"].to("meta")
+    run(module, QuantizeKernels())
+    assert not plans(module)
+
+
 def test_the_kernel_is_the_same_in_each_process() -> None:
     """Results that only differ in their scale keep the order of the graph: ranks then compile one kernel."""
     found: list[str] = []
