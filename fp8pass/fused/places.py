@@ -170,7 +170,7 @@ class AtPlaces(WrapperHandler):
         return self._inner.constant(value, dtype)
 
     def masked(self, mask: Any, body: Callable[[], Any], other: Any) -> Any:
-        """Return what is read where the mask holds, or what stands for it elsewhere; None if that is no real number."""
+        """Return what is read where the mask holds, or what stands for it elsewhere; None if that is an integer."""
         if not isinstance(mask, bool):
             raise NoPlace("what it reads depends on data")
         if mask:
