@@ -30,6 +30,7 @@ from fp8pass.passes.common.patterns import (
     JOINS,
     MOVEMENT,
     RESHAPES,
+    SPLITS,
     WIDE,
     as_node,
     at,
@@ -51,7 +52,6 @@ WAIT = c10d.wait_tensor.default
 
 OF_ALL = {*RESHAPES, *COPIES, aten.permute.default}
 """Movement after which the tensor holds each element exactly once."""
-_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 _OF_ROWS = {aten.view.default, aten.reshape.default, aten.cat.default, aten.clone.default, operator.getitem}
 """Movement that does not mix the last dimension with others if its size stays the same: no permute, which may swap
 dimensions of one size."""
@@ -370,7 +370,7 @@ def _split_into(parts: Any) -> fx.Node | None:
     if any(p.target is not operator.getitem for p in parts):
         return None
     split = first(parts[0])
-    if split.target not in _SPLITS or {first(p) for p in parts} != {split}:
+    if split.target not in SPLITS or {first(p) for p in parts} != {split}:
         return None
     return split if sorted(p.args[1] for p in parts) == list(range(len(split.meta["val"]))) else None
 

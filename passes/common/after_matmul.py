@@ -23,6 +23,7 @@ from fp8pass.passes.common.patterns import (
     CASTS,
     CONSTANTS,
     RESHAPES,
+    SPLITS,
     VIEWS,
     as_node,
     aten,
@@ -39,7 +40,6 @@ from fp8pass.quant.kernel_ops import QUANTIZE
 _RANDOM = {prims.inductor_random.default, prims.inductor_randint.default}
 _LOOKED_THROUGH = {*RESHAPES, aten.cat.default, aten.abs.default, aten.amax.default}
 """Ops between an elementwise op and what ends it: quantizes of a cat, and amaxes."""
-_SPLITS = {aten.split_with_sizes.default, aten.split.Tensor}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Products:
         computes = node.target in RESHAPES | CASTS or torch.Tag.pointwise in tags
         if node.op != "call_function" or not computes or not self.holds(node) or not is_elementwise(node):
             return False
-        if any(map(_is_random, (node, *node.all_input_nodes))):  # the numbers would have to be stored to be read
+        if any(map(is_random, (node, *node.all_input_nodes))):  # the numbers would have to be stored to be read
             return False
         if node.target in RESHAPES and not self.holds(first(node)):
             return False
@@ -114,7 +114,8 @@ def _same(a: Any, b: Any) -> bool:
     return bool(statically_known_true(a == b))
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
+    """Return whether an op draws numbers: another call of it would return others."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or node.target in _RANDOM
 
@@ -137,7 +138,7 @@ def _halves(view: fx.Node) -> Iterator[tuple[int, fx.Node]]:
     """Yield the halves of the last dimension that are read, each with its number."""
     n, last = val(view).shape[-1], val(view).dim() - 1
     for user in view.users:
-        if user.target in _SPLITS and (user.args[2] if len(user.args) > 2 else 0) in (-1, last):
+        if user.target in SPLITS and (user.args[2] if len(user.args) > 2 else 0) in (-1, last):
             for part in user.users:
                 if part.target is operator.getitem and val(part).shape[-1] * 2 == n:
                     yield int(part.args[1]), part  # type: ignore[arg-type]

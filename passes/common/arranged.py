@@ -15,15 +15,15 @@ import torch
 from torch import fx
 
 from fp8pass.graph.builder import is_tensor, val
-from fp8pass.passes.common.patterns import CASTS, CONSTANTS, RESHAPES, VIEWS, aten, first, reach, through
+from fp8pass.passes.common.after_matmul import is_random
+from fp8pass.passes.common.patterns import CASTS, CONSTANTS, RESHAPES, SPLITS, VIEWS, aten, first, reach, through
 
-_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 _MOVES = {
     *RESHAPES,
     aten.permute.default,
     aten.expand.default,
     aten.slice.Tensor,
-    *_SPLITS,
+    *SPLITS,
     operator.getitem,
     aten.clone.default,
     aten.cat.default,
@@ -31,7 +31,7 @@ _MOVES = {
     aten.constant_pad_nd.default,
 }
 _SMALL = 4
-"""What has this many times fewer elements than its reader is read by it, and not computed for each of them again."""
+"""Read an op's input, instead of computing it for each element again, if it has this many times fewer elements."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Arranged:
 
     @property
     def tensors(self) -> list[fx.Node]:
-        """What the ops read."""
+        """Return the tensors that the ops read, in order."""
         return list(dict.fromkeys(tensor for _, tensor in self.reads))
 
     def is_large(self, tensor: fx.Node) -> bool:
@@ -106,15 +106,14 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    if node.op != "call_function" or not (is_tensor(node) or node.target in _SPLITS) or not _is_sized(node):
+    if node.op != "call_function" or not (is_tensor(node) or node.target in SPLITS) or not _is_sized(node):
         return False
-    if node.target is operator.getitem and first(node).target not in _SPLITS:
+    if node.target is operator.getitem and first(node).target not in SPLITS:
         return False
-    if node.target in VIEWS and node.target not in _SPLITS:  # a view of what is in memory is read as it lies there
+    if node.target in VIEWS and node.target not in SPLITS:  # a view of what is in memory is read as it lies there
         return _is_computed(first(node))
-    tags = getattr(node.target, "tags", ())
-    computes = node.target in CASTS or torch.Tag.pointwise in tags
-    return node.target in _MOVES or (computes and torch.Tag.nondeterministic_seeded not in tags)
+    computes = node.target in CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.target in _MOVES or (computes and not is_random(node))
 
 
 def _is_sized(node: fx.Node) -> bool:

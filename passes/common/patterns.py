@@ -47,6 +47,7 @@ RESHAPES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
+SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 COPIES = {aten.clone.default, aten.alias.default}
 VIEWS = {
     *RESHAPES,
@@ -56,8 +57,7 @@ VIEWS = {
     aten.select.int,
     aten.diagonal.default,
     aten.unfold.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
+    *SPLITS,
     aten.unbind.int,
     operator.getitem,
 }

@@ -387,10 +387,9 @@ def why_not(m: Match) -> str:
     if any(val(n).dtype == torch.float64 for n in (*group.computes, *group.inputs) if is_tensor(n)):
         return "it computes in float64"
     of_arranged = {t for a in group.arranged.values() for t in a.tensors if val(t).dim()}
-    if twice := [n for _, n in group.matrix_reads() if n in of_arranged] or [
-        n for n in group.scales.values() if n in of_arranged
-    ]:
-        return f"{twice[0]} is read as a matrix, and in another order"
+    for node in (*(n for _, n in group.matrix_reads()), *group.scales.values()):
+        if node in of_arranged:
+            return f"{node} is read as a matrix, and in another order"
     for node in (n for n in group.matrices if n not in group.arranged):
         if not _is_in_memory(node) and not _is_worth_writing(node, group):
             return f"{node} is computed by a kernel that may as well quantize"
