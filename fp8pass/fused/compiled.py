@@ -6,7 +6,7 @@ from typing import Any
 
 from fp8pass._torch import pointer_type
 from fp8pass.errors import first_line
-from fp8pass.fused.epilogue import CannotFuse
+from fp8pass.fused.places import CannotFuse
 from fp8pass.fused.plan import Plan
 from fp8pass.fused.source import kernel_of
 

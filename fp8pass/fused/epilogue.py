@@ -30,14 +30,10 @@ from fp8pass._torch import (
     inductor_lowering,
     inductor_ops,
 )
-from fp8pass.fused.places import Address, AtPlaces, Columns, NoPlace, Step, address, simplified
+from fp8pass.fused.places import Address, AtPlaces, CannotFuse, Columns, Step, address, simplified
 
 PRODUCT = "product"
 """With a number, the variable of a product in the code: f32, rounded to the dtype that the matmul returns."""
-
-
-class CannotFuse(Exception):
-    """An epilogue can't be generated; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,6 @@ def written(module: fx.GraphModule, products: int = 0, rows: int = 1, columns: C
                     results = tuple(result for box in nodes.graph_outputs for result in code.results(box))
             except SubgraphLoweringException as error:
                 raise CannotFuse(f"{lowering.current_node.target} is not an elementwise op for Inductor") from error
-            except NoPlace as error:
-                raise CannotFuse(str(error)) from error
     return Epilogue(tuple(code.reads), results)
 
 
@@ -194,7 +188,7 @@ class _Code(InductorKernel[Any]):
         """Return the variable of an input's element, which is float32 for all floating-point types but float64."""
         at = address(self.simplify(index), self.columns)
         if at.steps and self.columns is None:
-            raise NoPlace(f"it reads an input at {index}, which is not a multiple of row and column")
+            raise CannotFuse(f"it reads an input at {index}, which is not a multiple of row and column")
         if (name, at) not in self.loaded:
             self.loaded[name, at] = self._variable(int(name), at)
         return self.loaded[name, at]

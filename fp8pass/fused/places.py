@@ -24,8 +24,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class NoPlace(Exception):
-    """An element comes from one place or another, or lies where no sum of quotients leads; the message says which."""
+class CannotFuse(Exception):
+    """An epilogue can't be generated; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Address:
 
 
 def address(index: sympy.Expr, columns: Columns | None = None) -> Address:
-    """Return an index, of the symbols of places, as a function of the kernel's row and column. Raises NoPlace."""
+    """Return an index, of the symbols of places, as a function of the kernel's row and column. Raises CannotFuse."""
     found: dict[tuple[str, int], int] = {}
     offset = 0
     for term in sympy.Add.make_args(sympy.expand(index)):
@@ -93,14 +93,14 @@ def address(index: sympy.Expr, columns: Columns | None = None) -> Address:
             offset += int(factor)
             continue
         if not factor.is_Integer:
-            raise NoPlace(f"it reads an input at {index}")
+            raise CannotFuse(f"it reads an input at {index}")
         for key, times in _multiples(atom, columns.half if columns else 0).items():
             found[key] = found.get(key, 0) + int(factor) * times
     first = columns.first if columns else 0
     for (dim, every), step in found.items():
         if dim == "column":
             if first % every and step:
-                raise NoPlace(f"columns from {first} on are not whole multiples of {every}")
+                raise CannotFuse(f"columns from {first} on are not whole multiples of {every}")
             offset -= first // every * step
     steps = (Step(dim, every, step) for (dim, every), step in sorted(found.items()) if every > 1 and step)
     return Address(found.get(("row", 1), 0), found.get(("column", 1), 0), offset, tuple(steps))
@@ -134,11 +134,11 @@ def _multiples(atom: sympy.Expr, half: int) -> dict[tuple[str, int], int]:
         base, divisor, modulus = atom.args
     if base == WITHIN:
         if (divisor, modulus) != (1, 0):
-            raise NoPlace(f"it reads an input at a multiple of {atom}")
+            raise CannotFuse(f"it reads an input at a multiple of {atom}")
         return {("column", 1): 1, ("column", half): -half}
     dim, unit = {ROW: ("row", 1), COLUMN: ("column", 1), PAIR: ("column", half)}.get(base, ("", 0))
     if not unit or not all(sympy.sympify(n).is_Integer for n in (divisor, modulus)):
-        raise NoPlace(f"it reads an input at a multiple of {atom}")
+        raise CannotFuse(f"it reads an input at a multiple of {atom}")
     whole = {(dim, unit * int(divisor)): 1}
     return whole | ({(dim, unit * int(divisor * modulus)): -int(modulus)} if modulus else {})
 
@@ -172,7 +172,7 @@ class AtPlaces(WrapperHandler):
     def masked(self, mask: Any, body: Callable[[], Any], other: Any) -> Any:
         """Return what is read where the mask holds, or what stands for it elsewhere; None if that is an integer."""
         if not isinstance(mask, bool):
-            raise NoPlace("what it reads depends on data")
+            raise CannotFuse("what it reads depends on data")
         if mask:
             value = body()
             return value.value if isinstance(value, OpsValue) else value
@@ -197,16 +197,16 @@ class AtPlaces(WrapperHandler):
         outcomes = {bool(_COMPARISONS[name](end, 0)) for end in (apart.lower, apart.upper)}
         crosses = name in ("eq", "ne") and apart.lower < 0 < apart.upper
         if len(outcomes) > 1 or crosses:
-            raise NoPlace(f"{name}({a.expr}, {b.expr}) holds at some columns and not at others")
+            raise CannotFuse(f"{name}({a.expr}, {b.expr}) holds at some columns and not at others")
         return outcomes.pop()
 
     def _written(self, x: Any) -> Any:
         if isinstance(x, _Index):
             if not x.expr.is_Integer:
-                raise NoPlace(f"it computes with the index {x.expr}")
+                raise CannotFuse(f"it computes with the index {x.expr}")
             return self._inner.constant(int(x.expr), x.dtype)
         if x is None or isinstance(x, bool):
-            raise NoPlace("what it reads is computed with a condition on the index")
+            raise CannotFuse("what it reads is computed with a condition on the index")
         return x
 
 

@@ -32,8 +32,9 @@ from fp8pass._torch import hint_of
 from fp8pass.errors import first_line
 from fp8pass.fused.choice import Decide
 from fp8pass.fused.compiled import shared_memory
-from fp8pass.fused.epilogue import CannotFuse, Read, written
 from fp8pass.fused.epilogue import Epilogue as Code
+from fp8pass.fused.epilogue import Read, written
+from fp8pass.fused.places import CannotFuse
 from fp8pass.fused.plan import ANY, Matmul, Output, Plan
 from fp8pass.fused.source import kernel_of
 from fp8pass.fused.tiles import candidates

@@ -33,9 +33,9 @@ from torch import Tensor, fx
 
 from fp8pass import hardware
 from fp8pass._torch import is_deterministic, triton_kernel_wrapper_functional
-from fp8pass.fused.epilogue import CannotFuse, written
 from fp8pass.fused.epilogue import Epilogue as Code
-from fp8pass.fused.places import Columns, cut
+from fp8pass.fused.epilogue import written
+from fp8pass.fused.places import CannotFuse, Columns, cut
 from fp8pass.fused.plan import Output
 from fp8pass.fused.tiles_source import (
     AMAXES,

@@ -16,8 +16,8 @@ from fp8pass.fused.places import (
     WITHIN,
     Address,
     AtPlaces,
+    CannotFuse,
     Columns,
-    NoPlace,
     Step,
     address,
     cut,
@@ -65,12 +65,12 @@ def test_neighbours_are_told_from_further_steps() -> None:
     "index", [ROW * COLUMN, FloorDiv(ROW + 1, 4), FloorDiv(WITHIN, 2), sympy.Symbol("other"), ROW / 2]
 )
 def test_what_is_no_sum_of_quotients_is_refused(index: Any) -> None:
-    with pytest.raises(NoPlace):
+    with pytest.raises(CannotFuse):
         address(index, Columns(0, 64, 8))
 
 
 def test_a_range_starts_where_quotients_do() -> None:
-    with pytest.raises(NoPlace, match="whole multiples of 16"):
+    with pytest.raises(CannotFuse, match="whole multiples of 16"):
         address(FloorDiv(COLUMN, 16), Columns(24, 16))
 
 
@@ -112,12 +112,12 @@ def test_the_halves_of_heads_have_one_outcome_each() -> None:
 @pytest.mark.parametrize("name", ["lt", "ge", "eq", "ne"])
 def test_a_comparison_with_two_outcomes_is_refused(name: str) -> None:
     ops = at(Columns(0, 64))
-    with pytest.raises(NoPlace, match="at some columns"):
+    with pytest.raises(CannotFuse, match="at some columns"):
         getattr(ops, name)(ops.index_expr(COLUMN, torch.int64), ops.constant(32, torch.int64))
 
 
 def test_what_computes_with_an_index_is_refused() -> None:
     ops = at(Columns(0, 64))
-    with pytest.raises(NoPlace, match="computes with the index"):
+    with pytest.raises(CannotFuse, match="computes with the index"):
         ops.add(ops.index_expr(COLUMN, torch.int64), ops.constant(1, torch.int64))
     assert ops.add("x", ops.constant(1, torch.int64)) == ("add", "x", ("constant", 1, torch.int64))

@@ -14,7 +14,7 @@ from fp8pass import hardware, scaling
 from fp8pass._torch import kernel_called, triton_kernel_wrapper_functional
 from fp8pass.fused import choice
 from fp8pass.fused.choice import Decide
-from fp8pass.fused.epilogue import CannotFuse
+from fp8pass.fused.places import CannotFuse
 from fp8pass.graph.builder import val
 from fp8pass.graph.pass_base import Context
 from fp8pass.hardware import TARGETS
