@@ -2,7 +2,8 @@
 
 python bench/zoo.py [name ...]      make the rows that do not exist yet, or those named, as files in build/zoo
     --keep                          write all rows into bench/zoo_rows.jsonl, which git tracks
-    --lowering inductor | h100      train with Inductor, or generate code for an H100; the default is eager
+    --lowering inductor             train with Inductor; the default is eager
+    --lowering h100 | sm_120        generate code for an H100, or for an RTX 5090
     --lowering explain              only explain the models, without training
     --third                         only a third of each kind: the models that took the least time in eager
     --failed                        also repeat rows that failed
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -40,7 +42,7 @@ import torch._inductor.compile_fx
 import zoo_row
 from torch._dynamo import config as dynamo_config
 from zoo_catalogue import Entry, catalogue
-from zoo_lowerings import Explained, ForH100, ThroughInductor
+from zoo_lowerings import Explained, ForGpu, ThroughInductor
 from zoo_page import page, problems
 from zoo_rows import TRAINED, Rows, third
 
@@ -64,7 +66,8 @@ LOWERINGS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "eager": lambda make: make(),
     "explain": lambda make: Explained(make()),
     "inductor": lambda make: ThroughInductor(make()),
-    "h100": ForH100,
+    "h100": functools.partial(ForGpu, "h100"),
+    "sm_120": functools.partial(ForGpu, "sm_120"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The zoo's other lowerings: Inductor on the CPU, and code generation for an H100 on a machine without one."""
+"""The zoo's other lowerings: Inductor on the CPU, and code generation for GPUs that the machine does not have."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from fp8pass.inspect.fake_cuda import FakeCuda, fakes
 from fp8pass.options.config import make_config
 from fp8pass.report.report import collect
 from fp8pass.states.slots import InstanceState, registry
-
-TARGET = "h100"
 
 
 @dataclass
@@ -81,9 +79,10 @@ def _make_fake(model: nn.Module) -> None:
 
 
 @dataclass
-class ForH100:
-    """A model for which code is generated. make: returns the sample."""
+class ForGpu:
+    """A model for which code is generated. target: the GPU's name. make: returns the sample."""
 
+    target: str
     make: Callable[[], Sample]
 
     def checks(self, row: Row) -> list[Callable[[], None]]:
@@ -92,9 +91,9 @@ class ForH100:
 
     def generate(self, row: Row) -> None:
         """Generate the code of forward and backward, which must both call `_scaled_mm` if matmuls are rewritten."""
-        gpu = FakeCuda(TARGETS[TARGET])
+        gpu = FakeCuda(TARGETS[self.target])
         registry.on_new.append(_has_history)
-        config = make_config({"target": TARGET, "min_speedup": 0})
+        config = make_config({"target": self.target, "min_speedup": 0})
         sample = self.make()  # before tensors are fake, because initialization reads their values
         with fakes(), gpu.compiles() as found, collect() as report:
             _make_fake(sample.model)

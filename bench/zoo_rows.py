@@ -14,7 +14,7 @@ from zoo_row import Row
 
 Made = dict[str, Any]
 """A row as JSON, with package, kind, date, commit and versions."""
-TRAINED = ("eager", "inductor", "h100")
+TRAINED = ("eager", "inductor", "h100", "sm_120")
 """The lowerings whose rows are kept; rows of "explain" have nothing that those of "eager" lack."""
 _DEFAULTS = asdict(Row(""))
 _DIGITS = 4

@@ -496,6 +496,12 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def cuda_driver_version() -> int:
+    """Return the version of CUDA that the driver has, 13000 for 13.0; 0 in a build of torch without CUDA."""
+    version: int = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    return version
+
+
 def store_of(group: dist.ProcessGroup, prefix: str) -> Store:
     """Return the key-value store through which a group's ranks were initialized, with a prefix to all keys."""
     return PrefixStore(prefix, _get_process_group_store(group))
@@ -859,6 +865,7 @@ __all__ = [
     "context_of",
     "counters",
     "cpp_compiler",
+    "cuda_driver_version",
     "current_graph_task_id",
     "cuts_fast",
     "ddp_goes_on",

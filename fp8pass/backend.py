@@ -35,6 +35,7 @@ from fp8pass.lowering.lower import fake_state, lower
 from fp8pass.names import Names
 from fp8pass.options import overrides
 from fp8pass.options.config import Config, make_config
+from fp8pass.options.machine import gpu_of, on_machine
 from fp8pass.options.setting import current_setting
 from fp8pass.options.unmatched import check_compiled
 from fp8pass.pipeline import (
@@ -125,15 +126,16 @@ def _by_setting(
 ) -> Callable[..., Any]:
     """Return a callable that compiles the graph for each `autocast` setting; it is compiled now for the current one."""
     context, fakes = context_for_later(), as_fakes(example_inputs)  # for the reason in `_Graph.compiled`
+    device = gpu_of(example_inputs)
 
     def compile_with(config: Config) -> Callable[..., Any]:
         with tracing(context):
-            run: Callable[..., Any] = compile_one(module, fakes, config)
+            run: Callable[..., Any] = compile_one(module, fakes, on_machine(config, device))
         return run
 
     graph, setting = SettingGraph(config, _code(), compile_with), current_setting()
     first = config if setting is None else setting.applied(config)
-    graph.has(setting, compile_one(module, example_inputs, first))
+    graph.has(setting, compile_one(module, example_inputs, on_machine(first, device)))
     return graph
 
 

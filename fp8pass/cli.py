@@ -1,4 +1,4 @@
-"""The `fp8pass` command and its subcommands: demo, inspect, plot, bisect, explain, env."""
+"""The `fp8pass` command and its subcommands: demo, inspect, plot, bisect, explain, env, machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from fp8pass import __version__
 from fp8pass.debug import plots
 from fp8pass.debug.bisector import bisect
-from fp8pass.debug.environment import describe
+from fp8pass.debug.environment import describe, figures
 from fp8pass.debug.explainer import explain
 from fp8pass.demo import demo
 from fp8pass.demo.checks import Unusable
 from fp8pass.dynamo.outside import missed
-from fp8pass.errors import Fp8Error
+from fp8pass.errors import Fp8Error, first_line
+from fp8pass.gpu.here import written
+from fp8pass.gpu.machine_file import to_json
+from fp8pass.gpu.target import TARGETS
 from fp8pass.inspect.import_path import built, named
 from fp8pass.inspect.inspector import OPTIMIZERS, PEERS, inspect
 from fp8pass.inspect.table import show, show_memory
@@ -38,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_bisect(commands.add_parser("bisect", help="which matmul, operand or pass makes a training step fail"))
     _add_explain(commands.add_parser("explain", help="what becomes of every matmul of a model, and why"))
     _add_env(commands.add_parser("env", help="torch, devices and what runs there: for a bug report"))
+    _add_machine(
+        commands.add_parser("machine", help="measure the GPU, and write its file for inspect and FP8PASS_MACHINE")
+    )
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status
@@ -87,6 +95,35 @@ def _add_env(command: argparse.ArgumentParser) -> None:
 
 def _env(_: argparse.Namespace) -> int:
     print(describe())
+    return 0
+
+
+def _add_machine(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_machine)
+    command.description = (
+        "Measure a GPU, try which FP8 matmuls it has, and write a file of its figures: for fp8pass inspect --machine, "
+        "and for FP8PASS_MACHINE."
+    )
+    command.add_argument("--device", type=int, default=0, help="number of the GPU (default: %(default)s)")
+    command.add_argument("--seconds", type=_count, default=10, help="to measure for (default: %(default)s)")
+    command.add_argument("--out", type=Path, default=Path("machine.json"), help="the file (default: %(default)s)")
+
+
+def _machine(args: argparse.Namespace) -> int:
+    if args.device >= (count := torch.cuda.device_count()):
+        print(
+            f"fp8pass machine: torch finds {count} GPUs here, and none is number {args.device}; for the published "
+            f"figures of others: fp8pass inspect --target, one of {', '.join(TARGETS)}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        target = written(torch.device("cuda", args.device), args.seconds)
+        args.out.write_text(to_json(target, indent=1) + "\n")
+    except (RuntimeError, OSError) as error:
+        print(f"fp8pass machine: {first_line(error)}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {figures(target)}")
     return 0
 
 
@@ -199,7 +236,7 @@ def _explain(args: argparse.Namespace) -> int:
 def _show_memory(spec: str, config: Config) -> None:
     if not isinstance(config.recipe, Recipe):
         raise Fp8Error("there is no recipe; write --recipe delayed, say")
-    show_memory(inspect(spec, config.target or "h100", config.recipe.name, peer=PEERS[0]))
+    show_memory(inspect(spec, str(config.target or "h100"), config.recipe.name, peer=PEERS[0]))
 
 
 def _inspect(args: argparse.Namespace) -> int:

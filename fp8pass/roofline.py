@@ -8,15 +8,13 @@ docs/roofline.md. Sources of constants: there, here and in hardware.py.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sympy
 import torch
 
+from fp8pass.gpu.machine_file import load_machine as load_machine
 from fp8pass.hardware import Target, scales_rows, why_no_block_kernel
 from fp8pass.recipes import (
     FACTORS,
@@ -88,15 +86,15 @@ def gemm_seconds(
 
     float32 counts at the rate of TF32, half of BF16's; torch's default for float32 is slower still.
     """
-    rate = target.bf16_peak * (target.bf16_share or target.gemm_share)
+    rate = target.bf16_rate
     if operand_dtype in FP8_DTYPES:
-        rate = target.fp8_peak * (target.fp8_share or target.gemm_share) * KERNEL_SHARE[scaling]
+        rate = (target.mxfp8_rate if scaling == "mxfp8" else target.fp8_rate) * KERNEL_SHARE[scaling]
         if not fast_accum and target.capability < (10, 0):
             rate *= target.slow_accum_share
     elif operand_dtype == torch.float32:
         rate /= 2
     moved = operand_dtype.itemsize * (m * k + k * n) + out_itemsize * m * n
-    return target.gemm_start + _longer(2 * m * k * n / rate, moved / (target.bandwidth * target.memory_share))
+    return target.gemm_start + _longer(2 * m * k * n / rate, moved / target.copy_rate)
 
 
 def scaling_of(recipe: Recipe) -> str:
@@ -330,53 +328,5 @@ def merged_seconds_saved(
         return call_seconds(target, m, k, n, of, element_size, training=True) + around
 
     apart = sum(_shorter(seconds(n, recipe), seconds(n, None)) for n in widths)
-    added = (len(widths) - 1) * m * k * element_size / (target.bandwidth * target.memory_share)
+    added = (len(widths) - 1) * m * k * element_size / target.copy_rate
     return apart + added - seconds(sum(widths), recipe)
-
-
-def load_machine(path: str | Path) -> Target:
-    """Return the target that a JSON file describes: an object with the fields of `Target`; defaults are optional.
-
-    capability is [major, minor]; numbers are in the units of `Target`, so with measured peaks `gemm_share` is 1;
-    null for `bf16_share` and `fp8_share` means `gemm_share`. Raises ValueError, which names the field, if one is
-    missing or unknown or has an invalid value.
-    """
-    try:
-        values = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold one object, with the fields {', '.join(_CHECKS)}")
-    for name in values:
-        if name not in _CHECKS:
-            raise ValueError(f"{path}: unknown field {name!r}; valid ones are {', '.join(_CHECKS)}")
-    for name in (f.name for f in fields(Target) if f.default is MISSING):
-        if name not in values:
-            raise ValueError(f"{path}: the field {name!r} is missing")
-    for name, value in values.items():
-        wanted, good = _CHECKS[name]
-        if not good(value):
-            raise ValueError(f"{path}: {name} must be {wanted}, not {json.dumps(value)}")
-    return Target(**{**values, "capability": tuple(values["capability"])})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _is_capability(value: Any) -> bool:
-    return isinstance(value, list) and [type(part) for part in value] == [int, int]
-
-
-_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    f.name: ("a finite number above 0", _is_number) for f in fields(Target)
-}
-_CHECKS["name"] = ("text", lambda value: isinstance(value, str))
-_CHECKS["capability"] = ("[major, minor]", _is_capability)
-for _name in (f.name for f in fields(Target) if f.name.endswith("_share")):
-    _CHECKS[_name] = ("a number above 0, and at most 1", lambda value: _is_number(value) and value <= 1)
-for _name in (f.name for f in fields(Target) if f.default is None):
-    _CHECKS[_name] = (
-        "null, or a number above 0, and at most 1",
-        lambda value: value is None or _CHECKS["gemm_share"][1](value),
-    )

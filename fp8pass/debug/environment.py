@@ -6,19 +6,24 @@ import os
 import platform
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fp8pass import hardware, versions
 from fp8pass._torch import cpp_compiler
+from fp8pass.gpu import here, kernels
+from fp8pass.gpu.speeds import Speeds, expected
+from fp8pass.gpu.target import Target
+from fp8pass.gpu.tried import Tried
+from fp8pass.options.config import make_config
 from fp8pass.recipes import NAMED, BlockwiseScaling, MXFP8Scaling, Recipe, RowwiseScaling
 from fp8pass.scaling import FP8_DTYPES
 
 
 def describe() -> str:
     """Return plain text with one fact per line and without paths of the machine."""
-    rows = [*_software(), *_devices(), *_recipes(), *_variables()]
+    rows = [*_software(), *_devices(), *_speeds(), *_recipes(), *_variables()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
 
@@ -81,16 +86,60 @@ def _cpu_multiplies() -> Iterator[tuple[str, str]]:
     yield "  FP8 matmuls", f"in float32: {emulated}" if emulated else "by torch._scaled_mm"
 
 
+def _speeds() -> Iterator[tuple[str, str]]:
+    """Yield the figures of the first GPU by which it is decided what runs in FP8, and what was measured and tried."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return
+    device, machine = torch.device("cuda", 0), make_config().machine
+    base = here.published_here(device)
+    if not base.has_fp8:
+        return
+    target = here.target_here(device, machine, (), kernels.KINDS)
+    of = here.known(device)
+    yield "figures", f"{'of a file' if machine not in here.HOW else machine}: {figures(target)}"
+    yield "  published", figures(base)
+    if of.speeds is not None:
+        yield "  measured", rates(of.speeds)
+    for kind in kernels.KINDS:
+        yield f"  {kind} kernels", _answer(kind, target, of.tried)
+    for tried in of.tried:
+        if tried.result:
+            yield f"    {tried.kind}", f"{tried.case}: {tried.result}{'' if tried.needed else ' (not needed)'}"
+    for note in of.notes:
+        yield "  not found out", note
+
+
+def figures(target: Target) -> str:
+    """Return the name of a GPU, and the speeds that large kernels reach on it, in words."""
+    return f"{target.name}, {target.sm}, {rates(expected(target))}"
+
+
+def rates(of: Speeds) -> str:
+    """Return speeds in words."""
+    return f"BF16 {of.bf16 / 1e12:.0f} and FP8 {of.fp8 / 1e12:.0f} TFLOPS, copies {of.copy / 1e12:.2f} TB/s"
+
+
+def _answer(kind: str, target: Target, tried: Sequence[Tried]) -> str:
+    cases = [t for t in tried if t.kind == kind]
+    why = kernels.why_not(kind, target)
+    if not cases:
+        return f"by the tables: {why or 'there'}"
+    right = sum(not t.result for t in cases)
+    return f"tried: {'do not work' if why else 'work'}, {right} of {len(cases)} cases are right"
+
+
 def _recipes() -> Iterator[tuple[str, str]]:
     """Yield how each recipe runs on the first GPU, or on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    target = hardware.target_of(device)
+    if target is not None and target.has_fp8 and torch.version.hip is None:
+        target = here.target_here(device, make_config().machine, (), kernels.KINDS)
     yield "recipes on", str(device)
     for name, recipe in NAMED.items():
-        yield f"  {name}", _how(recipe(), device)
+        yield f"  {name}", _how(recipe(), device, target)
 
 
-def _how(recipe: Recipe, device: torch.device) -> str:
-    target = hardware.target_of(device)
+def _how(recipe: Recipe, device: torch.device, target: Target | None) -> str:
     if reason := hardware.why_no_fp8(device, target):
         return f"declined: {reason}"
     if isinstance(recipe, (BlockwiseScaling, MXFP8Scaling)):

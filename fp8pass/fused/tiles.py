@@ -37,9 +37,11 @@ _TWO_PRODUCTS = _Choice(Tile(128, 128, 128, 8, 3)), _SHALLOW
 _HOPPER = {1: (*_WIDE, _HALVES, _SHALLOW), 2: _TWO_PRODUCTS}
 # Not timed. With more than 8 bytes, tiles in halves spill 32 bytes per thread there.
 _BLACKWELL = {1: (*_WIDE, replace(_HALVES, most_bytes=8), _Choice(Tile(128, 64, 128, 8, 4))), 2: _TWO_PRODUCTS}
-# Ada has 100 KB of shared memory, and no TMA; nothing was timed.
+# sm_89 and sm_120 have 99 KB of shared memory for a block, and multiply by instructions of one warp; not timed.
 _NARROW = _Choice(Tile(128, 64, 64, 8, 3)), _Choice(Tile(64, 64, 64, 4, 2))
-_ADA = {1: (_Choice(Tile(128, 128, 64, 8, 3), most_bytes=2), *_NARROW), 2: _NARROW}
+_SMALL = {1: (_Choice(Tile(128, 128, 64, 8, 3), most_bytes=2), *_NARROW), 2: _NARROW}
+_LARGE = 160 << 10
+"""Bytes of shared memory for a block that GPUs of data centres have, with room for wide tiles in several stages."""
 
 
 def candidates(plan: Plan, shared_memory: int) -> Iterator[Tile]:
@@ -48,7 +50,7 @@ def candidates(plan: Plan, shared_memory: int) -> Iterator[Tile]:
     shared_memory: bytes that one block of the GPU may use.
     """
     m, moved, calls = plan.matmul, plan.bytes_per_element, calls_functions(plan.epilogue)
-    tiles = _BLACKWELL if plan.capability >= 100 else _HOPPER if plan.tma else _ADA
+    tiles = _SMALL if shared_memory < _LARGE else _BLACKWELL if plan.capability >= 100 else _HOPPER
     for choice in tiles[m.products]:
         tile = choice.tile
         rows, columns = _cut(m.m, tile.rows, 64), _cut(m.n, tile.columns, 16 * tile.parts)

@@ -50,7 +50,7 @@ from fp8pass._torch import (
     triton_helpers,
 )
 from fp8pass.errors import Fp8Error
-from fp8pass.hardware import Target, sizes
+from fp8pass.gpu.target import Target, sizes
 from fp8pass.inspect import machine_code, sectors
 from fp8pass.inspect.inspector import Compiled
 from fp8pass.inspect.kernel_time import Code
@@ -284,8 +284,19 @@ class FakeCuda:
                 given = _given(calls.get(called, ""), dict(values or {}))
                 reads = read is None or called in read
                 choices = _choices(tuner) if reads else tuner.configs[:1]
-                found[called] = [self._compiled(tuner, c, source, given, folder, reads) for c in choices]
+                tried = [self._compiled(tuner, c, source, given, folder, reads) for c in choices]
+                found[called] = self._fitting(called, tried)
         return found
+
+    def _fitting(self, name: str, tried: Sequence[Compiled]) -> list[Compiled]:
+        """Return the configurations whose shared memory the GPU has, as Inductor does there; raise Fp8Error if none."""
+        most = self.properties.shared_memory_per_block_optin
+        if fits := [compiled for compiled in tried if compiled.shared <= most]:
+            return fits
+        raise Fp8Error(
+            f"the kernel {name} takes {min(compiled.shared for compiled in tried)} bytes of shared memory, and a block "
+            f"has {most} on {self.target.name}: it does not run there"
+        )
 
     def _tuner(self, name: str, source: str, folder: Path) -> Any:
         """Return Inductor's tuner of a kernel, by importing the kernel's source."""
@@ -332,7 +343,8 @@ class FakeCuda:
                 config, choice.num_warps, registers, kernel.metadata.shared, programs,
                 _iterations(choice.kwargs, numbers), once, loop, vain,
             )  # fmt: skip
-        return Compiled(*widths(kernel.asm["ptx"]), registers, spilled, len(tuner.configs), code)
+        found = widths(kernel.asm["ptx"])
+        return Compiled(*found, registers, spilled, len(tuner.configs), code, kernel.metadata.shared)
 
     def generate(
         self, module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool = False

@@ -32,7 +32,7 @@ class Compiled:
 
     loads, stores: widths in bits of one thread's global memory accesses, widest first. registers: per thread. spilled:
     bytes of local memory per thread. configurations: how many Inductor would try. code: what a prediction needs; None
-    if the grid is not known.
+    if the grid is not known. shared: bytes of shared memory per block.
     """
 
     loads: tuple[int, ...]
@@ -41,6 +41,7 @@ class Compiled:
     spilled: int
     configurations: int
     code: Code | None = None
+    shared: int = 0
 
 
 @dataclass(frozen=True)

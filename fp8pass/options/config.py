@@ -29,7 +29,9 @@ from fp8pass.fields import (
     whole,
     wrong,
 )
-from fp8pass.hardware import TARGETS
+from fp8pass.gpu.here import HOW
+from fp8pass.gpu.machine_file import load_machine
+from fp8pass.gpu.target import TARGETS, Target
 from fp8pass.quant.moments import NAMED, Moments
 from fp8pass.recipes import ByModule, DelayedScaling, Disabled, Plan, Recipe, Schedule, matches, resolve
 
@@ -68,6 +70,20 @@ def _optimizer_state(name: str, value: Any) -> Any:
     return value if isinstance(value, Moments) else names(*OPTIMIZER_STATES).take(name, value)
 
 
+def _target(name: str, value: Any) -> Any:
+    return value if isinstance(value, Target) else names(*TARGETS).take(name, value)
+
+
+def _machine(name: str, value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or (value not in HOW and not os.path.exists(value)):
+        raise wrong(name, value, f"{' or '.join(map(repr, HOW))}, or the path of a file that `fp8pass machine` wrote")
+    if value not in HOW:
+        load_machine(value)
+    return value
+
+
 def _group(name: str, value: Any) -> Any:
     if value is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"this rank is not in {name}: pass the group of the ranks that train the same model")
@@ -87,6 +103,8 @@ MONITOR = _flag_or_patterns("True, False, or patterns of slots: ['layers.3', '*.
 MODULES = _flag_or_patterns("True, False, or patterns of modules: ['layers.3', '*.gate']")
 GROUP = Rule(_group)
 OPTIMIZER_STATE = Rule(_optimizer_state, lambda _, text: text)
+TARGET = Rule(_target, lambda _, text: text)
+MACHINE = Rule(_machine, lambda _, text: text)
 RECIPE = Rule(lambda name, value: resolve(value, name), lambda _, text: None if text.lower() == "none" else text)
 STEPS = whole(1, "a number of steps, 1 or more")
 BYTES = whole(1, "a number of bytes, 1 or more")
@@ -198,8 +216,13 @@ class Config(Checked):
     on_fault: str = field(default="warn", metadata=names(*ON_FAULT).field)
     """The response to an internal error of fp8pass, in a pass say: "warn" compiles the graph without the part that
     failed, and warns; "raise" raises `Fp8Error`, as `strict` does."""
-    target: str | None = field(default=None, metadata=(names(*TARGETS) | None).field)
-    """The GPU to decide for ("sm_90", "h200", ...) if it isn't the one that the tensors are on."""
+    target: str | Target | None = field(default=None, metadata=(TARGET | None).field)
+    """The GPU to decide for ("sm_90", "rtx4090", ..., or what `fp8pass.roofline.load_machine` returns) if it isn't the
+    one that the tensors are on."""
+    machine: str = field(default="measured", metadata=MACHINE.field)
+    """Where the figures of the GPU come from that the tensors are on. "measured": from three kernels, timed once for
+    half a second and kept in Inductor's cache folder, and from trials where tables do not know which FP8 matmuls it
+    has. "published": from tables alone. Else the path of a file that `fp8pass machine` wrote."""
     mode: str | None = field(default=None, metadata=(names(*list_mode_options()) | None).field)
     """One of Inductor's modes, as in `torch.compile(mode=...)`."""
     lowering: str = field(default="inductor", metadata=names(*LOWERINGS).field)

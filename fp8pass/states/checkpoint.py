@@ -19,6 +19,10 @@ from fp8pass import scaling
 from fp8pass._torch import running_modules, unset_fake_temporarily
 from fp8pass.errors import Fp8Error, warn_once
 from fp8pass.fields import nearest
+from fp8pass.gpu.here import in_use
+from fp8pass.gpu.here import load as load_target
+from fp8pass.gpu.machine_file import from_json, to_json
+from fp8pass.gpu.target import Target
 from fp8pass.module_tensors import ids_of, named_tensors, unwrapped
 from fp8pass.names import MATMULS, parts_of, without_wrappers
 from fp8pass.options.unmatched import names_of
@@ -30,9 +34,10 @@ if TYPE_CHECKING:  # a caller that has a Metadata has imported this already
 
 log = logging.getLogger(__name__)
 
-RECIPE, STEPS = "recipe", "steps"
+RECIPE, STEPS, TARGET = "recipe", "steps", "target"
 """Keys of a state dict that do not belong to a slot."""
-_RECIPE_BYTES = 512  # torch.distributed.checkpoint loads into tensors whose size is known before the text is
+# torch.distributed.checkpoint loads into tensors whose size is known before the text is
+_RECIPE_BYTES, _TARGET_BYTES = 512, 1024
 AND = " and "
 _WHAT = "pass what `fp8pass.state(model).state_dict()` returned"
 
@@ -52,8 +57,9 @@ class State:
 
     Each slot, `layers.0.mlp.up.weight` say, has three plain tensors: `....scale` f32[] (0 until the slot has seen
     data), `....amax_history` f32[H], newest first, and `....amax` f32[], the running amax of the current step (-1:
-    nothing recorded). The state dict also has `steps` i64[], the training steps so far, and `recipe` u8[512], the
-    recipe's text.
+    nothing recorded). The state dict also has `steps` i64[], the training steps so far, `recipe` u8[512], the recipe's
+    text, and on GPUs `target` u8[1024], the figures of the GPU by which it was decided what runs in FP8: a run that
+    loads the state before its first call decides by the same, unless the option `target` or `machine` names others.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -95,7 +101,10 @@ class State:
         slots = {f"{name}.{part}": entry[part] for name, entry in entries for part in PARTS}
         if not slots and not self.steps:
             return {}
-        return {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
+        found = {**slots, STEPS: torch.tensor(self.steps), RECIPE: as_tensor(self._recipe())}
+        if (target := self._target()) is not None:
+            found[TARGET] = as_tensor(to_json(target), _TARGET_BYTES)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
         """Restore a state that `state_dict` returned, before or after the first call of the compiled module.
@@ -152,6 +161,8 @@ class State:
             log.warning(
                 "the loaded FP8 state has slots of layers that the model does not have, which are left out: %s", unknown
             )
+        if TARGET in state_dict:
+            load_target(_target_in(state_dict[TARGET]))
         self._steps = steps
         for state in self._states():
             state.tracker.reset_to(self._steps)
@@ -217,6 +228,12 @@ class State:
     def _write(self, state: InstanceState, names: Mapping[str, str], entries: Mapping[str, Entry], saved: str) -> None:
         found = {inner: entries[name] for name, inner in names.items() if name in entries}
         state.write(found, anew=bool(saved) and not _is_among(recipe_text([state]), saved))
+
+    def _target(self) -> Target | None:
+        """Return what the module was last compiled for, if it is on a GPU."""
+        module = self._module()
+        tensors = [] if module is None else [x for _, x in named_tensors(module)]
+        return in_use(tensors[0].device) if tensors else None
 
     def _recipe(self) -> str:
         return self._own_recipe() or self._loaded.recipe
@@ -376,14 +393,22 @@ def _is_among(own: str, saved: str) -> bool:
     return cut or set(own.split(AND)) <= set(saved.split(AND))
 
 
-def as_tensor(text: str) -> Tensor:
-    """Encode the text as u8[512]: cut, or padded with zeros."""
-    return torch.tensor(list(text.encode()[:_RECIPE_BYTES].ljust(_RECIPE_BYTES, b"\0")), dtype=torch.uint8)
+def as_tensor(text: str, size: int = _RECIPE_BYTES) -> Tensor:
+    """Encode the text as u8[size]: cut, or padded with zeros."""
+    return torch.tensor(list(text.encode()[:size].ljust(size, b"\0")), dtype=torch.uint8)
 
 
-def as_text(recipe: Tensor) -> str:
+def as_text(encoded: Tensor) -> str:
     """Decode what `as_tensor` returned."""
-    return bytes(recipe.tolist()).rstrip(b"\0").decode(errors="ignore")  # the cut may be within a character
+    return bytes(encoded.tolist()).rstrip(b"\0").decode(errors="ignore")  # the cut may be within a character
+
+
+def _target_in(encoded: Tensor) -> Target:
+    """Return the target that a state was saved under. Raises Fp8Error if the text is none."""
+    try:
+        return from_json(as_text(encoded), f"{TARGET!r} in the saved FP8 state")
+    except ValueError as error:
+        raise Fp8Error(f"{error}; leave {TARGET!r} out of the state dict to decide by the GPU that is there") from None
 
 
 @dataclass(frozen=True)
@@ -423,7 +448,7 @@ def entries_of(state_dict: Mapping[str, Tensor]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, value in state_dict.items():
         name, _, part = key.rpartition(".")
-        if key in (RECIPE, STEPS):
+        if key in (RECIPE, STEPS, TARGET):
             continue
         if part not in PARTS:
             raise Fp8Error(f"{key!r} is not FP8 state: keys end in {', '.join(PARTS)}; {_WHAT}")

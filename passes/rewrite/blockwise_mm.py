@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass._torch import FakeTensorMode
+from fp8pass.gpu.trial import tiles
 from fp8pass.graph.builder import Builder, compute, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import Reject
-from fp8pass.hardware import target_of, why_no_block_kernel
+from fp8pass.hardware import Target, target_of, why_no_block_kernel
 from fp8pass.names import short
 from fp8pass.passes.common.patterns import ADDING_MATMULS, MATMULS, at, aten, dtype_name, prims
 from fp8pass.passes.rewrite.list_matmuls import operands
@@ -108,7 +109,7 @@ def match(captured: Sequence[Dequantize | None], mode: FakeTensorMode) -> tuple[
     return blocks(dq_a, -1, mode), blocks(dq_b, -2, mode)
 
 
-def check(a: Blocks, b: Blocks, node: fx.Node, target: str | None) -> None:
+def check(a: Blocks, b: Blocks, node: fx.Node, target: str | Target | None) -> None:
     """Raise Reject if there is no kernel for two operands with such blocks, on this device, for `node`."""
     device = val(node).device
     kind = "mxfp8" if a.is_e8m0 else "blockwise"
@@ -220,16 +221,3 @@ def _layout_of_b(b: Blocks) -> Any:
     if not b.square:
         return lambda s: s.t().clone(memory_format=torch.contiguous_format)
     return _by_columns if b.transposed else (lambda s: s.t())
-
-
-def tiles(codes: Tensor) -> Tensor:
-    """Lay out e8m0 codes u8[R, C] as e8m0[R' * C'], cuBLASLt's layout of scales for 1x32 blocks.
-
-    R' and C' are R and C padded to multiples of 128 and 4.
-    The code of row r and block c is at ((r // 128) * C'/4 + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4.
-    """
-    rows, columns = codes.shape
-    tall, wide = -(-rows // 128), -(-columns // 4)
-    # cuBLASLt reads whole tiles of 128 by 4, and wants zeros where the matrix has no blocks
-    padded = torch.nn.functional.pad(codes, (0, wide * 4 - columns, 0, tall * 128 - rows))
-    return padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)

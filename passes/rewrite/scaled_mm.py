@@ -31,7 +31,7 @@ from fp8pass.graph.builder import compute, val
 from fp8pass.graph.pass_base import Context
 from fp8pass.graph.refusal import MAX_BATCHES, Reject
 from fp8pass.graph.verdict import Gemm
-from fp8pass.hardware import scales_rows, target_of, why_no_fp8
+from fp8pass.hardware import Target, scales_rows, target_of, why_no_fp8
 from fp8pass.names import short
 from fp8pass.passes.common import view_ops
 from fp8pass.passes.common.patterns import MATMULS, at, aten, dtype_name, prims
@@ -70,7 +70,7 @@ def match(
     dq_b: Dequantize,
     mode: FakeTensorMode,
     fakes: dict[fx.Node, Any],
-    target: str | None = None,
+    target: str | Target | None = None,
 ) -> Match:
     """Match a matmul of two captured operands: its bias, epilogue, and how scales of rows are applied.
 
@@ -97,7 +97,7 @@ def match(
     return replace(m, by_row="after", after=replace(plain, note=note if after.dtype in FP8_DTYPES else ""))
 
 
-def _has_row_kernel(m: Match, target: str | None) -> bool:
+def _has_row_kernel(m: Match, target: str | Target | None) -> bool:
     """Return whether a kernel with scales for rows can compute the match on this device.
 
     Such kernels write bfloat16, and take e4m3 as the second operand; other types do not work on all GPUs.
@@ -131,7 +131,7 @@ def _try_dequantize(operand: fx.Node, dim: int, mode: FakeTensorMode) -> Dequant
     return captured
 
 
-def check_matmul(node: fx.Node, target: str | None = None) -> list[Reject]:
+def check_matmul(node: fx.Node, target: str | Target | None = None) -> list[Reject]:
     """Return a Reject for each condition that fails independently of where the operands come from."""
     a, b = map(val, operands(node))
     failed = []

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from fp8pass import hardware
+from fp8pass.gpu.trial import tiles
 from fp8pass.graph.builder import val
 from fp8pass.options.config import Config
-from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM, tiles
+from fp8pass.passes.rewrite.blockwise_mm import BlockwiseMM
 from fp8pass.passes.rewrite.expand_blocks import ExpandBlocks
 from fp8pass.passes.rewrite.list_matmuls import ListMatmuls
 from fp8pass.passes.rewrite.scaled_mm import ScaledMM

@@ -1,0 +1,228 @@
+"""Find out about the GPU that is there, once for each: how fast it is, which kernels it has; agree with other ranks.
+
+published   the figures of its kind: see `target.py`
+measured    those, changed by what three timed kernels reach here, in whole steps: see `speeds.py`
+tried       which kernels work here, where the tables are not sure: see `tried.py`
+agreed      what the first rank of a group has found, for all of them
+
+A rank never waits for another one. The first rank that comes writes what it has found to the store of the process
+group, at once and only if nothing is there; all others read it. So it does not matter which ranks come, and when: in
+the midst of a compilation, or not at all, because a rank has nothing to compile.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8pass._torch import store_of, unset_fake_temporarily
+from fp8pass.errors import first_line, warn_once
+from fp8pass.gpu import kept, kernels, machine_file, speeds, tried
+from fp8pass.gpu.speeds import Speeds
+from fp8pass.gpu.target import Target, published
+from fp8pass.gpu.tried import Tried
+
+log = logging.getLogger(__name__)
+
+HOW = ("measured", "published")
+"""Where figures of a GPU that is there come from, unless the option `machine` names a file."""
+SECONDS = 0.45
+"""The time that measuring takes, once for each kind of GPU and versions."""
+_WAITS = tried.SECONDS + 5
+"""Seconds that a process waits for another one on this machine that measures or tries; then the tables answer."""
+
+
+@dataclass
+class Known:
+    """What this process knows of one GPU. used: the latest target that a compilation was for."""
+
+    speeds: Speeds | None = None
+    tried: list[Tried] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    used: Target | None = None
+
+
+_known: dict[int, Known] = {}
+_targets: dict[tuple[Any, ...], Target] = {}
+_loaded: Target | None = None
+"""The target of a state that was loaded: what is compiled after that is for this one."""
+
+
+def published_here(device: torch.device) -> Target:
+    """Return the published figures of the GPU, see `target.published`."""
+    return published(torch.cuda.get_device_properties(device))
+
+
+def target_here(device: torch.device, machine: str, ranks: Sequence[int], kinds: Iterable[str]) -> Target:
+    """Return the target of a GPU that is there, the same at each call with the same arguments.
+
+    machine: the option. ranks: those that have to agree; () if there are no others. kinds: the scales that the recipe
+    asks for, see `kernels.KINDS`. Measures and tries nothing while a CUDA graph is captured.
+    """
+    key = device, machine, tuple(ranks), tuple(sorted(kinds))
+    if key not in _targets:
+        if torch.cuda.is_current_stream_capturing():
+            return published_here(device)
+        with unset_fake_temporarily():
+            _targets[key] = _agreed(_own(device, machine, key[-1]), ranks, key[-1])
+    known(device).used = _targets[key]
+    return _targets[key]
+
+
+def _own(device: torch.device, machine: str, kinds: Sequence[str]) -> Target:
+    """Return what this rank finds by itself."""
+    base = published_here(device)
+    if machine not in HOW:
+        return _of_file(machine, base)
+    if machine == "published":
+        return base
+    if _loaded is not None and _loaded.capability == base.capability:
+        return with_kernels(_loaded, kinds, device)
+    measured = measure(device)
+    return with_kernels(base if measured is None else speeds.with_speeds(base, measured), kinds, device)
+
+
+def _of_file(path: str, base: Target) -> Target:
+    found = machine_file.load_machine(path)
+    if found.capability != base.capability:
+        raise ValueError(
+            f"machine={path!r} is of {found.name}, {found.sm}, and this GPU is {base.name}, {base.sm}: write its file "
+            "with `fp8pass machine`"
+        )
+    return found
+
+
+def known(device: torch.device) -> Known:
+    """Return what this process knows of a GPU by now."""
+    return _known.setdefault(_index(device), Known())
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Speeds
+
+
+def measure(device: torch.device) -> Speeds | None:
+    """Return the speeds of a GPU, measured now or kept since; None with a warning where that fails."""
+    of = known(device)
+    if of.speeds is None:
+        found = _once(device, "speeds", lambda: asdict(speeds.measure(device, SECONDS)), of)
+        of.speeds = None if found is None else Speeds(**found)
+    return of.speeds
+
+
+def _once(device: torch.device, what: str, find_out: Any, of: Known) -> Any:
+    """Return what the file of this kind of GPU keeps under a name; where there is nothing, find out and keep it.
+
+    Returns None, with a warning, where that fails.
+    """
+    file = kept.file_of(torch.cuda.get_device_properties(device))
+    if what in (found := kept.read(file)):
+        return found[what]
+    with kept.alone(file, _WAITS) as mine:
+        if what in (found := kept.read(file)):  # another process was first
+            return found[what]
+        if not mine:
+            of.notes.append(f"{what}: another process did not end in {_WAITS:.0f} s; published figures stand in")
+            return None
+        try:
+            answer = find_out()
+        except (RuntimeError, OSError) as error:  # torch's errors, out of memory among them; no child can start
+            of.notes.append(f"{what}: {first_line(error)}; published figures stand in")
+            warn_once(f"fp8pass: {of.notes[-1]}. Name them with FP8PASS_MACHINE, published or a file's path")
+            return None
+        kept.write(file, {**found, what: answer, "date": datetime.date.today().isoformat()})
+    return answer
+
+
+def written(device: torch.device, seconds: float) -> Target:
+    """Measure a GPU for longer, and without rounding; try its kernels: the target for the file of this machine.
+
+    Raises RuntimeError where the GPU can't be measured: out of memory, say.
+    """
+    of = torch.cuda.get_device_properties(device)
+    base = replace(
+        published(of), multiprocessors=of.multi_processor_count, shared_memory=of.shared_memory_per_multiprocessor,
+        cache=of.L2_cache_size, memory=of.total_memory,
+    )  # fmt: skip
+    return with_kernels(speeds.with_speeds(base, speeds.measure(device, seconds), rounded=False), kernels.KINDS, device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def with_kernels(target: Target, kinds: Iterable[str], device: torch.device) -> Target:
+    """Return a target with the answers of trials, for the kinds asked for of which its tables are not sure."""
+    asked = [kind for kind in kernels.unsure(target) if kind in kinds]
+    if not asked:
+        return target
+    found = try_kinds(device, asked)
+    answers: dict[str, Any] = {kind: tried.works(kind, found) for kind in asked}
+    return replace(target, **answers)
+
+
+def try_kinds(device: torch.device, kinds: Sequence[str]) -> list[Tried]:
+    """Return the answers of trials of these kinds of scales, made now or kept since; [] of those that failed."""
+    of = known(device)
+    for kind in kinds:
+        if any(t.kind == kind for t in of.tried):
+            continue
+        answers = _once(
+            device, kind, lambda kind=kind: [list(asdict(t).values()) for t in tried.try_kinds([kind], str(device))], of
+        )
+        of.tried += [Tried(*answer) for answer in answers or ()]
+    return of.tried
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks, and states
+
+
+def _agreed(own: Target, ranks: Sequence[int], kinds: Sequence[str]) -> Target:
+    """Return the target of the first of these ranks that asked for these kinds of scales."""
+    if len(ranks) < 2:
+        return own
+    key = f"{'-'.join(map(str, ranks))}/{'-'.join(kinds)}"
+    try:
+        store = store_of(dist.group.WORLD, "fp8pass/target")  # type: ignore[arg-type]
+        text = store.compare_set(key, "", machine_file.to_json(own)).decode()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:  # a store that can't compare, as of fakes
+        log.info("ranks decide each by its own GPU: %s", first_line(error))
+        return own
+    theirs = machine_file.from_json(text, "another rank's target")
+    if theirs.capability == own.capability:
+        return theirs
+    warn_once(
+        f"fp8pass: a rank has a {theirs.name}, {theirs.sm}, and this one a {own.name}, {own.sm}: by the speeds of the "
+        "first it is decided for all of them what runs in FP8, and each rank uses the kernels that it has"
+    )
+    return replace(theirs, **{name: getattr(own, name) for name in ("capability", *kernels.KINDS)})
+
+
+def in_use(device: torch.device) -> Target | None:
+    """Return the target that the latest compilation on a GPU was for; None before the first one, and on CPUs."""
+    return known(device).used if device.type == "cuda" else None
+
+
+def load(target: Target) -> None:
+    """Use the target of a saved state for all that is compiled from now on, on GPUs of its compute capability."""
+    global _loaded
+    _loaded = target
+    for of in _known.values():
+        if of.used is not None and of.used != target and of.used.capability == target.capability:
+            log.warning(
+                "the loaded FP8 state was saved by a run that decided for %s, and this process has already compiled "
+                "for %s, so other matmuls may be in FP8: load the state before the first call",
+                machine_file.to_json(target), machine_file.to_json(of.used),
+            )  # fmt: skip
+    _targets.clear()

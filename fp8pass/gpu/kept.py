@@ -1,0 +1,63 @@
+"""Keep what was found out about a GPU in Inductor's cache folder: by GPU, driver, and versions of torch and CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from fp8pass._torch import cache_dir, cuda_driver_version
+
+
+def file_of(properties: Any) -> Path:
+    """Return the file for a GPU with these `torch.cuda.get_device_properties`."""
+    parts = properties.multi_processor_count, properties.total_memory
+    versions = cuda_driver_version(), torch.__version__, torch.version.cuda
+    key = repr((properties.name, properties.major, properties.minor, parts, versions))
+    return Path(cache_dir()) / f"fp8pass-gpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return what a file keeps; {} if there is none, or none that can be read."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(file: Path, found: dict[str, Any]) -> None:
+    """Write a file at once: another process reads it whole, or not at all. Without a folder to write, does nothing."""
+    own = file.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        own.write_text(json.dumps(found, indent=1))
+        own.replace(file)
+
+
+@contextlib.contextmanager
+def alone(file: Path, seconds: float) -> Iterator[bool]:
+    """Be the one process that finds out what the file will keep; others wait. Yields False after so many seconds.
+
+    Yields True, too, where the folder can't be written: each process then finds out for itself.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file.with_suffix(".lock"), timeout=seconds)
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    except OSError:
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -1,0 +1,81 @@
+"""Try which matmul kernels a GPU has, in child processes that run `trial.py`: an error there harms no one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8pass.gpu import trial
+
+SECONDS = 15.0
+"""The most that all children take together."""
+NOT_REACHED = "not tried: no time was left"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One case of a trial. result: "" where it is right, else what is wrong. needed: fp8pass emits such matmuls."""
+
+    kind: str
+    case: str
+    needed: bool
+    result: str
+
+
+def try_kinds(kinds: Sequence[str], device: str, seconds: float = SECONDS, script: str | None = None) -> list[Tried]:
+    """Try all cases of these kinds of scales. Raises OSError or RuntimeError where no child can start.
+
+    A child that dies, or hangs, tells by its last line what it tried; another one tries the kinds after that.
+    """
+    end, found, left = time.monotonic() + seconds, list[Tried](), list(kinds)
+    while left and time.monotonic() < end:
+        answers, began = _child(left, device, end - time.monotonic(), script or trial.__file__)
+        if not began:
+            raise RuntimeError(answers[0].result if answers else "the child process ended before it began")
+        found += answers
+        left = left[left.index(answers[-1].kind) + 1 :] if answers else []
+    return found + [Tried(kind, "all", True, NOT_REACHED) for kind in left]
+
+
+def _child(kinds: Sequence[str], device: str, seconds: float, script: str) -> tuple[list[Tried], bool]:
+    """Run one child; return its answers, and whether it began: else the only answer is why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "answers.jsonl"
+        command, ended = [sys.executable, script, device, str(file), *kinds], ""
+        try:
+            child = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=seconds
+            )
+            if child.returncode:
+                said = child.stderr.strip().splitlines()
+                ended = f"the process died with status {child.returncode}{': ' + said[-1] if said else ''}"
+        except subprocess.TimeoutExpired:
+            ended = f"it took more than {seconds:.0f} s"
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not lines:
+        return [Tried(kinds[0], "all", True, ended)] if ended else [], False
+    return _answers(lines[1:], ended), True
+
+
+def _answers(lines: Sequence[Sequence[Any]], ended: str) -> list[Tried]:
+    """Return the answers of a child's lines: one with a result for each case, but for the case in which it ended."""
+    found = [Tried(*line) for line in lines if len(line) == 4]
+    if ended and lines and len(lines[-1]) == 3:
+        kind, case, needed = lines[-1]
+        found.append(Tried(kind, case, needed, ended))
+    return found
+
+
+def works(kind: str, found: Sequence[Tried]) -> bool | None:
+    """Return whether all cases of a kind are right that fp8pass emits; None if not all were tried."""
+    needed = [t for t in found if t.kind == kind and t.needed]
+    if not needed or any(t.result == NOT_REACHED for t in needed):
+        return None
+    return all(not t.result for t in needed)
