@@ -578,6 +578,23 @@ def context_for_later() -> TracingContext:
 
 
 @contextlib.contextmanager
+def context_of_one_graph() -> Iterator[None]:
+    """Compile one graph in a context of its own, whose backward torch may compile when it first runs.
+
+    AOTAutograd stores what it knows of a graph in the compilation's context: which saved tensors its backward may
+    overwrite, for example. It reads that when it compiles the backward, which may be after it has compiled other graphs
+    in the same context. With theirs, a backward overwrites parameters.
+    """
+    if (context := TracingContext.try_get()) is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.ddp_optimizer_ctx = None  # DDPOptimizer's own remedy: it counts on one graph for each of its parts
+    with tracing(own):
+        yield
+
+
+@contextlib.contextmanager
 def cuts_fast() -> Iterator[None]:
     """Make networkx, which torch's partitioner calls, find minimum cuts by Boykov and Kolmogorov within the context.
 
@@ -863,6 +880,7 @@ __all__ = [
     "compiled_scope",
     "context_for_later",
     "context_of",
+    "context_of_one_graph",
     "counters",
     "cpp_compiler",
     "cuda_driver_version",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8pass._torch import detect_fake_mode
+from fp8pass._torch import context_of_one_graph, detect_fake_mode
 from fp8pass.dump.writer import Dump
 from fp8pass.faults import FIRST, Attempt, Later, lowering_functions
 from fp8pass.graph.annotation import Annotation, is_state_input
@@ -69,7 +69,7 @@ def lower(
         own = dump.of_body(name, module, inputs) if body is not None else dump
         pipeline = Pipeline(config, annotation.choices, own, annotation.is_update, attempt, body, report, timing)
         pipeline.is_repeated = (around := checkpointed_region()) is not None and around[1] is Pass.FIRST
-        with timing.counting("tracing"):
+        with timing.counting("tracing"), context_of_one_graph():
             compiled = with_lowering(module, inputs, pipeline, later)
         if not wants_only_verdicts():
             publish(Report(timings=[timing]))

@@ -8,7 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._functorch._aot_autograd import graph_compile
+from torch._inductor.graph import GraphLowering
 
 import fp8pass
 from fp8pass.lowering import lower
@@ -85,3 +88,47 @@ def test_a_second_machine_starts_with_saved_caches(tmp_path: Path) -> None:
     hits, misses = zip(*(each.stdout.split() for each in done), strict=True)
     assert misses == ("2", "0")  # what begins the step, and the layer
     assert hits == ("0", "2")
+
+
+class Ending(nn.Module):
+    """Layers and what comes after them, whose backward may overwrite other ones of its inputs than a layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)), torch.zeros(16, dtype=torch.long))
+
+
+def test_a_backward_overwrites_what_its_own_graph_allows() -> None:
+    """A layer's backward is compiled after the graphs that follow it, and must not go by what is known of those."""
+    allowed, compiled = {}, {}
+    collect_idxs, init = graph_compile.collect_bw_donated_buffer_idxs, GraphLowering.__init__
+
+    def names(module: fx.GraphModule) -> tuple[str, ...]:
+        return tuple(n.name for n in module.graph.find_nodes(op="placeholder"))
+
+    def collected(forward: fx.GraphModule, backward: fx.GraphModule, *args: Any) -> Any:
+        allowed[names(backward)] = found = collect_idxs(forward, backward, *args)
+        return found
+
+    def lowered(self: GraphLowering, module: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        init(self, module, *args, **kwargs)
+        if kwargs.get("is_backward"):
+            compiled[names(module)] = self.bw_donated_idxs
+
+    with (
+        mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", collected),
+        mock.patch.object(GraphLowering, "__init__", lowered),
+        collect() as report,
+    ):
+        model = make(Ending)
+        run = torch.compile(model, backend="fp8pass", options={"on_fault": "raise"})
+        for x in batches(2, 16, 32):
+            run(x).backward()
+    assert len(report.timings) > 2  # a layer, and what is around the layers
+    assert len(allowed) >= 2 and compiled == allowed
