@@ -53,9 +53,11 @@ OURS: dict[str, dict[str, Any]] = {
 TORCHAO = ("ao_tensorwise", "ao_rowwise")
 LAYER = ("bf16", *OURS, *TORCHAO)
 STEP = ("bf16", *OURS, *(f"t_{name}" for name in OURS if name != "graphs"), *TORCHAO)
+MODELS = ("hf_8b_4l", "hf_1b_8l", "hf_160m", "gpt2", "gpt2_50257")
+"""Whole models of transformers, which h200_run.py trains."""
 RUNS: dict[str, Sequence[str]] = {
     **dict.fromkeys(("llama_block", "llama_mlp", "gpt2_mlp", "relu2_mlp", "linear"), LAYER),
-    **dict.fromkeys(("hf_8b_4l", "hf_1b_8l", "gpt2"), STEP),
+    **dict.fromkeys(MODELS, STEP),
     "gemm": ("tensorwise", "rowwise"),
     "xla": ("jax",),
 }
@@ -248,10 +250,20 @@ def wait(condition: Callable[[], bool], until: float) -> None:
         time.sleep(0.02)
 
 
-def measure(names: Sequence[str], options: Sequence[str], seconds: float, record: Callable[[Row], None]) -> None:
-    """Compile all these runs side by side, let one after the other measure, and record their results."""
+def measure(
+    names: Sequence[str],
+    options: Sequence[str],
+    seconds: float,
+    record: Callable[[Row], None],
+    compiling: float | None = None,
+) -> None:
+    """Compile all these runs side by side, let one after the other measure, and record their results.
+
+    compiling: the most seconds in which they compile; the share `COMPILES` of all seconds by default.
+    """
     begun = time.monotonic()
-    end, compiled_by = begun + seconds, begun + seconds * COMPILES
+    compiling = seconds * COMPILES if compiling is None else compiling
+    end, compiled_by = begun + seconds, begun + compiling
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         runs = [Run(name, Path(folder), options) for name in names]
         try:
@@ -262,7 +274,7 @@ def measure(names: Sequence[str], options: Sequence[str], seconds: float, record
             print(f"compiled for {time.monotonic() - begun:.0f} s", flush=True)
             for run in runs:
                 run.take_turn(min(end, time.monotonic() + TURN))
-                for row in run.results(f"not compiled after {seconds * COMPILES:.0f} s" if run in late else ""):
+                for row in run.results(f"not compiled after {compiling:.0f} s" if run in late else ""):
                     record(row)
         finally:
             for run in runs:

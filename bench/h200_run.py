@@ -7,8 +7,10 @@ with its results. `dB` compares output, gradient of the input and of each parame
 from there BF16 has 56 dB and FP8 less than 30, so float32 is as good as exact. Layers take turns with BF16 under
 Inductor, so that a drift of clocks affects both: `ms` has both medians, and `p20_80` two percentiles of the speed-up.
 `peak` are the bytes that a step needs in addition to weights, optimizer and inputs, `peak_GB` all that it needs.
-`host_ms` is the time in which the host issues a step. `kernels` is a profile: [name, ms per step, launches per step].
-`table` has each Triton kernel that stores FP8, with each of its configurations.
+`host_ms` is the time in which the host issues a step, `compile_s` that of the first two steps of a whole model, or four
+of a layer. `loss` has that of the fifth step, and that of the last one, of which `steps` is the number. `kernels` is a
+profile: [name, ms per step, launches per step]. `table` has each Triton kernel that stores FP8, with each of its
+configurations.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from h200 import LAYERS, OURS, QUICK, QUICK_SHAPES, SHAPES, TORCHAO, Row, linear, seconds, with_unit_products
+from h200 import LAYERS, MODELS, OURS, QUICK, QUICK_SHAPES, SHAPES, TORCHAO, Row, linear, seconds, with_unit_products
 from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
@@ -97,6 +99,11 @@ class Job:
     def target(self) -> Target | None:
         """Return fp8pass's description of the GPU; None if there is none."""
         return target_of(self.device)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether the contender is fp8pass."""
+        return self.who.removeprefix("t_") in OURS
 
     @property
     def options(self) -> Row:
@@ -347,7 +354,7 @@ def prepare_layer(job: Job, made: nn.Module, x: Tensor, bounds: dict[str, Bounds
     row |= {"compile_s": round(time.perf_counter() - begun, 1)}
     row["dB"] = [round(sqnr(*pair), 1) for pair in zip(wanted, patiently(subject.results), strict=True)]
     row["status"] = why_wrong(row["dB"], bounds["bf16" if job.who == "bf16" else "fp8"])
-    if job.who in OURS:
+    if job.is_ours:
         row |= {"matmuls": report.summary(), "declined": sorted(report.rules())}
         if not report.rewritten:
             row["status"] = f"wrong: nothing runs in FP8; {report.summary()}"
@@ -398,22 +405,31 @@ def linears(job: Job) -> Iterator[Callable[[], Row]]:
 # --------------------------------------------------------------------------------------------------------- whole steps
 
 
+SAME: Row = {"use_cache": False, "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
+WIDTHS: dict[str, Row] = {
+    "hf_8b_4l": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4},
+    "hf_1b_8l": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
+    "hf_160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
+    | dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 12),
+}
+VOCABULARY = {"gpt2": (50304, 128), "gpt2_50257": (50257, 129)}
+"""The words of each GPT-2, and of its tiny form: a multiple of 64, and transformers' own number, which is odd."""
+
+
 def config_of(job: Job) -> tuple[Any, int, int]:
     """Return the config of a model of transformers, the batch, and the length."""
     from transformers import GPT2Config, LlamaConfig
 
-    same = {"use_cache": False, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
-    sizes: Row = {
-        "hf_8b_4l": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4},
-        "hf_1b_8l": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
-    }
+    if job.work in VOCABULARY:
+        words, few = VOCABULARY[job.work]
+        off = {"use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        if job.quick:
+            return GPT2Config(vocab_size=few, n_embd=64, n_layer=2, n_head=4, n_positions=16, **off), 2, 16
+        return GPT2Config(vocab_size=words, **off), 8, 1024
     if job.quick:
         tiny = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
-        return LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, **same | tiny), 2, 16
-    if job.work == "gpt2":
-        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(use_cache=False, vocab_size=50304, **off), 8, 1024
-    return LlamaConfig(**same, **sizes[job.work], max_position_embeddings=2048), 4, 2048
+        return LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, **SAME | tiny), 2, 16
+    return LlamaConfig(**SAME | WIDTHS[job.work], max_position_embeddings=2048), 4, 2048
 
 
 def steps(job: Job) -> Iterator[Callable[[], Row]]:
@@ -422,15 +438,29 @@ def steps(job: Job) -> Iterator[Callable[[], Row]]:
 
     config, batch, length = config_of(job)
     with job.device:
-        model = AutoModelForCausalLM.from_config(config).to(BF16)
+        # some CPUs multiply BF16 100 times slower than float32
+        model = AutoModelForCausalLM.from_config(config).to(BF16 if job.cuda else torch.float32)
         ids = torch.randint(config.vocab_size, (batch, length))
-    row: Row = {"params": sum(p.numel() for p in model.parameters()), "tokens": ids.numel()}
-    step = step_of(job, model, ids)
+    row: Row = {"params": sum(p.numel() for p in model.parameters()), "tokens": ids.numel(), "steps": 0}
+
+    def step() -> Tensor:
+        loss = call()
+        row["steps"] += 1
+        return loss
+
     begun = time.perf_counter()
-    for _ in range(5):
-        loss = patiently(step)
-        free()
-    row |= {"compile_s": round(time.perf_counter() - begun, 1), "loss": [round(loss.item(), 4)]}
+    with collect() as report:
+        call = step_of(job, model, ids)
+        for _ in range(5):
+            loss = patiently(step)
+            if row["steps"] <= 2:  # the second step is the first with state of FP8 and of AdamW
+                row["compile_s"] = round(time.perf_counter() - begun, 1)
+            free()
+    row["loss"] = [round(loss.item(), 4)]
+    if job.is_ours:
+        row |= {"matmuls": report.summary(), "fp8_share": report.fp8_share, "declined": sorted(report.rules())}
+    if job.who in TORCHAO:
+        row["converted"] = sum(type(module).__name__ == "Float8Linear" for module in model.modules())
     yield partial(time_step, job, row, step)
 
 
@@ -529,7 +559,7 @@ def by_xla(job: Job, shape: tuple[int, int, int]) -> list[Row]:
 
 WORKS: dict[str, Callable[[Job], Iterator[Callable[[], Any]]]] = {
     **dict.fromkeys(LAYERS, layers),
-    **dict.fromkeys(("hf_8b_4l", "hf_1b_8l", "gpt2"), steps),
+    **dict.fromkeys(MODELS, steps),
     "linear": linears,
     "gemm": gemms,
     "xla": xla,

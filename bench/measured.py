@@ -25,7 +25,9 @@ WORKS = {
     "relu2_mlp": "MLP with ReLU squared, 768 to 3072, 32768 tokens",
     "hf_8b_4l": "Llama, 4 layers of 8B's shapes",
     "hf_1b_8l": "Llama, 8 layers of 1B's shapes",
+    "hf_160m": "Llama, 160M",
     "gpt2": "GPT-2, 124M",
+    "gpt2_50257": "GPT-2, 124M, 50257 words",
 }
 WHO = {
     "bf16": "BF16",
